@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 import gradrule as gr
-from gradrule._fast_paths import VARIABLE, disabled_paths
+from gradrule.common.fast_paths import VARIABLE, disabled_paths
 from tests.service import blocking
 from tests.service.guarded import Guarded, guarded_server
 from tests.service.servers import RunningServer, running_server

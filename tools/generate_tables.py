@@ -1,6 +1,6 @@
 """Writes the client's table of op definitions from the installed TensorFlow.
 
-python tools/generate_tables.py            # writes client/python/gradrule/data/ops.json.gz
+python tools/generate_tables.py            # writes client/python/gradrule/common/ops.json.gz
 python tools/generate_tables.py --check    # exit code 1 where the committed file differs
 """
 
@@ -19,13 +19,13 @@ from tensorflow.core.framework import op_def_pb2
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.framework import ops
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule.v1.graph_pb2 import OpSignature
 
-TARGET = Path(__file__).resolve().parents[1] / "client/python/gradrule/data/ops.json.gz"
+TARGET = Path(__file__).resolve().parents[1] / "client/python/gradrule/common/ops.json.gz"
 
 
-def op_definitions() -> list[bytes]:
+def tensorflow_op_definitions() -> list[bytes]:
     """Serialised `OpDef` of every op type that TensorFlow registers."""
     op_list = op_def_pb2.OpList.FromString(pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList()))
     return [definition.SerializeToString() for definition in op_list.op]
@@ -39,9 +39,9 @@ def gradients() -> dict[str, str]:
 
 def table() -> bytes:
     """The bytes of the table."""
-    signatures = [OpSignature.FromString(definition) for definition in op_definitions()]
-    rows = {signature.name: _opdefs.row_of(signature) for signature in signatures}
-    return _opdefs.encode_table(rows, gradients(), tf.__version__, tf.version.GRAPH_DEF_VERSION)
+    signatures = [OpSignature.FromString(definition) for definition in tensorflow_op_definitions()]
+    rows = {signature.name: op_definitions.row_of(signature) for signature in signatures}
+    return op_definitions.encode_table(rows, gradients(), tf.__version__, tf.version.GRAPH_DEF_VERSION)
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
     data = table()
     if options.check:
         # The compressed bytes depend on zlib's version; the content must not.
-        return int(_opdefs.decode_table(TARGET.read_bytes()) != _opdefs.decode_table(data))
+        return int(op_definitions.decode_table(TARGET.read_bytes()) != op_definitions.decode_table(data))
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_bytes(data)
     return 0

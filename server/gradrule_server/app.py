@@ -10,13 +10,13 @@ import os
 import signal
 import threading
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule_server import assembly
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.heap import keep_freed_memory
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Front
-from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
@@ -79,21 +79,23 @@ async def serve(settings: Settings) -> None:
         pool = assembly.create_engine_pool(settings, blobs, front.set_ready)
         loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.graph_limits(settings, loaded)
-        read_only = ReadOnlyRules.from_op_types(_opdefs.gradients())
+        read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
         tenants = Tenants(assembly.create_shared_resources(settings, store, blobs, loaded, limits), read_only)
         admission = assembly.create_admission(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
         door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits, watch)
-        memories = SharedMemories(tenants, settings.server_limit("shared_bytes"))
+        memories = SharedMemoryServer(tenants, settings.server_limit("shared_bytes"))
         front.add_services(
             door, memories, with_reflection=settings.reflection, status=operations.status if settings.admin else None
         )
+        warm_up = assembly.create_warm_up(settings, pool, tenants)
         await operations.start(assembly.create_sources(settings, loaded, tenants, admission))
         port = await front.start(f"{settings.host}:{settings.port}", certificates)
         memories.start()
         accepting = asyncio.ensure_future(front.run_accept_loop())
         accepting.add_done_callback(lambda _: stopping.set())
         stops.push_async_callback(pool.stop)
+        stops.push_async_callback(warm_up.stop)
         stops.callback(memories.close)
         stops.push_async_callback(front.drain, settings.drain_s)
         stops.callback(door.drain)
@@ -102,6 +104,7 @@ async def serve(settings: Settings) -> None:
             tenants.set_read_only(read_only.with_op_rules(pool.greeting.gradients))
             _log_warnings(settings, pool.greeting, tenants)
             _freeze_existing_objects()
+            warm_up.start()
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)
             await stopping.wait()
         if accepting.done() and (failure := accepting.exception()) is not None:
@@ -148,7 +151,7 @@ def _log_warnings(settings: Settings, greeting: link_pb2.Greeting, tenants: Tena
         _log.warning(
             "the stored rule %r hides a built-in rule of this release, which is available as builtin/%s", name, name
         )
-    if greeting.op_table_digest != _opdefs.digest():
+    if greeting.op_table_digest != op_definitions.digest():
         _log.warning(
             "TensorFlow %s defines other ops than the table that is part of gradrule", greeting.tensorflow_version
         )

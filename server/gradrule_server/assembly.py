@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from gradrule._fast_paths import disabled_paths
+from gradrule.common.fast_paths import disabled_paths
 from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, Bound
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
@@ -24,7 +24,9 @@ from gradrule_server.operations.operations import OperationsSettings
 from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
 from gradrule_server.programs.conduct import Conduct, Quarantined
+from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -168,6 +170,15 @@ def create_shared_resources(
         handle_ttl_s=settings.handle_ttl_s,
         has_known_calls="known-calls" not in disabled_paths(settings.disabled_fast_paths),
     )
+
+
+def create_warm_up(settings: Settings, pool: EnginePool, tenants: Tenants) -> WarmUp:
+    """Returns what loads recently used programs after a restart, not started yet."""
+
+    async def load_service(name: str) -> ProgramHouse:
+        return (await tenants.load(name)).house
+
+    return WarmUp(settings.data_dir / FILE_NAME, pool, lambda: [t.house for t in tenants.recently_used()], load_service)
 
 
 def graph_limits(settings: Settings, loaded: LoadedPrograms) -> Limits:

@@ -13,8 +13,8 @@ from random import Random
 
 import grpc
 
-from gradrule import _opdefs
-from gradrule._opdefs import OpDef
+from gradrule.common import op_definitions
+from gradrule.common.op_definitions import OpDef
 from gradrule.v1 import program_pb2
 from gradrule_server import policy
 from gradrule_server.policy import OpReview
@@ -129,7 +129,7 @@ async def _one_by_one(own: grpc.aio.Channel, batch: Sequence[OpReview], place: s
 
 
 def _definition(name: str) -> OpDef:
-    found = _opdefs.find(name)
+    found = op_definitions.find(name)
     if found is None:
         raise LookupError(f"{name} is in the list and not among the op definitions")
     return found

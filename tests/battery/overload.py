@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2
 from tests.battery.figures import Figures, Scale
 from tests.battery.serving import served
@@ -123,7 +123,7 @@ async def _request(target: str) -> bytes:
         await client.close()
     message = evaluate_pb2.EvaluateRequest(program=program.name, feeds=raw.feeds({"x": raw.tensor(x)}))
     value = message.feeds.add(name="turns").value.inline
-    value.CopyFrom(_tensors.to_message(np.int32(turns)))
+    value.CopyFrom(tensor_codec.to_message(np.int32(turns)))
     return message.SerializeToString()
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import grpc
 import numpy as np
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2
 from tests.battery import judging
 from tests.battery.judging import Judgement, Verdict
@@ -32,7 +32,7 @@ def request(bad: Bad) -> bytes:
     """Asks for `y` of a graph; each time of another one, by a node that nothing needs, so that no verdict is kept."""
     graph = bad.build()
     graph.node.add(name=f"copy-{next(_copies)}", op="NoOp")
-    feeds = {name: _tensors.to_message(np.asarray(value)) for name, value in bad.feeds.items()}
+    feeds = {name: tensor_codec.to_message(np.asarray(value)) for name, value in bad.feeds.items()}
     return raw.request(graph.SerializeToString(), feeds).SerializeToString()
 
 

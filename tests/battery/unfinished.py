@@ -51,9 +51,12 @@ class Windows:
         self._streams[stream] -= size
         return size
 
-    async def change(self) -> None:
-        """Waits until the server has said something."""
+    def expect_change(self) -> None:
+        """From now on `change` waits for the server's next frame."""
         self._changed.clear()
+
+    async def change(self) -> None:
+        """Waits until the server has sent a frame or ended the connection since `expect_change`."""
         await self._changed.wait()
 
 
@@ -78,6 +81,8 @@ async def send_unfinished(
             async with asyncio.timeout(hold_s):
                 while not following.done():
                     before = sent
+                    # Before the windows are read, so that no frame is missed that comes meanwhile.
+                    windows.expect_change()
                     for stream, unsent in left.items():
                         part = windows.take(stream, min(unsent, _CHUNK))
                         if part:

@@ -22,9 +22,9 @@ import grpc.aio
 import numpy as np
 
 import gradrule as gr
-from gradrule import _tensors
 from gradrule._program import ProgramBase
 from gradrule._status import serialized
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 NAME = "programs/tiny"
@@ -36,7 +36,7 @@ TINY = {"x": np.ones((2, 4), np.float32), "w": np.ones((4, 3), np.float32)}
 def program() -> program_pb2.Program:
     """Describes a program with inputs x and w, whose gradients are asked."""
     specs = [
-        tensor_pb2.TensorSpec(name=name, dtype=tensor_pb2.DT_FLOAT, shape=_tensors.shape_message(array.shape))
+        tensor_pb2.TensorSpec(name=name, dtype=tensor_pb2.DT_FLOAT, shape=tensor_codec.shape_message(array.shape))
         for name, array in TINY.items()
     ]
     loss = tensor_pb2.TensorSpec(name="loss", dtype=tensor_pb2.DT_FLOAT)
@@ -46,9 +46,9 @@ def program() -> program_pb2.Program:
 def answer(feeds: dict[str, Any]) -> bytes:
     """Returns the bytes of an answer: a loss, and gradients of the feeds' shapes."""
     response = evaluate_pb2.EvaluateResponse(device="CPU:0")
-    _tensors.write_message(response.outputs.add(name="loss").value.inline, np.asarray(np.float32(1)))
+    tensor_codec.write_message(response.outputs.add(name="loss").value.inline, np.asarray(np.float32(1)))
     for name, array in feeds.items():
-        _tensors.write_message(response.gradients.add(x=name).dense, array)
+        tensor_codec.write_message(response.gradients.add(x=name).dense, array)
     for part in (response.timings.queue, response.timings.run):
         part.FromNanoseconds(123_456)
     response.digests.graph = response.digests.program = "0123456789abcdef" * 4

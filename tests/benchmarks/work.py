@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import gradrule as gr
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2
 
 RULE = {"Sign": "ste_sign"}
@@ -53,7 +53,7 @@ class Work:
 
     def _with_feeds(self, request: evaluate_pb2.EvaluateRequest) -> bytes:
         for name, value in self.feeds.items():
-            request.feeds.add(name=name).value.inline.CopyFrom(_tensors.to_message(value))
+            request.feeds.add(name=name).value.inline.CopyFrom(tensor_codec.to_message(value))
         return request.SerializeToString()
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule_server import policy
 from gradrule_server.policy.op_table import NOT_REVIEWED, REMEDIES, read_rows, write_rows
 
@@ -48,7 +48,7 @@ def test_committed_list_and_page_are_current(generator: ModuleType, monkeypatch:
 
 def test_every_op_of_tensorflow_was_reviewed(generator: ModuleType) -> None:
     digests = generator.definitions()
-    assert list(policy.op_reviews()) == sorted(digests) == list(_opdefs.names())
+    assert list(policy.op_reviews()) == sorted(digests) == list(op_definitions.names())
     for name, digest in digests.items():
         review = policy.review_with_digest(name, digest)
         assert review is policy.op_reviews()[name]
@@ -88,7 +88,7 @@ def test_dangerous_ops_are_denied() -> None:
 
 def test_ops_with_a_gradient_run_unless_they_reach_outside_the_graph() -> None:
     reviews = policy.op_reviews()
-    denied = {name: reviews[name].category for name in _opdefs.gradients() if name in reviews}
+    denied = {name: reviews[name].category for name in op_definitions.gradients() if name in reviews}
     outside = {"TPU", "code", "compiler", "debug", "distributed", "file write", "internal", "network"}
     earlier = {"control", "tensor array", "variable"}
     assert {reviews[name].category for name in denied if not reviews[name].allowed} == outside | earlier

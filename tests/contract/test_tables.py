@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,10 +32,10 @@ import importlib.util, json
 spec = importlib.util.spec_from_file_location("generate_tables", "tools/generate_tables.py")
 generator = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(generator)
-from gradrule import _opdefs
+from gradrule.common.op_definitions import decode_table
 registry = generator.ops.gradient_registry
 print(json.dumps({
-    "is_current": _opdefs.decode_table(generator.TARGET.read_bytes()) == _opdefs.decode_table(generator.table()),
+    "is_current": decode_table(generator.TARGET.read_bytes()) == decode_table(generator.table()),
     "callable": sorted(name for name in registry.list() if callable(registry.lookup(name))),
 }))
 """
@@ -60,25 +60,25 @@ def test_generation_is_deterministic(generator: ModuleType) -> None:
 
 
 def test_table_holds_every_op(generator: ModuleType) -> None:
-    definitions = generator.op_definitions()
-    assert len(_opdefs.names()) == len(definitions) > 1900
+    definitions = generator.tensorflow_op_definitions()
+    assert len(op_definitions.names()) == len(definitions) > 1900
 
 
 def test_digest_equals_tensorflows(generator: ModuleType) -> None:
-    assert _opdefs.digest() == _opdefs.digest_of(generator.op_definitions())
+    assert op_definitions.digest() == op_definitions.digest_of(generator.tensorflow_op_definitions())
 
 
 def test_digest_of_loaded_definitions_is_the_same() -> None:
-    loaded = [op for name in _opdefs.names() if (op := _opdefs.find(name)) is not None]
-    assert _opdefs.digest_of(loaded) == _opdefs.digest()
+    loaded = [op for name in op_definitions.names() if (op := op_definitions.find(name)) is not None]
+    assert op_definitions.digest_of(loaded) == op_definitions.digest()
 
 
 def test_digest_sees_one_changed_default(generator: ModuleType) -> None:
-    definitions = generator.op_definitions()
+    definitions = generator.tensorflow_op_definitions()
     changed = [definitions[0].replace(definitions[0][2:4], b"Zz", 1), *definitions[1:]]
-    assert _opdefs.digest_of(changed) != _opdefs.digest()
+    assert op_definitions.digest_of(changed) != op_definitions.digest()
 
 
 def test_gradients_are_those_that_tensorflow_can_call(fresh: dict[str, Any]) -> None:
-    assert list(_opdefs.gradients()) == fresh["callable"]
-    assert all(_opdefs.find(name) is not None for name in _opdefs.gradients())
+    assert list(op_definitions.gradients()) == fresh["callable"]
+    assert all(op_definitions.find(name) is not None for name in op_definitions.gradients())

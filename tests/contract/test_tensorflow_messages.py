@@ -255,13 +255,13 @@ def test_unknown_fields_survive(build: Callable[[], Any]) -> None:
 def test_tensors_round_trip(dtype: Any, shape: tuple[int, ...]) -> None:
     import numpy as np
 
-    from gradrule import _tensors
+    from gradrule.common import tensor_codec
 
     wanted = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype.as_numpy_dtype)
     proto = tf.make_tensor_proto(wanted, dtype=dtype, shape=shape)
-    ours = _tensors.to_numpy(tensor_pb2.Tensor.FromString(proto.SerializeToString()))
+    ours = tensor_codec.to_numpy(tensor_pb2.Tensor.FromString(proto.SerializeToString()))
     assert ours.dtype == wanted.dtype
     np.testing.assert_array_equal(ours, wanted)
-    message = _tensors.to_message(wanted)
+    message = tensor_codec.to_message(wanted)
     theirs = tf_tensor_pb2.TensorProto.FromString(message.SerializeToString())
     np.testing.assert_array_equal(tf.make_ndarray(theirs), wanted)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from gradrule import _opdefs
-from gradrule._opdefs import ArgDef, AttrDef, OpDef
+from gradrule.common import op_definitions
+from gradrule.common.op_definitions import ArgDef, AttrDef, OpDef
 from gradrule.v1.graph_pb2 import AttrValue, Function, Graph, NameAttrList, Node
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 
@@ -175,7 +175,7 @@ def _function(name: str, nodes: Iterable[Node], number: int, *, result: str = ""
         for index, source in enumerate(node.input):
             if not source.startswith("^"):
                 producer = next(other for other in made.node_def if other.name == source)
-                op = _opdefs.find(producer.op)
+                op = op_definitions.find(producer.op)
                 assert op is not None
                 node.input[index] = f"{source}:{op.outputs[0].name}:0"
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule_server import graphs, policy
 from gradrule_server.errors import Finding, GradruleError, Reason
 from tests.policy import minimal
@@ -16,7 +16,7 @@ _TOP_ONLY = {"input", "variable"}
 
 
 def findings_of(name: str, place: str, *, trusted: bool) -> list[Finding]:
-    op = _opdefs.find(name)
+    op = op_definitions.find(name)
     assert op is not None
     made = minimal.graph_of([op], place)
     try:
@@ -58,7 +58,11 @@ def test_what_a_refusal_says() -> None:
 
 
 def test_all_of_a_graph_are_told_at_once() -> None:
-    ops = [op for name in ("ReadFile", "Abort", "Sign", "WriteFile", "IteratorGetNext") if (op := _opdefs.find(name))]
+    ops = [
+        op
+        for name in ("ReadFile", "Abort", "Sign", "WriteFile", "IteratorGetNext")
+        if (op := op_definitions.find(name))
+    ]
     fetches = [f"y{number}" for number in range(len(ops))]
     with pytest.raises(GradruleError) as refusal:
         graphs.expand(minimal.graph_of(ops, "branch"), graphs.ExpandRequest(fetches=fetches))
@@ -69,7 +73,7 @@ def test_all_of_a_graph_are_told_at_once() -> None:
 
 
 def test_what_no_result_needs_may_stand_there() -> None:
-    op = _opdefs.find("SaveV2")
+    op = op_definitions.find("SaveV2")
     assert op is not None
     made = minimal.graph_of([op], "top")
     graphs.expand(made, graphs.ExpandRequest(fetches=["one0"]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule_server.engine.code_rules import CODE_RULES
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs.selectors import GROUPS
@@ -153,7 +153,7 @@ def test_every_rule_has_all_metadata(rule: BuiltinRule) -> None:
     assert rule.formula
     assert all(param.description for param in rule.params)
     for word in rule.op_types:
-        assert word in GROUPS or _opdefs.find(word) is not None, word
+        assert word in GROUPS or op_definitions.find(word) is not None, word
     if rule.code:
         assert all(
             param.name in rule.formula or (param.name == "eps" and "st(" in rule.formula) for param in rule.params

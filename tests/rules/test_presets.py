@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2, rule_pb2
 from gradrule_server.graphs.selectors import GROUPS
 from gradrule_server.registry.presets import to_proto
@@ -67,7 +67,7 @@ def test_every_entry_is_valid(preset: Preset) -> None:
     for override in preset.overrides:
         assert override.optional
         for word in override.selector.pattern or [override.selector.op_type]:
-            assert word in GROUPS or _opdefs.find(word) is not None, word
+            assert word in GROUPS or op_definitions.find(word) is not None, word
         if override.rule != "default":
             assert override.rule.startswith("builtin/")
             rule = BUILTINS[override.rule.removeprefix("builtin/")]

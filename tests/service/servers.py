@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import gradrule as gr
-from gradrule._fast_paths import VARIABLE
+from gradrule.common.fast_paths import VARIABLE
 from tests.battery.processes import engines
 
 T = TypeVar("T")

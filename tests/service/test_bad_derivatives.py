@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2, program_pb2_grpc
 from tests.service import raw
 from tests.service.answers import refused, refused_raw
@@ -140,7 +140,7 @@ def test_directions_that_do_not_fit(client: Any) -> None:
 
 def test_a_direction_of_another_type_that_no_client_would_send(channel: grpc.Channel) -> None:
     asked = request(**JVP)
-    asked.tangents.extend(raw.feeds({"x": _tensors.to_message(np.ones(2))}))
+    asked.tangents.extend(raw.feeds({"x": tensor_codec.to_message(np.ones(2))}))
     with refused_raw("FEED_DTYPE") as refusal:
         raw.evaluate(channel, asked)
     refusal.says("tangent 'x'", "float64", "float32")

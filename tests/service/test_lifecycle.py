@@ -233,6 +233,14 @@ def check_kept(client: Any, factor: float) -> None:
     assert_close(r.gradients["x"], np.float32([factor]))
 
 
+def check_kept_is_loaded(server: RunningServer, client: Any) -> None:
+    """The server loads the program by itself; its first call compiles nothing."""
+    wait_until(lambda: True if "loaded 1 of 1 recently used programs" in server.log.read_text() else None, "warm-up")
+    caches = {cache.name: cache.entries.used for cache in client.server_status().caches}
+    assert caches == {"programs": 1, "loaded": 1}
+    assert client.program("programs/kept").evaluate({"x": [2.0]}).timings.compile == 0
+
+
 def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
     """Stopped, started, the rule's name given to another rule, and killed right after the acknowledgement.
 
@@ -246,6 +254,7 @@ def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
         assert first.terminate() == 0
     with running_server(tmp_path) as second, gr.connect(second.target) as client:
         assert client.get_rule("Kept").expression == "5 * dy"
+        check_kept_is_loaded(second, client)
         p = client.program("programs/kept")
         assert p.digests == digests
         assert [(spec.name, spec.dtype) for spec in p.inputs.values()] == [("x", "float32")]
@@ -258,6 +267,7 @@ def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
     with running_server(tmp_path) as third, gr.connect(third.target) as client:
         assert client.get_rule("Late").expression == "9 * dy"
         assert client.get_rule("Kept").expression == "7 * dy"
+        check_kept_is_loaded(third, client)
         check_kept(client, 5)
         fresh = client.compile(
             raw.sign_graph().SerializeToString(), fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "Kept"}

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule import _opdefs
-from gradrule._opdefs import OpDef
+from gradrule.common import op_definitions
+from gradrule.common.op_definitions import OpDef
 from gradrule.v1 import graph_pb2, program_pb2, program_pb2_grpc
 from gradrule_server import graphs, policy
 from gradrule_server.errors import GradruleError
@@ -52,7 +52,7 @@ def trusting_client(trusting: RunningServer) -> Iterator[Any]:
 
 
 def _op(name: str) -> OpDef:
-    found = _opdefs.find(name)
+    found = op_definitions.find(name)
     assert found is not None
     return found
 
@@ -69,7 +69,7 @@ def _samples() -> dict[str, OpDef]:
     """Of each category of denied ops one whose only obstacle is the list."""
     found: dict[str, OpDef] = {}
     for name, review in policy.op_reviews().items():
-        op = _opdefs.find(name)
+        op = op_definitions.find(name)
         if not review.allowed and review.category not in found and op is not None and _runs_when_trusted(op):
             found[review.category] = op
     return found

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import arena
@@ -75,7 +75,7 @@ async def _compile(pool: EnginePool) -> None:
     request = link_pb2.CompileRequest(
         key="double",
         graph=_graph().SerializeToString(),
-        inputs=[tensor_pb2.TensorSpec(name="x", dtype=tensor_pb2.DT_FLOAT, shape=_tensors.shape_message([None]))],
+        inputs=[tensor_pb2.TensorSpec(name="x", dtype=tensor_pb2.DT_FLOAT, shape=tensor_codec.shape_message([None]))],
         fetches=[link_pb2.Endpoint(name="y", tensor="y:0")],
         max_rank=1,
     )
@@ -86,7 +86,7 @@ def _run(values: np.ndarray) -> link_pb2.RunRequest:
     call = evaluate_pb2.EvaluateRequest()
     inline = call.feeds.add(name="x").value.inline
     inline.dtype = tensor_pb2.DT_FLOAT
-    inline.tensor_shape.CopyFrom(_tensors.shape_message(values.shape))
+    inline.tensor_shape.CopyFrom(tensor_codec.shape_message(values.shape))
     # Without TensorFlow's own message in between, which is another two copies.
     inline.tensor_content = values.tobytes()
     return link_pb2.RunRequest(key="double", request=call.SerializeToString())

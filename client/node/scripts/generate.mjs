@@ -26,7 +26,7 @@ function generate(target) {
 }
 
 function attrTable() {
-  const packed = readFileSync(join(home, "..", "python", "gradrule", "data", "ops.json.gz"));
+  const packed = readFileSync(join(home, "..", "python", "gradrule", "common", "ops.json.gz"));
   const { ops } = JSON.parse(gunzipSync(packed).toString());
   const rows = Object.keys(ops)
     .sort()

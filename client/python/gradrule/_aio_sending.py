@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _calls, _deadlines, _routes, _shared_memory, _wire
+from gradrule import _calls, _deadlines, _routes, _shared_memory
 from gradrule._aio_streams import AsyncStream
 from gradrule._shared_memory import SharedMemory, may_resend
 from gradrule._status import error_of, message_parts, parsed
 from gradrule._stream_messages import CHUNK_BYTES
 from gradrule._streams import StreamLostError
+from gradrule.common import wire_format
 from gradrule.errors import GradruleError, MessageTooLargeError, UnavailableError
 
 R = TypeVar("R")
@@ -63,7 +64,7 @@ class AsyncCallSender:
             return await self._through_memory(call, parts, size, seconds)
         return await self._evaluate(call, parts, size, seconds)
 
-    async def _through_memory(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    async def _through_memory(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call whose large tensors lie in shared memory; inline where that cannot be."""
         ends_at = time.monotonic() + seconds
         memory = self._memory
@@ -91,7 +92,7 @@ class AsyncCallSender:
                     raise
         return await self._evaluate(call, parts, size, _deadlines.left(ends_at))
 
-    async def _evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    async def _evaluate(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""
         if self._routes.must_chunk(size):
             return await self._in_chunks(call, parts, size, seconds)
@@ -116,7 +117,7 @@ class AsyncCallSender:
         self._routes.note_too_long(size)
         return answer
 
-    async def _in_chunks(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    async def _in_chunks(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call that may be too long for one message."""
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
@@ -129,7 +130,7 @@ class AsyncCallSender:
             await asyncio.sleep(_routes.pause_before(attempt))
         raise AssertionError("the loop ends by itself")
 
-    async def _alone(self, call: _calls.Call[R], parts: _wire.Parts, seconds: float) -> R:
+    async def _alone(self, call: _calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
         try:
             answer = await self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:

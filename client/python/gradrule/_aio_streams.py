@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _routes, _stream_messages, _streams, _wire
+from gradrule import _routes, _stream_messages, _streams
 from gradrule._calls import Call
 from gradrule._status import error_of
 from gradrule._streams import StreamLostError, decoded
+from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
 R = TypeVar("R")
@@ -47,7 +48,7 @@ class AsyncStream:
         """Whether the next request goes over a stream that is open already."""
         return self._connection is not None and not self._connection.ended
 
-    async def run(self, call: Call[R], parts: _wire.Parts, size: int, timeout: float) -> R:
+    async def run(self, call: Call[R], parts: wire_format.Parts, size: int, timeout: float) -> R:
         """Sends a call, whose request has these bytes, and decodes its answer. timeout: seconds.
 
         Raises `StreamLostError`.
@@ -95,7 +96,9 @@ class AsyncConnection:
         self._writer = asyncio.ensure_future(self._write())
         self._idle = self._loop.call_later(_routes.REPEATED_WITHIN_S, self._look_whether_idle)
 
-    def send(self, kind: str, parts: _wire.Parts, size: int, timeout: float) -> tuple[int, asyncio.Future[_Answer]]:
+    def send(
+        self, kind: str, parts: wire_format.Parts, size: int, timeout: float
+    ) -> tuple[int, asyncio.Future[_Answer]]:
         """Sends a request."""
         number = next(self._numbers)
         message = _stream_messages.messages(number, kind, parts, size, timeout)

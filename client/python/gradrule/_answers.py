@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from gradrule import _fast_paths, _packing, _tensors, _wire
-from gradrule._dtypes import name_of
 from gradrule._large import MIN_LARGE_BYTES
 from gradrule._memory_regions import rounded
 from gradrule._names import bare
+from gradrule.common import fast_paths, tensor_codec, tensor_packing, wire_format
+from gradrule.common.dtypes import dtype_name
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 
@@ -64,13 +64,13 @@ class TensorPlace:
     shape: tuple[int, ...]
     content: int
 
-    def array(self, answer: Answer) -> _tensors.Array:
+    def array(self, answer: Answer) -> tensor_codec.Array:
         """Returns the values as an array that nothing else changes. Raises `InvalidTensorError`."""
         data = answer.data
         if self.dtype is None:
             try:
                 message = tensor_pb2.Tensor.FromString(data[self.start : self.end])
-                return _tensors.to_numpy(message, writable=True)
+                return tensor_codec.to_numpy(message, writable=True)
             except (DecodeError, ValueError) as cause:
                 raise InvalidTensorError(f"the server's answer: {cause}") from None
         # Whatever the alignment of the bytes is, the copy is aligned.
@@ -81,7 +81,7 @@ class TensorPlace:
 class SharedPlace(TensorPlace):
     """Where a tensor lies in shared memory. content: where its bytes begin there."""
 
-    def array(self, answer: Answer) -> _tensors.Array:
+    def array(self, answer: Answer) -> tensor_codec.Array:
         """Returns the values in the memory, which nothing else changes. Raises `InvalidTensorError`."""
         if self.dtype is None or answer.room is None:
             raise InvalidTensorError("the server's answer: a tensor lies in shared memory, and there is none")
@@ -93,16 +93,16 @@ class SharedPlace(TensorPlace):
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace(TensorPlace):
-    """Where a packed tensor lies. message: the tensor without its content. keep_bfloat16: see `_packing.unpack`."""
+    """Locates a packed tensor. message: the tensor without content. keep_bfloat16: see `tensor_packing.unpack`."""
 
     message: tensor_pb2.PackedTensor
     keep_bfloat16: bool
 
-    def array(self, answer: Answer) -> _tensors.Array:
+    def array(self, answer: Answer) -> tensor_codec.Array:
         """Returns the values, unpacked. Raises `InvalidTensorError`."""
         content = memoryview(answer.data)[self.content : self.end]
         try:
-            array = _packing.unpack(self.message, content=content, keep_bfloat16=self.keep_bfloat16)
+            array = tensor_packing.unpack(self.message, content=content, keep_bfloat16=self.keep_bfloat16)
         except ValueError as cause:
             raise InvalidTensorError(f"the server's answer: {cause}") from None
         return array if array.flags.writeable else array.copy()
@@ -154,7 +154,7 @@ class Answer:
 class SharedRoom(Protocol):
     """Memory that the server wrote tensors of an answer into."""
 
-    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], size: int) -> _tensors.Array:
+    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], size: int) -> tensor_codec.Array:
         """Returns the array at an offset. Raises `ValueError` where it does not lie there."""
         ...
 
@@ -170,7 +170,7 @@ class AnswerReader:
         self._label_of = label_of
         self._keep_bfloat16 = keep_bfloat16
         self._last: Layout | None = None
-        self._keeps_layout = _fast_paths.is_enabled("answer-layouts")
+        self._keeps_layout = fast_paths.is_enabled("answer-layouts")
         self.was_used = False
         """Whether an answer was read."""
         self.room_bytes = 0
@@ -187,7 +187,7 @@ class AnswerReader:
             layout, others = _scan(data, self._label_of, self._keep_bfloat16)
             rest = evaluate_pb2.EvaluateResponse.FromString(others)
             self.room_bytes, self.was_used = _room_bytes(layout), True
-        except (DecodeError, _wire.MalformedError, UnicodeDecodeError) as cause:
+        except (DecodeError, wire_format.MalformedError, UnicodeDecodeError) as cause:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
         # With something else between the tensors, the bytes behind the last one are not all that is left.
         is_usual = len(others) == len(data) - layout.end
@@ -213,7 +213,7 @@ def _scan(data: bytes, label_of: Callable[[str], str], keep: bool) -> tuple[Layo
     gradients: dict[str, GradientPlace] = {}
     others: list[bytes] = []
     before = end = 0
-    for number, start, stop in _wire.fields(data, 0, len(data)):
+    for number, start, stop in wire_format.fields(data, 0, len(data)):
         if number == _OUTPUTS:
             name, place = _output(data, start, stop, keep)
             outputs[label_of(name)] = place
@@ -245,11 +245,11 @@ def _around(data: bytes, places: list[TensorPlace], end: int) -> tuple[tuple[int
 
 def _output(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, TensorPlace]:
     name, place = "", TensorPlace(0, 0, None, 0, (), 0)
-    for number, begin, end in _wire.fields(data, start, stop):
+    for number, begin, end in wire_format.fields(data, start, stop):
         if number == _NAME:
             name = data[begin:end].decode()
         elif number == _VALUE:
-            for inner, first, last in _wire.fields(data, begin, end):
+            for inner, first, last in wire_format.fields(data, begin, end):
                 if inner == _INLINE:
                     place = _tensor(data, first, last, keep)
                 elif inner == _SHARED:
@@ -261,12 +261,12 @@ def _shared_tensor(data: bytes, start: int, stop: int) -> TensorPlace:
     """Returns where a tensor in shared memory lies. Raises `InvalidTensorError`."""
     message = tensor_pb2.SharedMemoryTensor.FromString(data[start:stop])
     try:
-        dtype, shape = _tensors.numpy_dtype(message.dtype), _tensors.known_shape(message.shape)
+        dtype, shape = tensor_codec.numpy_dtype(message.dtype), tensor_codec.known_shape(message.shape)
     except ValueError as cause:
         raise InvalidTensorError(f"the server's answer: {cause}") from None
     count = math.prod(shape)
     if dtype.kind == "O" or message.size != count * dtype.itemsize:
-        name = name_of(message.dtype)
+        name = dtype_name(message.dtype)
         raise InvalidTensorError(
             f"the server's answer: {message.size} bytes of shared memory do not fit {name} of shape {list(shape)}"
         )
@@ -283,7 +283,7 @@ def _room_bytes(layout: Layout) -> int:
 
 def _gradient(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, GradientPlace]:
     name, gradient = "", GradientPlace("unconnected", ())
-    for number, begin, end in _wire.fields(data, start, stop):
+    for number, begin, end in wire_format.fields(data, start, stop):
         if number == _X:
             name = data[begin:end].decode()
         elif number == _SHARED_GRADIENT:
@@ -291,9 +291,11 @@ def _gradient(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, Grad
         elif (kind := _KINDS.get(number)) == "dense":
             gradient = GradientPlace(kind, (_tensor(data, begin, end, keep),))
         elif kind == "sparse":
-            parts = {inner: _tensor(data, first, last, keep) for inner, first, last in _wire.fields(data, begin, end)}
+            parts = {
+                inner: _tensor(data, first, last, keep) for inner, first, last in wire_format.fields(data, begin, end)
+            }
             if not all(part in parts for part in _SPARSE_PARTS):
-                raise _wire.MalformedError("a sparse gradient lacks a part")
+                raise wire_format.MalformedError("a sparse gradient lacks a part")
             gradient = GradientPlace(kind, tuple(parts[part] for part in _SPARSE_PARTS))
         elif kind is not None:
             gradient = GradientPlace(kind, ())
@@ -305,7 +307,7 @@ def _tensor(data: bytes, start: int, stop: int, keep: bool) -> TensorPlace:
     content = size = 0
     head: list[bytes] = []
     before = start
-    for number, begin, end in _wire.fields(data, start, stop):
+    for number, begin, end in wire_format.fields(data, start, stop):
         if number == _CONTENT:
             content, size = begin, end - begin
         elif number == _PACKED:
@@ -318,14 +320,14 @@ def _tensor(data: bytes, start: int, stop: int, keep: bool) -> TensorPlace:
         return TensorPlace(start, stop, None, 0, (), 0)
     message = tensor_pb2.Tensor.FromString(b"".join(head))
     try:
-        dtype, shape = _tensors.numpy_dtype(message.dtype), _tensors.known_shape(message.tensor_shape)
+        dtype, shape = tensor_codec.numpy_dtype(message.dtype), tensor_codec.known_shape(message.tensor_shape)
     except ValueError as cause:
         raise InvalidTensorError(f"the server's answer: {cause}") from None
     if dtype.kind == "O" or not np.little_endian:
         return TensorPlace(start, stop, None, 0, (), 0)
     count = math.prod(shape)
     if size != count * dtype.itemsize:
-        name = name_of(message.dtype)
+        name = dtype_name(message.dtype)
         raise InvalidTensorError(
             f"the server's answer: {size} bytes do not fit {name} of shape {list(shape)}: {count * dtype.itemsize}"
         )
@@ -335,10 +337,10 @@ def _tensor(data: bytes, start: int, stop: int, keep: bool) -> TensorPlace:
 def _packed(data: bytes, start: int, stop: int, keep: bool) -> PackedPlace:
     """Returns where a packed tensor lies. Raises `MalformedError` where its content is not its last field."""
     before = start
-    for number, begin, end in _wire.fields(data, start, stop):
+    for number, begin, end in wire_format.fields(data, start, stop):
         if number == _PACKED_CONTENT and end == stop:
             message = tensor_pb2.PackedTensor.FromString(data[start:before])
             # The type is that of the result; only where it is set, the bytes around the content tell one layout.
             return PackedPlace(start, stop, np.dtype(np.uint8), end - begin, (), begin, message, keep)
         before = end
-    raise _wire.MalformedError("a packed tensor does not end with its content")
+    raise wire_format.MalformedError("a packed tensor does not end with its content")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradrule import _tensors
 from gradrule._attrs import natural
-from gradrule._dtypes import base
 from gradrule._handles import TensorHandle
-from gradrule._opdefs import ArgDef, OpDef
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import without_ref
+from gradrule.common.op_definitions import ArgDef, OpDef
 from gradrule.errors import InvalidTensorError, TypeMismatchError
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Tensor
@@ -72,7 +72,7 @@ class Conversion:
         for arg, entries in arguments:
             for entry in entries if arg.type_attr else ():
                 if isinstance(entry, TensorHandle):
-                    self._types.setdefault(arg.type_attr, base(entry.number))
+                    self._types.setdefault(arg.type_attr, without_ref(entry.number))
                 else:
                     values.setdefault(arg.type_attr, []).append(entry)
         for name, entries in values.items():
@@ -81,26 +81,26 @@ class Conversion:
             arrays = [self._natural(entry) for entry in entries]
             typed = [array for array, entry in zip(arrays, entries, strict=True) if hasattr(entry, "dtype")]
             if typed:
-                self._types[name] = _tensors.number_of_array(typed[0])
+                self._types[name] = tensor_codec.number_of_array(typed[0])
             elif name in self._defaults:
                 self._types[name] = self._defaults[name]
             elif len({array.dtype for array in arrays}) == 1:
-                self._types[name] = _tensors.number_of_array(arrays[0])
+                self._types[name] = tensor_codec.number_of_array(arrays[0])
             else:
                 floats = any(array.dtype.kind == "f" for array in arrays)
-                self._types[name] = _tensors.dtype_number("float32" if floats else "int32")
+                self._types[name] = tensor_codec.dtype_number("float32" if floats else "int32")
 
     def to_message(self, arg: ArgDef, value: Any) -> Tensor:
         """Returns the tensor for a value. Raises `InvalidTensorError` if the value cannot have the needed type."""
         number = arg.type or self._types.get(arg.type_attr, 0)
         try:
             if not number:
-                return _tensors.to_message(natural(value))
-            return _tensors.to_message(_tensors.from_value(value, number), number)
+                return tensor_codec.to_message(natural(value))
+            return tensor_codec.to_message(tensor_codec.from_value(value, number), number)
         except ValueError as cause:
             raise InvalidTensorError(f"{self._where}: input {arg.name!r}: {cause}") from None
 
-    def _natural(self, value: Any) -> _tensors.Array:
+    def _natural(self, value: Any) -> tensor_codec.Array:
         try:
             return natural(value)
         except ValueError as cause:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _opdefs, _tensors
-from gradrule._dtypes import as_dt
-from gradrule._opdefs import AttrDef
+from gradrule.common import op_definitions, tensor_codec
+from gradrule.common.dtypes import as_dt
+from gradrule.common.op_definitions import AttrDef
 from gradrule.errors import InvalidAttrError
 from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
 from gradrule.v1.tensor_pb2 import Tensor, TensorShape
@@ -39,8 +39,10 @@ def attr_of_op(op_type: str, name: str, value: Any, where: str) -> AttrValue:
     Raises:
         InvalidAttrError: no op type declares the attribute, or the value does not fit.
     """
-    own = _opdefs.find(op_type)
-    known = [own] if own is not None else [op for op in map(_opdefs.find, _opdefs.names()) if op is not None]
+    own = op_definitions.find(op_type)
+    known = (
+        [own] if own is not None else [op for op in map(op_definitions.find, op_definitions.names()) if op is not None]
+    )
     declared = next((attr for op in known for attr in op.attrs if attr.name == name), None)
     if declared is None:
         raise InvalidAttrError(f"{where}: {op_type if own else 'no op type'} has no attribute {name!r}")
@@ -86,20 +88,20 @@ def _string(value: Any) -> bytes:
 
 
 def _type(value: Any) -> int:
-    return as_dt(_tensors.dtype_number(value))
+    return as_dt(tensor_codec.dtype_number(value))
 
 
 def _shape(value: Any) -> TensorShape:
     if isinstance(value, TensorShape):
         return value
     if value is None:
-        return _tensors.shape_message(None)
+        return tensor_codec.shape_message(None)
     sizes = [value] if hasattr(value, "__index__") else list(value)
-    return _tensors.shape_message(None if size is None else _integer(size) for size in sizes)
+    return tensor_codec.shape_message(None if size is None else _integer(size) for size in sizes)
 
 
 def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else _tensors.to_message(natural(value))
+    return value if isinstance(value, Tensor) else tensor_codec.to_message(natural(value))
 
 
 def _function(value: Any) -> NameAttrList:
@@ -110,16 +112,16 @@ def _function(value: Any) -> NameAttrList:
     return NameAttrList(name=value)
 
 
-def natural(value: Any) -> _tensors.Array:
+def natural(value: Any) -> tensor_codec.Array:
     """Converts a value to an array as TensorFlow does: floats to float32, ints to int32; arrays keep their type."""
     if hasattr(value, "dtype") or hasattr(value, "__array__"):
         return np.asarray(value)
-    array = _tensors.natural_array(value)
+    array = tensor_codec.natural_array(value)
     if array.dtype == np.float64:
         return array.astype(np.float32)
     if array.dtype.kind in "iu":
         try:
-            return _tensors.from_value(value, _tensors.dtype_number("int32"))
+            return tensor_codec.from_value(value, tensor_codec.dtype_number("int32"))
         except ValueError:
             return array
     return array

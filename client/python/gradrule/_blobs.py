@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from gradrule import _tensors
-from gradrule._dtypes import as_dt
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import as_dt
 from gradrule.errors import BlobNotFoundError, InvalidTensorError
 from gradrule.v1 import blob_pb2, tensor_pb2
 
@@ -43,7 +43,7 @@ class Blob:
     def __init__(self, array: Any) -> None:
         try:
             values = np.array(array)
-            self.number = _tensors.number_of_array(values)
+            self.number = tensor_codec.number_of_array(values)
             if self.number == tensor_pb2.DT_STRING:
                 raise ValueError("strings cannot be kept as a blob")
         except ValueError as cause:
@@ -85,7 +85,7 @@ def digest(data: Data) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def data_of(array: _tensors.Array) -> Data:
+def data_of(array: tensor_codec.Array) -> Data:
     """The elements' bytes, row-major and little-endian."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     flat: Any = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
@@ -94,7 +94,7 @@ def data_of(array: _tensors.Array) -> Data:
 
 def source(sha256: str, number: int, shape: Iterable[int]) -> tensor_pb2.TensorSource:
     """The message of a tensor that is a blob."""
-    blob = tensor_pb2.BlobTensor(sha256=sha256, dtype=as_dt(number), shape=_tensors.shape_message(shape))
+    blob = tensor_pb2.BlobTensor(sha256=sha256, dtype=as_dt(number), shape=tensor_codec.shape_message(shape))
     return tensor_pb2.TensorSource(blob=blob)
 
 

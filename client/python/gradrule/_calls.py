@@ -11,12 +11,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _requests, _results, _samples, _server_status, _wire
+from gradrule import _blobs, _requests, _results, _samples, _server_status
 from gradrule._answers import AnswerReader, labeller
 from gradrule._groups import flat_words, groups_of
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike, graph_bytes, sent_bytes
 from gradrule._transfer import PLAIN, Transfer
+from gradrule.common import wire_format
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import admin_pb2, evaluate_pb2, program_pb2, rule_pb2
 
@@ -39,7 +40,7 @@ class Call(NamedTuple, Generic[R]):
     blobs: Mapping[str, _blobs.Data] = MappingProxyType({})
     on_stream: bool = False
     # Bytes of the request that follow those of the message.
-    large: Sequence[_wire.Parts] = ()
+    large: Sequence[wire_format.Parts] = ()
     # What reads the answer, if that may lie in shared memory.
     reader: AnswerReader | None = None
     # Whether its tensors may lie in shared memory: packed ones may not.
@@ -142,7 +143,7 @@ def evaluate(
     blobs = _blobs.fed(feeds, words.grad_ys)
     spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
     type_of = _requests.types_of_graph(graph)
-    large: list[_wire.Parts] = []
+    large: list[wire_format.Parts] = []
     request = _requests.evaluate_request(
         feeds,
         type_of,
@@ -264,7 +265,7 @@ def evaluate_call(
     request: evaluate_pb2.EvaluateRequest,
     decode: Callable[[Any], R],
     blobs: Mapping[str, _blobs.Data],
-    large: Sequence[_wire.Parts] = (),
+    large: Sequence[wire_format.Parts] = (),
     answer: Callable[[bytes], Any] = evaluate_pb2.EvaluateResponse.FromString,
 ) -> Call[R]:
     """Evaluate."""

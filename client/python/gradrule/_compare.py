@@ -14,14 +14,14 @@ import numpy as np
 from gradrule import _calls, _differences
 from gradrule._comparison import DEFAULT, FINITE_DIFFERENCES, ComparedRow, Comparison, FirstDifference
 from gradrule._differences import FiniteDifferences
-from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
 from gradrule._names import bare, split
 from gradrule._overrides import Overrides
 from gradrule._requests import Feeds, GradYs, Names, Words, names_of
 from gradrule._results import ByName, Explanation, Resolution, Result, Sparse
 from gradrule._sources import GraphLike, graph_bytes
-from gradrule._tensors import Array
+from gradrule.common.dtypes import dtype_name, without_ref
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError, InvalidDerivativeError, InvalidOverrideError, NoGradientError, of_reason
 
 Plan: TypeAlias = "Generator[_calls.Call[Any], Any, Comparison]"
@@ -143,7 +143,7 @@ def _compared_tensors(target: _Target, runs: Sequence[_Run], notes: list[str]) -
         for node in reversed(_in_order(target.read))
         if node in wanted
         for handle in target.read.outputs_of(node)
-        if name_of(base(handle.number)) in _FLOATS and handle.name not in asked
+        if dtype_name(without_ref(handle.number)) in _FLOATS and handle.name not in asked
     ]
     if len(found) > _MAX_TENSORS:
         notes.append(f"of {len(found)} tensors on the path the {_MAX_TENSORS} nearest to the ys are compared")

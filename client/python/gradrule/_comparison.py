@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from gradrule._differences import FiniteDifferences
 from gradrule._results import Resolution
-from gradrule._tensors import Array
+from gradrule.common.tensor_codec import Array
 
 DEFAULT = "default"
 FINITE_DIFFERENCES = "finite_differences"

@@ -25,7 +25,7 @@ from gradrule._requests import (
 )
 from gradrule._results import ByName, Groups, Sparse, array, gradients_by_x, regrouped
 from gradrule._sources import GraphLike
-from gradrule._tensors import Array
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import InvalidDerivativeError
 from gradrule.v1 import evaluate_pb2, program_pb2
 

@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gradrule import _calls, _results
-from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
 from gradrule._names import bare
 from gradrule._requests import Feeds, GradYs, Words, name_of_tensor, tensor_message, types_of_graph
 from gradrule._results import ByName
 from gradrule._sources import GraphLike
-from gradrule._tensors import Array
 from gradrule._widen import widened
+from gradrule.common.dtypes import dtype_name, without_ref
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError
 
 Steps: TypeAlias = "Generator[_calls.Call[Any], Any, Any]"
@@ -149,7 +149,7 @@ def _measure(
     rng = np.random.default_rng(_SEED)
     for x in xs:
         value = forward.feeds[bare(x)]
-        if name_of(base(read.value_of(x).number)) not in _STEPS:
+        if dtype_name(without_ref(read.value_of(x).number)) not in _STEPS:
             continue
         step = _STEPS[_dtype(value)] * max(1.0, float(np.abs(value.astype(np.float64)).max(initial=0.0)))
         if value.size <= MAX_ELEMENTS:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _blobs, _fast_paths, _large, _requests, _tensors, _wire
-from gradrule._packing import Packing, pack
+from gradrule import _blobs, _large, _requests
+from gradrule.common import fast_paths, tensor_codec, wire_format
+from gradrule.common.tensor_packing import Packing, pack
 from gradrule.v1 import evaluate_pb2, program_pb2
 
 _FEEDS = evaluate_pb2.EvaluateRequest.FEEDS_FIELD_NUMBER
@@ -29,7 +30,7 @@ class ProgramEncoder:
         self._program = program
         self._type_of = _requests.types_of_specs([*program.inputs, *program.ys])
         self._heads: dict[Any, bytes] = {}
-        self._keeps_heads = _fast_paths.is_enabled("request-heads")
+        self._keeps_heads = fast_paths.is_enabled("request-heads")
 
     def encode(
         self,
@@ -38,12 +39,12 @@ class ProgramEncoder:
         grad_ys: _requests.GradYs | None = None,
         stacked_grad_ys: bool = False,
         packing: Packing | None = None,
-    ) -> tuple[list[_wire.Part], _blobs.Blobs]:
+    ) -> tuple[list[wire_format.Part], _blobs.Blobs]:
         """Returns the bytes of an `EvaluateRequest` without its target, and the blobs that it names.
 
         packing: how tensors are packed, and are to be in the answer. Raises as `_requests.evaluate_request` does.
         """
-        parts: list[_wire.Part] = []
+        parts: list[wire_format.Part] = []
         blobs: _blobs.Blobs = {}
         if feeds is not None:
             for key, value in _requests.pairs(feeds, "feeds"):
@@ -60,7 +61,13 @@ class ProgramEncoder:
         return parts, blobs
 
     def _add(
-        self, parts: list[_wire.Part], blobs: _blobs.Blobs, field: int, key: Any, value: Any, packing: Packing | None
+        self,
+        parts: list[wire_format.Part],
+        blobs: _blobs.Blobs,
+        field: int,
+        key: Any,
+        value: Any,
+        packing: Packing | None,
     ) -> None:
         if packing is None and type(value) is np.ndarray:
             # An array of a type and shape for which there is a head was checked when the head was made.
@@ -75,17 +82,17 @@ class ProgramEncoder:
             return
         where = f"{_FIELD_NAMES[field]}[{name!r}]"
         array = _requests.array_of(value, self._type_of(name, not _requests.is_array(value)), where)
-        if not (array.nbytes and _tensors.has_plain_bytes(array)):
+        if not (array.nbytes and tensor_codec.has_plain_bytes(array)):
             parts.append(self._message(field, name, array))
             return
-        packed = None if packing is None else pack(_tensors.number_of_array(array), array, packing)
+        packed = None if packing is None else pack(tensor_codec.number_of_array(array), array, packing)
         if packed is not None:
             parts += (_large.named(field, name, packed.head, len(packed.content)), packed.content)
             return
         head = self._heads.get((field, key, array.dtype, array.shape))
         if head is None:
             head = _large.head(field, name, array)
-            if self._keeps_heads and _tensors.is_little_endian(array):
+            if self._keeps_heads and tensor_codec.is_little_endian(array):
                 if len(self._heads) >= _MAX_HEADS:
                     self._heads.clear()
                 self._heads[field, key, array.dtype, array.shape] = head
@@ -98,8 +105,8 @@ class ProgramEncoder:
         return request.SerializeToString()
 
 
-def _content(array: _tensors.Array) -> _wire.Part:
+def _content(array: tensor_codec.Array) -> wire_format.Part:
     """Returns an array's bytes: of a small one a copy, which is quicker made than a view, of a large one a view."""
-    if array.nbytes < _large.MIN_LARGE_BYTES and _tensors.is_little_endian(array):
+    if array.nbytes < _large.MIN_LARGE_BYTES and tensor_codec.is_little_endian(array):
         return array.tobytes()
-    return _tensors.content_of(array)
+    return tensor_codec.content_of(array)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from gradrule import _requests, _results, _wire
+from gradrule import _requests, _results
 from gradrule._calls import Call
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GradYs
-from gradrule._tensors import Array
 from gradrule._transfer import Transfer
+from gradrule.common import wire_format
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import HandleExpiredError, InvalidParamError, UnavailableError
 from gradrule.v1 import evaluate_pb2
 
@@ -51,7 +52,7 @@ class ForwardBase:
         evaluate = [call.request.SerializeToString(), *(part for parts in call.large for part in parts)]
         self._request, self._blobs = evaluate_pb2.ForwardRequest(), call.blobs
         # It may be sent again much later, when the arrays that were fed have other values.
-        self._large = (_wire.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, [b"".join(evaluate)]),)
+        self._large = (wire_format.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, [b"".join(evaluate)]),)
         if ttl is not None:
             self._request.ttl.FromNanoseconds(int(ttl * 1e9))
         self._handle = ""

@@ -9,14 +9,12 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from gradrule import _blobs, _opdefs, _tensors
+from gradrule import _blobs
 from gradrule._arguments import Conversion, assign_arguments
 from gradrule._attrs import attr_value, free_value, natural
 from gradrule._contexts import GRADIENT_ATTR, OverrideContexts
-from gradrule._dtypes import as_dt, base, name_of
 from gradrule._graphtypes import GraphTypes
 from gradrule._handles import Node, TensorHandle, as_tensor
-from gradrule._infer import InferError, complete
 from gradrule._layers import LayerCall
 from gradrule._names import UniqueNames, bare, glob, is_node_name, near, split
 from gradrule._ops import GraphOps
@@ -25,6 +23,9 @@ from gradrule._results import ByName
 from gradrule._rules import OverrideValue
 from gradrule._specs import TensorSpec
 from gradrule._variables import Variables
+from gradrule.common import op_definitions, tensor_codec
+from gradrule.common.dtypes import as_dt, dtype_name, without_ref
+from gradrule.common.op_inference import InferenceError, complete
 from gradrule.errors import (
     InvalidAttrError,
     InvalidGraphError,
@@ -59,7 +60,7 @@ class Graph(GraphOps):
 
     def __init__(self) -> None:
         # TensorFlow takes a graph without a version for a very old one, with other semantics (unknown scalar shapes).
-        versions = graph_pb2.Versions(producer=_opdefs.graph_version())
+        versions = graph_pb2.Versions(producer=op_definitions.graph_version())
         self._start(graph_pb2.Graph(versions=versions), b"")
 
     def _start(self, message: graph_pb2.Graph, data: bytes) -> None:
@@ -133,7 +134,7 @@ class Graph(GraphOps):
 
     # Adding nodes.
 
-    def placeholder(self, name: str, dtype: _tensors.DtypeLike, shape: Any = None) -> TensorHandle:
+    def placeholder(self, name: str, dtype: tensor_codec.DtypeLike, shape: Any = None) -> TensorHandle:
         """Adds a tensor that requests feed.
 
         Args:
@@ -146,7 +147,7 @@ class Graph(GraphOps):
         """
         return self.op_output("Placeholder", name=name, dtype=dtype, shape=shape)
 
-    def constant(self, value: Any, dtype: _tensors.DtypeLike = None, *, name: str | None = None) -> TensorHandle:
+    def constant(self, value: Any, dtype: tensor_codec.DtypeLike = None, *, name: str | None = None) -> TensorHandle:
         """Adds a constant.
 
         Args:
@@ -162,14 +163,16 @@ class Graph(GraphOps):
             InvalidTensorError: the value is not a tensor of this type.
         """
         try:
-            array = natural(value) if dtype is None else _tensors.from_value(value, _tensors.dtype_number(dtype))
-            message = _tensors.to_message(array, dtype)
+            array = (
+                natural(value) if dtype is None else tensor_codec.from_value(value, tensor_codec.dtype_number(dtype))
+            )
+            message = tensor_codec.to_message(array, dtype)
         except ValueError as cause:
             raise InvalidTensorError(f"constant {name or ''}: {cause}") from None
         attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
         return self._add("Const", self._unique(name or "Const"), [], attrs)[0]
 
-    def variable(self, name: str, initial_value: Any, dtype: _tensors.DtypeLike = None) -> TensorHandle:
+    def variable(self, name: str, initial_value: Any, dtype: tensor_codec.DtypeLike = None) -> TensorHandle:
         """Adds a variable and stores its value in `variables`.
 
         The variable's name stands for its value in `xs`, `fetches` and feeds.
@@ -189,15 +192,15 @@ class Graph(GraphOps):
             value = (
                 natural(initial_value)
                 if dtype is None
-                else _tensors.from_value(initial_value, _tensors.dtype_number(dtype))
+                else tensor_codec.from_value(initial_value, tensor_codec.dtype_number(dtype))
             )
-            number = _tensors.number_of_array(value)
+            number = tensor_codec.number_of_array(value)
         except ValueError as cause:
             raise InvalidTensorError(f"variable {name}: {cause}") from None
         full = self._unique(name)
         attrs = {
             "dtype": AttrValue(type=as_dt(number)),
-            "shape": AttrValue(shape=_tensors.shape_message(value.shape)),
+            "shape": AttrValue(shape=tensor_codec.shape_message(value.shape)),
             "shared_name": AttrValue(s=full.encode()),
         }
         handle = self._add("VarHandleOp", full, [], attrs)[0]
@@ -293,14 +296,16 @@ class Graph(GraphOps):
             controls.append(node)
         return controls
 
-    def _definition(self, op_type: str) -> _opdefs.OpDef:
+    def _definition(self, op_type: str) -> op_definitions.OpDef:
         definition = self._types.definition(op_type) if isinstance(op_type, str) else None
         if definition is None:
-            hint = _opdefs.suggest(str(op_type), self._types.functions())
+            hint = op_definitions.suggest(str(op_type), self._types.functions())
             raise UnknownOpTypeError(f"{op_type!r} is neither an op type nor a function of the graph.{hint}")
         return definition
 
-    def _constant_input(self, node: str, arg: _opdefs.ArgDef, value: Any, conversion: Conversion) -> TensorHandle:
+    def _constant_input(
+        self, node: str, arg: op_definitions.ArgDef, value: Any, conversion: Conversion
+    ) -> TensorHandle:
         message = conversion.to_message(arg, value)
         attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
         return self._add("Const", self._names.make(f"{node}/{arg.name}"), [], attrs)[0]
@@ -316,7 +321,7 @@ class Graph(GraphOps):
         definition = self._definition(op_type)
         try:
             completed = complete(definition, attrs, [tensor.number for tensor in inputs])
-        except InferError as cause:
+        except InferenceError as cause:
             raise of_reason(cause.kind, f"{op_type} node {name!r}: {cause.message}") from None
         node = self._message.node.add(name=name, op=op_type)
         node.input.extend(tensor.name.removesuffix(":0") for tensor in inputs)
@@ -415,7 +420,7 @@ class Graph(GraphOps):
 
     def _variable_type(self, name: str) -> int:
         try:
-            return base(self.value_of(name).number)
+            return without_ref(self.value_of(name).number)
         except UnknownTensorError:
             return 0
 
@@ -449,12 +454,12 @@ class Graph(GraphOps):
         message = self._types.node(node)
         assert message is not None
         if message.op in _INPUT_OPS and "shape" in message.attr:
-            return _tensors.shape_tuple(message.attr["shape"].shape)
+            return tensor_codec.shape_tuple(message.attr["shape"].shape)
         if message.op == "Const":
-            return _tensors.shape_tuple(message.attr["value"].tensor.tensor_shape)
+            return tensor_codec.shape_tuple(message.attr["value"].tensor.tensor_shape)
         if "_output_shapes" in message.attr:
             shapes = message.attr["_output_shapes"].list.shape
-            return _tensors.shape_tuple(shapes[index]) if index < len(shapes) else None
+            return tensor_codec.shape_tuple(shapes[index]) if index < len(shapes) else None
         return None
 
     def op_types_with_rule_names(self) -> set[str]:
@@ -524,7 +529,7 @@ class Graph(GraphOps):
     def _spec(self, tensor: str, *, optional: bool = False) -> TensorSpec:
         node, index = split(tensor)
         types = self._types.outputs(node)
-        dtype = name_of(types[index]) if index < len(types) else name_of(as_dt(0))
+        dtype = dtype_name(types[index]) if index < len(types) else dtype_name(as_dt(0))
         return TensorSpec(tensor, dtype, self.stated_shape(tensor), optional)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradrule import _opdefs
-from gradrule._infer import InferError, complete
 from gradrule._names import split
+from gradrule.common import op_definitions
+from gradrule.common.op_inference import InferenceError, complete
 from gradrule.v1 import graph_pb2
 
 # Where nothing can be told of a node: one output of unknown type.
@@ -22,7 +22,8 @@ class GraphTypes:
         for node in message.node:
             self._nodes.setdefault(node.name, node)
         self._functions = {
-            function.signature.name: _opdefs.from_signature(function.signature) for function in message.library.function
+            function.signature.name: op_definitions.from_signature(function.signature)
+            for function in message.library.function
         }
         self._outputs: dict[str, tuple[int, ...]] = {}
 
@@ -38,9 +39,9 @@ class GraphTypes:
         """Names of the graph's functions."""
         return self._functions.keys()
 
-    def definition(self, op_type: str) -> _opdefs.OpDef | None:
+    def definition(self, op_type: str) -> op_definitions.OpDef | None:
         """The definition of an op type, or of a function of the graph."""
-        return self._functions.get(op_type) or _opdefs.find(op_type)
+        return self._functions.get(op_type) or op_definitions.find(op_type)
 
     def added(self, node: graph_pb2.Node, outputs: tuple[int, ...]) -> None:
         """Takes note of a node whose types are known."""
@@ -81,6 +82,6 @@ class GraphTypes:
             return _UNKNOWN
         try:
             return complete(definition, node.attr, inputs).outputs
-        except InferError:
+        except InferenceError:
             # The server tells what is wrong with the node; here only its types stay unknown.
             return _UNKNOWN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gradrule._dtypes import base, name_of
+from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import UnknownTensorError
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.graph_pb2 import Node as NodeMessage
@@ -47,7 +47,7 @@ class TensorHandle:
     @property
     def dtype(self) -> str:
         """Name of the element type, for example `float32`."""
-        return name_of(self.number)
+        return dtype_name(self.number)
 
     @property
     def shape(self) -> tuple[int | None, ...] | None:
@@ -159,7 +159,7 @@ class TensorHandle:
         return self.graph.op_output("GreaterEqual", self, other)
 
     def _is_integer(self) -> bool:
-        return name_of(base(self.number)).startswith(("int", "uint"))
+        return dtype_name(without_ref(self.number)).startswith(("int", "uint"))
 
     def _xor(self, left: Any, right: Any) -> TensorHandle:
         if self._is_integer():

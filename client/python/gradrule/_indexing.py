@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule import _tensors
-from gradrule._dtypes import base
 from gradrule._handles import TensorHandle, as_tensor
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import without_ref
 from gradrule.errors import InvalidGraphError, TypeMismatchError
 from gradrule.v1.tensor_pb2 import Dt
 
@@ -44,7 +44,7 @@ def index(tensor: TensorHandle, key: Any) -> TensorHandle:
 
 def _is_mask(key: Any) -> bool:
     if isinstance(key, TensorHandle):
-        return base(key.number) == Dt.DT_BOOL
+        return without_ref(key.number) == Dt.DT_BOOL
     return isinstance(key, np.ndarray) and key.ndim > 0 and key.dtype == bool
 
 
@@ -97,7 +97,7 @@ class _StridedSlice:
         value = as_tensor(value)
         where = f"{self._tensor.name!r}[…]"
         if isinstance(value, TensorHandle):
-            if value.number and base(value.number) not in _INDEX_TYPES:
+            if value.number and without_ref(value.number) not in _INDEX_TYPES:
                 raise TypeMismatchError(f"{where}: {value.name!r} is {value.dtype}; an index is int32 or int64")
             if value.shape:
                 raise TypeMismatchError(f"{where}: {value.name!r} is no scalar; `gather` takes many positions")
@@ -115,18 +115,18 @@ class _StridedSlice:
 
 def _is_wide(entry: Any) -> bool:
     if isinstance(entry, TensorHandle):
-        return base(entry.number) == Dt.DT_INT64
+        return without_ref(entry.number) == Dt.DT_INT64
     return not _INT32.min <= entry <= _INT32.max
 
 
 def _vector(graph: Graph, entries: list[Any], number: int) -> Any:
     if not any(isinstance(entry, TensorHandle) for entry in entries):
         # The end of the largest int64 index does not fit into int64; shrink_axis ignores the end.
-        return np.array([min(entry, _INT64.max) for entry in entries], _tensors.numpy_dtype(number))
+        return np.array([min(entry, _INT64.max) for entry in entries], tensor_codec.numpy_dtype(number))
     return graph.op_output("Pack", [_typed(graph, entry, number) for entry in entries])
 
 
 def _typed(graph: Graph, entry: Any, number: int) -> Any:
     if not isinstance(entry, TensorHandle):
-        return np.array(min(entry, _INT64.max), _tensors.numpy_dtype(number))
-    return entry if base(entry.number) in (0, number) else graph.cast(entry, number)
+        return np.array(min(entry, _INT64.max), tensor_codec.numpy_dtype(number))
+    return entry if without_ref(entry.number) in (0, number) else graph.cast(entry, number)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from gradrule import _tensors, _wire
-from gradrule._dtypes import as_dt
+from gradrule.common import tensor_codec, wire_format
+from gradrule.common.dtypes import as_dt
 from gradrule.v1 import tensor_pb2
 
 MIN_LARGE_BYTES = 64 * 1024
@@ -28,12 +28,12 @@ _INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 
 
-def is_large(array: _tensors.Array) -> bool:
+def is_large(array: tensor_codec.Array) -> bool:
     """Whether `parts` takes the array: numbers, in contiguous little-endian order or cheap to bring into it."""
-    return array.nbytes >= MIN_LARGE_BYTES and _tensors.has_plain_bytes(array)
+    return array.nbytes >= MIN_LARGE_BYTES and tensor_codec.has_plain_bytes(array)
 
 
-def parts(field: int, name: str, array: _tensors.Array) -> _wire.Parts:
+def parts(field: int, name: str, array: tensor_codec.Array) -> wire_format.Parts:
     """The bytes of one entry of a repeated field of `NamedTensor`; the array's own memory is among them.
 
     Args:
@@ -41,7 +41,7 @@ def parts(field: int, name: str, array: _tensors.Array) -> _wire.Parts:
         name: The tensor's name.
         array: An array for which `is_large` holds.
     """
-    return head(field, name, array), _tensors.content_of(array)
+    return head(field, name, array), tensor_codec.content_of(array)
 
 
 class LargeTensor(NamedTuple):
@@ -51,7 +51,7 @@ class LargeTensor(NamedTuple):
     """
 
     place: int
-    content: _wire.Part
+    content: wire_format.Part
     field: int
     name: str
     tensor: tensor_pb2.Tensor
@@ -62,12 +62,12 @@ class LargeTensor(NamedTuple):
             offset=offset, size=len(self.content), dtype=self.tensor.dtype, shape=self.tensor.tensor_shape
         )
         entry = tensor_pb2.NamedTensor(name=self.name, value=tensor_pb2.TensorSource(shared_memory=place))
-        return b"".join(_wire.wrapped(self.field, [entry.SerializeToString()]))
+        return b"".join(wire_format.wrapped(self.field, [entry.SerializeToString()]))
 
 
-def tensors_in(parts: _wire.Parts) -> Iterator[LargeTensor]:
+def tensors_in(parts: wire_format.Parts) -> Iterator[LargeTensor]:
     """Yields the large tensors among the parts of a request, in order, as far as `head` has begun them."""
-    before: _wire.Part = b""
+    before: wire_format.Part = b""
     for place, content in enumerate(parts):
         if len(content) >= MIN_LARGE_BYTES and len(before) <= _MAX_HEAD:
             described = _described(bytes(before), len(content))
@@ -79,37 +79,37 @@ def tensors_in(parts: _wire.Parts) -> Iterator[LargeTensor]:
 def _described(head: bytes, size: int) -> tuple[int, str, tensor_pb2.Tensor] | None:
     """Returns field, name, and the tensor without its bytes, of what stands before these; None where it is no head."""
     try:
-        key, start = _wire.read_varint(head, 0)
-        total, start = _wire.read_varint(head, start)
-        if key & 7 != _wire.LENGTH_DELIMITED or start + total != len(head) + size:
+        key, start = wire_format.read_varint(head, 0)
+        total, start = wire_format.read_varint(head, start)
+        if key & 7 != wire_format.LENGTH_DELIMITED or start + total != len(head) + size:
             return None
-        number, begin, position = next(_wire.fields(head, start, len(head)))
+        number, begin, position = next(wire_format.fields(head, start, len(head)))
         name = head[begin:position].decode()
         for expected in (_VALUE, _INLINE):
-            tag, position = _wire.read_varint(head, position)
-            _, position = _wire.read_varint(head, position)
-            if number != _NAME or tag != expected << 3 | _wire.LENGTH_DELIMITED:
+            tag, position = wire_format.read_varint(head, position)
+            _, position = wire_format.read_varint(head, position)
+            if number != _NAME or tag != expected << 3 | wire_format.LENGTH_DELIMITED:
                 return None
-        end = _wire.prefix(_CONTENT, size)
+        end = wire_format.prefix(_CONTENT, size)
         if not head.endswith(end):
             return None
         return key >> 3, name, tensor_pb2.Tensor.FromString(head[position : len(head) - len(end)])
-    except (_wire.MalformedError, DecodeError, UnicodeDecodeError):
+    except (wire_format.MalformedError, DecodeError, UnicodeDecodeError):
         return None
 
 
-def head(field: int, name: str, array: _tensors.Array) -> bytes:
+def head(field: int, name: str, array: tensor_codec.Array) -> bytes:
     """Returns what stands before the content of such an entry."""
     tensor = tensor_pb2.Tensor(
-        dtype=as_dt(_tensors.number_of_array(array)), tensor_shape=_tensors.shape_message(np.shape(array))
-    ).SerializeToString() + _wire.prefix(_CONTENT, array.nbytes)
+        dtype=as_dt(tensor_codec.number_of_array(array)), tensor_shape=tensor_codec.shape_message(np.shape(array))
+    ).SerializeToString() + wire_format.prefix(_CONTENT, array.nbytes)
     return named(field, name, tensor, array.nbytes)
 
 
 def named(field: int, name: str, head: bytes, size: int) -> bytes:
     """Returns what stands before the content of an entry, from a tensor's bytes up to its content of `size` bytes."""
     for number in (_INLINE, _VALUE):
-        head = _wire.prefix(number, len(head) + size) + head
+        head = wire_format.prefix(number, len(head) + size) + head
     encoded = name.encode()
-    head = _wire.prefix(_NAME, len(encoded)) + encoded + head
-    return _wire.prefix(field, len(head) + size) + head
+    head = wire_format.prefix(_NAME, len(encoded)) + encoded + head
+    return wire_format.prefix(field, len(head) + size) + head

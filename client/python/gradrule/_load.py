@@ -1,4 +1,4 @@
-"""Graphs from files: of graphs without TensorFlow, of SavedModels and of Keras with it."""
+"""Loads graphs from files; SavedModels and Keras models need TensorFlow, graph files do not."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import os
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 
-from gradrule._formats import other_format
 from gradrule._graph import Graph
 from gradrule._saving import read_beside
+from gradrule.common import wire_format
 from gradrule.errors import InvalidGraphError, UnsupportedError
 from gradrule.v1 import graph_pb2
 
@@ -26,6 +27,12 @@ _REMEDIES = {
     "MetaGraphDef": "it has no values of variables; save a SavedModel, or take its graph_def and freeze it",
 }
 
+# A SavedModel starts with its schema's version, a varint in field 1; field 1 of a GraphDef is a node.
+_SAVED_MODEL_TAG = 1 << 3 | wire_format.VARINT
+# Fields of `MetaGraphDef` and of its `MetaInfoDef`.
+_META_INFO, _INNER_GRAPH, _TENSORFLOW_VERSION = 1, 2, 5
+_VERSION = re.compile(rb"\d+\.\d+\.\d+")
+
 # Zero values whose names differ from TensorFlow's: one convention for enums holds in all of gradrule's messages.
 _RENAMED = {"DT_INVALID": "DT_UNSPECIFIED", "TFT_UNSET": "TFT_UNSPECIFIED"}
 
@@ -34,16 +41,24 @@ _TEXT_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|\b(?:DT_IN
 
 
 def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Graph:
-    """The graph in a file: `.pb` (a GraphDef's bytes), `.pbtxt` (protobuf text) or `.json` (protobuf's JSON mapping).
+    """Loads a graph from a file, a SavedModel's folder or a Keras model's file.
 
-    With TensorFlow also that of a SavedModel's folder, and of a model in a `.keras` or `.h5` file.
+    The graph's `inputs` are its placeholders. Its `outputs` are the tensors with an alias, or, if there are none, the
+    tensors that no node uses. Names from signatures and from Keras become aliases of tensors.
 
-    signature: which signature of a SavedModel to take, or which function of its object (`__call__`, or a method's
-    name); files of one graph have none and ignore it. Signatures' and Keras's names are aliases of the tensors. The
-    graph's `inputs` and `outputs` list its placeholders and what has an alias, or else the tensors that nothing else
-    uses. What `Graph.save` wrote beside a `.pb` is read too. Fields that gradrule does not know are kept (`.pb`) or
-    skipped. Raises `InvalidGraphError`, and `UnsupportedError` where TensorFlow is needed and missing, or where the
-    graph needs what cannot travel.
+    Args:
+        path: `.pb` (bytes of a GraphDef, with the files that `Graph.save` wrote next to it), `.pbtxt` (protobuf text)
+            or `.json` (protobuf's JSON mapping); with TensorFlow also a SavedModel's folder, `.keras` and `.h5`.
+            Fields that gradrule does not know are kept in `.pb` and skipped in `.pbtxt` and `.json`.
+        signature: The SavedModel's signature, or a function of its object (`__call__`, or a method's name); ignored
+            for other files.
+
+    Returns:
+        The graph, with variables and aliases.
+
+    Raises:
+        InvalidGraphError: The file is missing or holds no graph.
+        UnsupportedError: TensorFlow is needed but not installed, or the graph uses something that cannot be sent.
     """
     file = Path(path)
     if file.is_dir() and any((file / name).exists() for name in _SAVED_MODEL):
@@ -72,7 +87,7 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
         data = file.read_bytes()
     except OSError as cause:
         raise InvalidGraphError(f"{file} cannot be read: {cause.strerror}") from cause
-    if file.suffix.lower() == ".pb" and (kind := other_format(data)) is not None:
+    if file.suffix.lower() == ".pb" and (kind := _other_format(data)) is not None:
         raise UnsupportedError(f"{file} is a {kind}, not a GraphDef; {_REMEDIES[kind]}")
     try:
         graph = reader(data)
@@ -83,6 +98,22 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
     if file.suffix.lower() == ".pb":
         read_beside(graph, file)
     return graph
+
+
+def _other_format(data: bytes) -> str | None:
+    """Returns `SavedModel` or `MetaGraphDef` for bytes of these messages, else None."""
+    try:
+        fields = list(islice(wire_format.fields(data, 0, len(data)), 2))
+        if fields and data[0] == _SAVED_MODEL_TAG:
+            return "SavedModel"
+        if [number for number, _, _ in fields] == [_META_INFO, _INNER_GRAPH]:
+            _, start, end = fields[0]
+            info = {number: data[first:last] for number, first, last in wire_format.fields(data, start, end)}
+            if _VERSION.match(info.get(_TENSORFLOW_VERSION, b"")):
+                return "MetaGraphDef"
+    except wire_format.MalformedError:
+        return None
+    return None
 
 
 def _from_text(data: bytes) -> Graph:
@@ -98,7 +129,7 @@ def _from_json(data: bytes) -> Graph:
 
 
 def _renamed(value: Any, key: str = "") -> Any:
-    """The JSON with TensorFlow's zero values by our names, wherever an enum can stand."""
+    """Renames TensorFlow's zero values of enums to ours, anywhere in parsed JSON."""
     if isinstance(value, dict):
         return {name: _renamed(entry, name) for name, entry in value.items()}
     if isinstance(value, list):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 
 PAGE = mmap.PAGESIZE
 
@@ -41,7 +41,7 @@ class Region:
         there = np.frombuffer(self.memory.mapping, np.uint8, size, self.offset + start)
         np.copyto(there, np.frombuffer(content, np.uint8))
 
-    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> _tensors.Array:
+    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tensor_codec.Array:
         """Returns an array that lies at an offset of the memory, and keeps the region in use."""
         whole: _Owner = _Owner((self.size,), np.uint8, self.memory.mapping, self.offset)
         whole.region = self

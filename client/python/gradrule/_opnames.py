@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-from gradrule import _opdefs
 from gradrule._names import near
+from gradrule.common import op_definitions
 
 # Python's names for op types that they are not the snake case of.
 _ALIASES = {
@@ -57,9 +57,13 @@ def suggest_method(method: str, methods: Iterable[str]) -> str:
 @functools.cache
 def _by_plain_name() -> dict[str, str]:
     """Op types by their name without case and underscores."""
-    return {name.lower().replace("_", ""): name for name in reversed(_opdefs.names()) if not name.startswith("_")}
+    return {
+        name.lower().replace("_", ""): name for name in reversed(op_definitions.names()) if not name.startswith("_")
+    }
 
 
 @functools.cache
 def _snake_names() -> tuple[str, ...]:
-    return tuple(snake_case(name) for name in _opdefs.names() if name.isidentifier() and not name.startswith("_"))
+    return tuple(
+        snake_case(name) for name in op_definitions.names() if name.isidentifier() and not name.startswith("_")
+    )

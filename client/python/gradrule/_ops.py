@@ -14,7 +14,7 @@ import numpy as np
 from gradrule._handles import TensorHandle, as_tensor
 from gradrule._ops_make import Makers
 from gradrule._ops_reduce import Reductions
-from gradrule._tensors import DtypeLike
+from gradrule.common.tensor_codec import DtypeLike
 from gradrule.errors import InvalidAttrError
 
 _PAD_MODES = ("CONSTANT", "REFLECT", "SYMMETRIC")

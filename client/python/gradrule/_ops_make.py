@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _tensors
 from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._opmaker import OpMaker
+from gradrule.common import tensor_codec
 from gradrule.errors import InvalidAttrError, InvalidTensorError
 from gradrule.v1.tensor_pb2 import Dt
 
@@ -23,21 +23,21 @@ class Makers(OpMaker):
     numbers as in TensorFlow.
     """
 
-    def zeros(self, shape: Any, dtype: _tensors.DtypeLike = "float32", name: str | None = None) -> TensorHandle:
+    def zeros(self, shape: Any, dtype: tensor_codec.DtypeLike = "float32", name: str | None = None) -> TensorHandle:
         """Makes a tensor of zeros, or of empty strings."""
         return self._filled(shape, 0, dtype, name)
 
-    def ones(self, shape: Any, dtype: _tensors.DtypeLike = "float32", name: str | None = None) -> TensorHandle:
+    def ones(self, shape: Any, dtype: tensor_codec.DtypeLike = "float32", name: str | None = None) -> TensorHandle:
         """Makes a tensor of ones."""
         return self._filled(shape, 1, dtype, name)
 
-    def zeros_like(self, input: Any, dtype: _tensors.DtypeLike = None, name: str | None = None) -> TensorHandle:
+    def zeros_like(self, input: Any, dtype: tensor_codec.DtypeLike = None, name: str | None = None) -> TensorHandle:
         """Makes zeros in the shape of a tensor; dtype: default is the tensor's."""
         if dtype is None:
             return self.op_output("ZerosLike", input, name=name)
         return self._filled(self.op_output("Shape", input), 0, dtype, name)
 
-    def ones_like(self, input: Any, dtype: _tensors.DtypeLike = None, name: str | None = None) -> TensorHandle:
+    def ones_like(self, input: Any, dtype: tensor_codec.DtypeLike = None, name: str | None = None) -> TensorHandle:
         """Makes ones in the shape of a tensor; dtype: default is the tensor's."""
         if dtype is None:
             return self.op_output("OnesLike", input, name=name)
@@ -60,13 +60,13 @@ class Makers(OpMaker):
         shape: Any,
         minval: Any = 0,
         maxval: Any = None,
-        dtype: _tensors.DtypeLike = "float32",
+        dtype: tensor_codec.DtypeLike = "float32",
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
         """Draws uniform numbers from `minval` to `maxval`, exclusive; maxval: default is 1 for floats."""
         number = _number(dtype, "random_uniform")
-        if np.issubdtype(_tensors.numpy_dtype(number), np.integer):
+        if np.issubdtype(tensor_codec.numpy_dtype(number), np.integer):
             if maxval is None:
                 raise InvalidAttrError("random_uniform of integers needs maxval")
             return self.op_output(
@@ -84,7 +84,7 @@ class Makers(OpMaker):
         shape: Any,
         mean: Any = 0.0,
         stddev: Any = 1.0,
-        dtype: _tensors.DtypeLike = "float32",
+        dtype: tensor_codec.DtypeLike = "float32",
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
@@ -96,7 +96,7 @@ class Makers(OpMaker):
         shape: Any,
         mean: Any = 0.0,
         stddev: Any = 1.0,
-        dtype: _tensors.DtypeLike = "float32",
+        dtype: tensor_codec.DtypeLike = "float32",
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
@@ -114,7 +114,7 @@ class Makers(OpMaker):
         if number == Dt.DT_STRING and value:
             raise InvalidAttrError(f"{name or 'Fill'}: there are no ones of type string")
         try:
-            array = _tensors.from_value("" if number == Dt.DT_STRING else value, number)
+            array = tensor_codec.from_value("" if number == Dt.DT_STRING else value, number)
         except ValueError as cause:
             raise InvalidTensorError(f"{name or 'Fill'}: {cause}") from None
         return self.op_output("Fill", self._shape(shape), array, name=name)
@@ -128,7 +128,7 @@ class Makers(OpMaker):
         if any(isinstance(size, TensorHandle | Node) for size in sizes):
             return self.op_output("Pack", sizes)
         try:
-            return _tensors.from_value(sizes, Dt.DT_INT32)
+            return tensor_codec.from_value(sizes, Dt.DT_INT32)
         except ValueError:
             raise InvalidTensorError(f"a shape is a list of sizes, not {shape!r}") from None
 
@@ -139,7 +139,7 @@ def _are_floats(*values: Any) -> bool:
 
 def _number(dtype: Any, where: str) -> int:
     try:
-        return _tensors.dtype_number(dtype)
+        return tensor_codec.dtype_number(dtype)
     except ValueError as cause:
         raise InvalidAttrError(f"{where}: {cause}") from None
 

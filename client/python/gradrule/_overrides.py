@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gradrule._attrs import attr_of_op
-from gradrule._dtypes import as_dt
 from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._names import near
 from gradrule._rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
-from gradrule._tensors import DtypeLike, dtype_number
+from gradrule.common.dtypes import as_dt
+from gradrule.common.tensor_codec import DtypeLike, dtype_number
 from gradrule.errors import InvalidOverrideError
 from gradrule.v1 import override_pb2
 

@@ -9,15 +9,16 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _large, _tensors, _wire
+from gradrule import _blobs, _large
 from gradrule._attrs import natural
-from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
 from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._names import bare, near
 from gradrule._overrides import Overrides, label_of, override_messages
 from gradrule._rules import param_value
 from gradrule._sources import GraphLike, graph_bytes, put_graph
+from gradrule.common import tensor_codec, wire_format
+from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import (
     FeedDtypeError,
     InvalidDerivativeError,
@@ -131,7 +132,7 @@ def evaluate_request(
     params: CallParams | None = None,
     graph: GraphLike | None = None,
     stacked_grad_ys: bool = False,
-    large: list[_wire.Parts] | None = None,
+    large: list[wire_format.Parts] | None = None,
 ) -> evaluate_pb2.EvaluateRequest:
     """A call's values; the caller sets what to run. `grad_ys`: values only, by y.
 
@@ -176,8 +177,8 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
         fed.add(tensor.name)
         # Arrays for a graph that came as bytes have not been compared yet.
         dtype = feed.value.inline.dtype or feed.value.blob.dtype
-        if tensor.number and dtype != base(tensor.number):
-            actual = name_of(dtype)
+        if tensor.number and dtype != without_ref(tensor.number):
+            actual = dtype_name(dtype)
             raise FeedDtypeError(f"feeds[{feed.name!r}] is an array of {actual}, the tensor is {tensor.dtype}")
     labels = {*map(label_of, spec.overrides), *read.op_types_with_rule_names()}
     for label in call.params:
@@ -202,7 +203,7 @@ def types_of_graph(graph: GraphLike) -> TypeOf:
                 # The server says what is wrong with the graph.
                 return 0
         try:
-            return base(parsed[0].value_of(name).number)
+            return without_ref(parsed[0].value_of(name).number)
         except UnknownTensorError:
             return 0
 
@@ -277,7 +278,7 @@ def add_named_tensor(
     type_of: TypeOf,
     *,
     what: str | None = None,
-    large: list[_wire.Parts] | None = None,
+    large: list[wire_format.Parts] | None = None,
 ) -> None:
     """Adds a value to a repeated field of `NamedTensor`. Raises `InvalidTensorError`, `FeedDtypeError`.
 
@@ -295,7 +296,7 @@ def add_named_tensor(
     if isinstance(value, _blobs.Blob):
         number = type_of(name, False)
         if number and value.number != number:
-            raise FeedDtypeError(f"{where} is a blob of {name_of(value.number)}, the tensor is {name_of(number)}")
+            raise FeedDtypeError(f"{where} is a blob of {dtype_name(value.number)}, the tensor is {dtype_name(number)}")
         messages.add(name=name, value=value.source())
         return
     array = array_of(value, type_of(name, not is_array(value)), where)
@@ -303,7 +304,7 @@ def add_named_tensor(
         if large is not None and _large.is_large(array):
             large.append(_large.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
         else:
-            _tensors.write_message(messages.add(name=name).value.inline, array)
+            tensor_codec.write_message(messages.add(name=name).value.inline, array)
     except ValueError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
 
@@ -311,22 +312,22 @@ def add_named_tensor(
 def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
     """A value as a tensor of an element type (0: its own)."""
     try:
-        return _tensors.to_message(array_of(value, number, where))
+        return tensor_codec.to_message(array_of(value, number, where))
     except ValueError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
 
 
-def array_of(value: Any, number: int, where: str) -> _tensors.Array:
+def array_of(value: Any, number: int, where: str) -> tensor_codec.Array:
     """A value as an array of an element type (0: its own). Raises `InvalidTensorError`, `FeedDtypeError`."""
     if value is None or isinstance(value, TensorHandle | Node):
         raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
     try:
         if is_array(value):
             array = np.asarray(value)
-            actual = _tensors.number_of_array(array)
+            actual = tensor_codec.number_of_array(array)
             if number and actual != number:
                 raise FeedDtypeError(
-                    f"{where} is an array of {name_of(actual)}, the tensor is {name_of(number)}; "
+                    f"{where} is an array of {dtype_name(actual)}, the tensor is {dtype_name(number)}; "
                     f"convert it, or give a list, which takes the tensor's type"
                 )
             return array
@@ -335,11 +336,11 @@ def array_of(value: Any, number: int, where: str) -> _tensors.Array:
     except ValueError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
     try:
-        return _tensors.from_value(value, number)
-    except _tensors.RaggedError as cause:
+        return tensor_codec.from_value(value, number)
+    except tensor_codec.RaggedError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
     except ValueError as cause:
-        raise FeedDtypeError(f"{where}, whose tensor is {name_of(number)}: {cause}") from None
+        raise FeedDtypeError(f"{where}, whose tensor is {dtype_name(number)}: {cause}") from None
 
 
 def is_array(value: Any) -> bool:

@@ -14,7 +14,7 @@ from gradrule._handles import TensorHandle, as_tensor
 from gradrule._names import bare, near
 from gradrule._rules import Rule
 from gradrule._specs import TensorSpec
-from gradrule._tensors import Array, to_numpy
+from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import Detail, InvalidTensorError, of_reason
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from gradrule import _fast_paths
+from gradrule.common import fast_paths
 
 MAX_WHOLE_BYTES = 64 << 20
 """Longer requests are sent in chunks: servers bound the length of a message, at 64 MiB unless set otherwise."""
@@ -29,7 +29,7 @@ class Routes:
     """
 
     def __init__(self, *, use_stream: bool) -> None:
-        self._use_stream = use_stream and _fast_paths.is_enabled("streams")
+        self._use_stream = use_stream and fast_paths.is_enabled("streams")
         self._calls = 0
         self._called_at = 0.0
         self._pause_s = 0.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.errors import InvalidOverrideError, InvalidParamError, InvalidRuleError
 from gradrule.v1 import rule_pb2
 
@@ -107,7 +107,7 @@ def param_value(name: str, value: Any) -> rule_pb2.ParamValue:
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "SUOT":
-            return rule_pb2.ParamValue(tensor=_tensors.to_message(array))
+            return rule_pb2.ParamValue(tensor=tensor_codec.to_message(array))
     except ValueError as cause:
         raise InvalidParamError(f"param {name!r}: {cause}") from None
     raise InvalidParamError(f"param {name!r} is a number or a tensor of numbers, not {value!r}")

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradrule import _opdefs
 from gradrule._attrs import attr_of_op, natural
-from gradrule._opdefs import ArgDef, OpDef
 from gradrule._requests import is_array, tensor_message
 from gradrule._rules import Rule, param_value
+from gradrule.common import op_definitions
+from gradrule.common.op_definitions import ArgDef, OpDef
 from gradrule.errors import InvalidRuleError, InvalidTensorError
 from gradrule.v1 import rule_pb2, tensor_pb2
 from gradrule.v1.tensor_pb2 import Dt
@@ -45,7 +45,7 @@ def sample_request(
     else:
         raise InvalidRuleError(f"a rule to sample is its name or a gr.Rule, not {type(rule).__name__}")
     # An OP rule, TensorFlow's gradient of an op, has the name of the op.
-    op = _opdefs.find(op_type or (rule if isinstance(rule, str) else ""))
+    op = op_definitions.find(op_type or (rule if isinstance(rule, str) else ""))
     for name, value in values.items():
         if value is not None:
             message = tensor_message(value, _default_type(name, value, op), name)

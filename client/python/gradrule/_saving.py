@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule import _tensors
-from gradrule._dtypes import name_of
 from gradrule._variable_values import frozen
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import dtype_name
 from gradrule.errors import InvalidGraphError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ def read_beside(graph: Graph, path: Path) -> None:
         raise InvalidGraphError(f"{beside}, which belongs to {path}, cannot be read: {cause}") from None
 
 
-def _typed(graph: Graph, name: str, value: _tensors.Array) -> _tensors.Array:
+def _typed(graph: Graph, name: str, value: tensor_codec.Array) -> tensor_codec.Array:
     """The value in the type of its variable: NumPy's files lose types that NumPy has not itself."""
     nodes = graph.find(node=name, op_type="VarHandleOp")
     if not nodes:
         raise ValueError(f"it has a value for {name!r}, which is no variable of the graph")
-    dtype = _tensors.numpy_dtype(nodes[0].attrs["dtype"].type)
+    dtype = tensor_codec.numpy_dtype(nodes[0].attrs["dtype"].type)
     if value.dtype == dtype:
         return value
     if value.dtype.kind == "V" and value.dtype.itemsize == dtype.itemsize:
         return value.view(dtype)
-    raise ValueError(f"the value of {name!r} is {value.dtype}, the variable {name_of(nodes[0].attrs['dtype'].type)}")
+    raise ValueError(f"the value of {name!r} is {value.dtype}, the variable {dtype_name(nodes[0].attrs['dtype'].type)}")

@@ -9,11 +9,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 
-from gradrule import _calls, _deadlines, _routes, _shared_memory, _wire
+from gradrule import _calls, _deadlines, _routes, _shared_memory
 from gradrule._shared_memory import SharedMemory, may_resend
 from gradrule._status import error_of, message_parts, parsed
 from gradrule._stream_messages import CHUNK_BYTES
 from gradrule._streams import Stream, StreamLostError
+from gradrule.common import wire_format
 from gradrule.errors import CancelledError, GradruleError, MessageTooLargeError, UnavailableError
 
 R = TypeVar("R")
@@ -97,7 +98,7 @@ class CallSender:
         self._stream.close()
         self._memory.close()
 
-    def _through_memory(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    def _through_memory(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call whose large tensors lie in shared memory; inline where that cannot be."""
         ends_at = time.monotonic() + seconds
         memory = self._memory
@@ -124,7 +125,7 @@ class CallSender:
                     raise
         return self._evaluate(call, parts, size, _deadlines.left(ends_at))
 
-    def _evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    def _evaluate(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""
         if self._routes.must_chunk(size):
             return self._in_chunks(call, parts, size, seconds)
@@ -149,7 +150,7 @@ class CallSender:
         self._routes.note_too_long(size)
         return answer
 
-    def _in_chunks(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    def _in_chunks(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call that may be too long for one message."""
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
@@ -166,11 +167,11 @@ class CallSender:
         stream = self._stream
         return self._routes.may_stream(size, stream.under_way, is_open=stream.is_open)
 
-    def _over_stream(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    def _over_stream(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         found: R = self._stream.start(call, parts, size, seconds).result()
         return found
 
-    def _alone(self, call: _calls.Call[R], parts: _wire.Parts, seconds: float) -> R:
+    def _alone(self, call: _calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
         try:
             answer = self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:

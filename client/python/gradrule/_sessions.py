@@ -24,8 +24,8 @@ from gradrule._results import Resolution, Timings
 from gradrule._sources import GraphLike
 from gradrule._specs import TensorSpec
 from gradrule._status import error_of, error_of_status, serialized
-from gradrule._tensors import Array, to_numpy
 from gradrule._transfer import Transfer
+from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import BlobNotFoundError, InternalError, InvalidOptimizerError, UnavailableError
 from gradrule.optimizers import Optimizer
 from gradrule.v1 import evaluate_pb2, session_pb2

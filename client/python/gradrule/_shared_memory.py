@@ -18,10 +18,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 
-from gradrule import _large, _wire
+from gradrule import _large
 from gradrule._answers import Answer
 from gradrule._calls import EVALUATE, Call
 from gradrule._memory_regions import Memory, Region, rounded
+from gradrule.common import wire_format
 from gradrule.errors import GradruleError, SharedMemoryLostError, UnavailableError
 from gradrule.v1 import evaluate_pb2
 
@@ -106,7 +107,7 @@ class SharedCall(NamedTuple, Generic[R]):
     """A call whose large tensors lie in shared memory."""
 
     call: Call[R]
-    parts: _wire.Parts
+    parts: wire_format.Parts
     attached: _Attached
     regions: tuple[Region, ...]
 
@@ -190,7 +191,7 @@ class SharedMemory:
             self.refusal = str(cause)
         _log.debug("no memory is shared with the server: %s; tensors travel inline", cause)
 
-    def place(self, call: Call[R], parts: _wire.Parts) -> SharedCall[R] | None:
+    def place(self, call: Call[R], parts: wire_format.Parts) -> SharedCall[R] | None:
         """Copies large tensors of a request into the memory; None where it has no room."""
         attached = self._attached
         if attached is None:
@@ -206,7 +207,7 @@ class SharedMemory:
         if (tensors and request is None) or (room_bytes and room is None):
             self._grow(attached)
             return None
-        written, position, start = list[_wire.Part](), 0, 0
+        written, position, start = list[wire_format.Part](), 0, 0
         for tensor in tensors:
             assert request is not None
             request.write(start, tensor.content)
@@ -218,7 +219,7 @@ class SharedMemory:
         use = evaluate_pb2.SharedMemoryUse(memory=attached.name, request_bytes=request_bytes)
         if room is not None:
             use.answer_offset, use.answer_bytes = room.offset, room.size
-        written += _wire.wrapped(_USE, [use.SerializeToString()])
+        written += wire_format.wrapped(_USE, [use.SerializeToString()])
         self._used_at = time.monotonic()
         self._trim_later()
         regions = tuple(region for region in (request, room) if region is not None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradrule._dtypes import name_of
-from gradrule._tensors import shape_tuple
+from gradrule.common.dtypes import dtype_name
+from gradrule.common.tensor_codec import shape_tuple
 from gradrule.v1 import tensor_pb2
 
 
@@ -28,4 +28,4 @@ class TensorSpec:
     @classmethod
     def of(cls, message: tensor_pb2.TensorSpec) -> TensorSpec:
         """Returns the spec that a server's message holds."""
-        return cls(message.name, name_of(message.dtype), shape_tuple(message.shape), message.optional)
+        return cls(message.name, dtype_name(message.dtype), shape_tuple(message.shape), message.optional)

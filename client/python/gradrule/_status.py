@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError, EncodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from gradrule._wire import Part, Parts, length
+from gradrule.common.wire_format import Part, Parts, length
 from gradrule.errors import Detail, GradruleError, InternalError, MessageTooLargeError, UnavailableError, of_reason
 
 _DETAILS_KEY = "grpc-status-details-bin"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
-from gradrule import _wire
 from gradrule._calls import EVALUATE, Call
+from gradrule.common import wire_format
 from gradrule.errors import InternalError
 from gradrule.v1 import evaluate_pb2
 
@@ -23,8 +23,8 @@ _RESPONSE = evaluate_pb2.StreamEvaluateResponse
 _KINDS = {EVALUATE: "evaluate"}
 _REQUEST_FIELDS = {field.name: field.number for field in _REQUEST.DESCRIPTOR.oneofs_by_name["request"].fields}
 _RESPONSE_KINDS = {field.number: field.name for field in _RESPONSE.DESCRIPTOR.oneofs_by_name["response"].fields}
-_RESPONSE_TAGS = {field << 3 | _wire.LENGTH_DELIMITED: kind for field, kind in _RESPONSE_KINDS.items()}
-_NUMBER = _wire.varint(_REQUEST.REQUEST_ID_FIELD_NUMBER << 3)
+_RESPONSE_TAGS = {field << 3 | wire_format.LENGTH_DELIMITED: kind for field, kind in _RESPONSE_KINDS.items()}
+_NUMBER = wire_format.varint(_REQUEST.REQUEST_ID_FIELD_NUMBER << 3)
 _ANSWER_CHUNKS = _REQUEST(answer_chunk_bytes=CHUNK_BYTES).SerializeToString()
 
 
@@ -41,15 +41,15 @@ def kind_of(call: Call[Any]) -> str:
     return _KINDS.get(call.method, call.method)
 
 
-def messages(number: int, kind: str, parts: _wire.Parts, size: int, timeout: float) -> bytes | Iterator[bytes]:
+def messages(number: int, kind: str, parts: wire_format.Parts, size: int, timeout: float) -> bytes | Iterator[bytes]:
     """Returns the message that a call is sent as, or, if it is long, an iterator of chunks and the one that ends it.
 
     kind: see `kind_of`. parts: the request's bytes, `size` in all. timeout: seconds.
     """
-    head = _NUMBER + _wire.varint(number) + _timeout_field(timeout)
+    head = _NUMBER + wire_format.varint(number) + _timeout_field(timeout)
     field = _REQUEST_FIELDS[kind]
     if size <= CHUNK_BYTES:
-        return b"".join((head, _ANSWER_CHUNKS, _wire.prefix(field, size), *parts))
+        return b"".join((head, _ANSWER_CHUNKS, wire_format.prefix(field, size), *parts))
     return _chunked(head, field, parts, size)
 
 
@@ -64,24 +64,24 @@ def received(data: bytes) -> Received:
     try:
         if len(data) > 2 and data[0] == _NUMBER[0]:
             # As servers write it: the number, then one field to the end.
-            number, position = _wire.read_varint(data, 1)
-            tag, position = _wire.read_varint(data, position)
-            size, position = _wire.read_varint(data, position)
+            number, position = wire_format.read_varint(data, 1)
+            tag, position = wire_format.read_varint(data, position)
+            size, position = wire_format.read_varint(data, position)
             if position + size == len(data) and tag in _RESPONSE_TAGS:
                 return Received(number, _RESPONSE_TAGS[tag], data[position:])
-        for field, begin, stop in _wire.fields(data, 0, len(data)):
+        for field, begin, stop in wire_format.fields(data, 0, len(data)):
             if field == _RESPONSE.REQUEST_ID_FIELD_NUMBER:
-                number, _ = _wire.read_varint(data, begin)
+                number, _ = wire_format.read_varint(data, begin)
             elif field in _RESPONSE_KINDS:
                 kind, start, end = _RESPONSE_KINDS[field], begin, stop
-    except _wire.MalformedError as cause:
+    except wire_format.MalformedError as cause:
         raise InternalError(f"the server's answer cannot be read: {cause}") from None
     return Received(number, kind, data[start:end])
 
 
-def _chunked(head: bytes, field: int, parts: _wire.Parts, size: int) -> Iterator[bytes]:
+def _chunked(head: bytes, field: int, parts: wire_format.Parts, size: int) -> Iterator[bytes]:
     """The same without ever holding a copy of more than one chunk."""
-    chunk: list[_wire.Part] = []
+    chunk: list[wire_format.Part] = []
     room = CHUNK_BYTES
     for part in parts:
         position = 0
@@ -91,11 +91,11 @@ def _chunked(head: bytes, field: int, parts: _wire.Parts, size: int) -> Iterator
             position += len(piece)
             room -= len(piece)
             if room == 0:
-                yield b"".join((head, *_wire.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
+                yield b"".join((head, *wire_format.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
                 chunk, room = [], CHUNK_BYTES
     if chunk:
-        yield b"".join((head, *_wire.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
-    yield b"".join((head, _ANSWER_CHUNKS, _REQUEST(chunk_bytes=size).SerializeToString(), _wire.prefix(field, 0)))
+        yield b"".join((head, *wire_format.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
+    yield b"".join((head, _ANSWER_CHUNKS, _REQUEST(chunk_bytes=size).SerializeToString(), wire_format.prefix(field, 0)))
 
 
 @lru_cache(64)

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gradrule import _routes, _stream_messages, _wire
+from gradrule import _routes, _stream_messages
 from gradrule._calls import Call
 from gradrule._status import error_of, error_of_status, parsed
+from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
 R = TypeVar("R")
@@ -85,7 +86,7 @@ class Stream:
         connection = self._connection
         return connection is not None and not connection.ended
 
-    def start(self, call: Call[Any], parts: _wire.Parts, size: int, timeout: float) -> Started:
+    def start(self, call: Call[Any], parts: wire_format.Parts, size: int, timeout: float) -> Started:
         """Sends a call, whose request has these bytes. timeout: seconds. Raises `StreamLostError`."""
         kind = _stream_messages.kind_of(call)
         connection = self._connected()
@@ -161,7 +162,7 @@ class Connection:
         """Requests that are not answered yet."""
         return len(self._waiting)
 
-    def send(self, kind: str, parts: _wire.Parts, size: int, timeout: float) -> Pending:
+    def send(self, kind: str, parts: wire_format.Parts, size: int, timeout: float) -> Pending:
         """Sends a request. Raises `StreamLostError` where the stream has ended."""
         number = next(self._numbers)
         message = _stream_messages.messages(number, kind, parts, size, timeout)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gradrule._calls import Call
-    from gradrule._packing import Packing
+    from gradrule.common.tensor_packing import Packing
 
 R = TypeVar("R")
 
@@ -50,16 +50,16 @@ class Transfer:
         if self.wire_dtype not in _WIRE_DTYPES:
             raise InvalidParamError(f"wire_dtype is 'bfloat16' or None, not {self.wire_dtype!r}")
         if self.compression == "zstd":
-            from gradrule import _packing
+            from gradrule.common import tensor_packing
 
-            if not _packing.has_zstd():
-                raise UnsupportedError(_packing.NO_ZSTD)
+            if not tensor_packing.has_zstd():
+                raise UnsupportedError(tensor_packing.NO_ZSTD)
         object.__setattr__(self, "packing", self._packing())
 
     def _packing(self) -> Packing | None:
         if self.compression != "zstd" and self.wire_dtype is None:
             return None
-        from gradrule._packing import Packing
+        from gradrule.common.tensor_packing import Packing
 
         return Packing(zstd=self.compression == "zstd", bfloat16=self.wire_dtype is not None)
 
@@ -110,14 +110,14 @@ class Transfer:
     def pack(self, request: Message) -> None:
         """Packs the values of a call, where they lie."""
         if self.packing is not None:
-            from gradrule._packing import pack_feeds
+            from gradrule.common.tensor_packing import pack_feeds
 
             pack_feeds(request, self.packing)
 
     def unpack(self, answer: Message) -> None:
         """Unpacks the tensors in an answer, where they lie. Raises `InvalidTensorError`."""
         if self.packing is not None:
-            from gradrule._packing import unpack_all
+            from gradrule.common.tensor_packing import unpack_all
 
             try:
                 unpack_all(answer, keep_bfloat16=self.keep_wire_dtype)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from gradrule import _tensors
 from gradrule._names import UniqueNames
+from gradrule.common import tensor_codec
 from gradrule.errors import UnsupportedError
 from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
@@ -33,7 +33,7 @@ def handles_to_values(
         copies.feed_values(definitions[name])
 
 
-def frozen(data: bytes, variables: Mapping[str, _tensors.Array]) -> bytes:
+def frozen(data: bytes, variables: Mapping[str, tensor_codec.Array]) -> bytes:
     """Replaces the variables of a serialized graph by constants.
 
     Raises:
@@ -52,7 +52,7 @@ def frozen(data: bytes, variables: Mapping[str, _tensors.Array]) -> bytes:
                 raise UnsupportedError(
                     f"the variable {node.name!r} has no value in graph.variables; freezing needs all"
                 )
-            tensor = _tensors.to_message(variables[node.name], node.attr["dtype"].type)
+            tensor = tensor_codec.to_message(variables[node.name], node.attr["dtype"].type)
             node.op = "Const"
             node.attr.clear()
             node.attr["dtype"].type = tensor.dtype

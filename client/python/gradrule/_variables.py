@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _blobs, _tensors
+from gradrule import _blobs
 from gradrule._attrs import natural
+from gradrule.common import tensor_codec
 from gradrule.errors import InvalidTensorError
 from gradrule.v1 import tensor_pb2
 
 
-class Variables(MutableMapping[str, _tensors.Array]):
+class Variables(MutableMapping[str, tensor_codec.Array]):
     """Arrays by name of variable. They are read-only: a value changes by being set again.
 
     A writable array is copied, a read-only one is kept. Lists and numbers take the variable's element type.
@@ -21,11 +22,11 @@ class Variables(MutableMapping[str, _tensors.Array]):
 
     def __init__(self, type_of: Callable[[str], int]) -> None:
         self._type_of = type_of
-        self._arrays: dict[str, _tensors.Array] = {}
+        self._arrays: dict[str, tensor_codec.Array] = {}
         # Hash and bytes are worked out once for each array.
         self._blobs: dict[str, tuple[str, _blobs.Data]] = {}
 
-    def __getitem__(self, name: str) -> _tensors.Array:
+    def __getitem__(self, name: str) -> tensor_codec.Array:
         return self._arrays[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -34,9 +35,9 @@ class Variables(MutableMapping[str, _tensors.Array]):
         try:
             if is_array or not number:
                 array = np.asarray(value) if is_array else natural(value)
-                _tensors.number_of_array(array)
+                tensor_codec.number_of_array(array)
             else:
-                array = _tensors.from_value(value, number)
+                array = tensor_codec.from_value(value, number)
         except ValueError as cause:
             raise InvalidTensorError(f"variable {name!r}: {cause}") from None
         if array.flags.writeable:
@@ -61,9 +62,9 @@ class Variables(MutableMapping[str, _tensors.Array]):
     def messages(self, blobs: _blobs.Blobs | None) -> Iterator[tensor_pb2.NamedTensor]:
         """The values as a request holds them: large ones by hash, their bytes put into `blobs`; None: all inline."""
         for name, array in self._arrays.items():
-            number = _tensors.number_of_array(array)
+            number = tensor_codec.number_of_array(array)
             if blobs is None or array.nbytes <= _blobs.MAX_INLINE_VALUE or number == tensor_pb2.DT_STRING:
-                value = tensor_pb2.TensorSource(inline=_tensors.to_message(array))
+                value = tensor_pb2.TensorSource(inline=tensor_codec.to_message(array))
             else:
                 if name not in self._blobs:
                     data = _blobs.data_of(array)

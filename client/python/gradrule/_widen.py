@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradrule import _tensors
 from gradrule._graph import Graph
+from gradrule.common import tensor_codec
 from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt, Tensor
 
@@ -59,4 +59,4 @@ def _widen_attr(attr: graph_pb2.AttrValue) -> None:
 
 def _widen_tensor(tensor: Tensor) -> None:
     if tensor.dtype == Dt.DT_FLOAT:
-        tensor.CopyFrom(_tensors.to_message(_tensors.to_numpy(tensor).astype(np.float64)))
+        tensor.CopyFrom(tensor_codec.to_message(tensor_codec.to_numpy(tensor).astype(np.float64)))

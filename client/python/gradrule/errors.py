@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gradrule._status_codes import DEFAULT_STATUS_CODE, STATUS_CODES
+from gradrule.common.status_codes import DEFAULT_STATUS_CODE, STATUS_CODES
 from gradrule.v1.errors_pb2 import ErrorReason
 
 if TYPE_CHECKING:

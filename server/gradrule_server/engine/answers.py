@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from gradrule import _tensors
-from gradrule._packing import Packing, pack
+from gradrule.common import tensor_codec
+from gradrule.common.tensor_packing import Packing, pack
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.question import DENSE, SPARSE, UNCONNECTED, WIDTHS
@@ -67,7 +67,7 @@ def write_tensor(message: tensor_pb2.Tensor, tensor: tf.Tensor, packing: Packing
     if packed is not None:
         message.ParseFromString(b"".join(packed))
         return
-    _tensors.write_message(message, array)
+    tensor_codec.write_message(message, array)
     if tensor.dtype.is_quantized:
         # In NumPy such values are plain integers.
         message.dtype = tensor.dtype.as_datatype_enum

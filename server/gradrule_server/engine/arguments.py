@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from gradrule import _packing, _tensors
+from gradrule.common import tensor_codec, tensor_packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.built import Built, Input
@@ -278,7 +278,7 @@ def _check_unpacking(
     packed: Sequence[tuple[tensor_pb2.PackedTensor, memoryview | None]], field: str, max_unpacking: int
 ) -> None:
     try:
-        after = sum(_packing.unpacked_bytes(message) for message, _ in packed)
+        after = sum(tensor_packing.unpacked_bytes(message) for message, _ in packed)
     except ValueError as cause:
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{field}: {cause}", field=field) from cause
     before = sum(len(message.content if content is None else content) for message, content in packed)
@@ -314,8 +314,8 @@ def _array(
 ) -> np.ndarray:
     try:
         if isinstance(message, tensor_pb2.PackedTensor):
-            return _packing.unpack(message, content=content)
-        return _tensors.to_numpy(message, content=content)
+            return tensor_packing.unpack(message, content=content)
+        return tensor_codec.to_numpy(message, content=content)
     except ValueError as cause:
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
 

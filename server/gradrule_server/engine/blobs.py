@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradrule import _tensors
-from gradrule._dtypes import name_of
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy import missing_blobs
@@ -42,12 +42,12 @@ class BlobReader:
 
     def array(self, blob: tensor_pb2.BlobTensor, what: str, field: str) -> NDArray[Any]:
         """The tensor, read-only. BLOB_NOT_FOUND, INVALID_TENSOR; `what` and `field` tell which tensor it is."""
-        shape = _tensors.shape_tuple(blob.shape)
+        shape = tensor_codec.shape_tuple(blob.shape)
         if shape is None or any(size is None for size in shape):
             raise _invalid(f"{what}: a tensor's shape must be known", field)
         sizes = tuple(size or 0 for size in shape)
         try:
-            dtype = _tensors.numpy_dtype(blob.dtype)
+            dtype = tensor_codec.numpy_dtype(blob.dtype)
         except ValueError as cause:
             raise _invalid(f"{what}: {cause}", field) from cause
         if dtype.hasobject:
@@ -64,7 +64,7 @@ class BlobReader:
             )
         if size != wanted:
             raise _invalid(
-                f"{what} is a blob of {size} bytes, but {name_of(blob.dtype)} of shape {list(sizes)} takes {wanted}",
+                f"{what} is a blob of {size} bytes, but {dtype_name(blob.dtype)} of shape {list(sizes)} takes {wanted}",
                 field,
             )
         little = dtype.newbyteorder("<")

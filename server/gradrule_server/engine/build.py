@@ -52,7 +52,7 @@ def build(
         request: The program.
         values: Values of the request's variables, in their order.
         device: Where it will run.
-        disabled_fast_paths: See `gradrule._fast_paths`.
+        disabled_fast_paths: See `gradrule.common.fast_paths`.
     """
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     # Removed with the program: names are unique to it, so nothing else refers to them.

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from gradrule._wire import MalformedError, varint
+from gradrule.common.wire_format import MalformedError, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine.wire import fields, tag
 from gradrule_server.link.framing import Kind

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gradrule import _opdefs
-from gradrule._fast_paths import disabled_paths
+from gradrule.common import op_definitions
+from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.device import DeviceRefused, choose_device
@@ -27,7 +27,7 @@ from gradrule_server.link.shared_memory import ReceivedMemories
 from gradrule_server.link.v1 import link_pb2
 
 # The same for all engines of a fork server, so computed before the fork.
-_OP_TABLE_DIGEST = _opdefs.digest_of(tf_private.all_op_definitions())
+_OP_TABLE_DIGEST = op_definitions.digest_of(tf_private.all_op_definitions())
 _GRADIENTS = sorted(name for name, function in tf_private.registered_gradients().items() if function is not None)
 
 _REFUSED_EXIT_CODE = 3

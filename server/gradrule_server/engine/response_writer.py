@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from gradrule import _tensors
-from gradrule._packing import Packing, pack
-from gradrule._wire import varint
+from gradrule.common import tensor_codec
+from gradrule.common.tensor_packing import Packing, pack
+from gradrule.common.wire_format import varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine import wire
 from gradrule_server.engine.graph_call import Arrays
@@ -251,12 +251,12 @@ def _size_of(result: Any) -> int:
 
 def _is_plain(number: int) -> bool:
     """Whether tensors of an element type are written as their bytes."""
-    return _tensors.has_plain_bytes(np.empty(0, _tensors.numpy_dtype(number)))
+    return tensor_codec.has_plain_bytes(np.empty(0, tensor_codec.numpy_dtype(number)))
 
 
 def _head(number: int, shape: Sequence[int], size: int) -> bytes:
     """A `Tensor` up to its bytes."""
-    message = tensor_pb2.Tensor(tensor_shape=_tensors.shape_message(shape))
+    message = tensor_pb2.Tensor(tensor_shape=tensor_codec.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]
     content = wire.tag(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER) + varint(size)
     return message.SerializeToString() + content
@@ -266,13 +266,13 @@ def _content(array: Any) -> Buffer:
     if array.nbytes < _LEAST_VIEWED_BYTES:
         content: bytes = array.tobytes()
         return content
-    return _tensors.content_of(array)
+    return tensor_codec.content_of(array)
 
 
 def _message(number: int, result: Any) -> bytes:
     """A whole `Tensor`, of any element type."""
     message = tensor_pb2.Tensor()
-    _tensors.write_message(message, np.asarray(result, _tensors.numpy_dtype(number)))
+    tensor_codec.write_message(message, np.asarray(result, tensor_codec.numpy_dtype(number)))
     message.dtype = number  # type: ignore[assignment]
     return message.SerializeToString()
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from gradrule._packing import Packing
+from gradrule.common.tensor_packing import Packing
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader

@@ -37,7 +37,7 @@ class EngineService:
     """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe.
 
     `memories`: of clients, in which tensors may lie. `on_worker`: called at the first task of a compile worker.
-    `jit_after_s`: as for `JitCompiler`. `disabled_fast_paths`: see `gradrule._fast_paths`.
+    `jit_after_s`: as for `JitCompiler`. `disabled_fast_paths`: see `gradrule.common.fast_paths`.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradrule import _tensors
-from gradrule._dtypes import name_of
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.copy_buffers import CopyBuffers
@@ -122,19 +122,19 @@ def _copy(
     memory: mmap.mmap, source: tensor_pb2.SharedMemoryTensor, buffers: CopyBuffers, where: str, field: str
 ) -> memoryview:
     """The bytes of a tensor. INVALID_TENSOR."""
-    shape = _tensors.shape_tuple(source.shape)
+    shape = tensor_codec.shape_tuple(source.shape)
     if shape is None or any(size is None or size < 0 for size in shape):
         raise _invalid(f"{where}: a tensor's shape must be known", field)
     try:
-        dtype = _tensors.numpy_dtype(source.dtype)
+        dtype = tensor_codec.numpy_dtype(source.dtype)
     except ValueError as cause:
         raise _invalid(f"{where}: {cause}", field) from cause
-    if not _tensors.has_plain_bytes(np.empty(0, dtype)):
-        raise _invalid(f"{where} is {name_of(source.dtype)}; such tensors travel inline", field)
+    if not tensor_codec.has_plain_bytes(np.empty(0, dtype)):
+        raise _invalid(f"{where} is {dtype_name(source.dtype)}; such tensors travel inline", field)
     wanted = math.prod(size or 0 for size in shape) * dtype.itemsize
     if source.size != wanted:
         raise _invalid(
-            f"{where} has {source.size} bytes in shared memory, but {name_of(source.dtype)} of shape {list(shape)} "
+            f"{where} has {source.size} bytes in shared memory, but {dtype_name(source.dtype)} of shape {list(shape)} "
             f"takes {wanted}",
             field,
         )
@@ -154,6 +154,6 @@ def _invalid(message: str, field: str) -> GradruleError:
 
 def write_tensor(number: int, shape: Sequence[int], offset: int, size: int) -> bytes:
     """Returns the bytes of a tensor that was placed."""
-    message = tensor_pb2.SharedMemoryTensor(offset=offset, size=size, shape=_tensors.shape_message(shape))
+    message = tensor_pb2.SharedMemoryTensor(offset=offset, size=size, shape=tensor_codec.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]
     return message.SerializeToString()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.errors import error
@@ -48,7 +48,9 @@ class Weights:
                 try:
                     is_blob = value.HasField("blob")
                     array = (
-                        blobs.array(value.blob, what, "spec.variables") if is_blob else _tensors.to_numpy(value.inline)
+                        blobs.array(value.blob, what, "spec.variables")
+                        if is_blob
+                        else tensor_codec.to_numpy(value.inline)
                     )
                 except ValueError as cause:
                     raise error(

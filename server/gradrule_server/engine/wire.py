@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradrule._wire import FIXED32, FIXED64, LENGTH_DELIMITED, VARINT, MalformedError, prefix, read_varint, varint
+from gradrule.common.wire_format import (
+    FIXED32,
+    FIXED64,
+    LENGTH_DELIMITED,
+    VARINT,
+    MalformedError,
+    prefix,
+    read_varint,
+    varint,
+)
 
 _FIXED = {FIXED64: 8, FIXED32: 4}
 

@@ -26,7 +26,7 @@ from gradrule_server.front.services import (
     RuleServicer,
 )
 from gradrule_server.front.session_service import SESSION_SERVICE, SessionServicer
-from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.tls import Certificates
 
 # Calls that gRPC has read and the event loop has not taken yet, each of 7 to 23 KiB. Beyond the first number gRPC
@@ -101,7 +101,7 @@ class Front:
     def add_services(
         self,
         door: Door,
-        memories: SharedMemories,
+        memories: SharedMemoryServer,
         *,
         with_reflection: bool,
         status: Callable[[], admin_pb2.ServerStatus] | None = None,

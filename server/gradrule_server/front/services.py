@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 
 from google.protobuf.empty_pb2 import Empty
 
-from gradrule import _wire
+from gradrule.common import wire_format
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
 from gradrule_server.front.handlers import Door
-from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.faults import finding_message
 from gradrule_server.link.v1 import link_pb2
@@ -104,7 +104,7 @@ class ProgramServicer:
         checked, findings = await call.tenant.house.check(request.spec, call.ends_at)
         if checked is not None:
             # It may be large, and is passed on unread.
-            return b"".join(_wire.wrapped(program_pb2.CompileProgramResponse.PROGRAM_FIELD_NUMBER, (checked,)))
+            return b"".join(wire_format.wrapped(program_pb2.CompileProgramResponse.PROGRAM_FIELD_NUMBER, (checked,)))
         return program_pb2.CompileProgramResponse(findings=map(finding_message, findings))
 
     async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:
@@ -122,7 +122,7 @@ class ProgramServicer:
 class GradientServicer:
     """`GradientService`."""
 
-    def __init__(self, door: Door, memories: SharedMemories) -> None:
+    def __init__(self, door: Door, memories: SharedMemoryServer) -> None:
         self._door = door
         self._memories = memories
 
@@ -138,11 +138,11 @@ class GradientServicer:
     def evaluate(self, call: Call[Empty]) -> Awaitable[bytes]:
         caller = call.caller
         read = functools.partial(self._door.read, link_pb2.RawEvaluateRequest, call.raw, caller)
-        used = functools.partial(self._memories.used, caller=caller, door=self._door)
+        used = functools.partial(self._memories.use, caller=caller, byte_counter=self._door)
         return caller.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at, used)
 
     async def share_memory(self, call: Call[evaluate_pb2.ShareMemoryRequest]) -> evaluate_pb2.ShareMemoryResponse:
-        return self._memories.offer(call.caller)
+        return self._memories.issue_keys(call.caller)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles)

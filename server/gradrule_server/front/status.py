@@ -9,7 +9,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from gradrule._status_codes import DEFAULT_STATUS_CODE, STATUS_CODES
+from gradrule.common.status_codes import DEFAULT_STATUS_CODE, STATUS_CODES
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, reason_name
 

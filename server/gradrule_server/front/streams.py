@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 
-from gradrule import _wire
+from gradrule.common import wire_format
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Caller, MethodTable, Write
@@ -36,7 +36,7 @@ _MIN_CHUNK_BYTES = 64 << 10
 _ANSWER_FIELDS = {
     field.name: field.number for field in link_pb2.RawStreamResponse.DESCRIPTOR.oneofs_by_name["response"].fields
 }
-_ID_TAG = bytes((link_pb2.RawStreamResponse.REQUEST_ID_FIELD_NUMBER << 3 | _wire.VARINT,))
+_ID_TAG = bytes((link_pb2.RawStreamResponse.REQUEST_ID_FIELD_NUMBER << 3 | wire_format.VARINT,))
 _CHUNK_FIELD = link_pb2.RawStreamResponse.CHUNK_FIELD_NUMBER
 
 
@@ -343,16 +343,16 @@ def _messages(number: int, field: int, answer: bytes, chunk_bytes: int) -> bytes
 
     One message is made at once, so that the answer need not be kept beside it.
     """
-    head = _ID_TAG + _wire.varint(number)
+    head = _ID_TAG + wire_format.varint(number)
     size = max(chunk_bytes, _MIN_CHUNK_BYTES)
     if not chunk_bytes or len(answer) <= size:
-        return b"".join((head, _wire.prefix(field, len(answer)), answer))
-    return _chunks(head, head + _wire.prefix(field, 0), memoryview(answer), size)
+        return b"".join((head, wire_format.prefix(field, len(answer)), answer))
+    return _chunks(head, head + wire_format.prefix(field, 0), memoryview(answer), size)
 
 
 def _chunks(head: bytes, last: bytes, answer: memoryview, size: int) -> Iterator[bytes]:
     for start in range(0, len(answer), size):
-        yield b"".join((head, *_wire.wrapped(_CHUNK_FIELD, (answer[start : start + size],))))
+        yield b"".join((head, *wire_format.wrapped(_CHUNK_FIELD, (answer[start : start + size],))))
     yield last
 
 

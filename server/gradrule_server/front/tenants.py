@@ -122,6 +122,10 @@ class Tenants:
         """Those at hand, by name."""
         return [tenant.status() for _, tenant in sorted(self._tenants.items())]
 
+    def recently_used(self) -> list[Tenant]:
+        """Returns the loaded tenants, most recently used first."""
+        return sorted(self._tenants.values(), key=lambda tenant: (tenant.users > 0, tenant.left_at), reverse=True)
+
     def cached(self) -> tuple[int, int, int]:
         """Programs that are kept at hand, roughly their bytes, and how many there may be."""
         caches = [tenant.house.cache for tenant in self._tenants.values()]
@@ -156,9 +160,10 @@ class Tenants:
     def leave(self, tenant: Tenant) -> None:
         """A call or stream of the tenant's has ended."""
         tenant.users -= 1
-        if not tenant.users and tenant is not self.default:
+        if not tenant.users:
             tenant.left_at = time.monotonic()
-            self._idle[tenant.name] = tenant
+            if tenant is not self.default:
+                self._idle[tenant.name] = tenant
         if time.monotonic() - self._trimmed_at >= _TRIM_EVERY_S:
             self._trim()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from gradrule._dtypes import as_dt
+from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.custom_gradients import OUTPUTS_ATTR

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gradrule._dtypes import as_dt
+from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph, Versions
 from gradrule.v1.tensor_pb2 import TensorShape
 from gradrule_server.errors import error

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrule import _opdefs
-from gradrule._dtypes import as_dt
+from gradrule.common import op_definitions
+from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.errors import error
@@ -396,7 +396,7 @@ def _check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Li
         if not why and not (node.functions and is_call(node)):
             key = (node.op, id(node.attrs))
             if key not in known:
-                op = _opdefs.find(node.op)
+                op = op_definitions.find(node.op)
                 known[key] = op_fault(op, node.attrs, limits) if op else None
             fault = known[key]
             if fault:

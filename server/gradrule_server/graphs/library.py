@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server.graphs.custom_gradients import is_rule
@@ -26,7 +26,7 @@ class Library:
         self._limits = limits
         self._findings = findings
         self._functions: dict[str, graph_pb2.Function] = {}
-        self._op_defs: dict[str, _opdefs.OpDef] = {}
+        self._op_defs: dict[str, op_definitions.OpDef] = {}
         self._bodies: dict[_Key, Body | None] = {}
         self._unread: deque[tuple[Draft, graph_pb2.Function, Mapping[str, AttrValue]]] = deque()
         self._attr_bytes = 0
@@ -55,12 +55,12 @@ class Library:
         """Returns the message of a function."""
         return self._functions[name]
 
-    def find_op(self, op_type: str) -> _opdefs.OpDef | None:
+    def find_op(self, op_type: str) -> op_definitions.OpDef | None:
         """Returns the op definition of a function or of a TensorFlow op type; None if neither exists."""
         if op_type not in self._functions:
-            return _opdefs.find(op_type)
+            return op_definitions.find(op_type)
         if op_type not in self._op_defs:
-            self._op_defs[op_type] = _opdefs.from_signature(self._functions[op_type].signature)
+            self._op_defs[op_type] = op_definitions.from_signature(self._functions[op_type].signature)
         return self._op_defs[op_type]
 
     def body(self, name: str, attrs: Mapping[str, AttrValue], where: str) -> Body | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from gradrule import _infer
+from gradrule.common import op_inference
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server import errors
@@ -211,7 +211,7 @@ def _attrs(
         kind = value.WhichOneof("value")
         if kind == "type":
             key += (name, value.type)
-            value = _infer.type_attr(value.type)
+            value = op_inference.type_attr(value.type)
         elif kind in _SMALL_KINDS:
             key += (name, value.SerializeToString())
         elif kind != "tensor":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
@@ -227,7 +227,7 @@ def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findi
             field=spec.field,
         )
     elif library.find_op(word) is None:
-        hint = findings.suggest(lambda: _opdefs.suggest(word, library.names()))
+        hint = findings.suggest(lambda: op_definitions.suggest(word, library.names()))
         message = f"Override {quote(spec.label)} is for op type {quote(word)}, which does not exist.{hint}"
         findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, field=spec.field)
 

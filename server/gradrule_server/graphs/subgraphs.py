@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from gradrule._dtypes import as_dt
+from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.ir import Body, Node, Ref
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradrule import _infer, _opdefs
-from gradrule._dtypes import base, name_of
+from gradrule.common import op_definitions, op_inference
+from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
 from gradrule.v1.tensor_pb2 import TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
@@ -30,7 +30,7 @@ class TypeInference:
         self._library = library
         self._limits = limits
         self._findings = findings
-        self._layouts: dict[int, _infer.Slices] = {}
+        self._layouts: dict[int, op_inference.Slices] = {}
         self._attrs: dict[tuple[str | int, ...], Mapping[str, AttrValue]] = {}
         self._alike: dict[tuple[str, int, tuple[int, ...]], tuple[Mapping[str, AttrValue], Node]] = {}
 
@@ -60,7 +60,7 @@ class TypeInference:
         found = len(findings.all)
         op = self._library.find_op(node.op)
         if op is None:
-            hint = findings.suggest(lambda: _opdefs.suggest(node.op, self._library.names()))
+            hint = findings.suggest(lambda: op_definitions.suggest(node.op, self._library.names()))
             message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph has.{hint}"
             findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
             return False
@@ -69,8 +69,8 @@ class TypeInference:
             findings.add(fault[0], f"{where} {fault[1]}.", node.name)
             return False
         try:
-            completed = _infer.complete(op, node.attrs, types)
-        except _infer.InferError as cause:
+            completed = op_inference.complete(op, node.attrs, types)
+        except op_inference.InferenceError as cause:
             findings.add(_KINDS[cause.kind], f"{where}: {cause.message}.", node.name)
             return False
         node.attrs, node.outputs = self._shared(node, completed), completed.outputs
@@ -80,7 +80,7 @@ class TypeInference:
         # When the list of findings is full, new findings cannot be detected.
         return not node.functions and node.op not in self._library and not findings.all[found:] and not findings.full
 
-    def _shared(self, node: Node, completed: _infer.Completed) -> Mapping[str, AttrValue]:
+    def _shared(self, node: Node, completed: op_inference.Completed) -> Mapping[str, AttrValue]:
         """Returns one shared object for all nodes of an op with equal attributes that are types only."""
         key: list[str | int] = [node.op]
         for name, value in node.attrs.items():
@@ -126,11 +126,11 @@ class TypeInference:
             return None
         return start + index
 
-    def _layout(self, producer: int) -> _infer.Slices:
+    def _layout(self, producer: int) -> op_inference.Slices:
         if producer not in self._layouts:
             node = self._body.nodes[producer]
             op = self._library.find_op(node.op)
-            self._layouts[producer] = _infer.output_slices(op, node.attrs) if op else {}
+            self._layouts[producer] = op_inference.output_slices(op, node.attrs) if op else {}
         return self._layouts[producer]
 
     def _no_output(self, node: Node | None, producer: int, what: str) -> None:
@@ -138,11 +138,11 @@ class TypeInference:
         message = f"{who} an output that {quote(self._body.nodes[producer].name)} does not have: {what}."
         self._findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name if node else "")
 
-    def _check_values(self, node: Node, op: _opdefs.OpDef, where: str) -> None:
+    def _check_values(self, node: Node, op: op_definitions.OpDef, where: str) -> None:
         faults = list(attribute_faults(op, node.attrs, self._limits))
         if node.op == "Const" and not faults and node.attrs["value"].tensor.dtype != node.attrs["dtype"].type:
             said, held = node.attrs["dtype"].type, node.attrs["value"].tensor.dtype
-            what = f"says it is {name_of(said)}, but its value is {name_of(held)}"
+            what = f"says it is {dtype_name(said)}, but its value is {dtype_name(held)}"
             faults.append((Reason.ERROR_REASON_INVALID_TENSOR, what))
         for reason, what in faults:
             self._findings.add(reason, f"{where} {what}.", node.name)
@@ -175,7 +175,7 @@ class TypeInference:
             for body in bodies:
                 name = f"the function {quote(body.name)}, its {attr}"
                 # References are passed by value.
-                given = [base(dtype) for dtype in args]
+                given = [without_ref(dtype) for dtype in args]
                 self._same(node, where, f"the arguments of {name},", body.arg_types, given, "what the node passes on")
                 if attr == "cond":
                     if len(body.result_types) != 1:
@@ -208,8 +208,8 @@ class TypeInference:
             body.results.append((producer, flat or 0))
             if flat is not None and outputs[flat] and outputs[flat] != dtype:
                 message = (
-                    f"Result {quote(name)} of function {quote(body.name)} is {name_of(outputs[flat])}, "
-                    f"but its signature says {name_of(dtype)}."
+                    f"Result {quote(name)} of function {quote(body.name)} is {dtype_name(outputs[flat])}, "
+                    f"but its signature says {dtype_name(dtype)}."
                 )
                 self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message)
 
@@ -219,5 +219,5 @@ def _functions(value: AttrValue) -> list[NameAttrList]:
 
 
 def _types_text(types: list[int]) -> str:
-    shown = ", ".join(name_of(dtype) for dtype in types[:16])
+    shown = ", ".join(dtype_name(dtype) for dtype in types[:16])
     return f"({shown}{', …' if len(types) > 16 else ''})"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gradrule._dtypes import name_of
+from gradrule.common.dtypes import dtype_name
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Finding, Findings, Reason, quote, similar_name_hint
 from gradrule_server.graphs.selector_index import NameIndex
@@ -87,7 +87,7 @@ class Unmatched:
                 f"in doing so"
             )
         if selector.dtype:
-            reasons.append(f"the first output {name_of(selector.dtype)}")
+            reasons.append(f"the first output {dtype_name(selector.dtype)}")
         if selector.attrs:
             reasons.append(f"these attributes: {', '.join(sorted(selector.attrs))}")
         if selector.depends_on:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradrule._dtypes import REF_OFFSET
-from gradrule._opdefs import OpDef
+from gradrule.common.dtypes import REF_OFFSET
+from gradrule.common.op_definitions import OpDef
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.graphs.ir import CALLS, CONTAINERS, PLACEHOLDERS, Node
 from gradrule_server.graphs.variable_ops import KNOWN

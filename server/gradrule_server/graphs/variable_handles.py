@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradrule._dtypes import REF_OFFSET
+from gradrule.common.dtypes import REF_OFFSET
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call
 from gradrule_server.graphs.variable_ops import FORWARDING_OPS, SOURCES, WRITES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-from gradrule._dtypes import as_dt, name_of
+from gradrule.common.dtypes import as_dt, dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.graphs.copying import Copy
@@ -98,8 +98,8 @@ class Lowering:
         if said is not None and node.op not in INITIALIZED_CHECKS and said.type != variable.dtype:
             name = f"{self._copy.scopes[body.name]}/{node.name}" if body.name else node.name
             message = (
-                f"Node {quote(name)} ({node.op}) takes the variable {quote(variable.name)} for {name_of(said.type)}, "
-                f"but it is {name_of(variable.dtype)}."
+                f"Node {quote(name)} ({node.op}) takes the variable {quote(variable.name)} for "
+                f"{dtype_name(said.type)}, but it is {dtype_name(variable.dtype)}."
             )
             self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, name)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrule._dtypes import as_dt
+from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote

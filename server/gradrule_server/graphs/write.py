@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradrule import _infer, _opdefs
-from gradrule._dtypes import as_dt
+from gradrule.common import op_definitions, op_inference
+from gradrule.common.dtypes import as_dt
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
@@ -39,7 +39,7 @@ def written_versions(versions: Versions) -> Versions:
     written.CopyFrom(versions)
     # Graphs without a version get the current one: below version 24, TensorFlow reads a placeholder's shape () as
     # unknown and accepts ops that were deprecated later.
-    written.producer = written.producer or _opdefs.graph_version()
+    written.producer = written.producer or op_definitions.graph_version()
     return written
 
 
@@ -146,8 +146,8 @@ def _inner_name(body: Body, ref: Ref, layouts: dict[int, list[str]]) -> str:
 def _output_names(node: Node) -> list[str]:
     if is_call(node):
         return [f"output:{index}" for index in range(len(node.outputs or ()))]
-    op = _opdefs.find(node.op)
+    op = op_definitions.find(node.op)
     if op is None:
         raise AssertionError(f"{node.op} passed the checks")
-    slices = _infer.output_slices(op, node.attrs)
+    slices = op_inference.output_slices(op, node.attrs)
     return [f"{name}:{index}" for name, (_, count) in slices.items() for index in range(count)]

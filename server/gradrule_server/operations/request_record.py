@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gradrule import _wire
+from gradrule.common import wire_format
 from gradrule.v1 import evaluate_pb2
 
 OK = "OK"
@@ -290,5 +290,5 @@ def read_fields(message: bytes, numbers: tuple[int, ...]) -> dict[int, bytes]:
     Raises:
         ValueError: The bytes are not a valid message.
     """
-    found = _wire.fields(message, 0, len(message))
+    found = wire_format.fields(message, 0, len(message))
     return {number: bytes(message[start:end]) for number, start, end in found if number in numbers}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from gradrule._opdefs import OpDef
+from gradrule.common.op_definitions import OpDef
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.errors import Reason
 from gradrule_server.limits import NodeLimits

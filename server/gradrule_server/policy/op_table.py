@@ -11,8 +11,8 @@ import importlib.resources
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gradrule import _opdefs
-from gradrule._opdefs import OpDef
+from gradrule.common import op_definitions
+from gradrule.common.op_definitions import OpDef
 
 FILE = "ops.tsv"
 NOT_REVIEWED = "not reviewed"
@@ -99,7 +99,7 @@ def review_with_digest(name: str, digest: str) -> OpReview:
 
 def definition_digest(op: OpDef | bytes) -> str:
     """Returns a digest of an op's inputs, outputs, attributes and statefulness; descriptions do not count."""
-    return _opdefs.digest_of([op])[:_DIGEST_LENGTH]
+    return op_definitions.digest_of([op])[:_DIGEST_LENGTH]
 
 
 def read_rows(text: str) -> dict[str, OpReview]:

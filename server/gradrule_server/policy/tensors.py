@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from gradrule import _tensors
-from gradrule._dtypes import name_of
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import dtype_name
 from gradrule.v1.errors_pb2 import ErrorReason
 from gradrule.v1.tensor_pb2 import BlobTensor, Dt, Tensor, TensorShape, TensorSource
 from gradrule_server.errors import Reason
@@ -92,7 +92,7 @@ def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
     if encoding is None:
         if tensor.HasField("packed"):
             return _INVALID, "is packed; only values of calls (feeds, grad_ys, tangents, vectors) may be"
-        return _INVALID, f"has the element type {name_of(tensor.dtype)}, which no tensor can have"
+        return _INVALID, f"has the element type {dtype_name(tensor.dtype)}, which no tensor can have"
     if tensor.dtype == Dt.DT_RESOURCE:
         return _INVALID, "holds a resource, which means nothing outside the process that made it"
     if tensor.dtype == Dt.DT_VARIANT and (tensor.variant_val or tensor.tensor_content):
@@ -102,7 +102,7 @@ def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
     fault = size_fault(tensor.dtype, tensor.tensor_shape, bounds)
     if fault:
         return fault
-    what = f"{name_of(tensor.dtype)} of shape {[dim.size for dim in tensor.tensor_shape.dim]}"
+    what = f"{dtype_name(tensor.dtype)} of shape {[dim.size for dim in tensor.tensor_shape.dim]}"
     content, values = len(tensor.tensor_content), len(getattr(tensor, field))
     if content and tensor.dtype == Dt.DT_STRING:
         fits = _strings_fit(tensor.tensor_content, elements)
@@ -183,8 +183,9 @@ def value_fault(
     if fault is not None:
         return fault
     if dtype != variable.dtype:
-        return Reason.ERROR_REASON_FEED_DTYPE, f"is {name_of(dtype)}, but the variable is {name_of(variable.dtype)}"
-    got, wanted = _tensors.shape_tuple(shape), _tensors.shape_tuple(variable.shape)
+        message = f"is {dtype_name(dtype)}, but the variable is {dtype_name(variable.dtype)}"
+        return Reason.ERROR_REASON_FEED_DTYPE, message
+    got, wanted = tensor_codec.shape_tuple(shape), tensor_codec.shape_tuple(variable.shape)
     if wanted is not None and not _is_compatible(got or (), wanted):
         shapes = f"has shape {_shape_text(got or ())}, but the variable has {_shape_text(wanted)}"
         return Reason.ERROR_REASON_FEED_SHAPE, shapes
@@ -197,7 +198,7 @@ def blob_fault(blob: BlobTensor, size: int, bounds: NodeLimits) -> Fault | None:
     if fault is not None:
         return fault
     try:
-        dtype = _tensors.numpy_dtype(blob.dtype)
+        dtype = tensor_codec.numpy_dtype(blob.dtype)
     except ValueError as cause:
         return _INVALID, f"cannot be a blob: {cause}"
     if dtype.hasobject:
@@ -205,7 +206,7 @@ def blob_fault(blob: BlobTensor, size: int, bounds: NodeLimits) -> Fault | None:
     shape = [dim.size for dim in blob.shape.dim]
     wanted = math.prod(shape) * dtype.itemsize
     if size != wanted:
-        what = f"{name_of(blob.dtype)} of shape {shape}"
+        what = f"{dtype_name(blob.dtype)} of shape {shape}"
         return _INVALID, f"is a blob of {size} bytes, but {what} takes {wanted}"
     return None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from gradrule import _infer, _opdefs, _tensors
+from gradrule.common import op_definitions, op_inference, tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, did_you_mean, error
 from gradrule_server.link.shape import sampled_gradient
@@ -82,7 +82,7 @@ def _checked(source: tensor_pb2.TensorSource, name: str, bounds: NodeLimits) -> 
     if fault is not None:
         raise error(fault[0], f"{name} {fault[1]}", field="values")
     try:
-        _tensors.to_numpy(source.inline)
+        tensor_codec.to_numpy(source.inline)
     except ValueError as cause:
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{name}: {cause}", field="values") from cause
     return source.inline
@@ -154,7 +154,7 @@ def _rule_graph_call(
         feed = evaluation.feeds.add(name=placeholder)
         if variable == _SALT:
             # The salt is derived from a node's name, and there is no node here.
-            feed.value.inline.CopyFrom(_tensors.to_message(np.int64(0)))
+            feed.value.inline.CopyFrom(tensor_codec.to_message(np.int64(0)))
         elif variable.startswith(_PARAM_PREFIX):
             feed.value.inline.CopyFrom(params[variable.removeprefix(_PARAM_PREFIX)])
         else:
@@ -177,7 +177,7 @@ def _param_values(
         value = param.default
         if param.name in given:
             value = read_param_value(_bounded(given[param.name], bounds), param.name, f"params.{param.name}")
-        values[param.name] = _tensors.to_message(np.asarray(value, np.float64))
+        values[param.name] = tensor_codec.to_message(np.asarray(value, np.float64))
     return values
 
 
@@ -203,16 +203,16 @@ def _op_graph_call(
             f"{', '.join(computed)} cannot be given together with op_type {op_type!r}, which computes it",
             field="values",
         )
-    op = _opdefs.find(op_type)
+    op = op_definitions.find(op_type)
     if op is None:
         raise error(
             errors_pb2.ERROR_REASON_UNKNOWN_OP_TYPE,
-            f"there is no op type {op_type!r}.{did_you_mean(op_type, _opdefs.names())}",
+            f"there is no op type {op_type!r}.{did_you_mean(op_type, op_definitions.names())}",
             field="op_type",
         )
     try:
-        output_types = _infer.complete(op, request.attrs, [x.dtype for x in xs]).outputs
-    except _infer.InferError as cause:
+        output_types = op_inference.complete(op, request.attrs, [x.dtype for x in xs]).outputs
+    except op_inference.InferenceError as cause:
         raise error(
             errors_pb2.ErrorReason.Value(f"ERROR_REASON_{cause.kind}"), f"op {op_type!r}: {cause}", field="op_type"
         ) from cause
@@ -249,4 +249,4 @@ def _op_graph_call(
 
 
 def _ones_like(tensor: tensor_pb2.Tensor) -> tensor_pb2.Tensor:
-    return _tensors.to_message(np.ones_like(_tensors.to_numpy(tensor)))
+    return tensor_codec.to_message(np.ones_like(tensor_codec.to_numpy(tensor)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import program_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError
@@ -81,7 +81,7 @@ def _content(value: tensor_pb2.TensorSource) -> list[object]:
         check_blob_name(digest)
     else:
         dtype, shape = value.inline.dtype, value.inline.tensor_shape
-        array = _tensors.to_numpy(value.inline)
+        array = tensor_codec.to_numpy(value.inline)
         # String arrays hold pointers, so their message is hashed in place of their memory.
         data = value.inline.SerializeToString(deterministic=True) if array.dtype.hasobject else array.tobytes()
         digest = hashlib.sha256(data).hexdigest()

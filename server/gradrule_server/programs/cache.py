@@ -138,8 +138,15 @@ class ProgramCache:
         self._programs.move_to_end(call.key)
         self._calls.move_to_end(structure)
 
-    def put(self, key: Key, program: Runnable) -> None:
-        """Keeps the program; the ones that were used least recently go. The last one stays, however large it is."""
+    def recent(self) -> Iterator[tuple[Key, Runnable]]:
+        """Returns the programs, most recently used first."""
+        return ((key, program) for key, (program, _) in reversed(self._programs.items()))
+
+    def put(self, key: Key, program: Runnable, *, is_used: bool = True) -> None:
+        """Adds a program and drops those that were used least recently. The last one stays, however large it is.
+
+        is_used: Whether a call uses it; if not, it is dropped before all that were used.
+        """
         if isinstance(key, Inline):
             if key.revision < self._revision:
                 return
@@ -150,6 +157,8 @@ class ProgramCache:
         self._remove([key] if key in self._programs else [])
         size = program.size
         self._programs[key] = (program, size)
+        if not is_used:
+            self._programs.move_to_end(key, last=False)
         self._bytes += size
         while len(self._programs) > 1 and (len(self._programs) > self._capacity or self._bytes > self._capacity_bytes):
             self._remove([next(iter(self._programs))])

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 
-from gradrule._wire import MalformedError, fields, read_varint, varint
+from gradrule.common.wire_format import MalformedError, fields, read_varint, varint
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import error
 from gradrule_server.policy import SMALL_BYTES

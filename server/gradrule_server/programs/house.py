@@ -256,6 +256,10 @@ class ProgramHouse:
         """Compiles and keeps a program. `spec`: bytes of a `ProgramSpec`."""
         return await self.kept.create(spec, program_id, self.retries(Once(ends_at)))
 
+    async def load_stored(self, name: str, call: CallShape) -> None:
+        """Compiles a stored program and loads it into an engine, before a call of this shape needs it."""
+        await self.kept.find(name, call, self.retries(), is_used=False)
+
     async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[bytes | None, list[Finding]]:
         """Describes a program without keeping it; returns the bytes of a `Program`, or what is wrong with the spec.
 

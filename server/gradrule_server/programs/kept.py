@@ -50,16 +50,21 @@ class KeptPrograms:
                 self._cache.put(Named(stored.program.name, _BASE), program)
         return stored.program
 
-    async def find(self, name: str, call: CallShape, retries: Retries) -> tuple[Named, Runnable, bool]:
-        """The program for a call of this shape, its key in the cache, and whether it was made just now."""
+    async def find(
+        self, name: str, call: CallShape, retries: Retries, *, is_used: bool = True
+    ) -> tuple[Named, Runnable, bool]:
+        """Returns the program for a call of this shape, its key in the cache, and whether it was compiled just now.
+
+        is_used: Whether a call uses it, see `ProgramCache.put`.
+        """
         full = name if name.startswith(_PREFIX) else _PREFIX + name
         key = Named(full, _BASE)
-        base, is_new = await self._find(key, retries)
+        base, is_new = await self._find(key, retries, is_used)
         variant = replace(call, feeds=call.feeds - base.compiled.placeholders)
         if variant == _BASE:
             return key, base, is_new
         key = Named(full, variant)
-        return key, *await self._find(key, retries)
+        return key, *await self._find(key, retries, is_used)
 
     async def get(self, name: str) -> program_pb2.Program:
         """What is told of a program."""
@@ -88,7 +93,7 @@ class KeptPrograms:
         spec, snapshot = self._programs.content(stored)
         return spec.SerializeToString(), snapshot
 
-    async def _find(self, key: Named, retries: Retries) -> tuple[Runnable, bool]:
+    async def _find(self, key: Named, retries: Retries, is_used: bool) -> tuple[Runnable, bool]:
         found = self._cache.get(key)
         if found is not None:
             return found, False
@@ -99,5 +104,5 @@ class KeptPrograms:
                 graph_bytes, functools.partial(self._content, stored), key.call, retries
             )
             if key.name not in given_up:
-                self._cache.put(key, program)
+                self._cache.put(key, program, is_used=is_used)
         return program, True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gradrule import _wire
+from gradrule.common import wire_format
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.shared_memory import ClientMemory
@@ -69,7 +69,7 @@ class KnownCalls:
                 call.runs_at(load)
         self._loaded.conduct.check(call.account.suspect)
         if call.request_size != len(raw):
-            call.request_size, call.prefix = len(raw), _wire.prefix(_REQUEST, len(raw))
+            call.request_size, call.prefix = len(raw), wire_format.prefix(_REQUEST, len(raw))
         received = link_pb2.RunRequest(received_ns=received_ns).SerializeToString()
         payload = (call.head, received, call.prefix, raw)
         # While it is held, it is not dropped.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.account import Account
@@ -21,11 +23,13 @@ __all__ = ["Load", "Loadable", "LoadedPrograms"]
 
 _log = logging.getLogger(__name__)
 
-# What a new process is given again before anybody asks: programs, nodes of one, and nodes of all.
+# What is loaded before a call needs it: programs, nodes of one, and nodes of all.
 _WARM_PROGRAMS = 32
 _WARM_NODES = 20_000
 _WARM_NODES_TOGETHER = 50_000
 _WARM_POLL_S = 0.05
+
+T = TypeVar("T")
 
 # An engine compiles one program at a time. Others wait so long behind one before they go elsewhere, and an engine that
 # was added for them stays at least so long.
@@ -185,11 +189,7 @@ class LoadedPrograms:
 
     async def _load_again(self, engine: Engine, loads: Sequence[Load]) -> None:
         generation = engine.generation
-        nodes_left = _WARM_NODES_TOGETHER
-        for program, account in ((load.program, load.work.account) for load in loads[:_WARM_PROGRAMS]):
-            if program.nodes > min(_WARM_NODES, nodes_left):
-                continue
-            nodes_left -= program.nodes
+        for account, program in select_to_load((load.work.account, load.program) for load in loads):
             # Calls come first: an engine compiles one program at a time.
             while engine.is_compiling:
                 await asyncio.sleep(_WARM_POLL_S)
@@ -201,6 +201,15 @@ class LoadedPrograms:
                     await self.wait(load)
             except GradruleError as cause:
                 _log.debug("a program was not loaded again: %s", cause)
+
+
+def select_to_load(programs: Iterable[tuple[T, Loadable]]) -> Iterator[tuple[T, Loadable]]:
+    """Returns those of the programs that may be loaded before a call needs them: neither too many nor too large."""
+    nodes_left = _WARM_NODES_TOGETHER
+    for item, program in itertools.islice(programs, _WARM_PROGRAMS):
+        if program.nodes <= min(_WARM_NODES, nodes_left):
+            nodes_left -= program.nodes
+            yield item, program
 
 
 def _is_free(engine: Engine) -> bool:

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.shape import sampled_gradient
@@ -68,7 +68,7 @@ def _shaped_like(gradient: tensor_pb2.Tensor, x: tensor_pb2.Tensor, index: int) 
     if shape == wanted:
         return gradient
     if not shape:
-        return _tensors.to_message(np.broadcast_to(_tensors.to_numpy(gradient), wanted))
+        return tensor_codec.to_message(np.broadcast_to(tensor_codec.to_numpy(gradient), wanted))
     raise error(
         errors_pb2.ERROR_REASON_RULE_OUTPUT,
         f"the gradient of x{index} has shape {shape}, but x{index} has {wanted}: do the given values have shapes that "

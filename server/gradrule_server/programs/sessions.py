@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from google.protobuf.message import DecodeError
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.link.account import Account
@@ -309,7 +309,7 @@ class Session:
     def _known_bytes(self, names: set[str] | None) -> int:
         """Bytes of variables whose shapes the graph tells."""
         return sum(
-            math.prod(max(0, dim.size) for dim in item.shape.dim) * _tensors.numpy_dtype(item.dtype).itemsize
+            math.prod(max(0, dim.size) for dim in item.shape.dim) * tensor_codec.numpy_dtype(item.dtype).itemsize
             for item in self._variables
             if (names is None or item.names[0] in names) and item.differentiable
         )

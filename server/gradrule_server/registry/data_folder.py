@@ -54,12 +54,17 @@ def read_marker(folder: Path) -> str | None:
 
 def write_marker(folder: Path, registry_id: str) -> None:
     """Writes the marker atomically."""
-    unfinished = folder / f".{MARKER}.unfinished"
-    unfinished.write_text(json.dumps({"registry": registry_id}) + "\n", "utf-8")
-    unfinished.chmod(0o600)
+    write_atomically(folder / MARKER, json.dumps({"registry": registry_id}).encode() + b"\n")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file that only its owner can read; after a power failure it has the old or the new content."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.touch(0o600)
+    unfinished.write_bytes(content)
     sync_to_disk(unfinished)
-    unfinished.rename(folder / MARKER)
-    sync_to_disk(folder)
+    unfinished.rename(path)
+    sync_to_disk(path.parent)
 
 
 def refuse_lost_database(folder: Path, problem: str) -> None:

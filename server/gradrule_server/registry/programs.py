@@ -115,7 +115,7 @@ class ProgramRegistry:
 
         Args:
             program_id: The id; None: an id is derived from the content.
-            spec: The program's spec.
+            spec: The program's spec, with the graph as bytes or as a blob.
             snapshot: The current rules, in bytes that are equal for equal rules.
             program: The program's metadata.
             override_values: The values of the overrides' params, which `program.digests.program` does not cover, in
@@ -246,13 +246,10 @@ class ProgramRegistry:
             ) from cause
 
     def _graph_bytes(self, spec: program_pb2.ProgramSpec) -> bytes:
-        match spec.graph.WhichOneof("source"):
-            case "inline":
-                return spec.graph.inline.SerializeToString(deterministic=True)
-            case "blob_sha256":
-                return self._blobs.read(spec.graph.blob_sha256)
-            case _:
-                return spec.graph.serialized
+        if spec.graph.HasField("inline"):
+            # The process of the registry reads no graphs: a compile worker has turned this one into bytes.
+            raise ValueError("a stored program has its graph as bytes or as a blob")
+        return self._blobs.read(spec.graph.blob_sha256) if spec.graph.blob_sha256 else spec.graph.serialized
 
     def _existing(self, program_id: str, identity: str) -> StoredProgram | None:
         """Returns a program if its row is readable, else None. Raises PROGRAM_EXISTS if it has other content."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from gradrule import _dtypes
+from gradrule.common import dtypes
 from gradrule.v1 import tensor_pb2
 
 Dt = tensor_pb2.Dt
@@ -39,7 +39,7 @@ _NAMES: Mapping[int, str] = {
     Dt.DT_BOOL: "bool",
 }
 
-dtype_name = _dtypes.name_of
+dtype_name = dtypes.dtype_name
 
 # Types that expressions can name.
 BY_NAME: Mapping[str, int] = {name: dtype for dtype, name in _NAMES.items()}

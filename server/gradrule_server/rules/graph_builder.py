@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradrule._dtypes import as_dt
+from gradrule.common.dtypes import as_dt
 from gradrule.v1 import graph_pb2, tensor_pb2
 from gradrule_server.rules import dtypes
 

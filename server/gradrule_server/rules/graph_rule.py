@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from gradrule import _infer, _opdefs
+from gradrule.common import op_definitions, op_inference
 from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM, NodeLimits, attribute_faults, op_fault, output_count_fault
@@ -91,7 +91,7 @@ def check_nodes(form: CheckedGraph, bounds: NodeLimits) -> list[Finding]:
     """Returns findings for denied or too large nodes of a rule's graph; programs' nodes have the same checks."""
     findings = []
     for node in form.graph.node:
-        op = _opdefs.find(node.op)
+        op = op_definitions.find(node.op)
         if op is None:
             raise AssertionError(f"{node.op} passed the checks")
         faults = [op_fault(op, node.attr, bounds), output_count_fault(op, node.attr, bounds)]
@@ -180,8 +180,8 @@ def _drop_attrs(nodes: Iterable[graph_pb2.Node]) -> None:
 
 def _check_ops(nodes: Iterable[graph_pb2.Node]) -> None:
     for node in nodes:
-        if _opdefs.find(node.op) is None:
-            message = f"there is no op type {quoted(node.op)}.{did_you_mean(node.op, _opdefs.names())}"
+        if op_definitions.find(node.op) is None:
+            message = f"there is no op type {quoted(node.op)}.{did_you_mean(node.op, op_definitions.names())}"
             raise _refused(errors_pb2.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
 
 
@@ -190,7 +190,7 @@ def _complete_attrs(graph: graph_pb2.Graph) -> None:
     outputs: dict[str, tuple[int, ...]] = {}
     # The placeholders of params are the last nodes, but must come first.
     for node in sorted(graph.node, key=lambda item: item.op != "Placeholder"):
-        op = _opdefs.find(node.op)
+        op = op_definitions.find(node.op)
         if op is None:
             raise AssertionError(f"{node.op} passed the checks")
         sources = [source.partition(":") for source in node.input if not source.startswith("^")]
@@ -200,8 +200,8 @@ def _complete_attrs(graph: graph_pb2.Graph) -> None:
             message = f"one of its inputs {list(node.input)} is an output that its node does not have"
             raise _refused(errors_pb2.ERROR_REASON_DANGLING_INPUT, message, node.name) from None
         try:
-            completed = _infer.complete(op, dict(node.attr), types)
-        except _infer.InferError as cause:
+            completed = op_inference.complete(op, dict(node.attr), types)
+        except op_inference.InferenceError as cause:
             reason = errors_pb2.ErrorReason.Value(f"ERROR_REASON_{cause.kind}")
             raise _refused(reason, cause.message, node.name) from cause
         for name, value in completed.added.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import error
 from gradrule_server.rules.ranges import Range, parse_range
@@ -71,7 +71,7 @@ def read_param_value(value: rule_pb2.ParamValue, name: str, field: str) -> Param
             errors_pb2.ERROR_REASON_INVALID_PARAM, f"param {name!r} holds neither a number nor a tensor", field=field
         )
     try:
-        array = _tensors.to_numpy(value.tensor)
+        array = tensor_codec.to_numpy(value.tensor)
     except ValueError as cause:
         raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, f"param {name!r}: {cause}", field=field) from cause
     if array.dtype == object or array.dtype.kind in "cSU":
@@ -86,5 +86,5 @@ def read_param_value(value: rule_pb2.ParamValue, name: str, field: str) -> Param
 def write_param_value(value: ParamNumber) -> rule_pb2.ParamValue:
     """Returns the message that `read_param_value` reads."""
     if isinstance(value, np.ndarray):
-        return rule_pb2.ParamValue(tensor=_tensors.to_message(value))
+        return rule_pb2.ParamValue(tensor=tensor_codec.to_message(value))
     return rule_pb2.ParamValue(number=value)

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from gradrule._fast_paths import disabled_paths
+from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
 from gradrule_server.settings import groups, presets, sources
 from gradrule_server.settings.command_line import format_config, parse_flags

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule.v1 import graph_pb2, tensor_pb2
 from tests.battery.fuzzing.mutations import Mutator, mutated_bytes
 
@@ -20,7 +20,7 @@ _ATTRS = ("T", "dtype", "shape", "N", "axis", "value", "body", "cond", "then_bra
 @cache
 def op_types() -> tuple[str, ...]:
     """All op types of the table."""
-    return tuple(sorted(_opdefs.names()))
+    return tuple(sorted(op_definitions.names()))
 
 
 def mutate(chance: Random, graph: graph_pb2.Graph, words: Sequence[str]) -> None:

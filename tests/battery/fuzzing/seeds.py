@@ -17,7 +17,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import (
     admin_pb2,
     blob_pb2,
@@ -172,7 +172,7 @@ def request(
     message = evaluate_pb2.EvaluateRequest(
         feeds=[
             tensor_pb2.NamedTensor(
-                name=name, value=tensor_pb2.TensorSource(inline=_tensors.to_message(np.asarray(value)))
+                name=name, value=tensor_pb2.TensorSource(inline=tensor_codec.to_message(np.asarray(value)))
             )
             for name, value in feeds.items()
         ]

@@ -97,10 +97,10 @@ def test_params_are_made_up_for_the_catalogue_alone() -> None:
 
 
 def test_all_sites_are_ops_that_exist() -> None:
-    from gradrule import _opdefs
+    from gradrule.common import op_definitions
 
     for name, site in SITES.items():
         if site.op_type is not None:
-            definition = _opdefs.find(site.op_type)
+            definition = op_definitions.find(site.op_type)
             assert definition is not None, name
             assert len(definition.inputs) == 1 + len(site.others), name

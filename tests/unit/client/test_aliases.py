@@ -9,7 +9,7 @@ import pytest
 import gradrule as gr
 from gradrule import _calls, _requests, _results
 from gradrule._encoding import ProgramEncoder
-from gradrule._tensors import to_message
+from gradrule.common.tensor_codec import to_message
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 FLOAT = tensor_pb2.DT_FLOAT

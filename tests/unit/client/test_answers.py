@@ -11,7 +11,7 @@ import pytest
 
 from gradrule import _results
 from gradrule._answers import AnswerReader, labeller
-from gradrule._tensors import to_message
+from gradrule.common.tensor_codec import to_message
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2
 

@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gradrule import _large, _requests, _status, _wire
-from gradrule._tensors import to_numpy
+from gradrule import _large, _requests, _status
+from gradrule.common import wire_format
+from gradrule.common.tensor_codec import to_numpy
 from gradrule.errors import FeedDtypeError, MessageTooLargeError
 from gradrule.v1 import evaluate_pb2
 
@@ -21,9 +22,9 @@ def _unknown(name: str, needed: bool) -> int:
     return 0
 
 
-def _sent(feeds: dict[Any, Any], **more: Any) -> tuple[evaluate_pb2.EvaluateRequest, list[_wire.Parts]]:
+def _sent(feeds: dict[Any, Any], **more: Any) -> tuple[evaluate_pb2.EvaluateRequest, list[wire_format.Parts]]:
     """The request as the server reads it, and what went beside the message."""
-    large: list[_wire.Parts] = []
+    large: list[wire_format.Parts] = []
     request = _requests.evaluate_request(feeds, _unknown, large=large, **more)
     return evaluate_pb2.EvaluateRequest.FromString(_status.serialized(request, large)), large
 
@@ -81,6 +82,6 @@ def test_a_large_array_of_the_wrong_type_is_refused() -> None:
 
 def test_what_is_past_two_gibibytes_is_refused_before_it_is_copied() -> None:
     part = memoryview(np.zeros(1, np.uint8))
-    too_many: list[_wire.Parts] = [(part, memoryview(np.broadcast_to(np.uint8(0), 2**30)))] * 2
+    too_many: list[wire_format.Parts] = [(part, memoryview(np.broadcast_to(np.uint8(0), 2**30)))] * 2
     with pytest.raises(MessageTooLargeError, match="2147483650 bytes of at most 2147483647"):
         _status.serialized(evaluate_pb2.EvaluateRequest(), too_many)

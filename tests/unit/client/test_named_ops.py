@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule import _opdefs
 from gradrule._opnames import op_type_of, snake_case
+from gradrule.common import op_definitions
 
 X = np.float32([[0.5, -2.0, 3.0], [1.5, 0.25, -1.0]])
 INFINITE = np.float32([[-np.inf, -np.inf], [np.inf, 1.0], [1000.0, 1000.0]])
@@ -191,5 +191,5 @@ def test_snake_case_is_tensorflows() -> None:
 
 
 def test_every_snake_name_is_a_method() -> None:
-    names = [name for name in _opdefs.names() if name.isidentifier() and not name.startswith("_")]
+    names = [name for name in op_definitions.names() if name.isidentifier() and not name.startswith("_")]
     assert [name for name in names if op_type_of(snake_case(name)) is None] == []

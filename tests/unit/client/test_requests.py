@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 import gradrule as gr
 from gradrule import _requests, _results
-from gradrule._tensors import to_message, to_numpy
+from gradrule.common.tensor_codec import to_message, to_numpy
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2
 
 

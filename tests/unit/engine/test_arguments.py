@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.blobs import BlobReader
@@ -40,7 +40,7 @@ def test_tensors_of_calls_are_held_to_the_rank_that_is_set(most: int, deep: str)
         call = evaluate_pb2.EvaluateRequest()
         for name, given in (("x", call.feeds), ("y", call.grad_ys)):
             value = np.ones([1] * (rank if name == deep else 1), np.float32)
-            given.add(name=name).value.inline.CopyFrom(_tensors.to_message(value))
+            given.add(name=name).value.inline.CopyFrom(tensor_codec.to_message(value))
         return reader.arguments(built, call, [])
 
     assert max(argument.shape.rank for argument in arguments(most)) == most
@@ -55,7 +55,7 @@ def test_a_tensor_of_unknown_rank_is_refused() -> None:
     built = build(prepared(doubled()).request)
     call = evaluate_pb2.EvaluateRequest()
     tensor = call.feeds.add(name="x").value.inline
-    tensor.CopyFrom(_tensors.to_message(np.float32(1)))
+    tensor.CopyFrom(tensor_codec.to_message(np.float32(1)))
     tensor.tensor_shape.unknown_rank = True
     with pytest.raises(GradruleError, match="shape must be known"):
         ArgumentReader(BlobReader(None)).arrays(built, call, [])

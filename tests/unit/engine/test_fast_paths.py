@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import gradrule as gr
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.build import build
 from gradrule_server.engine.built import Built
@@ -25,7 +25,7 @@ def _built(*disabled: str) -> Built:
 
 def _ways(built: Built) -> tuple[Any, bool, bool]:
     call = evaluate_pb2.EvaluateRequest()
-    call.feeds.add(name="x").value.inline.CopyFrom(_tensors.to_message(np.ones(3, np.float32)))
+    call.feeds.add(name="x").value.inline.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
     return type(built.call), built.feed_plan.arrays(call, [], {}) is not None, built.small
 
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.blobs import BlobReader
@@ -50,12 +50,12 @@ def values_of(name: str) -> np.ndarray:
     """Three values of an element type."""
     if name == "string":
         return np.array([b"a", b"", b"\xff"], object)
-    return np.array([1, 0, 1]).astype(_tensors.numpy_dtype(_tensors.dtype_number(name)))
+    return np.array([1, 0, 1]).astype(tensor_codec.numpy_dtype(tensor_codec.dtype_number(name)))
 
 
 @pytest.mark.parametrize("name", [*_SESSION, *_FUNCTION])
 def test_values_of_every_type_come_back(name: str) -> None:
-    value = _tensors.to_message(values_of(name), name)
+    value = tensor_codec.to_message(values_of(name), name)
     (output,) = answer(passed_on(name), {"x": value}).outputs
     assert (output.name, output.value.inline) == ("y", value)
 
@@ -82,15 +82,15 @@ def mixed() -> gr.Graph:
 
 def test_answers_are_those_that_protobuf_would_write() -> None:
     table, index = np.arange(8, dtype=np.float32).reshape(4, 2), np.array([2, 0, 2], np.int32)
-    feeds = {"table": _tensors.to_message(table), "index": _tensors.to_message(index)}
+    feeds = {"table": tensor_codec.to_message(table), "index": tensor_codec.to_message(index)}
     found = answer(mixed(), feeds, vjp=program_pb2.Vjp(ys=["y"], xs=["table", "index", "apart"]))
-    assert _tensors.to_numpy(found.outputs[0].value.inline) == 2 * (4**2 + 5**2) + 1
+    assert tensor_codec.to_numpy(found.outputs[0].value.inline) == 2 * (4**2 + 5**2) + 1
     by_table, by_index, by_apart = found.gradients
     assert [item.x for item in found.gradients] == ["table", "index", "apart"]
     assert by_index.WhichOneof("value") == "not_differentiable" and by_apart.WhichOneof("value") == "unconnected"
-    assert _tensors.to_numpy(by_table.sparse.indices).tolist() == [2, 0, 2]
-    assert _tensors.to_numpy(by_table.sparse.values).tolist() == (2 * table[index]).tolist()
-    assert _tensors.to_numpy(by_table.sparse.dense_shape).tolist() == [4, 2]
+    assert tensor_codec.to_numpy(by_table.sparse.indices).tolist() == [2, 0, 2]
+    assert tensor_codec.to_numpy(by_table.sparse.values).tolist() == (2 * table[index]).tolist()
+    assert tensor_codec.to_numpy(by_table.sparse.dense_shape).tolist() == [4, 2]
     assert found.device == "CPU:0" and found.timings.run.nanos > 0
     # The same message through protobuf's own writer.
     assert evaluate_pb2.EvaluateResponse.FromString(found.SerializeToString()) == found
@@ -98,9 +98,9 @@ def test_answers_are_those_that_protobuf_would_write() -> None:
 
 def test_one_writer_serves_any_shapes() -> None:
     for size in (3, 0, 5000, 3):
-        value = _tensors.to_message(np.arange(size, dtype=np.float64))
+        value = tensor_codec.to_message(np.arange(size, dtype=np.float64))
         (output,) = answer(passed_on("float64"), {"x": value}).outputs
-        assert _tensors.to_numpy(output.value.inline).tolist() == list(range(size))
+        assert tensor_codec.to_numpy(output.value.inline).tolist() == list(range(size))
 
 
 def test_a_session_computes_what_the_function_computes_in_several_threads() -> None:

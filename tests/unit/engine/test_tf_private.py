@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule_server.engine import tf_private
 
 
@@ -21,7 +21,7 @@ def test_the_gradient_registry_tells_functions_none_and_nothing_apart() -> None:
 
 
 def test_the_op_definitions_are_those_of_the_table_that_ships() -> None:
-    assert _opdefs.digest_of(tf_private.all_op_definitions()) == _opdefs.digest()
+    assert op_definitions.digest_of(tf_private.all_op_definitions()) == op_definitions.digest()
 
 
 def test_small_functions_may_run_on_the_calling_thread() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.weights import Weights
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def inline() -> link_pb2.BoundVariable:
-    return _variable(tensor_pb2.TensorSource(inline=_tensors.to_message(VALUE)))
+    return _variable(tensor_pb2.TensorSource(inline=tensor_codec.to_message(VALUE)))
 
 
 def blob() -> link_pb2.BoundVariable:

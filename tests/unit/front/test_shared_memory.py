@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -20,7 +21,7 @@ from gradrule._memory_regions import Memory
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Caller
-from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.quotas import Quota
 
 _MEBIBYTE = 1 << 20
@@ -52,8 +53,8 @@ def caller_of(name: str) -> Caller:
 
 
 @contextmanager
-def sharing(around: Around, max_bytes: int = 1 << 30) -> Iterator[SharedMemories]:
-    memories = SharedMemories(around, max_bytes)
+def sharing(around: Around, max_bytes: int = 1 << 30) -> Iterator[SharedMemoryServer]:
+    memories = SharedMemoryServer(around, max_bytes)
     memories.start()
     try:
         yield memories
@@ -61,9 +62,9 @@ def sharing(around: Around, max_bytes: int = 1 << 30) -> Iterator[SharedMemories
         memories.close()
 
 
-async def handed_over(memories: SharedMemories, caller: Caller, memory: Memory) -> tuple[socket.socket, bytes]:
+async def handed_over(memories: SharedMemoryServer, caller: Caller, memory: Memory) -> tuple[socket.socket, bytes]:
     """The connection, and what the server answers at the end."""
-    loop, offer = asyncio.get_running_loop(), memories.offer(caller)
+    loop, offer = asyncio.get_running_loop(), memories.issue_keys(caller)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
     await loop.sock_connect(connection, b"\0" + offer.address.encode())
@@ -76,7 +77,7 @@ async def handed_over(memories: SharedMemories, caller: Caller, memory: Memory) 
 def test_none_is_taken_where_it_is_off() -> None:
     async def run() -> None:
         with sharing(Around(), 0) as memories, pytest.raises(GradruleError) as caught:
-            memories.offer(caller_of("a"))
+            memories.issue_keys(caller_of("a"))
         assert caught.value.reason == errors_pb2.ERROR_REASON_UNSUPPORTED
 
     asyncio.run(run())
@@ -88,18 +89,18 @@ def test_memory_counts_while_it_is_there_and_calls_count_while_they_run() -> Non
         with sharing(around) as memories, closing(memories):
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             use = evaluate_pb2.SharedMemoryUse(memory=answer[1:], request_bytes=10, answer_bytes=5)
-            with memories.used(use, caller, around) as memory:
+            with memories.use(use, caller, around) as memory:
                 assert (memory.size, around.in_flight) == (4 * _MEBIBYTE, 15)
             assert around.in_flight == 0
             assert caller.tenant.quotas["shared_bytes"].used == 64 * _MEBIBYTE
-            with pytest.raises(GradruleError), memories.used(use, caller_of("b"), around):
+            with pytest.raises(GradruleError), memories.use(use, caller_of("b"), around):
                 pass
             connection.close()
             async with asyncio.timeout(20):
                 while caller.tenant.quotas["shared_bytes"].used:
                     await asyncio.sleep(0)
             assert memory.is_closed
-            with pytest.raises(GradruleError) as caught, memories.used(use, caller, around):
+            with pytest.raises(GradruleError) as caught, memories.use(use, caller, around):
                 pass
             assert caught.value.reason == errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST
             assert (caller.tenant.quotas["shared_bytes"].used, around.entered) == (0, 0)
@@ -115,7 +116,7 @@ def test_a_call_that_is_cancelled_takes_its_memory_with_it() -> None:
         with sharing(around) as memories:
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             use = evaluate_pb2.SharedMemoryUse(memory=answer[1:])
-            with pytest.raises(asyncio.CancelledError), memories.used(use, caller, around) as memory:
+            with pytest.raises(asyncio.CancelledError), memories.use(use, caller, around) as memory:
                 raise asyncio.CancelledError
             assert memory.is_closed
             assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
@@ -130,7 +131,7 @@ def test_a_tenant_has_few_keys_at_a_time_and_closing_leaves_nothing() -> None:
         before = len(os.listdir("/proc/self/fd"))
         with sharing(around) as memories:
             for _ in range(40):
-                memories.offer(caller)
+                memories.issue_keys(caller)
             assert around.entered == 16
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             connection.close()
@@ -214,5 +215,64 @@ def test_without_free_descriptors_the_loop_rests_and_tries_again(caplog: pytest.
             memories._listener = listener
             await _until(lambda: bool(memories._handshakes))
         assert caplog.text.count("too many") == 1
+
+    asyncio.run(run())
+
+
+@contextmanager
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
+    """Within this context the system lets no thread start."""
+    start = Mock(side_effect=RuntimeError("can't start new thread"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        yield start
+
+
+def test_memory_is_released_as_soon_as_a_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        around, caller = Around(), caller_of("a")
+        with sharing(around) as memories:
+            before = len(os.listdir("/proc/self/fd"))
+            connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            with no_threads(monkeypatch) as start:
+                connection.close()
+                await _until(lambda: bool(start.call_count))
+                assert caller.tenant.quotas["shared_bytes"].used == 64 * _MEBIBYTE
+            await _until(lambda: not caller.tenant.quotas["shared_bytes"].used)
+            assert around.entered == 0
+            assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(run())
+
+
+def test_connections_wait_until_a_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        loop, caller = asyncio.get_running_loop(), caller_of("a")
+        with sharing(Around()) as memories:
+            offer = memories.issue_keys(caller)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.setblocking(False)
+                with no_threads(monkeypatch) as start:
+                    await loop.sock_connect(connection, b"\0" + offer.address.encode())
+                    await loop.sock_sendall(connection, offer.client_key)
+                    await _until(lambda: bool(start.call_count))
+                async with asyncio.timeout(20):
+                    assert await loop.sock_recv(connection, 100) == offer.server_key
+
+    asyncio.run(run())
+
+
+def test_closing_releases_memory_that_waits_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        around, caller = Around(), caller_of("a")
+        before = len(os.listdir("/proc/self/fd"))
+        with sharing(around) as memories:
+            connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            with no_threads(monkeypatch) as start:
+                connection.close()
+                await _until(lambda: bool(start.call_count))
+        assert around.entered == 0
+        assert caller.tenant.quotas["shared_bytes"].used == 0
+        assert len(os.listdir("/proc/self/fd")) == before
 
     asyncio.run(run())

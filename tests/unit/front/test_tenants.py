@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
@@ -27,7 +27,7 @@ from gradrule_server.registry.rules import ReadOnlyRules
 from gradrule_server.registry.store import Store
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
-READ_ONLY = ReadOnlyRules.from_op_types(_opdefs.gradients())
+READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 
 
 @pytest.fixture

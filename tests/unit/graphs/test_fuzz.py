@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow.core.protobuf import rewriter_config_pb2
 
-from gradrule._dtypes import as_dt
+from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
 from gradrule.v1.override_pb2 import Selector
 from gradrule.v1.tensor_pb2 import Dt

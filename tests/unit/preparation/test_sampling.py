@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
@@ -42,7 +42,7 @@ def asked(
     rules: RuleRegistry, request: rule_pb2.SampleRuleRequest, limits: Limits = _DEFAULTS, **values: Any
 ) -> evaluate_pb2.EvaluateRequest:
     for name, value in values.items():
-        message = value if isinstance(value, tensor_pb2.Tensor) else _tensors.to_message(np.float32(value))
+        message = value if isinstance(value, tensor_pb2.Tensor) else tensor_codec.to_message(np.float32(value))
         request.values.add(name=name).value.inline.CopyFrom(message)
     lookup = RegistryLookup(rules)
     return sample_call(
@@ -100,7 +100,7 @@ def test_params_that_are_refused(rules: RuleRegistry, tensor: tensor_pb2.Tensor)
 
 def test_a_second_upstream_gradient_beside_one_y(rules: RuleRegistry) -> None:
     request = asked(rules, formula("dy * x + dy1"), x=[2.0], y=[1.0], dy=[5.0], dy1=[7.0])
-    fed = {item.name: _tensors.to_numpy(item.value.inline).tolist() for item in request.feeds}
+    fed = {item.name: tensor_codec.to_numpy(item.value.inline).tolist() for item in request.feeds}
     assert sorted(fed.values()) == [[2.0], [5.0], [7.0]]
 
 
@@ -135,7 +135,7 @@ def test_values_are_held_to_the_limits_that_are_set(rules: RuleRegistry) -> None
 def test_params_are_held_to_the_limits_that_are_set(rules: RuleRegistry) -> None:
     def scaled() -> rule_pb2.SampleRuleRequest:
         request = formula("dy * x * alpha", "alpha")
-        request.params["alpha"].tensor.CopyFrom(_tensors.to_message(np.ones([1] * 9, np.float32)))
+        request.params["alpha"].tensor.CopyFrom(tensor_codec.to_message(np.ones([1] * 9, np.float32)))
         return request
 
     assert refusal(rules, scaled(), x=[1.0])[0] == "INVALID_PARAM"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, rule_pb2
 from gradrule_server.programs.call_structure import structure_of
 
@@ -21,7 +21,7 @@ def request_of(program: str = "programs/p", **lists: dict[str, np.ndarray]) -> e
     request = evaluate_pb2.EvaluateRequest(program=program)
     for field, values in lists.items():
         for name, value in values.items():
-            getattr(request, field).add(name=name).value.inline.CopyFrom(_tensors.to_message(value))
+            getattr(request, field).add(name=name).value.inline.CopyFrom(tensor_codec.to_message(value))
     return request
 
 

@@ -76,14 +76,13 @@ def test_stored_program_has_name_time_and_content(tmp_path: Path) -> None:
     store.close()
 
 
-def test_inline_graph_is_stored_as_bytes(store: Store) -> None:
+def test_inline_graph_is_not_read_but_refused(store: Store) -> None:
     registry = registry_of(store)
     inline = spec()
     inline.graph.inline.CopyFrom(GRAPH)
-    made = registry.create("p", inline, b"", compiled(), b"")
-    kept, _ = registry.content(made)
-    assert graph_pb2.Graph.FromString(kept.graph.serialized) == GRAPH
-    assert inline.graph.WhichOneof("source") == "inline"
+    with pytest.raises(ValueError, match="as bytes"):
+        registry.create("p", inline, b"", compiled(), b"")
+    assert len(registry) == 0
 
 
 def test_default_id_is_derived_from_the_content(store: Store) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule_server.rules import RuleGraph
 
 Array = NDArray[Any]
@@ -97,4 +97,4 @@ def run(rule_graph: RuleGraph, values: Mapping[str, Any]) -> list[Array | None]:
 
 def tensor_bytes(value: Array) -> bytes:
     """A tensor message's bytes."""
-    return _tensors.to_message(value).SerializeToString()
+    return tensor_codec.to_message(value).SerializeToString()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.rules import Param, RuleContent, write_param_value
@@ -128,7 +128,7 @@ def test_values_are_checked() -> None:
         (write_param_value(math.nan), "nan is outside its range"),
         (write_param_value(np.array([1.0, -2.0])), "-2 \\(element 1 of the tensor\\)"),
         (rule_pb2.ParamValue(), "holds neither a number nor a tensor"),
-        (rule_pb2.ParamValue(tensor=_tensors.to_message(np.array([1j]))), "complex128"),
+        (rule_pb2.ParamValue(tensor=tensor_codec.to_message(np.array([1j]))), "complex128"),
     ):
         with pytest.raises(GradruleError, match=words) as caught:
             param.check(value, "here")

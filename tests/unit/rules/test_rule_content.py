@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.policy import NodeLimits
@@ -68,7 +68,7 @@ def test_internal_attributes_of_a_graph_are_removed() -> None:
 
 
 def test_definition_round_trip() -> None:
-    tensor = rule_pb2.ParamValue(tensor=_tensors.to_message(np.array([1, 2], np.int32)))
+    tensor = rule_pb2.ParamValue(tensor=tensor_codec.to_message(np.array([1, 2], np.int32)))
     message = definition(
         "a * dy + b + c",
         rule_pb2.RuleParam(name="a", default_value=rule_pb2.ParamValue(number=2.0), description="factor"),
@@ -122,8 +122,8 @@ def test_only_the_catalogue_may_name_a_param_like_a_function() -> None:
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        (_tensors.to_message(np.array([1j])), "complex128"),
-        (_tensors.to_message(np.array([b"a"], object)), "is a tensor of"),
+        (tensor_codec.to_message(np.array([1j])), "complex128"),
+        (tensor_codec.to_message(np.array([b"a"], object)), "is a tensor of"),
         (tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT, tensor_content=b"123"), "3 bytes"),
     ],
 )

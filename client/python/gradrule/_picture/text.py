@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from gradrule._dtypes import name_of
-from gradrule._tensors import shape_tuple
+from gradrule.common.dtypes import dtype_name
+from gradrule.common.tensor_codec import shape_tuple
 from gradrule.v1.graph_pb2 import AttrValue, Node
 from gradrule.v1.tensor_pb2 import TensorShape
 
@@ -54,11 +54,11 @@ def _plain(value: AttrValue) -> str:
     if kind == "s":
         return value.s[: 4 * _ATTR_LENGTH].decode(errors="replace")
     if kind == "type":
-        return name_of(value.type)
+        return dtype_name(value.type)
     if kind == "shape":
         return _shape(value.shape)
     if kind == "tensor":
-        return f"{name_of(value.tensor.dtype)} {_shape(value.tensor.tensor_shape)}"
+        return f"{dtype_name(value.tensor.dtype)} {_shape(value.tensor.tensor_shape)}"
     if kind == "func":
         return value.func.name
     if kind == "list":

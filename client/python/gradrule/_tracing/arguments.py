@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradrule import _tensors
 from gradrule._specs import TensorSpec
 from gradrule._tracing import tf_private
+from gradrule.common import tensor_codec
 from gradrule.errors import InvalidTensorError
 
 _SPARSE_PARTS = ("indices", "values", "dense_shape")
@@ -94,6 +94,6 @@ def _is_pair(given: Any) -> bool:
 
 def _dtype(dtype: Any, where: str) -> tf.DType:
     try:
-        return tf.as_dtype(_tensors.dtype_number(dtype))
+        return tf.as_dtype(tensor_codec.dtype_number(dtype))
     except (ValueError, TypeError) as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
 
-from gradrule._tensors import Array
 from gradrule._tracing import tf_private
 from gradrule._tracing.bodies import Library
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import Detail, UnsupportedError
 
 

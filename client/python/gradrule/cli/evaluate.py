@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _tensors
 from gradrule._results import Result, Sparse
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.failures import USAGE, CommandError
 from gradrule.cli.words import PROGRAM_PREFIX, add_call, add_words, call_params, feeds, load_graph, refuse_words, words
+from gradrule.common import tensor_codec
 
 
 def add(commands: Any) -> None:
@@ -96,7 +96,7 @@ def _json(result: Result) -> dict[str, object]:
 
 
 def _save(result: Result, path: Path) -> None:
-    found: dict[str, _tensors.Array] = {}
+    found: dict[str, tensor_codec.Array] = {}
     for name, value in result.outputs.items():
         found[f"outputs/{name}"] = _plain(name, value)
     for name, gradient in result.gradients.items():
@@ -107,7 +107,7 @@ def _save(result: Result, path: Path) -> None:
         np.savez(file, allow_pickle=False, **found)
 
 
-def _plain(name: str, array: _tensors.Array) -> _tensors.Array:
+def _plain(name: str, array: tensor_codec.Array) -> tensor_codec.Array:
     """Converts an array to a dtype that NumPy's file formats support."""
     if array.dtype.kind == "O":
         raise CommandError(f"{name!r} holds strings, which a .npz file cannot hold safely; use --json")

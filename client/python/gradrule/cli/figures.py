@@ -17,8 +17,8 @@ from gradrule.cli.failures import missing_extra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gradrule._tensors import Array
     from gradrule.cli.rules.curves import Curve
+    from gradrule.common.tensor_codec import Array
 
 _DPI = 120
 _STYLES: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gradrule import _tensors
-from gradrule._dtypes import name_of
 from gradrule._results import Resolution, Sparse
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -124,7 +124,7 @@ RESOLUTION_COLUMNS = ("node", "op type", "rule", "label", "status")
 ARRAY_COLUMNS = ("name", "type", "shape", "norm", "values")
 
 
-def array_row(name: str, value: _tensors.Array | Sparse | None, kind: str = "dense") -> list[str]:
+def array_row(name: str, value: tensor_codec.Array | Sparse | None, kind: str = "dense") -> list[str]:
     """Returns a row of `ARRAY_COLUMNS`: slices of a sparse gradient, or the reason for a missing one."""
     if value is None:
         return [name, "", "", "", kind.replace("_", " ")]
@@ -135,9 +135,9 @@ def array_row(name: str, value: _tensors.Array | Sparse | None, kind: str = "den
     return [name, dtype_text(value), shape_text(value.shape), norm_text(value), _values(value)]
 
 
-def dtype_text(array: _tensors.Array) -> str:
+def dtype_text(array: tensor_codec.Array) -> str:
     """Returns the dtype's name; `string` for arrays of objects."""
-    return name_of(_tensors.number_of_array(array))
+    return dtype_name(tensor_codec.number_of_array(array))
 
 
 def shape_text(shape: Sequence[int | None] | None) -> str:
@@ -147,7 +147,7 @@ def shape_text(shape: Sequence[int | None] | None) -> str:
     return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
 
 
-def norm_text(array: _tensors.Array) -> str:
+def norm_text(array: tensor_codec.Array) -> str:
     """Returns the L2 norm of floating-point numbers."""
     if not array.size or array.dtype.kind in "OSUbiu" or "int" in array.dtype.name:
         return ""
@@ -155,12 +155,12 @@ def norm_text(array: _tensors.Array) -> str:
     return f"{np.linalg.norm(wide.ravel()):.6g}"
 
 
-def _values(array: _tensors.Array) -> str:
+def _values(array: tensor_codec.Array) -> str:
     wide = array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
     return np.array2string(wide, threshold=_SHOWN_VALUES, edgeitems=3, precision=6, max_line_width=100)
 
 
-def array_json(value: _tensors.Array | Sparse | None, kind: str = "dense") -> dict[str, object]:
+def array_json(value: tensor_codec.Array | Sparse | None, kind: str = "dense") -> dict[str, object]:
     """Kind, dtype, shape and values; `kind` alone where there is no value.
 
     Values are nested lists; see `_plain` for those that JSON lacks.

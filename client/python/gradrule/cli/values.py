@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _tensors
 from gradrule._rules import Rule
+from gradrule.common import tensor_codec
 
 EXPRESSION = "expr:"
 _TENSOR = "tensor:"
@@ -122,14 +122,14 @@ def _file(text: str) -> tuple[Path | None, str]:
     return (Path(before), key) if colon and before.endswith(".npz") else (None, "")
 
 
-def _load_npz(path: Path) -> dict[str, _tensors.Array]:
+def _load_npz(path: Path) -> dict[str, tensor_codec.Array]:
     opened = _open(path)
     if isinstance(opened, np.ndarray):
         raise ArgumentTypeError(f"{path} is no .npz file; name it .npy if it holds one array")
     return opened
 
 
-def _open(path: Path) -> _tensors.Array | dict[str, _tensors.Array]:
+def _open(path: Path) -> tensor_codec.Array | dict[str, tensor_codec.Array]:
     """Opens a NumPy file. Refuses pickled objects: loading them would run their code."""
     try:
         opened = np.load(path, allow_pickle=False)

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from gradrule import _opdefs
 from gradrule._graph import Graph
 from gradrule._layers import LayerCall
 from gradrule._names import glob, near
 from gradrule._overrides import Override, Overrides, Region
 from gradrule._rules import OverrideValue, rule_and_params
+from gradrule.common import op_definitions
 from gradrule.errors import InvalidGraphError, InvalidOverrideError
 from gradrule.keras._paths import Paths
 
@@ -180,7 +180,7 @@ def _is_op_type(key: Any, graph: Graph) -> bool:
     """Returns whether a key is an op type or group. Raises `InvalidOverrideError` if it is a layer's name too."""
     if not isinstance(key, str):
         return False
-    known = key.startswith("@") or _opdefs.find(key) is not None or bool(graph.find(op_type=key))
+    known = key.startswith("@") or op_definitions.find(key) is not None or bool(graph.find(op_type=key))
     if known and any(key in (call.path, call.name) for call in graph.layers):
         raise InvalidOverrideError(
             f"{key!r} is a layer and an op type; say gr.Override(…, op_type={key!r}), or give the layer itself"
@@ -195,7 +195,7 @@ def _is_pair(key: Any) -> bool:
     words = [key[1]] if isinstance(key[1], str) else key[1]
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         return False
-    return all(word.startswith("@") or _opdefs.find(word) is not None for word in words)
+    return all(word.startswith("@") or op_definitions.find(word) is not None for word in words)
 
 
 def _scopes(calls: Iterable[LayerCall]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradrule._packing import Packing
+from gradrule.common.tensor_packing import Packing
 from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.closeness import is_inexact

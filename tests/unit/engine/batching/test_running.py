@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _tensors
+from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching import proof as proof_module
@@ -74,7 +74,7 @@ class Engine:
         requests = []
         for number, feed in enumerate(feeds):
             call = evaluate_pb2.EvaluateRequest()
-            call.feeds.add(name="x").value.inline.CopyFrom(_tensors.to_message(np.array(feed, np.int32)))
+            call.feeds.add(name="x").value.inline.CopyFrom(tensor_codec.to_message(np.array(feed, np.int32)))
             request = link_pb2.RunRequest(key="k", request=call.SerializeToString())
             requests.append((number, (request.SerializeToString(),)))
         self.runner.run(99, b"".join(pack_batch(most, requests)))
@@ -82,7 +82,7 @@ class Engine:
 
     def results(self) -> dict[int, list[int]]:
         return {
-            number: _tensors.to_numpy(answer.outputs[0].value.inline).tolist()
+            number: tensor_codec.to_numpy(answer.outputs[0].value.inline).tolist()
             for number, answer in self.answers.items()
         }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gradrule._tensors import Array
+from gradrule.common.tensor_codec import Array
 
 _BETA1 = 0.9
 _BETA2 = 0.999

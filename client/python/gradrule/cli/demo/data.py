@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradrule._tensors import Array
+from gradrule.common.tensor_codec import Array
 
 SIDE = 8
 PIXELS = SIDE * SIDE
@@ -31,7 +31,7 @@ class Digits:
 
 def load(seed: int) -> Digits:
     """All 1,797 digits; a quarter of each class, chosen by the seed, is held back for testing."""
-    with (importlib.resources.files("gradrule") / "data" / "digits.npz").open("rb") as file, np.load(file) as shipped:
+    with (importlib.resources.files(__package__) / "digits.npz").open("rb") as file, np.load(file) as shipped:
         images = (shipped["images"] / 8.0 - 1.0).astype(np.float32)
         labels = shipped["labels"].astype(np.int64)
     rng = np.random.default_rng(seed)

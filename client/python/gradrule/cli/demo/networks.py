@@ -11,8 +11,8 @@ import numpy as np
 
 from gradrule._graph import Graph
 from gradrule._handles import TensorHandle
-from gradrule._tensors import Array
 from gradrule.cli.demo.data import CLASSES, PIXELS, SIDE
+from gradrule.common.tensor_codec import Array
 
 # The logits are divided by the root of the last fan-in like every other layer; this makes up for it.
 _GAIN = 2.0

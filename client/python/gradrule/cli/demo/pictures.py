@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from gradrule._tensors import Array
 from gradrule.cli.demo.data import SIDE
 from gradrule.cli.demo.training import Run
+from gradrule.common.tensor_codec import Array
 
 _DPI = 120
 _SMOOTH = 15

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule._tensors import Array
 from gradrule.cli.demo.adam import Adam
 from gradrule.cli.demo.data import Digits
 from gradrule.cli.demo.networks import Network
+from gradrule.common.tensor_codec import Array
 
 if TYPE_CHECKING:
     from gradrule import Client

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from gradrule._results import RuleInfo
-from gradrule._tensors import Array
 from gradrule.cli.rules.subject import Subject
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError
 
 _DTYPES: tuple[type, ...] = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)

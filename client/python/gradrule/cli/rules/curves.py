@@ -10,9 +10,9 @@ import numpy as np
 
 from gradrule._results import RuleInfo
 from gradrule._rules import Rule
-from gradrule._tensors import Array
 from gradrule.cli.rules.sites import NoSiteError, Site, examples_used, params_of, site_of
 from gradrule.cli.rules.text import number
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError, MissingFeedError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradrule._tensors import Array
 from gradrule.cli.rules.subject import Subject
+from gradrule.common.tensor_codec import Array
 
 POINTS = 241
 _STEP = 1e-4

@@ -10,9 +10,9 @@ import numpy as np
 
 from gradrule._results import RuleInfo
 from gradrule._rules import Rule
-from gradrule._tensors import Array
 from gradrule.cli.rules.sites import NoSiteError, Site
 from gradrule.cli.values import EXPRESSION
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import MissingFeedError
 
 if TYPE_CHECKING:

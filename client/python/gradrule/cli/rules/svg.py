@@ -10,7 +10,7 @@ import numpy as np
 from gradrule.cli.rules.curves import Curve
 
 if TYPE_CHECKING:
-    from gradrule._tensors import Array
+    from gradrule.common.tensor_codec import Array
 
 _WIDTH, _HEIGHT = 300.0, 170.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 8.0, 8.0, 20.0

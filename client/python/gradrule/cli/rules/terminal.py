@@ -10,7 +10,7 @@ from gradrule.cli.output import Screen, print_styled
 from gradrule.cli.rules.curves import Curve, Line
 
 if TYPE_CHECKING:
-    from gradrule._tensors import Array
+    from gradrule.common.tensor_codec import Array
 
 _BLANK = 0x2800
 # Bits of the dots of a character, by row and column.

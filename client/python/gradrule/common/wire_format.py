@@ -1,4 +1,4 @@
-"""Protobuf's wire format: what is needed to read and write messages around large bytes without copying them."""
+"""Reads and writes fields of protobuf's wire format, so that large bytes are not copied into messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_SHIFT = 63
 
 
 class MalformedError(ValueError):
-    """The bytes are no message."""
+    """Reports bytes that are no protobuf message."""
 
 
 def length(parts: Parts) -> int:
@@ -29,12 +29,12 @@ def wrapped(field: int, parts: Parts) -> Parts:
 
 
 def prefix(field: int, size: int) -> bytes:
-    """Returns what stands before a length-delimited field of `size` bytes."""
+    """Returns the tag and length that precede a length-delimited field of `size` bytes."""
     return varint(field << 3 | LENGTH_DELIMITED) + varint(size)
 
 
 def varint(number: int) -> bytes:
-    """Returns the encoding of a number that is not negative."""
+    """Returns the varint encoding of a number >= 0."""
     if number < 0x80:
         return bytes((number,))
     written = bytearray()
@@ -46,7 +46,7 @@ def varint(number: int) -> bytes:
 
 
 def read_varint(data: Part, position: int) -> tuple[int, int]:
-    """Returns the number at a position, and the position behind it. Raises `MalformedError`."""
+    """Returns the varint at a position and the position after it. Raises `MalformedError`."""
     number = shift = 0
     try:
         while (byte := data[position]) >= 0x80:
@@ -61,7 +61,7 @@ def read_varint(data: Part, position: int) -> tuple[int, int]:
 
 
 def fields(data: Part, position: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields field number, and start and end of its value, for each field of the message between two positions.
+    """Yields number, start and end of the value of each field of the message between two positions.
 
     The value of a length-delimited field is its bytes without their length. Raises `MalformedError`.
     """

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradrule import _fast_paths
 from gradrule._answers import AnswerReader
 from gradrule._encoding import ProgramEncoder
 from gradrule._routes import Routes
+from gradrule.common import fast_paths
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 
 def test_names_are_read_from_a_list() -> None:
-    assert _fast_paths.disabled_paths("") == frozenset()
-    assert _fast_paths.disabled_paths(" streams, batching,") == {"streams", "batching"}
-    assert _fast_paths.disabled_paths("all") == set(_fast_paths.FAST_PATHS)
+    assert fast_paths.disabled_paths("") == frozenset()
+    assert fast_paths.disabled_paths(" streams, batching,") == {"streams", "batching"}
+    assert fast_paths.disabled_paths("all") == set(fast_paths.FAST_PATHS)
     with pytest.raises(ValueError, match=r"no fast path 'fast'; there are streams, .*: all"):
-        _fast_paths.disabled_paths("fast")
+        fast_paths.disabled_paths("fast")
 
 
 def test_a_variable_turns_the_clients_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,9 +31,9 @@ def test_a_variable_turns_the_clients_off(monkeypatch: pytest.MonkeyPatch) -> No
         streams = any(routes.may_stream(100, 0, is_open=True) for _ in range(9))
         return streams, reader._last is not None, bool(encoder._heads)
 
-    monkeypatch.delenv(_fast_paths.VARIABLE, raising=False)
+    monkeypatch.delenv(fast_paths.VARIABLE, raising=False)
     assert kept() == (True, True, True)
-    monkeypatch.setenv(_fast_paths.VARIABLE, "streams, answer-layouts")
+    monkeypatch.setenv(fast_paths.VARIABLE, "streams, answer-layouts")
     assert kept() == (False, False, True)
-    monkeypatch.setenv(_fast_paths.VARIABLE, "all")
+    monkeypatch.setenv(fast_paths.VARIABLE, "all")
     assert kept() == (False, False, False)

@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 from google.protobuf.message import Message
 
-from gradrule import _tensors, _wire
-from gradrule._dtypes import as_dt, name_of
+from gradrule.common import tensor_codec, wire_format
+from gradrule.common.dtypes import as_dt, dtype_name
 from gradrule.v1 import tensor_pb2
 from gradrule.v1.tensor_pb2 import COMPRESSION_UNSPECIFIED, COMPRESSION_ZSTD, Dt, PackedTensor
 
@@ -45,7 +45,7 @@ class Packed(NamedTuple):
     """A packed tensor: the bytes of its `Tensor` message in two parts, of which the second is the content."""
 
     head: bytes
-    content: _wire.Part
+    content: wire_format.Part
 
 
 def packing_of(message: tensor_pb2.Packing) -> Packing | None:
@@ -61,18 +61,18 @@ def has_zstd() -> bool:
     return find_spec("zstandard") is not None
 
 
-def pack(number: int, array: _tensors.Array, packing: Packing) -> Packed | None:
+def pack(number: int, array: tensor_codec.Array, packing: Packing) -> Packed | None:
     """Returns a tensor of an element type in packed form; None where that would not be smaller."""
-    if not (array.nbytes and _tensors.has_plain_bytes(array)):
+    if not (array.nbytes and tensor_codec.has_plain_bytes(array)):
         return None
     shape = np.shape(array)
-    message = PackedTensor(dtype=as_dt(number), shape=_tensors.shape_message(shape))
+    message = PackedTensor(dtype=as_dt(number), shape=tensor_codec.shape_message(shape))
     if packing.bfloat16 and number == Dt.DT_FLOAT:
         message.content_dtype = Dt.DT_BFLOAT16
         # Values too large for bfloat16 become infinite, of which NumPy would warn.
         with np.errstate(over="ignore", invalid="ignore"):
             array = array.astype(ml_dtypes.bfloat16)
-    content = _tensors.content_of(array)
+    content = tensor_codec.content_of(array)
     if packing.zstd and len(content) >= MIN_COMPRESSED_BYTES:
         import zstandard
 
@@ -81,8 +81,8 @@ def pack(number: int, array: _tensors.Array, packing: Packing) -> Packed | None:
             message.compression, content = COMPRESSION_ZSTD, memoryview(compressed)
     if not (message.compression or message.content_dtype):
         return None
-    head = message.SerializeToString() + _wire.prefix(_CONTENT, len(content))
-    return Packed(_wire.prefix(_PACKED, len(head) + len(content)) + head, content)
+    head = message.SerializeToString() + wire_format.prefix(_CONTENT, len(content))
+    return Packed(wire_format.prefix(_PACKED, len(head) + len(content)) + head, content)
 
 
 def pack_feeds(request: Message, packing: Packing) -> None:
@@ -91,7 +91,7 @@ def pack_feeds(request: Message, packing: Packing) -> None:
         for item in getattr(request, field, ()):
             if item.value.HasField("inline") and not item.value.inline.HasField("packed"):
                 tensor = item.value.inline
-                packed = pack(tensor.dtype, _tensors.to_numpy(tensor), packing)
+                packed = pack(tensor.dtype, tensor_codec.to_numpy(tensor), packing)
                 if packed is not None:
                     tensor.ParseFromString(b"".join(packed))
 
@@ -100,7 +100,7 @@ def unpack_all(message: Message, *, keep_bfloat16: bool) -> None:
     """Unpacks all packed tensors anywhere in a message, where they lie. Raises `ValueError`."""
     if isinstance(message, tensor_pb2.Tensor):
         if message.HasField("packed"):
-            message.CopyFrom(_tensors.to_message(unpack(message.packed, keep_bfloat16=keep_bfloat16)))
+            message.CopyFrom(tensor_codec.to_message(unpack(message.packed, keep_bfloat16=keep_bfloat16)))
         return
     for field, value in message.ListFields():
         # Maps hold no tensors that are answers.
@@ -112,10 +112,12 @@ def unpack_all(message: Message, *, keep_bfloat16: bool) -> None:
 
 def unpacked_bytes(message: PackedTensor) -> int:
     """Returns the number of bytes that the tensor has unpacked. Raises `ValueError`."""
-    return math.prod(_tensors.known_shape(message.shape)) * _tensors.numpy_dtype(message.dtype).itemsize
+    return math.prod(tensor_codec.known_shape(message.shape)) * tensor_codec.numpy_dtype(message.dtype).itemsize
 
 
-def unpack(message: PackedTensor, *, content: _wire.Part | None = None, keep_bfloat16: bool = False) -> _tensors.Array:
+def unpack(
+    message: PackedTensor, *, content: wire_format.Part | None = None, keep_bfloat16: bool = False
+) -> tensor_codec.Array:
     """Returns the elements of a packed tensor, which may share the memory of its content. Raises `ValueError`.
 
     It takes no more memory than `unpacked_bytes`, whatever the content is; callers bound that.
@@ -125,19 +127,19 @@ def unpack(message: PackedTensor, *, content: _wire.Part | None = None, keep_bfl
         content: Its content, where that is not in the message.
         keep_bfloat16: float32 elements that were rounded to bfloat16 come as bfloat16.
     """
-    dtype, shape = _tensors.numpy_dtype(message.dtype), _tensors.known_shape(message.shape)
+    dtype, shape = tensor_codec.numpy_dtype(message.dtype), tensor_codec.known_shape(message.shape)
     stored = dtype
     if message.content_dtype and message.content_dtype != message.dtype:
         if (message.dtype, message.content_dtype) != (Dt.DT_FLOAT, Dt.DT_BFLOAT16):
             raise ValueError(
-                f"a packed tensor of {name_of(message.dtype)} cannot have content of {name_of(message.content_dtype)}; "
-                "float32 can have bfloat16"
+                f"a packed tensor of {dtype_name(message.dtype)} cannot have content of "
+                f"{dtype_name(message.content_dtype)}; float32 can have bfloat16"
             )
         stored = np.dtype(ml_dtypes.bfloat16)
-    if not _tensors.has_plain_bytes(np.empty(0, stored)):
-        raise ValueError(f"tensors of {name_of(message.dtype)} cannot be packed")
+    if not tensor_codec.has_plain_bytes(np.empty(0, stored)):
+        raise ValueError(f"tensors of {dtype_name(message.dtype)} cannot be packed")
     size = math.prod(shape) * stored.itemsize
-    data: _wire.Part = message.content if content is None else content
+    data: wire_format.Part = message.content if content is None else content
     if message.compression == COMPRESSION_ZSTD:
         data = _decompressed(data, size)
     elif message.compression != COMPRESSION_UNSPECIFIED:
@@ -148,7 +150,7 @@ def unpack(message: PackedTensor, *, content: _wire.Part | None = None, keep_bfl
     return array if stored == dtype or keep_bfloat16 else array.astype(dtype)
 
 
-def _decompressed(data: _wire.Part, size: int) -> bytes:
+def _decompressed(data: wire_format.Part, size: int) -> bytes:
     """Returns the content of a Zstandard frame that says that it has `size` bytes. Raises `ValueError`."""
     try:
         import zstandard

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from gradrule._dtypes import NAMES, name_of
-from gradrule._opdefs import AttrDef
+from gradrule.common.dtypes import NAMES, dtype_name
+from gradrule.common.op_definitions import AttrDef
 from gradrule.v1.graph_pb2 import AttrValue
 
 Kind = Literal["TYPE_MISMATCH", "INVALID_ATTR"]
@@ -24,7 +24,7 @@ _FIELD = {
 _LIST_FIELDS = tuple(_FIELD.values())
 
 
-class InferError(Exception):
+class InferenceError(Exception):
     """Reports that a node does not fit its op's definition.
 
     Attributes:
@@ -38,7 +38,7 @@ class InferError(Exception):
         self.message = message
 
 
-class AttrPlan:
+class AttributeCheck:
     """Holds an attribute's definition in the form that checks need."""
 
     __slots__ = ("allowed", "attr", "field", "is_list", "name")
@@ -53,12 +53,12 @@ class AttrPlan:
             self.allowed = frozenset(getattr(attr.allowed.list, self.field))
 
     def check(self, value: AttrValue) -> None:
-        """Raises `InferError` if the value does not fit the attribute."""
+        """Raises `InferenceError` if the value does not fit the attribute."""
         field = value.WhichOneof("value")
         if field == "placeholder":
             return
         if field is None or field != ("list" if self.is_list else self.field):
-            raise InferError(
+            raise InferenceError(
                 "INVALID_ATTR",
                 f"attribute {self.name!r} is {_article(self.attr.type)}, not {_article(_kind_of(value))}",
             )
@@ -67,7 +67,7 @@ class AttrPlan:
             entries = getattr(value.list, self.field)
             for other in _LIST_FIELDS:
                 if other != self.field and getattr(value.list, other):
-                    raise InferError(
+                    raise InferenceError(
                         "INVALID_ATTR", f"attribute {self.name!r} is a {self.attr.type}, not a list of {other}"
                     )
             size, what = len(entries), "length "
@@ -76,13 +76,13 @@ class AttrPlan:
             size, what = (value.i, "") if self.field == "i" else (0, "")
         minimum = self.attr.minimum
         if minimum is not None and size < minimum:
-            raise InferError("INVALID_ATTR", f"attribute {self.name!r} has {what}{size}; the minimum is {minimum}")
+            raise InferenceError("INVALID_ATTR", f"attribute {self.name!r} has {what}{size}; the minimum is {minimum}")
         if self.field == "type" and any(entry not in NAMES for entry in entries):
-            raise InferError("INVALID_ATTR", f"attribute {self.name!r} holds an element type that is not set")
+            raise InferenceError("INVALID_ATTR", f"attribute {self.name!r} holds an element type that is not set")
         if self.allowed is not None:
             for entry in entries:
                 if entry not in self.allowed:
-                    raise InferError(
+                    raise InferenceError(
                         "INVALID_ATTR", f"attribute {self.name!r} cannot be {_shown(entry)}; {self.choices()}"
                     )
 
@@ -94,7 +94,7 @@ class AttrPlan:
 
 def _shown(entry: object) -> str:
     if isinstance(entry, int):
-        return name_of(entry)
+        return dtype_name(entry)
     return repr(entry.decode(errors="replace")) if isinstance(entry, bytes) else str(entry)
 
 

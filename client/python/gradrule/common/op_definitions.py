@@ -1,4 +1,4 @@
-"""Looks up TensorFlow's op definitions in the generated table `data/ops.json.gz`, which is read at the first use.
+"""Looks up TensorFlow's op definitions in the generated table `ops.json.gz`, which is read at the first use.
 
 `tools/generate_tables.py` writes the table with these functions, so that a digest computed from TensorFlow can be
 compared with the table's.
@@ -116,7 +116,7 @@ def row_of(signature: OpSignature) -> Row:
 
 
 def encode_table(ops: Mapping[str, Row], gradients: Mapping[str, str], tensorflow: str, graph_version: int) -> bytes:
-    """Returns the bytes of `data/ops.json.gz`; equal input gives equal bytes."""
+    """Returns the bytes of `ops.json.gz`; equal input gives equal bytes."""
     table = {"tensorflow": tensorflow, "graph_version": graph_version, "gradients": dict(gradients), "ops": dict(ops)}
     text = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return gzip.compress(text.encode(), compresslevel=9, mtime=0)
@@ -130,7 +130,7 @@ def decode_table(data: bytes) -> dict[str, Any]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    return decode_table(importlib.resources.files("gradrule").joinpath("data/ops.json.gz").read_bytes())
+    return decode_table(importlib.resources.files(__package__).joinpath("ops.json.gz").read_bytes())
 
 
 @functools.cache

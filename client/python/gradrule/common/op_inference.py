@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
-from gradrule._attrplans import AttrPlan, InferError
-from gradrule._dtypes import REF_OFFSET, as_dt, base, name_of
-from gradrule._opdefs import ArgDef, OpDef
+from gradrule.common.attribute_checks import AttributeCheck, InferenceError
+from gradrule.common.dtypes import REF_OFFSET, as_dt, dtype_name, without_ref
+from gradrule.common.op_definitions import ArgDef, OpDef
 from gradrule.v1.graph_pb2 import AttrValue
 
-__all__ = ["Completed", "InferError", "complete", "input_slices", "output_slices", "type_attr"]
+__all__ = ["Completed", "InferenceError", "complete", "input_slices", "output_slices", "type_attr"]
 
 Slices = Mapping[str, tuple[int, int]]
 
@@ -42,7 +42,7 @@ def complete(op: OpDef, attrs: Mapping[str, AttrValue], inputs: Sequence[int]) -
         inputs: element type of each data input, as a flat list; 0: unknown.
 
     Raises:
-        InferError: `TYPE_MISMATCH` if number or types of the inputs do not fit; `INVALID_ATTR` if an attribute is
+        InferenceError: `TYPE_MISMATCH` if number or types of the inputs do not fit; `INVALID_ATTR` if an attribute is
             unknown, has a wrong kind or value, or is missing and cannot be inferred.
     """
     plan = _plan(op)
@@ -71,7 +71,7 @@ class _Plan:
 
     def __init__(self, op: OpDef) -> None:
         self.op = op
-        self.attrs = {attr.name: AttrPlan(attr) for attr in op.attrs}
+        self.attrs = {attr.name: AttributeCheck(attr) for attr in op.attrs}
         self.fixed_inputs = _fixed_slices(op.inputs)
         self.fixed_outputs = _fixed_slices(op.outputs)
         # Number of input arguments whose length each length attribute sets.
@@ -82,7 +82,7 @@ class _Plan:
         self.fixed_count = sum(1 for arg in op.inputs if not (arg.number_attr or arg.type_list_attr))
 
     def check_given(self, attrs: Mapping[str, AttrValue]) -> None:
-        """Raises `InferError` for an attribute that is unknown or has a wrong value."""
+        """Raises `InferenceError` for an attribute that is unknown or has a wrong value."""
         for name, value in attrs.items():
             plan = self.attrs.get(name)
             if plan is not None:
@@ -91,7 +91,7 @@ class _Plan:
                 near = difflib.get_close_matches(name, self.attrs, n=1, cutoff=0.5)
                 has = ", ".join(self.attrs) or "none"
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise InferError("INVALID_ATTR", f"{self.op.name} has no attribute {name!r}; it has: {has}.{hint}")
+                raise InferenceError("INVALID_ATTR", f"{self.op.name} has no attribute {name!r}; it has: {has}.{hint}")
 
 
 _plans: WeakKeyDictionary[OpDef, _Plan] = WeakKeyDictionary()
@@ -123,7 +123,7 @@ class _Inference:
             if value is not None:
                 self._read(attr, value)
 
-    def _read(self, attr: AttrPlan, value: AttrValue) -> None:
+    def _read(self, attr: AttributeCheck, value: AttrValue) -> None:
         if value.HasField("placeholder"):
             self.uninferable.add(attr.name)
         elif attr.field == "type":
@@ -158,7 +158,9 @@ class _Inference:
             unknown = self._default_lengths(unknown, lengths)
             rest = count - plan.fixed_count - sum(plan.lengths[name] * length for name, length in lengths.items())
         if len(unknown) > 1:
-            raise InferError("INVALID_ATTR", f"attributes {_listed(unknown)} do not follow from the inputs; give them")
+            raise InferenceError(
+                "INVALID_ATTR", f"attributes {_listed(unknown)} do not follow from the inputs; give them"
+            )
         if unknown:
             times = plan.lengths[unknown[0]]
             if rest < 0 or rest % times:
@@ -187,29 +189,29 @@ class _Inference:
             lengths[name] = length
         return remaining
 
-    def _wrong_count(self, count: int, lengths: Mapping[str, int]) -> InferError:
+    def _wrong_count(self, count: int, lengths: Mapping[str, int]) -> InferenceError:
         op = self.plan.op
         args = ", ".join(arg.name + ("…" if arg.number_attr or arg.type_list_attr else "") for arg in op.inputs)
         given = ", ".join(f"{name} says {length}" for name, length in lengths.items())
         wants = f"{op.name} takes {f'inputs ({args})' if args else 'no inputs'}{f', {given}' if given else ''}"
-        return InferError("TYPE_MISMATCH", f"{wants}; {count} {'is' if count == 1 else 'are'} given")
+        return InferenceError("TYPE_MISMATCH", f"{wants}; {count} {'is' if count == 1 else 'are'} given")
 
     def _match(self, arg: ArgDef, types: Sequence[int], start: int) -> None:
         if arg.is_ref:
             for offset, number in enumerate(types):
                 if 0 < number <= REF_OFFSET:
-                    raise self._mismatch(arg, start + offset, name_of(number), "a reference to a variable")
+                    raise self._mismatch(arg, start + offset, dtype_name(number), "a reference to a variable")
         if arg.number_attr:
             self._set_length(arg.number_attr, len(types))
         if arg.type_list_attr:
             self._match_list(arg, types, start)
         elif arg.type_attr:
             for offset, number in enumerate(types):
-                self._match_type(arg, base(number), start + offset)
+                self._match_type(arg, without_ref(number), start + offset)
         else:
             for offset, number in enumerate(types):
-                if number and base(number) != arg.type:
-                    raise self._mismatch(arg, start + offset, name_of(number), name_of(arg.type))
+                if number and without_ref(number) != arg.type:
+                    raise self._mismatch(arg, start + offset, dtype_name(number), dtype_name(arg.type))
 
     def _set_length(self, name: str, length: int) -> None:
         if name not in self.lengths:
@@ -217,7 +219,7 @@ class _Inference:
             if name not in self.attrs:
                 minimum = self.plan.attrs[name].attr.minimum
                 if minimum is not None and length < minimum:
-                    raise InferError(
+                    raise InferenceError(
                         "TYPE_MISMATCH", f"{self.plan.op.name} takes at least {minimum} inputs; {length} are given"
                     )
                 self.inferred.add(name)
@@ -233,21 +235,21 @@ class _Inference:
             allowed = self.plan.attrs[name].allowed
             if allowed is not None and number not in allowed:
                 choices = self.plan.attrs[name].choices()
-                raise InferError(
+                raise InferenceError(
                     "TYPE_MISMATCH",
-                    f"input {index} ({arg.name}) of {self.plan.op.name} cannot be {name_of(number)}; {choices}",
+                    f"input {index} ({arg.name}) of {self.plan.op.name} cannot be {dtype_name(number)}; {choices}",
                 )
             self.types[name] = number
             if name not in self.attrs:
                 self.inferred.add(name)
         elif known != number:
-            raise self._mismatch(arg, index, name_of(number), f"{name_of(known)}, as {name} is elsewhere")
+            raise self._mismatch(arg, index, dtype_name(number), f"{dtype_name(known)}, as {name} is elsewhere")
 
     def _match_list(self, arg: ArgDef, types: Sequence[int], start: int) -> None:
         name = arg.type_list_attr
         known = self.lists.get(name)
         if known is None:
-            numbers = tuple(map(base, types))
+            numbers = tuple(map(without_ref, types))
             if 0 in numbers:
                 self.uninferable.add(name)
                 return
@@ -258,11 +260,13 @@ class _Inference:
             self.lists[name] = numbers
             return
         for offset, (number, wanted) in enumerate(zip(types, known, strict=True)):
-            if number and base(number) != wanted:
-                raise self._mismatch(arg, start + offset, name_of(number), f"{name_of(wanted)}, as {name} says")
+            if number and without_ref(number) != wanted:
+                raise self._mismatch(arg, start + offset, dtype_name(number), f"{dtype_name(wanted)}, as {name} says")
 
-    def _mismatch(self, arg: ArgDef, index: int, got: str, wanted: str) -> InferError:
-        return InferError("TYPE_MISMATCH", f"input {index} ({arg.name}) of {self.plan.op.name} is {got}, not {wanted}")
+    def _mismatch(self, arg: ArgDef, index: int, got: str, wanted: str) -> InferenceError:
+        return InferenceError(
+            "TYPE_MISMATCH", f"input {index} ({arg.name}) of {self.plan.op.name} is {got}, not {wanted}"
+        )
 
     def missing(self) -> dict[str, AttrValue]:
         """Returns the attributes to add: those inferred from the inputs, and defaults."""
@@ -283,13 +287,13 @@ class _Inference:
         if absent:
             plural = "s" if len(absent) > 1 else ""
             verb = "do not follow" if plural else "does not follow"
-            raise InferError(
+            raise InferenceError(
                 "INVALID_ATTR",
                 f"{self.plan.op.name} needs attribute{plural} {_listed(absent)}, which {verb} from its inputs",
             )
         return added
 
-    def _inferred_value(self, attr: AttrPlan) -> AttrValue:
+    def _inferred_value(self, attr: AttributeCheck) -> AttrValue:
         if attr.is_list:
             return _types(self.lists[attr.name])
         if attr.field == "type":
@@ -338,7 +342,7 @@ def _slices(op: OpDef, args: Sequence[ArgDef], attrs: Mapping[str, AttrValue], f
         if length_attr := arg.number_attr or arg.type_list_attr:
             value = attrs.get(length_attr)
             if value is None:
-                raise InferError("INVALID_ATTR", f"{op.name} needs attribute {length_attr!r}")
+                raise InferenceError("INVALID_ATTR", f"{op.name} needs attribute {length_attr!r}")
             length = value.i if arg.number_attr else len(value.list.type)
         slices[arg.name] = (start, length)
         start += length

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import pytest
 import tensorflow as tf
 
-from gradrule import _infer, _opdefs
-from gradrule._dtypes import NUMBERS
+from gradrule.common import op_definitions, op_inference
+from gradrule.common.dtypes import NUMBERS
 from gradrule.v1.graph_pb2 import AttrValue, OpSignature
 
 F32, F64, I32, I64, STR, BOOL = (NUMBERS[name] for name in ("float32", "float64", "int32", "int64", "string", "bool"))
 
 
-def definition(op_type: str) -> _opdefs.OpDef:
-    op = _opdefs.find(op_type)
+def definition(op_type: str) -> op_definitions.OpDef:
+    op = op_definitions.find(op_type)
     assert op is not None
     return op
 
@@ -66,7 +66,7 @@ def test_what_is_left_out_comes_back() -> None:
     graph = tensorflow_graph()
     seen = set()
     for op in graph.get_operations():
-        own = definition(op.type) if op.type in _opdefs.names() else None
+        own = definition(op.type) if op.type in op_definitions.names() else None
         if own is None:
             continue
         seen.add(op.type)
@@ -78,15 +78,15 @@ def test_what_is_left_out_comes_back() -> None:
         from_inputs = {name for arg in own.inputs for name in (arg.type_attr, arg.type_list_attr, arg.number_attr)}
         given = {name: value for name, value in full.items() if name not in from_inputs}
         inputs = [tensor.dtype.as_datatype_enum for tensor in op.inputs]
-        completed = _infer.complete(own, given, inputs)
+        completed = op_inference.complete(own, given, inputs)
         assert completed.attrs == full, op.type
         assert list(completed.outputs) == [tensor.dtype.as_datatype_enum for tensor in op.outputs], op.type
         assert set(completed.added) == set(full) - set(given)
         # Nothing to add to what is complete; and a default that is left out is found.
-        assert _infer.complete(own, full, inputs).added == {}
+        assert op_inference.complete(own, full, inputs).added == {}
         defaults = {attr.name: attr.default for attr in own.attrs if attr.default is not None}
         rest = {name: value for name, value in full.items() if defaults.get(name) != value}
-        assert _infer.complete(own, rest, inputs).attrs == full, op.type
+        assert op_inference.complete(own, rest, inputs).attrs == full, op.type
     assert len(seen) > 35
 
 
@@ -105,10 +105,10 @@ def test_slices_match_the_named_outputs_of_function_bodies() -> None:
         node = next(node for node in nodes if node.op == op_type)
         return {name: AttrValue.FromString(value.SerializeToString()) for name, value in node.attr.items()}
 
-    assert _infer.output_slices(split, own("Split")) == {"output": (0, 2)}
-    assert _infer.output_slices(top, own("TopKV2")) == {"values": (0, 1), "indices": (1, 1)}
-    assert _infer.output_slices(both, own("IdentityN")) == {"output": (0, 2)}
-    assert _infer.input_slices(both, own("IdentityN")) == {"input": (0, 2)}
+    assert op_inference.output_slices(split, own("Split")) == {"output": (0, 2)}
+    assert op_inference.output_slices(top, own("TopKV2")) == {"values": (0, 1), "indices": (1, 1)}
+    assert op_inference.output_slices(both, own("IdentityN")) == {"output": (0, 2)}
+    assert op_inference.input_slices(both, own("IdentityN")) == {"input": (0, 2)}
 
 
 def test_a_function_of_a_graph_is_an_op() -> None:
@@ -118,9 +118,9 @@ def test_a_function_of_a_graph_is_an_op() -> None:
     signature.output_arg.add(name="r", type_list_attr="Tout")
     for name, kind in (("T", "type"), ("N", "int"), ("Tout", "list(type)")):
         signature.attr.add(name=name, type=kind)
-    op = _opdefs.from_signature(signature)
+    op = op_definitions.from_signature(signature)
     tout = AttrValue(list=AttrValue.ListValue(type=[F64, I32]))
-    completed = _infer.complete(op, {"Tout": tout}, [F32, F32, F32])
+    completed = op_inference.complete(op, {"Tout": tout}, [F32, F32, F32])
     assert completed.outputs == (F64, I32)
     assert completed.added == {"T": AttrValue(type=F32), "N": AttrValue(i=2)}
     assert (op.name, op.gradient) == ("f", "absent")
@@ -165,18 +165,18 @@ def test_a_function_of_a_graph_is_an_op() -> None:
     ],
 )
 def test_refusals(op_type: str, attrs: dict[str, AttrValue], inputs: list[int], kind: str, says: str) -> None:
-    with pytest.raises(_infer.InferError) as caught:
-        _infer.complete(definition(op_type), attrs, inputs)
+    with pytest.raises(op_inference.InferenceError) as caught:
+        op_inference.complete(definition(op_type), attrs, inputs)
     assert (caught.value.kind, says in caught.value.message) == (kind, True), caught.value.message
 
 
 def test_references_fit_their_base_type() -> None:
-    assert _infer.complete(definition("Assign"), {}, [F32 + 100, F32]).outputs == (F32 + 100,)
-    assert _infer.complete(definition("Neg"), {}, [F32 + 100]).outputs == (F32,)
+    assert op_inference.complete(definition("Assign"), {}, [F32 + 100, F32]).outputs == (F32 + 100,)
+    assert op_inference.complete(definition("Neg"), {}, [F32 + 100]).outputs == (F32,)
 
 
 def test_unknown_types_raise_nothing_further() -> None:
-    assert _infer.complete(definition("Sqrt"), {}, [0]).outputs == (0,)
-    assert _infer.complete(definition("Add"), {}, [0, F32]).outputs == (F32,)
-    assert _infer.complete(definition("IdentityN"), {}, [0, F32]).outputs == (0,)
-    assert _infer.complete(definition("Sqrt"), {"T": AttrValue(placeholder="T")}, [0]).outputs == (0,)
+    assert op_inference.complete(definition("Sqrt"), {}, [0]).outputs == (0,)
+    assert op_inference.complete(definition("Add"), {}, [0, F32]).outputs == (F32,)
+    assert op_inference.complete(definition("IdentityN"), {}, [0, F32]).outputs == (0,)
+    assert op_inference.complete(definition("Sqrt"), {"T": AttrValue(placeholder="T")}, [0]).outputs == (0,)

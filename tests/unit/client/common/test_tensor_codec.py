@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensorflow.core.framework import tensor_pb2 as tf_tensor
 
-from gradrule import _tensors
-from gradrule._dtypes import NAMES
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import NAMES
 from gradrule.v1.tensor_pb2 import Tensor, TensorShape
 
 PLAIN = [
@@ -48,7 +48,7 @@ def to_tensorflow(message: Tensor) -> Any:
 @pytest.mark.parametrize("name", PLAIN + NARROW)
 def test_tensorflow_reads_what_we_write(name: str) -> None:
     array = sample(name)
-    read = to_tensorflow(_tensors.to_message(array))
+    read = to_tensorflow(tensor_codec.to_message(array))
     assert read.dtype == array.dtype
     np.testing.assert_array_equal(read.astype(complex), array.astype(complex))
 
@@ -67,7 +67,7 @@ def test_we_read_what_tensorflow_writes(name: str, values: Any) -> None:
     array = np.array(values).astype(sample(name).dtype)
     # Both of TensorFlow's forms: Python's, and that of its C++, which shortens runs at the end.
     for proto in (tf.make_tensor_proto(array), _compressed(array)):
-        read = _tensors.to_numpy(Tensor.FromString(proto.SerializeToString()))
+        read = tensor_codec.to_numpy(Tensor.FromString(proto.SerializeToString()))
         assert (read.dtype, read.shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(read.astype(complex), array.astype(complex))
 
@@ -107,11 +107,11 @@ def _field_of(array: np.ndarray[Any, Any]) -> tuple[str, list[Any]]:
     ids=["bytes", "unicode", "fixed", "scalar", "empty"],
 )
 def test_strings(array: Any) -> None:
-    message = _tensors.to_message(array)
+    message = tensor_codec.to_message(array)
     wanted = (
         np.vectorize(lambda s: s.encode() if isinstance(s, str) else s, otypes=[object])(array) if array.size else array
     )
-    read = _tensors.to_numpy(message)
+    read = tensor_codec.to_numpy(message)
     assert read.dtype == object
     np.testing.assert_array_equal(read, wanted)
     np.testing.assert_array_equal(to_tensorflow(message).reshape(array.shape), wanted)
@@ -124,21 +124,21 @@ def test_strings(array: Any) -> None:
 )
 def test_any_layout_and_byte_order(array: np.ndarray[Any, Any]) -> None:
     for form in (array, array.T, array[..., ::-1], array.astype(array.dtype.newbyteorder(">"))):
-        read = _tensors.to_numpy(_tensors.to_message(form))
+        read = tensor_codec.to_numpy(tensor_codec.to_message(form))
         assert (read.shape, read.dtype) == (form.shape, array.dtype)
         np.testing.assert_array_equal(read, form)
 
 
 def test_read_arrays_share_memory_unless_asked() -> None:
-    message = _tensors.to_message(np.float32([1, 2]))
-    assert not _tensors.to_numpy(message).flags.writeable
-    assert _tensors.to_numpy(message, writable=True).flags.writeable
+    message = tensor_codec.to_message(np.float32([1, 2]))
+    assert not tensor_codec.to_numpy(message).flags.writeable
+    assert tensor_codec.to_numpy(message, writable=True).flags.writeable
 
 
 def test_quantised_types_are_plain_integers_with_a_name() -> None:
-    message = _tensors.to_message(np.array([1, -1], np.int8), "qint8")
+    message = tensor_codec.to_message(np.array([1, -1], np.int8), "qint8")
     assert NAMES[message.dtype] == "qint8"
-    assert _tensors.to_numpy(message).tolist() == [1, -1]
+    assert tensor_codec.to_numpy(message).tolist() == [1, -1]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_quantised_types_are_plain_integers_with_a_name() -> None:
 )
 def test_broken_tensors(message: Tensor, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        _tensors.to_numpy(message)
+        tensor_codec.to_numpy(message)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_broken_tensors(message: Tensor, says: str) -> None:
 )
 def test_arrays_that_are_no_tensors(value: Any, dtype: Any) -> None:
     with pytest.raises(ValueError):
-        _tensors.to_message(value, dtype)
+        tensor_codec.to_message(value, dtype)
 
 
 @pytest.mark.parametrize(
@@ -174,17 +174,18 @@ def test_arrays_that_are_no_tensors(value: Any, dtype: Any) -> None:
     ids=str,
 )
 def test_dtype_names(given_as: Any) -> None:
-    assert _tensors.dtype_number(given_as) == 1
+    assert tensor_codec.dtype_number(given_as) == 1
 
 
 def test_other_dtype_names() -> None:
     found = [
-        _tensors.dtype_number(name) for name in ("bfloat16", ml_dtypes.bfloat16, tf.bfloat16, "string", str, bool, int)
+        tensor_codec.dtype_number(name)
+        for name in ("bfloat16", ml_dtypes.bfloat16, tf.bfloat16, "string", str, bool, int)
     ]
     assert [NAMES[number] for number in found] == ["bfloat16"] * 3 + ["string"] * 2 + ["bool", "int32"]
     for bad in ("float33", 0, 101, None, True, "datetime64[D]"):
         with pytest.raises(ValueError, match="is no element type"):
-            _tensors.dtype_number(bad)
+            tensor_codec.dtype_number(bad)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_other_dtype_names() -> None:
 )
 def test_lists_never_lose_anything(value: Any, dtype: str) -> None:
     with pytest.raises(ValueError):
-        _tensors.from_value(value, _tensors.dtype_number(dtype))
+        tensor_codec.from_value(value, tensor_codec.dtype_number(dtype))
 
 
 @pytest.mark.parametrize(
@@ -224,22 +225,22 @@ def test_lists_never_lose_anything(value: Any, dtype: str) -> None:
     ],
 )
 def test_lists_take_the_type(value: Any, dtype: str) -> None:
-    array = _tensors.from_value(value, _tensors.dtype_number(dtype))
+    array = tensor_codec.from_value(value, tensor_codec.dtype_number(dtype))
     assert array.dtype.name == dtype
     assert array.astype(complex).tolist() == np.asarray(value, complex).tolist()
 
 
 def test_string_values_keep_zero_bytes() -> None:
-    assert _tensors.from_value([["ä"], [b"\xff\x00"]], _tensors.dtype_number("string")).tolist() == [
+    assert tensor_codec.from_value([["ä"], [b"\xff\x00"]], tensor_codec.dtype_number("string")).tolist() == [
         ["ä"],
         [b"\xff\x00"],
     ]
-    assert _tensors.from_value(["a", b"b\x00"], _tensors.dtype_number("string")).tolist() == ["a", b"b\x00"]
+    assert tensor_codec.from_value(["a", b"b\x00"], tensor_codec.dtype_number("string")).tolist() == ["a", b"b\x00"]
 
 
 @pytest.mark.parametrize("values", [{"float_val": [1.0, 2.0]}, {}])
 def test_shapes_that_claim_more_than_is_there(values: dict[str, list[float]]) -> None:
     """A few bytes must not become gigabytes."""
-    shape = _tensors.shape_message([2**16, 2**16])
+    shape = tensor_codec.shape_message([2**16, 2**16])
     with pytest.raises(ValueError, match="4294967296 of float32"):
-        _tensors.to_numpy(Tensor(dtype=1, tensor_shape=shape, **values))
+        tensor_codec.to_numpy(Tensor(dtype=1, tensor_shape=shape, **values))

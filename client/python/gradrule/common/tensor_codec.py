@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from gradrule._dtypes import NAMES, NUMBERS, as_dt, base, name_of
+from gradrule.common.dtypes import NAMES, NUMBERS, as_dt, dtype_name, without_ref
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 
 Array: TypeAlias = NDArray[Any]
@@ -104,9 +104,9 @@ def dtype_number(dtype: DtypeLike) -> int:
 
 def numpy_dtype(number: int) -> np.dtype[Any]:
     """The NumPy dtype of an element type; `object` for strings. `ValueError` where NumPy has none."""
-    dtype = _BY_NUMBER.get(base(number))
+    dtype = _BY_NUMBER.get(without_ref(number))
     if dtype is None:
-        raise ValueError(f"{name_of(number)} has no values that could be sent")
+        raise ValueError(f"{dtype_name(number)} has no values that could be sent")
     return dtype
 
 
@@ -131,7 +131,7 @@ def to_message(array: Any, dtype: DtypeLike = None) -> Tensor:
     if dtype is not None and number_of_array(values) != number:
         wanted = numpy_dtype(number)
         if values.dtype.newbyteorder("=") != wanted:
-            raise ValueError(f"values are {values.dtype}, not {name_of(number)}")
+            raise ValueError(f"values are {values.dtype}, not {dtype_name(number)}")
     message = Tensor()
     _write(message, values, number)
     return message
@@ -195,12 +195,12 @@ def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | N
         size = len(values)
         if size != count * dtype.itemsize:
             raise ValueError(
-                f"{size} bytes do not fit {name_of(number)} of shape {list(shape)}: {count * dtype.itemsize}"
+                f"{size} bytes do not fit {dtype_name(number)} of shape {list(shape)}: {count * dtype.itemsize}"
             )
         array = np.frombuffer(values, dtype.newbyteorder("<")).reshape(shape)
         array = array.astype(dtype, copy=False)
         return array.copy() if writable else array
-    return _filled(_listed_values(message, dtype), count, dtype, name_of(number)).reshape(shape)
+    return _filled(_listed_values(message, dtype), count, dtype, dtype_name(number)).reshape(shape)
 
 
 def shape_message(shape: Iterable[int | None] | None) -> TensorShape:
@@ -292,11 +292,11 @@ def from_value(value: Any, number: int) -> Array:
         _byte_strings(natural)
         return natural
     if natural.size and not _fits(natural, kind, dtype):
-        raise ValueError(f"{_KINDS.get(kind, str(natural.dtype))} cannot become {name_of(number)} without loss")
+        raise ValueError(f"{_KINDS.get(kind, str(natural.dtype))} cannot become {dtype_name(number)} without loss")
     with np.errstate(over="ignore"):
         array: Array = natural.astype(dtype)
     if _numeric_kind(dtype) in "fc" and not np.isfinite(array[np.isfinite(natural)]).all():
-        raise ValueError(f"the values are too large for {name_of(number)}")
+        raise ValueError(f"the values are too large for {dtype_name(number)}")
     return array
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _packing, _tensors
+from gradrule.common import tensor_codec, tensor_packing
 from gradrule.v1 import tensor_pb2
 
-BOTH = _packing.Packing(zstd=True, bfloat16=True)
-ZSTD = _packing.Packing(zstd=True)
-BFLOAT16 = _packing.Packing(bfloat16=True)
+BOTH = tensor_packing.Packing(zstd=True, bfloat16=True)
+ZSTD = tensor_packing.Packing(zstd=True)
+BFLOAT16 = tensor_packing.Packing(bfloat16=True)
 
 
-def packed(array: np.ndarray[Any, Any], packing: _packing.Packing) -> tensor_pb2.PackedTensor | None:
-    found = _packing.pack(_tensors.number_of_array(array), array, packing)
+def packed(array: np.ndarray[Any, Any], packing: tensor_packing.Packing) -> tensor_pb2.PackedTensor | None:
+    found = tensor_packing.pack(tensor_codec.number_of_array(array), array, packing)
     return None if found is None else tensor_pb2.Tensor.FromString(b"".join(found)).packed
 
 
@@ -33,32 +33,32 @@ def test_rounding_is_to_nearest_and_ties_go_to_even() -> None:
     assert message is not None
     found = np.frombuffer(message.content, np.uint16)
     assert found.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F81, 0x0001, 0x8000, 0x7F80, 0xFF7F]
-    np.testing.assert_array_equal(_packing.unpack(message), x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(tensor_packing.unpack(message), x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_what_is_no_number_stays_so() -> None:
     x = np.concatenate([bits(0x7F800001, 0xFFFFFFFF, 0x7FC00000), np.array([np.inf, -np.inf], np.float32)])
     message = packed(x, BFLOAT16)
     assert message is not None
-    found = _packing.unpack(message)
+    found = tensor_packing.unpack(message)
     assert np.isnan(found[:3]).all()
     assert found[3:].tolist() == [np.inf, -np.inf]
-    assert _packing.unpack(message, keep_bfloat16=True).dtype == ml_dtypes.bfloat16
+    assert tensor_packing.unpack(message, keep_bfloat16=True).dtype == ml_dtypes.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "int64", "bool", "complex64", "float16", "bfloat16"])
 @pytest.mark.parametrize("packing", [ZSTD, BOTH])
-def test_round_trips(dtype: str, packing: _packing.Packing) -> None:
-    x = np.arange(4096).reshape(2, 2048).astype(_tensors.numpy_dtype(_tensors.dtype_number(dtype)))
+def test_round_trips(dtype: str, packing: tensor_packing.Packing) -> None:
+    x = np.arange(4096).reshape(2, 2048).astype(tensor_codec.numpy_dtype(tensor_codec.dtype_number(dtype)))
     for array in (x, x.T, x[:, ::2], x.astype(x.dtype.newbyteorder(">"))):
         message = packed(array, packing)
         assert message is not None
         assert len(message.content) < array.nbytes
-        found = _packing.unpack(message)
+        found = tensor_packing.unpack(message)
         expected = array.astype(ml_dtypes.bfloat16).astype(np.float32) if dtype == "float32" and packing.bfloat16 else x
         assert found.shape == array.shape
         np.testing.assert_array_equal(found, expected if expected.shape == array.shape else array.astype(x.dtype))
-        assert _packing.unpacked_bytes(message) == array.nbytes
+        assert tensor_packing.unpacked_bytes(message) == array.nbytes
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_what_does_not_become_smaller_is_not_packed(array: np.ndarray[Any, Any])
 def test_without_the_package_zstd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = packed(np.zeros(4096, np.float32), ZSTD)
     assert message is not None
-    monkeypatch.setattr(_packing, "has_zstd", lambda: False)
+    monkeypatch.setattr(tensor_packing, "has_zstd", lambda: False)
     with pytest.raises(gr.errors.UnsupportedError, match=r"gradrule\[zstd\]"):
         gr.Transfer(compression="zstd")
     gr.Transfer(compression="gzip", wire_dtype="bfloat16")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ValueError, match=r"gradrule\[zstd\]"):
-        _packing.unpack(message)
+        tensor_packing.unpack(message)
 
 
 def test_a_transfer_that_there_is_not_is_refused() -> None:
