@@ -40,11 +40,13 @@ def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) ->
     try:
         graph = tf_private.RecordingGraph()
         with graph.as_default():
-            built, trace = begin(request, graph_def, values, Repeats(graph, graph_def))
+            repeats = Repeats(graph, graph_def)
+            built, trace = begin(request, graph_def, values, repeats)
             arguments = [
                 tf.compat.v1.placeholder(spec.dtype, spec.shape, spec.name) for spec in function_arguments(built)
             ]
-            outputs = trace.run(arguments)
+            with tf_private.sums_made_by(repeats.sum):
+                outputs = trace.run(arguments)
         if not request.trusted:
             check_ops(graph)
         if request.memory_limit and _most_bytes(graph, outputs) > request.memory_limit:

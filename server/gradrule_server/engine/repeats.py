@@ -39,6 +39,7 @@ class Repeats:
         self._attributes: dict[str, bytes] = {}
         self._known: dict[_Key, tuple[Sequence[Gradient], list[tf.Operation]]] = {}
         self._constants: dict[str, bytes] = {}
+        self._sums: dict[_Key, tuple[tf.Tensor, list[tf.Operation]]] = {}
 
     def gradients(
         self,
@@ -69,6 +70,24 @@ class Repeats:
         if noted() == noted_before:
             self._known[key] = gradients, self._graph.made[before:]
         return gradients
+
+    def sum(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:
+        """Returns the sum of tensors, or an earlier sum of tensors of the same types and shapes.
+
+        None where an earlier sum cannot stand for this one: in graphs of loops and branches.
+        """
+        graph = self._graph
+        if tf.compat.v1.get_default_graph() is not graph or any(tensor.graph is not graph for tensor in tensors):
+            return None
+        key = tuple([(tensor.dtype, _shape(tensor)) for tensor in tensors])
+        known = self._sums.get(key)
+        if known is not None:
+            graph.made += known[1]
+            return known[0]
+        before = len(graph.made)
+        total = tf.add_n(tensors)
+        self._sums[key] = total, graph.made[before:]
+        return total
 
     def _key(self, op: tf.Operation, dys: Sequence[Gradient], rule: int) -> _Key | None:
         """All that the gradients of an op depend on; None where that cannot be told."""

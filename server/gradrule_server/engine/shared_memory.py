@@ -144,6 +144,7 @@ def _copy(
             field,
         )
     content = buffers.take(wanted)
+    # `preadv` would not fill holes of the memory, but takes almost three times as long as a copy.
     np.copyto(content, np.frombuffer(memory, np.uint8, wanted, source.offset))
     return content.data
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -199,6 +201,32 @@ def gradients_in(
     return [
         gradient if first[x.ref()] == index else None for index, (x, gradient) in enumerate(zip(xs, found, strict=True))
     ]
+
+
+AddTensors = Callable[[Sequence[tf.Tensor]], tf.Tensor | None]
+"""Returns the sum of gradients; None leaves it to TensorFlow."""
+
+_add_tensors: contextvars.ContextVar[AddTensors | None] = contextvars.ContextVar("add_tensors", default=None)
+_add_on_devices = gradients_util._MultiDeviceAddN
+
+
+@contextlib.contextmanager
+def sums_made_by(add: AddTensors) -> Iterator[None]:
+    """Within this context `add` makes the sums of the gradients that arrive at one tensor."""
+    token = _add_tensors.set(add)
+    try:
+        yield
+    finally:
+        _add_tensors.reset(token)
+
+
+def _sum_of_gradients(tensors: Sequence[tf.Tensor], gradient_uid: str) -> tf.Tensor:
+    add = _add_tensors.get()
+    found = None if add is None else add(tensors)
+    return _add_on_devices(tensors, gradient_uid) if found is None else found
+
+
+gradients_util._MultiDeviceAddN = _sum_of_gradients
 
 
 def watch(ops: Iterable[tf.Operation]) -> None:

@@ -61,6 +61,9 @@ class Compiler:
     def tell_dropped(self, key: str) -> None:
         self.chosen -= 1
 
+    def tell_refused(self, key: str, reason: str) -> None:
+        self.reasons.append(reason)
+
 
 def taking(seconds: float, offset: float = 0.0) -> Callable[[Any], Any]:
     def call(arguments: Any) -> Any:
@@ -102,7 +105,9 @@ def test_what_is_faster_and_equal_is_chosen_for_its_shapes(monkeypatch: pytest.M
 def test_what_is_not_faster_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, compiler = made(monkeypatch, taking(2 * _SLOW_S))
     assert not any(answers(choice, 40)[-10:])
-    assert compiler.reasons == [""] and not compiler.chosen
+    # The front end is told why.
+    assert compiler.reasons[0] == "" and "of the time" in compiler.reasons[1]
+    assert not compiler.chosen
 
 
 def test_what_comes_to_something_else_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:

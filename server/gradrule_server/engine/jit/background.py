@@ -74,6 +74,10 @@ class JitCompiler:
         """Tells the front end that no call of a program runs with XLA any more."""
         self._tell(key, _Outcome.OUTCOME_UNSPECIFIED)
 
+    def tell_refused(self, key: str, reason: str) -> None:
+        """Tells the front end why calls of a program do not run with XLA."""
+        self._tell(key, _Outcome.OUTCOME_REFUSED, reason)
+
     def _run(self) -> None:
         while True:
             found, variant = self._work.get()

@@ -58,6 +58,7 @@ class Background(Protocol):
     def compile(self, choice: JitChoice, variant: Variant) -> None: ...
     def tell_chosen(self, choice: JitChoice) -> None: ...
     def tell_dropped(self, key: str) -> None: ...
+    def tell_refused(self, key: str, reason: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +190,7 @@ class JitChoice:
         started = time.perf_counter_ns()
         results = call(arguments)
         times.append(time.perf_counter_ns() - started)
+        refusal = ""
         with self._lock:
             if variant.phase is Phase.TIMING and min(map(len, variant.times)) >= _TIMED_RUNS:
                 without, with_xla = (statistics.median(times) for times in variant.times)
@@ -196,7 +198,10 @@ class JitChoice:
                     variant.phase = Phase.CHOSEN
                 else:
                     variant.refuse()
-        if variant.phase is Phase.CHOSEN:
+                    refusal = f"XLA takes {with_xla / without:.2f} of the time, {_MOST_OF_TIME} is the most"
+        if refusal:
+            self._background.tell_refused(self.key, refusal)
+        elif variant.phase is Phase.CHOSEN:
             self._background.tell_chosen(self)
         return results
 
