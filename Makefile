@@ -31,7 +31,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers lint format proto proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers lint format proto client proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -66,6 +66,7 @@ lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.instal
 	$(NODE_CLIENT)/node_modules/.bin/buf lint
 	$(NODE_CLIENT)/node_modules/.bin/buf breaking --against protos/baseline.binpb
 	$(TOOLS)/bin/python tools/generate_protos.py --check
+	$(VENV)/bin/python tools/generate_sync_client.py --check
 	cd $(NODE_CLIENT) && npm run --silent lint
 
 format: $(VENV)/.installed ## put the Python code into shape
@@ -75,6 +76,9 @@ format: $(VENV)/.installed ## put the Python code into shape
 proto: $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## write the stubs of protos/, Python's and Node's
 	$(TOOLS)/bin/python tools/generate_protos.py
 	cd $(NODE_CLIENT) && npm run --silent proto
+
+client: $(VENV)/.installed ## write the Python client's sync form from its asyncio form
+	$(VENV)/bin/python tools/generate_sync_client.py
 
 proto-baseline: $(NODE_CLIENT)/node_modules/.installed ## accept the protos as they are as the ones that must stay compatible
 	$(NODE_CLIENT)/node_modules/.bin/buf build --path protos/gradrule/v1 --exclude-source-info --output protos/baseline.binpb

@@ -23,10 +23,10 @@ from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
 from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
-from gradrule_server.programs.conduct import Conduct, Quarantined
-from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
+from gradrule_server.recovery.crash_history import CrashHistory, Quarantine
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -138,17 +138,17 @@ def create_loaded_programs(
     `on_quarantine` is called with the program and the reason when a program is quarantined.
     """
 
-    def report_quarantine(found: Quarantined) -> None:
-        digest = found.suspect.graph[:_DIGEST_SHOWN]
-        _log.warning("programs of the graph %s are refused: %s", digest, found.why)
-        on_quarantine(f"{digest}: {found.why}")
+    def report_quarantine(found: Quarantine) -> None:
+        digest = found.workload.graph[:_DIGEST_SHOWN]
+        _log.warning("programs of the graph %s are refused: %s", digest, found.cause)
+        on_quarantine(f"{digest}: {found.cause}")
 
     return LoadedPrograms(
         pool,
         blobs,
         settings.program_cache,
         settings.program_cache_bytes,
-        Conduct(settings.quarantine_s, report_quarantine),
+        CrashHistory(settings.quarantine_s, report_quarantine),
     )
 
 
@@ -175,10 +175,12 @@ def create_shared_resources(
 def create_warm_up(settings: Settings, pool: EnginePool, tenants: Tenants) -> WarmUp:
     """Returns what loads recently used programs after a restart, not started yet."""
 
-    async def load_service(name: str) -> ProgramHouse:
-        return (await tenants.load(name)).house
+    async def load_service(name: str) -> ProgramService:
+        return (await tenants.load(name)).program_service
 
-    return WarmUp(settings.data_dir / FILE_NAME, pool, lambda: [t.house for t in tenants.recently_used()], load_service)
+    return WarmUp(
+        settings.data_dir / FILE_NAME, pool, lambda: [t.program_service for t in tenants.recently_used()], load_service
+    )
 
 
 def graph_limits(settings: Settings, loaded: LoadedPrograms) -> Limits:
@@ -217,8 +219,8 @@ def create_sources(settings: Settings, loaded: LoadedPrograms, tenants: Tenants,
 
     def quarantined() -> Sequence[QuarantinedStatus]:
         return [
-            QuarantinedStatus(found.suspect.graph[:_DIGEST_SHOWN], found.why, found.left_s)
-            for found in loaded.conduct.quarantined()
+            QuarantinedStatus(found.workload.graph[:_DIGEST_SHOWN], found.cause, found.left_s)
+            for found in loaded.crash_history.quarantines()
         ]
 
     return Sources(

@@ -17,13 +17,12 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link import spares as spares_module
-from gradrule_server.link.endings import Reason
 from gradrule_server.link.engine import Engine, EngineRefused
-from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.recovery.endings import EndReason, EngineLost, ProgramNotLoaded
 from tests.service import endless
 from tests.service.shared_fork_server import SharedForkServer
 
@@ -113,7 +112,7 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
         await _until(lambda: engine.pid)
         assert engine.generation == 3
         assert changes == [True, False, True]
-        with pytest.raises(NotLoaded) as unknown_key:
+        with pytest.raises(ProgramNotLoaded) as unknown_key:
             await engine.call(Kind.RUN, link_pb2.RunRequest(key="nothing").SerializeToString(), _in(10))
         assert unknown_key.value.reason == errors_pb2.ERROR_REASON_INTERNAL
         last = engine.pid
@@ -155,7 +154,7 @@ async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overr
     await asyncio.wait(hanging)
     with pytest.raises(EngineLost) as lost:
         await waiting
-    assert not lost.value.is_suspect
+    assert not lost.value.is_blamable
     await _until(lambda: engine.pid not in (None, first))
 
 
@@ -167,8 +166,8 @@ async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -
             await engine.call(Kind.RUN, _run(endless.STAYS), _in(0.5))
     with pytest.raises(EngineLost) as lost:
         await beside
-    assert lost.value.ending.reason is Reason.OVERRUN
-    assert not lost.value.is_suspect
+    assert lost.value.engine_end.reason is EndReason.OVERRUN
+    assert not lost.value.is_blamable
 
 
 @pytest.mark.parametrize("kept", [0, 1])

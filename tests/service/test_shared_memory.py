@@ -17,11 +17,11 @@ from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import arena
-from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.recovery.endings import EngineLost
 from tests.service.graph_defs import drawn, placeholder
 
 _MEBIBYTE = 1024 * 1024

@@ -12,7 +12,7 @@ from gradrule_server import assembly
 from gradrule_server.link import memory
 from gradrule_server.operations import audit
 from gradrule_server.operations.operations import Operations
-from gradrule_server.programs.conduct import Suspect
+from gradrule_server.recovery.crash_history import Workload
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.settings import Settings
 
@@ -34,7 +34,9 @@ async def test_the_audit_log_tells_which_program_is_quarantined_and_why(settings
     loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
     graph = "0123456789abcdef" * 4
     try:
-        loaded.conduct.convict(Suspect("", graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED), "SIGABRT: Check failed: a")
+        loaded.crash_history.quarantine(
+            Workload("", graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED), "SIGABRT: Check failed: a"
+        )
     finally:
         audit.configure("")
     (line,) = map(json.loads, audited.read_text().splitlines())

@@ -25,10 +25,11 @@ from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.engine.weights import Weights
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.link.faults import NotLoaded, fault_message
+from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.worker import PreparationService
+from gradrule_server.recovery.endings import ProgramNotLoaded
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class EngineService:
         built = self._programs.get(key)
         if built is None:
             message = f"the engine holds no program {key!r}"
-            raise NotLoaded([Finding(errors_pb2.ERROR_REASON_INTERNAL, message)])
+            raise ProgramNotLoaded([Finding(errors_pb2.ERROR_REASON_INTERNAL, message)])
         return built
 
     def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:

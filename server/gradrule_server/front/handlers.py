@@ -53,11 +53,11 @@ from gradrule_server.front.routing import Handler, Make, Service
 from gradrule_server.front.stalls import patience
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import Principal
-from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.operations.audit import record_registration
 from gradrule_server.operations.observer import ObservedRequest, Observer
 from gradrule_server.operations.request_record import RequestRecord
 from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
+from gradrule_server.tenant_locks import TenantLocks
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _EMPTY: Any = Empty()
@@ -114,7 +114,7 @@ class Door:
         self._connections = connections or ConnectionWatch()
         self._open_streams = OpenStreams(identity, admission, self._connections, times.stall_s, times.recheck_s)
         self._arrivals = Arrivals(admission, self._connections)
-        self._reading = TurnsByOwner()
+        self._reading = TenantLocks()
         self._unread = Rounds(times.stall_s / 4)
         self._deadlines = Deadlines()
         self.draining = asyncio.Event()

@@ -18,7 +18,6 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.link.account import Account
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
 from gradrule_server.link.batching import Batch, Batches, BatchKey, pack_batch
 from gradrule_server.link.faults import error_of
@@ -35,6 +34,7 @@ from gradrule_server.link.jit import JitState
 from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel, lost
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone, Work
+from gradrule_server.recovery.crash_history import OutcomeRecorder
 
 if TYPE_CHECKING:
     from gradrule_server.link.process import EngineProcess
@@ -107,9 +107,9 @@ class Connection(asyncio.Protocol):
 
     @property
     def present(self) -> frozenset[Hashable | None]:
-        """The suspects of the requests that ran when the other end went; None for requests without an account."""
+        """The suspects of the requests that ran when the other end went; None for requests without an recorder."""
         works = [*self.lost, *(batch.works[0] for batch in self.lost_batches)]
-        return frozenset(None if work.account is None else work.account.suspect for work in works)
+        return frozenset(None if work.recorder is None else work.recorder.workload for work in works)
 
     @property
     def lost_one(self) -> bool:
@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
         self,
         kind: Kind,
         payload: bytes | Sequence[bytes],
-        account: Account | None = None,
+        recorder: OutcomeRecorder | None = None,
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
     ) -> Work:
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._closed.is_set():
             raise EngineGone(started=False)
         parts = (payload,) if isinstance(payload, bytes) else payload
-        work = Work(self, next(self._ids), kind, parts, account, suffix, batch_key)
+        work = Work(self, next(self._ids), kind, parts, recorder, suffix, batch_key)
         if self._busy < self._threads and self._can_start(work):
             self._start(work)
         else:
@@ -473,8 +473,8 @@ class Connection(asyncio.Protocol):
         if work.batch is None:
             self._busy -= 1
             self._batches.ended(work, 1)
-        if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
-            work.account.took(self.loop.time() - work.started_at)
+        if work.recorder is not None and work.started_at is not None and kind is not Kind.FAULT:
+            work.recorder.record_completion(self.loop.time() - work.started_at)
         if work.kind is Kind.COMPILE:
             self._compiling = False
         if self._waiting and work.batch is None:

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, error
-from gradrule_server.link.account import Account
 from gradrule_server.link.batching import BatchKey
-from gradrule_server.link.endings import Ending, Inquest, Reason
-from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.spares import Spares
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone, Work
+from gradrule_server.recovery.crash_history import OutcomeRecorder
+from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost
 
 __all__ = ["Engine", "EngineRefused", "EngineStatus"]
 
@@ -112,7 +111,7 @@ class Engine:
         """Programs whose calls ran together when a process ended: from then on they run alone."""
         self._without_jit: set[str] = set()
         """Programs that XLA compiled when a process ended: it does not compile them again."""
-        self.last_ending: Ending | None = None
+        self.last_ending: EngineEnd | None = None
         """How the process before this one ended, as soon as that is known."""
         self.generation = 0
         """Grows whenever a process comes or goes: what the last one held is gone."""
@@ -235,7 +234,7 @@ class Engine:
         self.generation += 1
         process.connection.on_lost = None
         if process.connection.running:
-            process.end(Reason.OVERRUN)
+            process.end(EndReason.OVERRUN)
             return None
         return process
 
@@ -244,7 +243,7 @@ class Engine:
         kind: Kind,
         payload: bytes,
         ends_at: float,
-        account: Account | None = None,
+        recorder: OutcomeRecorder | None = None,
         on_ask: Callable[[Work, bytes], None] | None = None,
         batch_key: BatchKey | None = None,
         memory: ClientMemory | None = None,
@@ -258,7 +257,7 @@ class Engine:
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload, account, batch_key=batch_key, memory=memory)
+        work = self.submit(kind, payload, recorder, batch_key=batch_key, memory=memory)
         if on_ask is not None:
             work.on_ask = functools.partial(on_ask, work)
         try:
@@ -273,7 +272,7 @@ class Engine:
         self,
         kind: Kind,
         payload: bytes | Sequence[bytes],
-        account: Account | None = None,
+        recorder: OutcomeRecorder | None = None,
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
         memory: ClientMemory | None = None,
@@ -289,7 +288,7 @@ class Engine:
         try:
             if memory is not None:
                 self._process.connection.attach(memory)
-            work = self._process.connection.submit(kind, payload, account, suffix, batch_key)
+            work = self._process.connection.submit(kind, payload, recorder, suffix, batch_key)
         except EngineGone:
             raise lost_waiting() from None
         self.used_at = work.submitted_at
@@ -342,19 +341,19 @@ class Engine:
         if not gone.started or process is None:
             return lost_waiting()
         try:
-            ending = await process.ending()
+            ending = await process.wait_ended()
         except asyncio.CancelledError:
             work.is_given_up = True
             raise
         return _lost(process, ending)
 
-    async def wait_lost(self) -> Ending | None:
+    async def wait_lost(self) -> EngineEnd | None:
         """Waits until the process that serves now is gone. Returns how it ended; None where there is no process."""
         process = self._process
         if process is None:
             return self.last_ending
         await process.connection.wait_closed()
-        return await process.ending()
+        return await process.wait_ended()
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """One message without an answer."""
@@ -384,7 +383,7 @@ class Engine:
         if self._process is not process:
             return
         self._process = None
-        process.inquest.present = process.connection.present
+        process.crash_report.present = process.connection.present
         if len(self._unbatched) < _MOST_UNBATCHED:
             self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
         if len(self._without_jit) < _MOST_UNBATCHED:
@@ -400,12 +399,12 @@ class Engine:
             self._on_change(self)
 
     async def _report(self, process: EngineProcess) -> None:
-        ending = self.last_ending = await process.ending()
+        ending = self.last_ending = await process.wait_ended()
         self._ended[ending.reason] += 1
         _log.warning("engine %d ended (%s)", process.pid, ending)
         for work in process.connection.lost:
-            if work.is_given_up and work.account is not None:
-                work.account.lost(_lost(process, ending))
+            if work.is_given_up and work.recorder is not None:
+                work.recorder.record_engine_loss(_lost(process, ending))
 
     def _end_overrun(self, work: Work, ends_at: float) -> None:
         process = self._process
@@ -416,10 +415,10 @@ class Engine:
         _log.warning(
             "a request %s; ending engine %d", "overran its deadline" if overran else "is given up", process.pid
         )
-        process.end(Reason.OVERRUN)
+        process.end(EndReason.OVERRUN)
         # A request of a batch runs for as long as all of them.
-        if overran and work.batch is None and work.account is not None:
-            work.account.overran(now - work.started_at)
+        if overran and work.batch is None and work.recorder is not None:
+            work.recorder.record_overrun(now - work.started_at)
 
 
 def unavailable() -> Exception:
@@ -435,19 +434,21 @@ def lost_waiting() -> EngineLost:
     """The engine is gone, and the request had not started."""
     return EngineLost(
         [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the engine died before it took the request up")],
-        ending=Ending(Reason.STOPPED, "its connection broke"),
-        is_alone=False,
-        inquest=Inquest(),
+        engine_end=EngineEnd(EndReason.STOPPED, "its connection broke"),
+        ran_alone=False,
+        crash_report=CrashReport(),
     )
 
 
-def _lost(process: EngineProcess, ending: Ending) -> EngineLost:
+def _lost(process: EngineProcess, ending: EngineEnd) -> EngineLost:
     """The process ended so, while it had the request."""
     reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {ending}"
-    if ending.reason is Reason.MEMORY:
+    if ending.reason is EndReason.MEMORY:
         reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
-    is_alone = process.connection.lost_one
-    return EngineLost([Finding(reason, message)], ending=ending, is_alone=is_alone, inquest=process.inquest)
+    ran_alone = process.connection.lost_one
+    return EngineLost(
+        [Finding(reason, message)], engine_end=ending, ran_alone=ran_alone, crash_report=process.crash_report
+    )
 
 
 def _run_by_xla(process: EngineProcess) -> set[str]:

@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource, reason_name
-from gradrule_server.link.endings import Ending, Inquest
 from gradrule_server.link.v1 import link_pb2
-
-
-@dataclass
-class NotLoaded(GradruleError):
-    """The engine does not hold the program that it was to run; it is to be loaded again."""
-
-
-@dataclass(kw_only=True)
-class EngineLost(GradruleError):
-    """The engine ended before it answered. ENGINE_CRASHED, MEMORY_EXCEEDED.
-
-    `is_alone`: nothing else ran in it. `inquest`: what is found out about this end, by all who ran in it.
-    """
-
-    ending: Ending
-    is_alone: bool
-    inquest: Inquest
-
-    @property
-    def is_suspect(self) -> bool:
-        """It may have been this request; not where it had not started, or was ended for another request's sake."""
-        return self.ending.is_blamable
+from gradrule_server.recovery.endings import ProgramNotLoaded
 
 
 def finding_message(finding: Finding) -> program_pb2.Finding:
@@ -46,7 +23,7 @@ def fault_message(cause: GradruleError) -> link_pb2.Fault:
         reason=cause.reason,
         message=cause.message,
         findings=[finding_message(item) for item in cause.findings],
-        not_loaded=isinstance(cause, NotLoaded),
+        not_loaded=isinstance(cause, ProgramNotLoaded),
         retry_after_s=cause.retry_after_s,
         resources=[link_pb2.FaultResource(type=item.type, name=item.name) for item in _resources(cause)],
     )
@@ -59,7 +36,7 @@ def error_of(fault: link_pb2.Fault) -> GradruleError:
         for item in fault.findings
     ] or [Finding(fault.reason, fault.message)]
     if fault.not_loaded:
-        return NotLoaded(findings)
+        return ProgramNotLoaded(findings)
     resources = [Resource(item.type, item.name) for item in fault.resources]
     return GradruleError(
         findings,

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from socket import socket
 
 from gradrule_server.link import fork_protocol
-from gradrule_server.link.endings import ending_of
 from gradrule_server.link.environment import engine_environment
 from gradrule_server.link.kernel import adopt_orphans
 from gradrule_server.link.stderr import LastWords, log_stderr
+from gradrule_server.recovery.endings import end_from_exit
 
 _log = logging.getLogger(__name__)
 
@@ -184,4 +184,4 @@ async def _failure(running: _Running, *, has_ended: bool) -> ForkServerEnded:
     await running.end(_STOP_TIMEOUT_S if has_ended else 0)
     if not has_ended:
         return ForkServerEnded(f"it did not answer within {_ANSWER_TIMEOUT_S:g} s")
-    return ForkServerEnded(str(ending_of(running.process.returncode, None, running.last_words.fatal)))
+    return ForkServerEnded(str(end_from_exit(running.process.returncode, None, running.last_words.fatal)))

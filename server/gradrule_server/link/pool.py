@@ -14,10 +14,10 @@ from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, Use
 from gradrule_server.link.oom import OOM_KILLS
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.spares import Spares
-from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.watch import Watch
 from gradrule_server.link.workers import CompileWorkers
+from gradrule_server.tenant_locks import TenantLocks
 
 __all__ = ["EnginePool", "EngineRefused", "EngineStatus"]
 
@@ -82,7 +82,7 @@ class EnginePool:
         self._closing: set[asyncio.Task[None]] = set()
         self.memory_limit = options.memory_limit
         """Bytes that an engine may take; 0: any."""
-        self.trials = TurnsByOwner()
+        self.trials = TenantLocks()
         """Held by who uses `alone`: a tenant's trials run one at a time."""
 
     @property

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from gradrule_server.link import arena
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.endings import Ending, Inquest, Reason, ending_of
 from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
 from gradrule_server.link.framing import LINK_VERSION, Arenas
 from gradrule_server.link.oom import OOM_KILLS
 from gradrule_server.link.stderr import LastWords, log_stderr
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone
+from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, end_from_exit
 
 _GREETING_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
@@ -73,9 +73,9 @@ class EngineProcess:
     """Bytes that it may take; 0: any."""
     resident_bytes: int = 0
     """When it was last looked at."""
-    inquest: Inquest = field(default_factory=Inquest)
-    _ended_for: Reason | None = None
-    _ending: asyncio.Task[Ending] | None = None
+    crash_report: CrashReport = field(default_factory=CrashReport)
+    _ended_for: EndReason | None = None
+    _ending: asyncio.Task[EngineEnd] | None = None
 
     @property
     def pid(self) -> int:
@@ -97,8 +97,8 @@ class EngineProcess:
             greeting = await asyncio.wait_for(self.connection.greeting, _GREETING_TIMEOUT_S)
         except (EngineGone, TimeoutError) as cause:
             if isinstance(cause, TimeoutError):
-                self.end(Reason.HEARTBEAT)
-            raise EngineRefused(f"the engine died while it started: {await self.ending()}") from None
+                self.end(EndReason.HEARTBEAT)
+            raise EngineRefused(f"the engine died while it started: {await self.wait_ended()}") from None
         if greeting.refusal:
             await self.process.wait()
             raise EngineRefused(greeting.refusal)
@@ -115,13 +115,13 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def end(self, reason: Reason) -> None:
+    def end(self, reason: EndReason) -> None:
         """Ends it at once, and remembers why."""
         if self._ended_for is None and self.process.returncode is None:
             self._ended_for = reason
         self.kill()
 
-    async def ending(self) -> Ending:
+    async def wait_ended(self) -> EngineEnd:
         """How it ended; ends it if it has not, since without a connection it is of no use."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._find_ending(), name="engine-ending")
@@ -129,7 +129,7 @@ class EngineProcess:
 
     async def stop(self) -> None:
         """Lets it end, or ends it."""
-        self._ended_for = self._ended_for or Reason.STOPPED
+        self._ended_for = self._ended_for or EndReason.STOPPED
         self.connection.close()
         try:
             await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT_S)
@@ -137,7 +137,7 @@ class EngineProcess:
             self.kill()
             await self.process.wait()
 
-    async def _find_ending(self) -> Ending:
+    async def _find_ending(self) -> EngineEnd:
         # The socket tells of a death before the operating system does.
         died_by_itself = await self._has_ended(_LAST_WORDS_TIMEOUT_S)
         if not died_by_itself:
@@ -147,7 +147,9 @@ class EngineProcess:
         await asyncio.wait([self.stderr], timeout=_LAST_WORDS_TIMEOUT_S)
         code = self.process.returncode if died_by_itself else None
         is_full = 0 < _NEARLY * self.memory_limit <= self.resident_bytes
-        return ending_of(code, self._ended_for, self.last_words.fatal, was_short=is_full or OOM_KILLS.grew)
+        return end_from_exit(
+            code, self._ended_for, self.last_words.fatal, was_short_of_memory=is_full or OOM_KILLS.grew
+        )
 
     async def _has_ended(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -7,10 +7,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from gradrule_server.link.endings import Reason
 from gradrule_server.link.fork_server import ForkServer
 from gradrule_server.link.process import EngineProcess, EngineRefused, ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.recovery.endings import EndReason
 
 _log = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ class Spares:
         await asyncio.gather(*(process.stop() for process in ready))
         left = list(self._all)
         for process in left:
-            process.end(Reason.STOPPED)
-        await asyncio.gather(*(process.ending() for process in left))
+            process.end(EndReason.STOPPED)
+        await asyncio.gather(*(process.wait_ended() for process in left))
         await self._fork_server.stop()
 
     def _loser(self, process: EngineProcess) -> Callable[[], None]:

@@ -7,7 +7,7 @@ import logging
 import re
 from dataclasses import dataclass
 
-from gradrule_server.link.endings import fatal_text
+from gradrule_server.recovery.endings import fatal_message
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class LastWords:
     def note(self, line: str) -> None:
         """Looks at a line."""
         if not self.fatal:
-            self.fatal = fatal_text(line)
+            self.fatal = fatal_message(line)
 
 
 async def log_stderr(stream: asyncio.StreamReader, name: str, last_words: LastWords) -> None:

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from gradrule_server.link.endings import Reason
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess
+from gradrule_server.recovery.endings import EndReason
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Watch:
         silence_s = now - connection.last_heard
         if silence_s > (_SILENCE_RUNNING_S if connection.running else _SILENCE_IDLE_S):
             _log.warning("engine %d has answered nothing for %.1f s; ending it", process.pid, silence_s)
-            process.end(Reason.HEARTBEAT)
+            process.end(EndReason.HEARTBEAT)
         else:
             connection.tell(Kind.PING, b"")
 
@@ -74,7 +74,7 @@ class Watch:
                 process.resident_bytes = resident_bytes(process.pid, arenas)
                 if self._memory_limit and process.resident_bytes > self._memory_limit * _MEMORY_SLACK:
                     _log.warning("engine %d takes %d bytes; ending it", process.pid, process.resident_bytes)
-                    process.end(Reason.MEMORY)
+                    process.end(EndReason.MEMORY)
 
 
 def resident_bytes(pid: int, arenas: int) -> int:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gradrule_server.link.account import Account
 from gradrule_server.link.arena import Chunk
 from gradrule_server.link.batching import Batch, BatchKey
 from gradrule_server.link.framing import Kind
+from gradrule_server.recovery.crash_history import OutcomeRecorder
 
 if TYPE_CHECKING:
     from gradrule_server.link.connection import Connection
@@ -53,7 +53,7 @@ class Work:
         request_id: int,
         kind: Kind,
         payload: Sequence[bytes],
-        account: Account | None,
+        recorder: OutcomeRecorder | None,
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class Work:
         self.kind = kind
         self.payload = payload
         """Parts that follow one another in the frame."""
-        self.account = account
+        self.recorder = recorder
         self.suffix = suffix
         """Appended to the answer's payload while that is copied: a large answer is not copied once more for it."""
         self.batch_key = batch_key

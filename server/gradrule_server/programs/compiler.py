@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
-from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import Runnable
-from gradrule_server.programs.compiled import Compiled, compiled
+from gradrule_server.programs.cache import RunnableProgram
+from gradrule_server.programs.compiled import CompiledProgram, compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Prepared, Preparer
-from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.tenant_locks import TenantLocks
 
 _LARGE_BYTES = 8 << 20
 # Ends the key of a program that an engine describes and does not keep.
@@ -27,7 +27,7 @@ _DESCRIBED = "?describe"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptParts:
+class StoredParts:
     """What a registry keeps of a program. `spec`: bytes of the `ProgramSpec`, a graph inline as bytes."""
 
     spec: bytes
@@ -46,28 +46,28 @@ class Compiler:
         self._limits = limits
         self._blobs = blobs
         self._owner = owner
-        self._large = TurnsByOwner()
+        self._large = TenantLocks()
 
     async def compile(
         self,
         spec: bytes,
         call: CallShape,
         rules: RegistryLookup | bytes,
-        retries: Retries,
-    ) -> Runnable:
+        recovery: CallRecovery[Engine],
+    ) -> RunnableProgram:
         """Returns the program for calls of this shape. Raises `GradruleError` with all that is wrong with it.
 
         `spec`: bytes of a `ProgramSpec`; `rules`: the registry's, or the snapshot of a kept program's.
         """
         _, program = await self._compile(
             self._preparer.graph_bytes(spec),
-            retries,
-            lambda: self._preparer.program(spec, call, rules, retries.ends_at),
+            recovery,
+            lambda: self._preparer.program(spec, call, rules, recovery.ends_at),
         )
         assert program is not None
         return program
 
-    async def describe(self, spec: bytes, rules: RegistryLookup, retries: Retries) -> Compiled:
+    async def describe(self, spec: bytes, rules: RegistryLookup, recovery: CallRecovery[Engine]) -> CompiledProgram:
         """Returns what is told of a program. Raises as `compile` does.
 
         No call runs it: where no engine holds it, none will, and it is built only as far as telling of it needs.
@@ -75,29 +75,29 @@ class Compiler:
         call = CallShape()
         with timing_compilation():
             async with self._prepared(
-                self._preparer.graph_bytes(spec), lambda: self._preparer.program(spec, call, rules, retries.ends_at)
+                self._preparer.graph_bytes(spec), lambda: self._preparer.program(spec, call, rules, recovery.ends_at)
             ) as answer:
-                program = await self._load(answer, retries, describes=True)
+                program = await self._load(answer, recovery, describes=True)
                 assert program is not None
                 return program.compiled
 
-    async def compile_kept(
-        self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, retries: Retries
-    ) -> Runnable:
+    async def compile_stored(
+        self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, recovery: CallRecovery[Engine]
+    ) -> RunnableProgram:
         """Returns a kept program for calls of this shape. Large graphs of a tenant are read one after the other.
 
         Args:
             graph_bytes: Size of its graph.
             read: Returns the spec and the snapshot of its rules; called in a thread.
             call: The structure of calls.
-            retries: The chances of the call.
+            recovery: The chances of the call.
         """
 
         async def prepare() -> Prepared:
             spec, snapshot = await asyncio.to_thread(read)
-            return await self._preparer.program(spec, call, snapshot, retries.ends_at)
+            return await self._preparer.program(spec, call, snapshot, recovery.ends_at)
 
-        _, program = await self._compile(graph_bytes, retries, prepare)
+        _, program = await self._compile(graph_bytes, recovery, prepare)
         assert program is not None
         return program
 
@@ -106,32 +106,32 @@ class Compiler:
         spec: bytes,
         call: CallShape,
         rules: RegistryLookup,
-        retries: Retries,
+        recovery: CallRecovery[Engine],
         is_known: Callable[[bytes], bool],
-    ) -> Runnable | None:
+    ) -> RunnableProgram | None:
         """Compiles as `compile` does; returns None where `is_known` of the spec's digest is True."""
         _, program = await self._compile(
             self._preparer.graph_bytes(spec),
-            retries,
-            lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_known=is_known),
+            recovery,
+            lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_known=is_known),
         )
         return program
 
     async def compile_to_keep(
-        self, spec: bytes, call: CallShape, rules: RegistryLookup, retries: Retries
-    ) -> tuple[Runnable, KeptParts]:
+        self, spec: bytes, call: CallShape, rules: RegistryLookup, recovery: CallRecovery[Engine]
+    ) -> tuple[RunnableProgram, StoredParts]:
         """Compiles as `compile` does; returns also what a registry keeps."""
         prepared, program = await self._compile(
             self._preparer.graph_bytes(spec),
-            retries,
-            lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_kept=True),
+            recovery,
+            lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_kept=True),
         )
         assert program is not None
-        return program, KeptParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
+        return program, StoredParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
 
     async def _compile(
-        self, graph_bytes: int, retries: Retries, prepare: Callable[[], Awaitable[Prepared]]
-    ) -> tuple[link_pb2.PreparedProgram, Runnable | None]:
+        self, graph_bytes: int, recovery: CallRecovery[Engine], prepare: Callable[[], Awaitable[Prepared]]
+    ) -> tuple[link_pb2.PreparedProgram, RunnableProgram | None]:
         """Prepares a program and has an engine compile it; no program where it is known.
 
         A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
@@ -139,7 +139,7 @@ class Compiler:
         """
         with timing_compilation():
             async with self._prepared(graph_bytes, prepare) as answer:
-                return answer.message, await self._load(answer, retries)
+                return answer.message, await self._load(answer, recovery)
 
     @contextlib.asynccontextmanager
     async def _prepared(self, graph_bytes: int, prepare: Callable[[], Awaitable[Prepared]]) -> AsyncIterator[Prepared]:
@@ -175,7 +175,9 @@ class Compiler:
             self._owner,
         )
 
-    async def _load(self, answer: Prepared, retries: Retries, *, describes: bool = False) -> Runnable | None:
+    async def _load(
+        self, answer: Prepared, recovery: CallRecovery[Engine], *, describes: bool = False
+    ) -> RunnableProgram | None:
         """Has an engine compile a prepared program; does nothing where it is known.
 
         `describes`: an engine that does not hold the program only describes it, and does not keep it.
@@ -184,7 +186,7 @@ class Compiler:
         if prepared.is_known:
             return None
         loadable = await self._loadable(answer)
-        describes = describes and self._loaded.at_hand(loadable) is None
+        describes = describes and self._loaded.find_loaded(loadable) is None
         if describes:
             loadable = replace(
                 loadable,
@@ -193,14 +195,14 @@ class Compiler:
             )
 
         async def load(engine: Engine | None) -> bytes:
-            with self._loaded.held(loadable, engine, retries.ends_at, retries.account(loadable)) as held:
+            with self._loaded.held(loadable, engine, recovery.ends_at, recovery.recorder(loadable.workload)) as held:
                 try:
                     return await self._loaded.wait(held, may_move=engine is None)
                 finally:
                     if describes and held.is_over:
                         self._loaded.forget(held)
 
-        reply = await retries.run(loadable, load, proves=False)
+        reply = await recovery.run(loadable.workload, load, proves=False)
         device = self._loaded.pool.greeting.device
-        finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, retries.ends_at)
-        return Runnable(compiled(prepared, finished, self._limits), loadable)
+        finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, recovery.ends_at)
+        return RunnableProgram(compiled(prepared, finished, self._limits), loadable)

@@ -19,16 +19,17 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.endings import Reason
-from gradrule_server.link.faults import EngineLost, fault_message
+from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shape import CallShape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import Work
 from gradrule_server.policy import Limits
-from gradrule_server.programs.conduct import Conduct, Suspect
 from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.recovery.call_recovery import culprit_error
+from gradrule_server.recovery.crash_history import CrashHistory, Workload
+from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 
 _log = logging.getLogger(__name__)
@@ -60,11 +61,13 @@ class Prepared:
 
 
 class Preparer:
-    """Gives tasks to the compile workers of the tenant `owner`. `conduct`: what is known of its graphs."""
+    """Gives tasks to the compile workers of the tenant `owner`. `crash_history`: what is known of its graphs."""
 
-    def __init__(self, pool: EnginePool, conduct: Conduct, limits: Limits, blobs: BlobStore, owner: str) -> None:
+    def __init__(
+        self, pool: EnginePool, crash_history: CrashHistory, limits: Limits, blobs: BlobStore, owner: str
+    ) -> None:
         self._pool = pool
-        self._conduct = conduct
+        self._crash_history = crash_history
         self._limits = link_pb2.Limits(**dataclasses.asdict(limits))
         self._blobs = blobs
         self._owner = owner
@@ -112,11 +115,11 @@ class Preparer:
             return 0
 
     async def finish(
-        self, plan: bytes, reply: bytes, device: str, suspect: str, ends_at: float
+        self, plan: bytes, reply: bytes, device: str, workload: str, ends_at: float
     ) -> link_pb2.FinishedProgram:
         """Puts together what a program is that an engine has compiled. Raises INACTIVE_OVERRIDE."""
         task = link_pb2.PrepareRequest(finish=link_pb2.FinishTask(plan=plan, reply=reply, device=device))
-        return await self._work(task, suspect, _Asked(self._blobs), ends_at, link_pb2.FinishedProgram.FromString)
+        return await self._work(task, workload, _Asked(self._blobs), ends_at, link_pb2.FinishedProgram.FromString)
 
     async def variables(self, spec: bytes, ends_at: float) -> list[link_pb2.GraphVariable]:
         """Returns the variables of a spec's graph."""
@@ -126,8 +129,8 @@ class Preparer:
     async def rule(self, definition: rule_pb2.RuleDefinition, ends_at: float) -> rule_pb2.RuleDefinition:
         """Checks a rule that is a graph; returns it with its graph as bytes."""
         task = link_pb2.PrepareRequest(rule=definition)
-        suspect = _digest(definition.SerializeToString(deterministic=True))
-        checked = await self._work(task, suspect, _Asked(self._blobs), ends_at, link_pb2.CheckedRule.FromString)
+        workload = _digest(definition.SerializeToString(deterministic=True))
+        checked = await self._work(task, workload, _Asked(self._blobs), ends_at, link_pb2.CheckedRule.FromString)
         return checked.definition
 
     async def sample(self, request: bytes, rules: RegistryLookup, ends_at: float) -> link_pb2.RawEvaluateRequest:
@@ -146,28 +149,28 @@ class Preparer:
     ) -> AnswerT:
         """Returns the answer of a worker. A graph that ends two workers is refused for a while.
 
-        `graph`: what is held to account. `read`: reads the answer; `DecodeError` where it is none.
+        `graph`: what is blamed for crashes. `read`: reads the answer; `DecodeError` where it is none.
         """
         task.limits.CopyFrom(self._limits)
         task.blob_folder = self._blobs.folder_name
         payload = task.SerializeToString()
         asked.bytes_left += len(payload)
-        suspect = Suspect(self._owner, graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED)
-        self._conduct.check(suspect)
+        workload = Workload(self._owner, graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED)
+        self._crash_history.check(workload)
         killed, suspected = 0, False
         with contextlib.closing(asked):
             while True:
                 try:
                     return await self._once(payload, asked, ends_at or math.inf, read)
                 except EngineLost as lost:
-                    if not lost.is_suspect:
+                    if not lost.is_blamable:
                         killed += 1
                         if killed > _MOST_KILLED:
                             raise
                     elif suspected:
                         # A worker has one task at a time: what ends two of them is to blame.
-                        raise self._found_guilty(suspect, lost) from None
-                    suspected = suspected or lost.is_suspect
+                        raise self._quarantine(workload, lost) from None
+                    suspected = suspected or lost.is_blamable
 
     async def _once(self, payload: bytes, asked: _Asked, ends_at: float, read: Callable[[bytes], AnswerT]) -> AnswerT:
         async with self._pool.workers.hold(self._owner) as worker:
@@ -185,15 +188,11 @@ class Preparer:
                     errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the answer of the process that read the graph is damaged"
                 ) from cause
 
-    def _found_guilty(self, suspect: Suspect, lost: EngineLost) -> GradruleError:
-        self._conduct.convict(suspect, str(lost.ending))
-        if lost.ending.reason is Reason.MEMORY:
-            limit = self._pool.memory_limit
-            least = f" (--memory-limit: {limit} bytes)" if limit else ""
-            message = f"the graph takes more memory than a process has that reads it{least}: {lost.ending}"
-            return error(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)
-        message = f"the graph ended each process that read it: {lost.ending}"
-        return error(errors_pb2.ERROR_REASON_ENGINE_CRASHED, message)
+    def _quarantine(self, workload: Workload, lost: EngineLost) -> GradruleError:
+        self._crash_history.quarantine(workload, str(lost.engine_end))
+        return culprit_error(
+            lost.engine_end, self._pool.memory_limit, "a process has that reads it", "process that read it"
+        )
 
 
 class _Asked:
@@ -306,7 +305,7 @@ def _read_variables(answer: bytes) -> list[link_pb2.GraphVariable]:
 
 
 def _graph_of(spec: bytes) -> str:
-    """Returns what is held to account for a spec: the digest of its graph's bytes, which are not read."""
+    """Returns what is blamed for a spec: the digest of its graph's bytes, which are not read."""
     try:
         return _digest(link_pb2.RawProgramSpec.FromString(spec).graph)
     except DecodeError:

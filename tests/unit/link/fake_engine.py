@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, cast
 
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine, Use
-from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.fork_server import ForkServer
 from gradrule_server.link.framing import HEADER_BYTES, Arenas, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost
 
 
 class Transport(asyncio.Transport):
@@ -77,8 +76,8 @@ class FakeProcess:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.inquest = Inquest()
-        self.ended_with: Ending | None = None
+        self.crash_report = CrashReport()
+        self.ended_with: EngineEnd | None = None
 
     @property
     def is_killed(self) -> bool:
@@ -99,40 +98,40 @@ class FakeProcess:
     def kill(self) -> None:
         self.die(KILLED)
 
-    def end(self, reason: Reason) -> None:
-        self.die(Ending(reason, reason))
+    def end(self, reason: EndReason) -> None:
+        self.die(EngineEnd(reason, reason))
 
     async def stop(self) -> None:
-        self.end(Reason.STOPPED)
+        self.end(EndReason.STOPPED)
 
-    def die(self, ending: Ending) -> None:
+    def die(self, ending: EngineEnd) -> None:
         """It ends like this."""
         if self.ended_with is None:
             self.ended_with = ending
             self.connection.connection_lost(None)
 
-    async def ending(self) -> Ending:
+    async def wait_ended(self) -> EngineEnd:
         assert self.ended_with is not None
         return self.ended_with
 
 
 class Overruns:
-    """An account that notes how long what overran had gone on, and how long what ended took."""
+    """A recorder that notes how long what overran had gone on, and how long what ended took."""
 
-    suspect = "the one"
+    workload = "the one"
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.taken: list[float] = []
         self.losses: list[EngineLost] = []
 
-    def took(self, seconds: float) -> None:
+    def record_completion(self, seconds: float) -> None:
         self.taken.append(seconds)
 
-    def overran(self, seconds: float) -> None:
+    def record_overrun(self, seconds: float) -> None:
         self.seconds.append(seconds)
 
-    def lost(self, cause: EngineLost) -> None:
+    def record_engine_loss(self, cause: EngineLost) -> None:
         self.losses.append(cause)
 
 
@@ -156,8 +155,8 @@ class Starter:
         return process
 
 
-CRASH = Ending(Reason.CRASH, "SIGABRT", "Check failed: a")
-KILLED = Ending(Reason.KILLED, "SIGKILL")
+CRASH = EngineEnd(EndReason.CRASH, "SIGABRT", "Check failed: a")
+KILLED = EngineEnd(EndReason.KILLED, "SIGKILL")
 
 
 class FakeEngine(Engine):

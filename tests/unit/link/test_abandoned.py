@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from gradrule_server.link import engine as engine_module
-from gradrule_server.link.endings import Ending
-from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
+from gradrule_server.recovery.endings import EngineEnd, EngineLost
 from tests.unit.link.fake_engine import CRASH, FakeEngine, Overruns
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -24,31 +23,31 @@ def _in(seconds: float) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-async def _give_up(engine: FakeEngine, ends_at: float, account: Overruns) -> None:
-    call = asyncio.create_task(engine.call(Kind.RUN, b"long", ends_at, account))
+async def _give_up(engine: FakeEngine, ends_at: float, recorder: Overruns) -> None:
+    call = asyncio.create_task(engine.call(Kind.RUN, b"long", ends_at, recorder))
     await engine.next(Kind.RUN)
     call.cancel()
     await asyncio.wait([call])
 
 
 async def test_who_cancels_before_the_deadline_ends_the_engine_and_is_not_blamed() -> None:
-    engine, account = FakeEngine(), Overruns()
+    engine, recorder = FakeEngine(), Overruns()
     process = engine.fake
-    await _give_up(engine, _in(60), account)
+    await _give_up(engine, _in(60), recorder)
     await asyncio.sleep(0.1)
     assert process.is_killed
-    assert account.seconds == []
+    assert recorder.seconds == []
 
 
 async def test_what_goes_on_after_its_deadline_is_blamed_once_with_the_time_that_it_took() -> None:
-    engine, account = FakeEngine(), Overruns()
+    engine, recorder = FakeEngine(), Overruns()
     process = engine.fake
-    await _give_up(engine, _in(0.02), account)
+    await _give_up(engine, _in(0.02), recorder)
     await asyncio.sleep(0.1)
     assert process.is_killed
-    (seconds,) = account.seconds
+    (seconds,) = recorder.seconds
     assert 0.05 <= seconds < 1
-    assert account.taken == []
+    assert recorder.taken == []
 
 
 async def test_what_ends_in_time_is_not_blamed_and_its_time_is_known_whoever_waits(
@@ -56,13 +55,13 @@ async def test_what_ends_in_time_is_not_blamed_and_its_time_is_known_whoever_wai
 ) -> None:
     # Longer than this test may be interrupted for.
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 1.0)
-    engine, account = FakeEngine(), Overruns()
-    await _give_up(engine, _in(0.02), account)
+    engine, recorder = FakeEngine(), Overruns()
+    await _give_up(engine, _in(0.02), recorder)
     engine.answer(b"long", Kind.RAN)
     await asyncio.sleep(1.2)
     assert not engine.fake.is_killed
-    assert account.seconds == []
-    assert len(account.taken) == 1
+    assert recorder.seconds == []
+    assert len(recorder.taken) == 1
 
 
 async def _end(engine: FakeEngine) -> None:
@@ -74,27 +73,27 @@ async def _end(engine: FakeEngine) -> None:
 
 
 async def test_who_gave_up_just_before_a_crash_is_told_of_it() -> None:
-    engine, account = FakeEngine(), Overruns()
-    await _give_up(engine, _in(60), account)
+    engine, recorder = FakeEngine(), Overruns()
+    await _give_up(engine, _in(60), recorder)
     await _end(engine)
-    (loss,) = account.losses
-    assert (loss.ending, loss.is_alone) == (CRASH, True)
+    (loss,) = recorder.losses
+    assert (loss.engine_end, loss.ran_alone) == (CRASH, True)
     await asyncio.sleep(0.1)
-    assert account.seconds == []
+    assert recorder.seconds == []
 
 
 async def test_who_gives_up_while_nobody_knows_yet_how_the_engine_ended_is_told_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, account, known = FakeEngine(), Overruns(), asyncio.Event()
+    engine, recorder, known = FakeEngine(), Overruns(), asyncio.Event()
     process = engine.fake
 
-    async def ending() -> Ending:
+    async def wait_ended() -> EngineEnd:
         await known.wait()
         return CRASH
 
-    monkeypatch.setattr(process, "ending", ending)
-    call = asyncio.create_task(engine.call(Kind.RUN, b"bad", _in(60), account))
+    monkeypatch.setattr(process, "wait_ended", wait_ended)
+    call = asyncio.create_task(engine.call(Kind.RUN, b"bad", _in(60), recorder))
     waits = asyncio.create_task(engine.call(Kind.RUN, b"beside", _in(60), Overruns()))
     await engine.next(Kind.RUN, 2)
     process.die(CRASH)
@@ -103,7 +102,7 @@ async def test_who_gives_up_while_nobody_knows_yet_how_the_engine_ended_is_told_
     await asyncio.wait([call])
     known.set()
     await _end(engine)
-    assert [loss.is_alone for loss in account.losses] == [False]
+    assert [loss.ran_alone for loss in recorder.losses] == [False]
     # Who waits is told by its own call.
     with pytest.raises(EngineLost):
         await waits

@@ -266,10 +266,10 @@ class BatchEngine(FakeEngine):
         connection, self.transport = connected()
         self.install(FakeProcess(connection))
         notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
-        self.accounts = [Overruns() for _ in range(3)]
+        self.recorders = [Overruns() for _ in range(3)]
         self.works = [
-            self.submit(Kind.RUN, name, account, batch_key=BatchKey("digest/1"))
-            for name, account in zip((b"a", b"b", b"c"), self.accounts, strict=True)
+            self.submit(Kind.RUN, name, recorder, batch_key=BatchKey("digest/1"))
+            for name, recorder in zip((b"a", b"b", b"c"), self.recorders, strict=True)
         ]
         answer(connection, self.transport, b"a")
         assert frames(self.transport) == [[b"a"], [b"b", b"c"]]
@@ -311,21 +311,21 @@ async def test_a_run_that_nobody_waits_for_ends_the_engine_and_nobody_is_blamed_
         work.answer.cancel()
         engine.abandon(work, asyncio.get_running_loop().time())
     await until_killed(process)
-    assert [account.seconds for account in engine.accounts] == [[], [], []]
+    assert [recorder.seconds for recorder in engine.recorders] == [[], [], []]
     # From then on each runs alone, and is blamed for itself.
     connection, transport = connected()
     engine.install(FakeProcess(connection))
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/2")
-    account = Overruns()
+    recorder = Overruns()
     for name in (b"d", b"e", b"f"):
-        engine.submit(Kind.RUN, name, account, batch_key=BatchKey("digest/2"))
+        engine.submit(Kind.RUN, name, recorder, batch_key=BatchKey("digest/2"))
     answer(connection, transport, b"d")
     assert frames(transport) == [[b"d"], [b"e"]]
     (work,) = (work for work in connection._running.values())
     work.answer.cancel()
     engine.abandon(work, asyncio.get_running_loop().time())
     await until_killed(engine.fake)
-    assert len(account.seconds) == 1
+    assert len(recorder.seconds) == 1
 
 
 @pytest.mark.usefixtures("quick")
@@ -336,7 +336,7 @@ async def test_the_last_of_a_run_that_is_given_up_ends_the_engine_though_others_
     cancelled.answer.cancel()
     engine.abandon(cancelled, asyncio.get_running_loop().time())
     await until_killed(process)
-    assert engine.accounts[2].seconds == []
+    assert engine.recorders[2].seconds == []
 
 
 async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_does_not_try_it_again() -> None:
@@ -344,7 +344,7 @@ async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_do
     connection, transport = connected(threads=2)
     engine.install(FakeProcess(connection))
     tried, other = Overruns(), Overruns()
-    other.suspect = "other"
+    other.workload = "other"
     key = BatchKey("digest/1")
     works = [engine.submit(Kind.RUN, name, tried, batch_key=key) for name in (b"a", b"b", b"c", b"d")]
     answer(connection, transport, b"a")
@@ -357,8 +357,8 @@ async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_do
     # The request that ran beside was not alone: nobody may blame it for this end.
     with pytest.raises(EngineGone) as gone:
         await beside.answer
-    assert not (await engine.lost(beside, gone.value)).is_alone
-    assert process.inquest.present == {"the one", "other"}
+    assert not (await engine.lost(beside, gone.value)).ran_alone
+    assert process.crash_report.present == {"the one", "other"}
     assert all(work.answer.done() for work in works)
     connection, transport = connected()
     engine.install(FakeProcess(connection))

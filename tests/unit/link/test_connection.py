@@ -10,10 +10,11 @@ import pytest
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.faults import NotLoaded, fault_message
+from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone
+from gradrule_server.recovery.endings import ProgramNotLoaded
 from tests.unit.link.fake_engine import Overruns, Transport, connected
 
 
@@ -97,10 +98,10 @@ async def test_a_lost_engine_tells_who_ran_in_it() -> None:
     connection.submit(Kind.RUN, b"b", Overruns())
     connection.submit(Kind.RUN, b"waits")
     connection.connection_lost(None)
-    assert connection.present == {None, Overruns.suspect}
+    assert connection.present == {None, Overruns.workload}
 
 
-@pytest.mark.parametrize("kind", [GradruleError, NotLoaded])
+@pytest.mark.parametrize("kind", [GradruleError, ProgramNotLoaded])
 async def test_a_fault_arrives_as_the_error_that_it_was(kind: type[GradruleError]) -> None:
     connection, transport = connected(1)
     work = connection.submit(Kind.RUN, b"a")

@@ -9,10 +9,10 @@ import signal
 import pytest
 
 from gradrule_server.link import process as process_module
-from gradrule_server.link.endings import Reason
 from gradrule_server.link.fork_server import ForkedProcess
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.stderr import LastWords
+from gradrule_server.recovery.endings import EndReason
 from tests.unit.link.fake_engine import connected
 
 
@@ -22,16 +22,18 @@ def _spawned(*command: str) -> ForkedProcess:
 
 @pytest.mark.parametrize(
     ("limit", "resident", "reason"),
-    [(1000, 899, Reason.KILLED), (1000, 901, Reason.MEMORY), (0, 901, Reason.KILLED)],
+    [(1000, 899, EndReason.KILLED), (1000, 901, EndReason.MEMORY), (0, 901, EndReason.KILLED)],
 )
-async def test_who_is_killed_close_to_its_limit_took_too_much_memory(limit: int, resident: int, reason: Reason) -> None:
+async def test_who_is_killed_close_to_its_limit_took_too_much_memory(
+    limit: int, resident: int, reason: EndReason
+) -> None:
     process = _spawned("sleep", "60")
     connection, _ = connected(1)
     said = asyncio.create_task(asyncio.sleep(0))
     engine = EngineProcess(process, connection, said, LastWords(), None, memory_limit=limit, resident_bytes=resident)
     assert not engine.has_ended
     os.kill(process.pid, signal.SIGKILL)
-    assert (await engine.ending()).reason is reason
+    assert (await engine.wait_ended()).reason is reason
     assert engine.has_ended
 
 

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 
 from gradrule_server.link import watch as watch_module
-from gradrule_server.link.endings import Reason
 from gradrule_server.link.framing import Arenas, Kind, pack_header
 from gradrule_server.link.process import EngineProcess
 from gradrule_server.link.watch import Watch, resident_bytes
+from gradrule_server.recovery.endings import EndReason
 from tests.unit.link.fake_engine import FakeProcess, Transport, connected
 
 _BEAT_S = 0.02
@@ -69,7 +69,7 @@ async def test_one_that_does_not_is_ended(watched: Watched) -> None:
     process, _ = watched()
     assert await _within(3, lambda: process.is_killed)
     assert process.ended_with is not None
-    assert process.ended_with.reason is Reason.HEARTBEAT
+    assert process.ended_with.reason is EndReason.HEARTBEAT
 
 
 async def test_one_that_runs_something_is_given_longer(watched: Watched) -> None:
@@ -111,7 +111,7 @@ async def test_one_that_takes_too_much_is_ended(watched: Watched) -> None:
     process.pid = os.getpid()
     assert await _within(3, lambda: process.is_killed)
     assert process.ended_with is not None
-    assert process.ended_with.reason is Reason.MEMORY
+    assert process.ended_with.reason is EndReason.MEMORY
 
 
 async def test_what_it_takes_is_known_without_a_limit(watched: Watched) -> None:

@@ -17,14 +17,15 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link import spares as spares_module
-from gradrule_server.link.faults import EngineLost, fault_message
+from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs import loaded as loaded_module
-from gradrule_server.programs import shelf as shelf_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
+from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, Overruns, Starter
 
@@ -163,7 +164,7 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     overruns = Overruns()
 
     async def hurried() -> None:
-        with loaded.held(program("a"), account=overruns) as load:
+        with loaded.held(program("a"), recorder=overruns) as load:
             await loaded.wait(load)
 
     with pytest.raises(TimeoutError):
@@ -212,8 +213,8 @@ async def test_a_new_engine_is_asked_again(blobs: BlobStore) -> None:
     engine.fake.die(CRASH)
     with pytest.raises(EngineLost) as lost:
         await user
-    assert lost.value.is_suspect
-    assert lost.value.is_alone
+    assert lost.value.is_blamable
+    assert lost.value.ran_alone
     engine.start_another()
     again = asyncio.create_task(use(loaded, program("a")))
     engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
@@ -353,7 +354,7 @@ async def _compile(loaded: LoadedPrograms, name: str) -> int:
                 await loaded.wait(load, may_move=True)
                 return load.engine.index
         except EngineLost as lost:
-            assert not lost.is_suspect
+            assert not lost.is_blamable
 
 
 @pytest.fixture
@@ -433,13 +434,13 @@ async def test_two_who_wait_for_one_program_both_get_around_what_takes_long(blob
 async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wait(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf_module, "_LOAD_S", 0.1)
-    engine, account = FakeEngine(), Overruns()
+    monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
+    engine, recorder = FakeEngine(), Overruns()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     loop = asyncio.get_running_loop()
 
     async def patient(name: str) -> None:
-        with loaded.held(program(name), ends_at=loop.time() + 0.15, account=account) as load:
+        with loaded.held(program(name), ends_at=loop.time() + 0.15, recorder=recorder) as load:
             await loaded.wait(load)
 
     started, process = loop.time(), engine.fake
@@ -450,14 +451,14 @@ async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wai
         await asyncio.sleep(0.02)
         assert loop.time() - started < 5
     assert loop.time() - started > 0.14
-    assert len(account.seconds) == 1
+    assert len(recorder.seconds) == 1
     assert all(isinstance(end, BaseException) for end in await asyncio.gather(*waiting, return_exceptions=True))
 
 
 async def test_what_waits_to_be_loaded_may_take_its_time_once_it_begins(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf_module, "_LOAD_S", 0.1)
+    monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     engine.submit(Kind.COMPILE, b"long")

@@ -13,28 +13,28 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.link.endings import Ending, Reason
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import Work
 from gradrule_server.policy import Limits
-from gradrule_server.programs.conduct import Conduct
 from gradrule_server.programs.preparer import Preparer
 from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.recovery.crash_history import CrashHistory
+from gradrule_server.recovery.endings import EndReason, EngineEnd
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
 from tests.unit.link.fake_engine import CRASH, KILLED, FakeEngine, FakePool
 
 _SPEC = program_pb2.ProgramSpec(fetches=["y"]).SerializeToString()
-_MEMORY = Ending(Reason.MEMORY, "SIGKILL")
+_MEMORY = EngineEnd(EndReason.MEMORY, "SIGKILL")
 
 
 class EndingEngine(FakeEngine):
     """Ends as soon as it has a request."""
 
-    def __init__(self, ending: Ending) -> None:
+    def __init__(self, ending: EngineEnd) -> None:
         super().__init__()
         self._end = ending
 
@@ -47,7 +47,7 @@ class EndingEngine(FakeEngine):
 class Workers:
     """Gives each task a worker that ends as the next of `endings` says, before it answers."""
 
-    def __init__(self, *endings: Ending) -> None:
+    def __init__(self, *endings: EngineEnd) -> None:
         self.endings = list(endings)
         self.given = 0
 
@@ -60,7 +60,7 @@ class Workers:
 def preparer(folder: Path, workers: Workers) -> Preparer:
     pool: Any = FakePool()
     pool.workers = workers
-    return Preparer(pool, Conduct(60.0), Limits(), BlobStore(folder, 0), "ada")
+    return Preparer(pool, CrashHistory(60.0), Limits(), BlobStore(folder, 0), "ada")
 
 
 async def refused(asked: Preparer) -> str:
@@ -70,7 +70,7 @@ async def refused(asked: Preparer) -> str:
 
 
 @pytest.mark.parametrize(("ending", "reason"), [(CRASH, "ENGINE_CRASHED"), (_MEMORY, "MEMORY_EXCEEDED")])
-async def test_a_graph_that_ends_two_workers_is_refused(tmp_path: Path, ending: Ending, reason: str) -> None:
+async def test_a_graph_that_ends_two_workers_is_refused(tmp_path: Path, ending: EngineEnd, reason: str) -> None:
     workers = Workers(ending, ending)
     asked = preparer(tmp_path, workers)
     assert await refused(asked) == reason

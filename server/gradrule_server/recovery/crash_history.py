@@ -1,0 +1,231 @@
+"""Records which graphs have crashed engines, and refuses such graphs for a while (quarantine)."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import error
+from gradrule_server.recovery.endings import CrashReport, EngineLost
+
+# Workloads in each table; the one that was recorded least recently is dropped.
+_MOST = 4096
+
+# Two crashes put a workload into quarantine if they happen within this many times the length of a quarantine.
+_CRASHES_COUNT_FOR = 10
+_MOST_CRASHES = 2
+
+# A workload that runs beside others is the likely cause of their engines' ends once it was present at this many ends
+# that have no other workload in common.
+_SHARED_CRASHES = 3
+_MOST_SHARED_CRASHES = 16
+
+# A workload that has completed before overruns only if it takes this many times its longest run, and longer than this.
+_OVERRUN_FACTOR = 10
+_LEAST_OVERRUN_S = 1.0
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Workload(NamedTuple):
+    """What is blamed for a crash: a tenant's graph and what is computed of it.
+
+    The values and names of feeds are not part of it.
+    """
+
+    owner: str
+    graph: str
+    derivative: evaluate_pb2.Derivative.ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A workload that is refused. `cause`: for people. `until`: CLOCK_MONOTONIC, seconds."""
+
+    workload: Workload
+    cause: str
+    until: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the workload is accepted again."""
+        return max(0.0, self.until - time.monotonic())
+
+
+class CrashHistory:
+    """The crash history of all workloads. Each table is bounded.
+
+    Args:
+        quarantine_s: Length of a quarantine, seconds; 0 disables quarantine.
+        on_quarantine: Called with each new quarantine.
+    """
+
+    def __init__(
+        self, quarantine_s: float = 0.0, on_quarantine: Callable[[Quarantine], None] = lambda quarantine: None
+    ) -> None:
+        self._quarantine_s = quarantine_s
+        self._on_quarantine = on_quarantine
+        self._succeeded: OrderedDict[Workload, None] = OrderedDict()
+        self._longest_runs: OrderedDict[Workload, float] = OrderedDict()
+        self._crashes: OrderedDict[Workload, list[float]] = OrderedDict()
+        self._shared_crashes: OrderedDict[Workload, list[tuple[float, CrashReport]]] = OrderedDict()
+        self._quarantines: OrderedDict[Workload, Quarantine] = OrderedDict()
+
+    def check(self, workload: Workload) -> None:
+        """Raises QUARANTINED if the workload is in quarantine."""
+        if not self._quarantines:
+            return
+        found = self._quarantines.get(workload)
+        if found is None:
+            return
+        left_s = found.until - time.monotonic()
+        if left_s <= 0:
+            del self._quarantines[workload]
+            return
+        raise error(
+            errors_pb2.ERROR_REASON_QUARANTINED,
+            f"the graph is refused for another {left_s:.0f} s, because it ended engines ({found.cause}); "
+            f"it can be sent again then, or changed",
+            retry_after_s=left_s,
+        )
+
+    def record_success(self, workload: Workload) -> None:
+        """Records that the workload completed without ending its engine."""
+        if workload in self._succeeded:
+            self._succeeded.move_to_end(workload)
+        else:
+            _remember(self._succeeded, workload, None)
+
+    def has_succeeded(self, workload: Workload) -> bool:
+        """Returns whether the workload has completed before."""
+        return workload in self._succeeded
+
+    def record_completion(self, workload: Workload, seconds: float) -> None:
+        """Records how long an engine worked on one request of the workload."""
+        if seconds > self._longest_runs.get(workload, -1.0):
+            _remember(self._longest_runs, workload, seconds)
+        else:
+            self._longest_runs.move_to_end(workload)
+
+    def longest_run_s(self, workload: Workload) -> float:
+        """Returns the longest time that an engine worked on one request of the workload, seconds; 0 if unknown."""
+        return self._longest_runs.get(workload, 0.0)
+
+    def record_overrun(self, workload: Workload, seconds: float, cause: str) -> None:
+        """Records that a request ran past its deadline, for `seconds` in all, and that its engine was ended.
+
+        It counts as a crash, unless the workload has completed before and did not run much longer than it ever did:
+        deadlines can be short, and machines busy.
+        """
+        expected_s = max(_LEAST_OVERRUN_S, _OVERRUN_FACTOR * self.longest_run_s(workload))
+        if not self.has_succeeded(workload) or seconds > expected_s:
+            self.record_crash(workload, cause)
+
+    def record_crash(self, workload: Workload, cause: str) -> None:
+        """Records that the workload ended an engine. The second crash puts it into quarantine."""
+        since, now = self._crash_window()
+        times = [at for at in self._crashes.get(workload, []) if at > since] + [now]
+        _remember(self._crashes, workload, times)
+        if len(times) >= _MOST_CRASHES:
+            self.quarantine(workload, cause)
+
+    def record_shared_crash(self, workload: Workload, report: CrashReport, cause: str) -> None:
+        """Records that the workload ran beside others in an engine that ended, and cannot be run alone.
+
+        A single end says nothing. Quarantine follows after several ends that share no other workload. Workloads that
+        completed since do not count as others, and ends whose culprit is known do not count.
+        """
+        if not report.present:
+            return
+        since, now = self._crash_window()
+        ends = [(at, end) for at, end in self._shared_crashes.get(workload, []) if at > since] + [(now, report)]
+        _remember(self._shared_crashes, workload, ends[-_MOST_SHARED_CRASHES:])
+        count, seen = 0, set[Hashable | None]()
+        for _, end in reversed(ends):
+            others = end.present - {workload} - end.cleared
+            if end.culprit is None and seen.isdisjoint(others):
+                count += 1
+                seen |= others
+        if count >= _SHARED_CRASHES:
+            self.quarantine(workload, cause)
+
+    def quarantine(self, workload: Workload, cause: str) -> None:
+        """Refuses the workload from now on, and forgets its other records."""
+        self._succeeded.pop(workload, None)
+        self._crashes.pop(workload, None)
+        self._longest_runs.pop(workload, None)
+        self._shared_crashes.pop(workload, None)
+        if self._quarantine_s:
+            found = Quarantine(workload, cause, time.monotonic() + self._quarantine_s)
+            _remember(self._quarantines, workload, found)
+            self._on_quarantine(found)
+
+    def quarantines(self) -> list[Quarantine]:
+        """Returns the quarantines that hold now."""
+        now = time.monotonic()
+        return [found for found in self._quarantines.values() if found.until > now]
+
+    def _crash_window(self) -> tuple[float, float]:
+        """Returns the time since which crashes count, and now; CLOCK_MONOTONIC, seconds."""
+        now = time.monotonic()
+        return now - _CRASHES_COUNT_FOR * self._quarantine_s, now
+
+
+class OutcomeRecorder(Protocol):
+    """Records what a request did to its engine, even if no caller waits for the request any more."""
+
+    @property
+    def workload(self) -> Hashable:
+        """What the request is blamed as; the same for all requests of one workload."""
+        ...
+
+    def record_completion(self, seconds: float) -> None:
+        """Records that the engine completed the request, and how long it worked on it."""
+        ...
+
+    def record_overrun(self, seconds: float) -> None:
+        """Records that the engine was ended because the request ran past its deadline, for `seconds` in all."""
+        ...
+
+    def record_engine_loss(self, lost: EngineLost) -> None:
+        """Records that the engine ended while the request ran, and that the request will not be run again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRecorder:
+    """Records the outcomes of one workload's requests in a crash history."""
+
+    crash_history: CrashHistory
+    workload: Workload
+
+    def record_completion(self, seconds: float) -> None:
+        """See `OutcomeRecorder`."""
+        self.crash_history.record_completion(self.workload, seconds)
+
+    def record_overrun(self, seconds: float) -> None:
+        """See `OutcomeRecorder`."""
+        self.crash_history.record_overrun(self.workload, seconds, "it went on after its deadline")
+
+    def record_engine_loss(self, lost: EngineLost) -> None:
+        """Records a crash if the request ran alone, else a shared crash. Counts each engine's end once."""
+        report = lost.crash_report
+        if not lost.is_blamable or self.workload in report.recorded:
+            return
+        report.recorded.add(self.workload)
+        if lost.ran_alone:
+            self.crash_history.record_crash(self.workload, str(lost.engine_end))
+        else:
+            self.crash_history.record_shared_crash(self.workload, report, str(lost.engine_end))
+
+
+def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    while len(table) > _MOST:
+        table.popitem(last=False)

@@ -1,0 +1,171 @@
+"""Why an engine process ended, and the errors of the calls that were running in it."""
+
+from __future__ import annotations
+
+import enum
+import re
+import signal
+import socket
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from gradrule_server.errors import GradruleError
+
+_MAX_CHARS = 300
+
+# A line that TensorFlow logs at severity FATAL, in absl's format or the older one, or the C++ runtime's line about an
+# uncaught exception.
+_FATAL = re.compile(r"(?:F\d{4} \S+ +\d+|[-0-9]+ [:.0-9]+: F) \S+\] (?P<text>.+)|(?P<thrown>terminate called .+)")
+_NO_MEMORY = re.compile(r"bad_alloc|[Oo]ut of memory|Cannot allocate memory|MemoryError")
+_PATH = re.compile(r"(?<![\w.])(?:[\w.-]+)?(?:/[\w.+@-]+){2,}(?::\d+)?")
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
+
+
+class EndReason(enum.StrEnum):
+    """Why an engine ended."""
+
+    CRASH = "crash"
+    """A signal raised by its own code, or an exit code."""
+    MEMORY = "memory"
+    """It exceeded its memory limit, or an allocation failed."""
+    OVERRUN = "overrun"
+    """The front end ended it: a call ran past its deadline, or went on after its cancellation."""
+    HEARTBEAT = "heartbeat"
+    """The front end ended it: it stopped answering pings."""
+    KILLED = "killed"
+    """Another process sent SIGKILL or SIGTERM."""
+    STOPPED = "stopped"
+    """The front end stopped it on purpose."""
+
+
+BLAMABLE_REASONS = frozenset({EndReason.CRASH, EndReason.MEMORY, EndReason.HEARTBEAT})
+"""Reasons that a graph can cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnd:
+    """How an engine ended.
+
+    Attributes:
+        reason: Why.
+        description: For people: `SIGABRT`, `exit code 3`.
+        fatal_message: TensorFlow's first fatal log message, without paths; empty if there was none.
+    """
+
+    reason: EndReason
+    description: str
+    fatal_message: str = ""
+
+    @property
+    def is_blamable(self) -> bool:
+        """Whether a graph that ran in the engine may be the cause."""
+        return self.reason in BLAMABLE_REASONS
+
+    def __str__(self) -> str:
+        return f"{self.description}: {self.fatal_message}" if self.fatal_message else self.description
+
+
+@dataclass(slots=True, eq=False)
+class CrashReport:
+    """What is known about one engine's end. All calls that were running in the engine share one report.
+
+    Attributes:
+        present: Workloads of the calls that were running; None for a request without one.
+        unproven: How many of these calls have a workload that never completed before.
+        cleared: Workloads that have completed elsewhere since.
+        recorded: Workloads whose crash history already counts this end.
+        culprit: The workload that caused the end, once it is found.
+        culprit_error: The error that calls of the culprit get.
+    """
+
+    present: frozenset[Hashable | None] = frozenset()
+    unproven: int = 0
+    cleared: set[Hashable] = field(default_factory=set)
+    recorded: set[Hashable] = field(default_factory=set)
+    culprit: Hashable | None = None
+    culprit_error: Exception | None = None
+
+
+@dataclass
+class ProgramNotLoaded(GradruleError):
+    """The engine does not hold the program that it should run; the program has to be loaded again."""
+
+
+@dataclass(kw_only=True)
+class EngineLost(GradruleError):
+    """The engine ended before it answered. ENGINE_CRASHED, MEMORY_EXCEEDED.
+
+    Attributes:
+        engine_end: How the engine ended.
+        ran_alone: Whether no other call was running in it.
+        crash_report: Shared by all calls that were running in it.
+    """
+
+    engine_end: EngineEnd
+    ran_alone: bool
+    crash_report: CrashReport
+
+    @property
+    def is_blamable(self) -> bool:
+        """Whether this call may be the cause.
+
+        False if the call had not started, or if the engine was ended because of another call.
+        """
+        return self.engine_end.is_blamable
+
+
+_DESCRIPTIONS = {
+    EndReason.MEMORY: "it took more memory than its limit (--memory-limit)",
+    EndReason.OVERRUN: "it was ended because a call overran its deadline",
+    EndReason.HEARTBEAT: "it was ended because it answered nothing any more",
+    EndReason.STOPPED: "it was stopped",
+}
+_SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+
+
+def end_from_exit(
+    code: int | None, ended_for: EndReason | None, fatal_message: str, *, was_short_of_memory: bool = False
+) -> EngineEnd:
+    """Determines how a process ended.
+
+    Args:
+        code: Its exit code, negative for a signal; None if only the loss of the connection is known.
+        ended_for: Why the front end ended it; None if the front end did not.
+        fatal_message: See `EngineEnd`.
+        was_short_of_memory: Whether memory was used up when it ended: the kernel then ends processes by SIGKILL.
+    """
+    if ended_for is not None:
+        return EngineEnd(ended_for, _DESCRIPTIONS.get(ended_for, ended_for), fatal_message)
+    if code is None:
+        return EngineEnd(EndReason.CRASH, "its connection broke", fatal_message)
+    reason = EndReason.MEMORY if _NO_MEMORY.search(fatal_message) else EndReason.CRASH
+    if code >= 0:
+        return EngineEnd(reason, f"exit code {code}", fatal_message)
+    name = _signal_name(-code)
+    if -code == signal.SIGKILL and was_short_of_memory:
+        return EngineEnd(EndReason.MEMORY, f"{name}, when there was no more memory", fatal_message)
+    if -code in _SIGNALS_FROM_OUTSIDE:
+        reason = EndReason.KILLED
+    return EngineEnd(reason, name, fatal_message)
+
+
+def fatal_message(line: str) -> str:
+    """Extracts the message of a fatal error from a line of stderr, without paths, addresses and host names.
+
+    Returns an empty string for all other lines.
+    """
+    match = _FATAL.match(line)
+    if match is None:
+        return ""
+    text = _PATH.sub("…", _ADDRESS.sub("…", match["text"] or match["thrown"]))
+    host = socket.gethostname()
+    if len(host) > 1:
+        text = text.replace(host, "…")
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 1] + "…"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,391 @@
+"""What becomes of calls whose engine dies: who is run again, who is tried alone, who is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import Finding, GradruleError
+from gradrule_server.link.engine import Engine
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.recovery import call_recovery as call_recovery_module
+from gradrule_server.recovery.call_recovery import CallRecovery
+from gradrule_server.recovery.crash_history import CrashHistory, Workload
+from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, ProgramNotLoaded
+from gradrule_server.registry.blobs import BlobStore
+from tests.unit.link.fake_engine import CRASH, KILLED, FakeEngine, FakePool
+
+_FINDINGS = [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "gone")]
+OVERRUN = EngineEnd(EndReason.OVERRUN, "it overran")
+
+
+def lost(ending: EngineEnd = CRASH, *, crash_report: CrashReport | None = None, ran_alone: bool = False) -> EngineLost:
+    return EngineLost(_FINDINGS, engine_end=ending, ran_alone=ran_alone, crash_report=crash_report or CrashReport())
+
+
+class Attempts:
+    """Fails with each error in turn (None: not), then returns how often it was made; notes where."""
+
+    def __init__(self, *errors: Exception | None) -> None:
+        self.errors = list(errors)
+        self.places: list[Engine | None] = []
+
+    async def __call__(self, engine: Engine | None) -> int:
+        self.places.append(engine)
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
+        return len(self.places)
+
+    @property
+    def alone(self) -> list[bool]:
+        return [place is not None for place in self.places]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> Callable[..., LoadedPrograms]:
+    def build(quarantine_s: float = 60.0) -> LoadedPrograms:
+        return LoadedPrograms(FakePool(FakeEngine()), BlobStore(tmp_path, 0), 10, 10**6, CrashHistory(quarantine_s))
+
+    return build
+
+
+@pytest.fixture
+async def loaded(make: Callable[..., LoadedPrograms]) -> LoadedPrograms:
+    return make()
+
+
+def recover(loaded: LoadedPrograms, ends_at: float = 0.0, pinned: Engine | None = None) -> CallRecovery[Engine]:
+    return CallRecovery(loaded.pool, loaded.crash_history, ends_at=ends_at, pinned=pinned)
+
+
+def program(name: str = "a", owner: str = "") -> Workload:
+    return Workload(owner, f"graph of {name}", evaluate_pb2.DERIVATIVE_UNSPECIFIED)
+
+
+async def run(loaded: LoadedPrograms, attempts: Attempts, name: str = "a", owner: str = "") -> int:
+    return await recover(loaded).run(program(name, owner), attempts)
+
+
+async def test_whoever_ends_a_second_engine_alone_is_told_and_refused(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(lost(), lost(ran_alone=True))
+    with pytest.raises(GradruleError) as guilty:
+        await run(loaded, attempts)
+    assert attempts.alone == [False, True]
+    assert guilty.value.reason == errors_pb2.ERROR_REASON_ENGINE_CRASHED
+    assert "SIGABRT: Check failed: a" in guilty.value.message
+    with pytest.raises(GradruleError) as refused:
+        await run(loaded, Attempts())
+    assert refused.value.reason == errors_pb2.ERROR_REASON_QUARANTINED
+    assert refused.value.retry_after_s == pytest.approx(60, abs=5)
+    assert "SIGABRT: Check failed: a" in refused.value.message
+    # Neither another graph nor another's is.
+    assert await run(loaded, Attempts(), "b") == 1
+    assert await run(loaded, Attempts(), owner="another") == 1
+
+
+async def test_what_takes_too_much_memory_is_told_so(loaded: LoadedPrograms) -> None:
+    ending = EngineEnd(EndReason.MEMORY, "it took more")
+    with pytest.raises(GradruleError) as guilty:
+        await run(loaded, Attempts(lost(ending), lost(ending, ran_alone=True)))
+    assert guilty.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
+
+
+async def test_a_suspect_that_passes_alone_notices_nothing(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(lost())
+    assert await run(loaded, attempts) == 2
+    assert attempts.alone == [False, True]
+    assert await run(loaded, Attempts()) == 1
+
+
+async def test_who_ran_before_is_run_again_at_once_where_another_is_likelier(loaded: LoadedPrograms) -> None:
+    await run(loaded, Attempts(), "known")
+    crash_report = CrashReport()
+    known = Attempts(lost(crash_report=crash_report))
+    new = Attempts(lost(crash_report=crash_report), lost(ran_alone=True))
+    results = await asyncio.gather(run(loaded, known, "known"), run(loaded, new, "new"), return_exceptions=True)
+    assert results[0] == 2
+    assert known.alone == [False, False]
+    assert isinstance(results[1], GradruleError)
+    assert new.alone == [False, True]
+
+
+async def test_who_ran_before_is_tried_where_nobody_is_likelier_and_the_second_time(loaded: LoadedPrograms) -> None:
+    await run(loaded, Attempts(), "known")
+    alone = Attempts(lost())
+    assert await run(loaded, alone, "known") == 2
+    assert alone.alone == [False, True]
+    crash_report = CrashReport(unproven=1)
+    twice = Attempts(lost(crash_report=crash_report), lost(crash_report=CrashReport(unproven=1)))
+    assert await run(loaded, twice, "known") == 3
+    assert twice.alone == [False, False, True]
+
+
+async def test_once_one_is_found_guilty_the_other_suspects_are_cleared(loaded: LoadedPrograms) -> None:
+    crash_report = CrashReport()
+    guilty = Attempts(lost(crash_report=crash_report), lost(ran_alone=True))
+    others = [Attempts(lost(crash_report=crash_report)) for _ in range(3)]
+    results = await asyncio.gather(
+        run(loaded, guilty, "guilty"),
+        *(run(loaded, item, f"other{number}") for number, item in enumerate(others)),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], GradruleError)
+    assert results[1:] == [2, 2, 2]
+    assert [item.alone for item in others] == [[False, False]] * 3
+
+
+@pytest.mark.parametrize("quarantine_s", [60.0, 0.0])
+async def test_many_callers_of_one_bad_graph_cost_one_trial(
+    make: Callable[..., LoadedPrograms], quarantine_s: float
+) -> None:
+    loaded, crash_report = make(quarantine_s), CrashReport()
+    callers = [Attempts(lost(crash_report=crash_report), lost(ran_alone=True)) for _ in range(5)]
+    results = await asyncio.gather(*(run(loaded, item) for item in callers), return_exceptions=True)
+    reasons = [result.reason for result in results if isinstance(result, GradruleError)]
+    assert reasons == [errors_pb2.ERROR_REASON_ENGINE_CRASHED] * 5
+    assert [len(item.places) for item in callers] == [2, 1, 1, 1, 1]
+
+
+async def test_as_often_as_needed_for_what_others_did(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(*(lost(OVERRUN) for _ in range(8)))
+    assert await run(loaded, attempts) == 9
+    assert not any(attempts.alone)
+
+
+async def test_five_times_where_somebody_kills_engines(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(*(lost(KILLED) for _ in range(5)))
+    assert await run(loaded, attempts) == 6
+    assert not any(attempts.alone)
+    with pytest.raises(EngineLost):
+        await run(loaded, Attempts(*(lost(KILLED) for _ in range(6))))
+    assert await run(loaded, Attempts()) == 1
+
+
+async def test_an_engine_that_is_killed_during_a_trial_proves_nothing(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(lost(), lost(KILLED), lost(KILLED))
+    assert await run(loaded, attempts) == 4
+    assert attempts.alone == [False, True, True, True]
+
+
+async def test_once_for_a_program_that_is_not_there(loaded: LoadedPrograms) -> None:
+    recovery = recover(loaded)
+    assert await recovery.run(program(), Attempts(ProgramNotLoaded(_FINDINGS))) == 2
+    with pytest.raises(ProgramNotLoaded):
+        await recovery.run(program(), Attempts(ProgramNotLoaded(_FINDINGS)))
+
+
+async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
+    recorder = recover(loaded).recorder(program())
+    recorder.record_overrun(0.6)
+    recorder.record_overrun(0.6)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_what_ran_before_overruns_only_where_it_went_on_far_longer_than_ever(loaded: LoadedPrograms) -> None:
+    recorder = recover(loaded).recorder(program())
+    recorder.record_completion(2.0)
+    await run(loaded, Attempts())
+    for _ in range(3):
+        recorder.record_overrun(19.0)
+    assert await run(loaded, Attempts()) == 1
+    for _ in range(2):
+        recorder.record_overrun(21.0)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_what_is_pinned_to_its_engine_is_not_run_again(loaded: LoadedPrograms) -> None:
+    engine = loaded.pool.engines[0]
+
+    async def once(attempts: Attempts) -> None:
+        with pytest.raises(EngineLost):
+            await recover(loaded, pinned=engine).run(program(), attempts)
+
+    first = Attempts(lost(ran_alone=True))
+    await once(first)
+    assert first.places == [engine]
+    await once(Attempts(lost(ran_alone=True)))
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+def at_end_with(*others: str) -> CrashReport:
+    """Of an engine in which program `a` ran, and these others."""
+    return CrashReport(frozenset(program(name) for name in ("a", *others)))
+
+
+async def lose_pinned(loaded: LoadedPrograms, *crash_reports: CrashReport) -> None:
+    for crash_report in crash_reports:
+        pinned = recover(loaded, pinned=loaded.pool.engines[0])
+        with pytest.raises(EngineLost):
+            await pinned.run(program(), Attempts(lost(crash_report=crash_report)))
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+async def test_what_is_pinned_is_not_blamed_for_what_ran_beside_it(loaded: LoadedPrograms, is_proven: bool) -> None:
+    if is_proven:
+        await run(loaded, Attempts())
+    await lose_pinned(loaded, *(at_end_with("bad") for _ in range(5)))
+    found = [at_end_with(f"bad{number}") for number in range(5)]
+    for crash_report in found:
+        crash_report.culprit = "found"
+    await lose_pinned(loaded, *found)
+    assert await run(loaded, Attempts()) == 1
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+async def test_what_is_pinned_is_refused_once_it_was_at_three_ends_that_nobody_else_explains(
+    loaded: LoadedPrograms, is_proven: bool
+) -> None:
+    if is_proven:
+        await run(loaded, Attempts())
+    passed = at_end_with("good")
+    passed.cleared.add(program("good"))
+    await lose_pinned(loaded, passed, at_end_with("good"), at_end_with("fine"))
+    # It was run again elsewhere, or alone.
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_who_passed_elsewhere_is_not_at_an_engine_s_end_any_more(loaded: LoadedPrograms) -> None:
+    crash_reports = [at_end_with("good") for _ in range(3)]
+    for crash_report in crash_reports:
+        assert await run(loaded, Attempts(lost(crash_report=crash_report)), "good") == 2
+        await lose_pinned(loaded, crash_report)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_what_is_kept_in_an_engine_is_run_again_after_its_trial_where_it_can_stay(loaded: LoadedPrograms) -> None:
+    attempts, undone = Attempts(lost()), list[Engine]()
+    assert await recover(loaded).run(program(), attempts, undo=undone.append) == 3
+    assert attempts.alone == [False, True, False]
+    assert undone == [attempts.places[1]]
+    # What passes alone, and not among others, is told at last.
+    again = Attempts(lost(), None, lost())
+    with pytest.raises(EngineLost):
+        await recover(loaded).run(program(), again, undo=undone.append)
+    assert again.alone == [False, True, False]
+
+
+async def _hangs(engine: Engine | None) -> int:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+class Hangs:
+    """Loses its engine, alone; then it does not return."""
+
+    def __init__(self) -> None:
+        self.loss: EngineLost | None = lost(ran_alone=True)
+
+    async def __call__(self, engine: Engine | None) -> int:
+        cause, self.loss = self.loss, None
+        if cause is not None:
+            raise cause
+        return await _hangs(engine)
+
+
+def struck(loaded: LoadedPrograms) -> int:
+    return len(loaded.crash_history._crashes.get(program(), []))
+
+
+async def _gives_up(recovery: CallRecovery[Engine], after_s: float) -> None:
+    call = asyncio.create_task(recovery.run(program(), Hangs()))
+    await asyncio.sleep(after_s)
+    call.cancel()
+    await asyncio.wait([call])
+
+
+async def test_who_is_refused_meanwhile_is_not_run_again(loaded: LoadedPrograms) -> None:
+    async def overruns_for_others(engine: Engine | None) -> int:
+        loaded.crash_history.quarantine(program(), "it went on")
+        raise lost(OVERRUN)
+
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await recover(loaded).run(program(), overruns_for_others)
+
+
+async def test_who_gives_up_while_it_waits_for_its_trial_is_struck(loaded: LoadedPrograms) -> None:
+    async with loaded.pool.trials.hold(""):
+        await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+    assert struck(loaded) == 1
+
+
+async def test_who_gives_up_within_its_trial_is_struck_for_its_first_engine(loaded: LoadedPrograms) -> None:
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+    assert struck(loaded) == 1
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_who_crashes_alone_and_hangs_in_its_trial_is_refused(loaded: LoadedPrograms) -> None:
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 0.01), 0.02)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_recovery_module, "_LEAST_TEST_S", 0.1)
+    monkeypatch.setattr(call_recovery_module, "_POLL_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_that_takes_long_makes_way_for_the_next(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(run(loaded, Attempts(lost()), "b"), 5) == 2
+    with pytest.raises(GradruleError, match=r"ENGINE_CRASHED.*\(SIGABRT.*alone it did not come to an end"):
+        await hangs
+    assert struck(loaded) == 1
+    assert not loaded.pool.trials.waiting("")
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.3)
+    assert not hangs.done()
+    hangs.cancel()
+    await asyncio.wait([hangs])
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    recover(loaded).recorder(program()).record_completion(0.1)
+    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.01)
+    other = asyncio.create_task(run(loaded, Attempts(lost()), "b"))
+    await asyncio.sleep(0.3)
+    assert not hangs.done()
+    assert await asyncio.wait_for(other, 5) == 2
+    with pytest.raises(GradruleError, match="ENGINE_CRASHED"):
+        await hangs
+
+
+async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: LoadedPrograms) -> None:
+    attempts = Hangs()
+    attempts.loss = lost(crash_report=at_end_with("bad"))
+    call = asyncio.create_task(recover(loaded, asyncio.get_running_loop().time() + 60).run(program(), attempts))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.wait([call])
+    assert struck(loaded) == 0
+
+
+async def test_to_be_loaded_proves_nothing(loaded: LoadedPrograms) -> None:
+    await recover(loaded).run(program(), Attempts(), proves=False)
+    assert not loaded.crash_history.has_succeeded(program())
+    await run(loaded, Attempts())
+    assert loaded.crash_history.has_succeeded(program())

@@ -1,0 +1,104 @@
+"""Which programs are refused, and for how long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.recovery import crash_history as crash_history_module
+from gradrule_server.recovery.crash_history import CrashHistory, Quarantine, Workload
+
+_BAD = Workload("tenant", "bad", evaluate_pb2.DERIVATIVE_VJP)
+_OTHERS = (
+    _BAD._replace(owner="another"),
+    _BAD._replace(graph="other"),
+    _BAD._replace(derivative=evaluate_pb2.DERIVATIVE_UNSPECIFIED),
+)
+
+
+class Clock:
+    """A monotonic clock that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def test_a_convict_is_refused_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    told: list[Quarantine] = []
+    crash_history = CrashHistory(60, told.append)
+    crash_history.quarantine(_BAD, "SIGABRT: Check failed: a")
+    clock.now += 20
+    with pytest.raises(GradruleError, match=r"40 s.*SIGABRT: Check failed: a") as refusal:
+        crash_history.check(_BAD)
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_QUARANTINED
+    assert refusal.value.retry_after_s == 40
+    assert [found.workload for found in told] == [_BAD]
+    assert crash_history.quarantines() == told
+    clock.now += 40
+    assert crash_history.quarantines() == []
+    crash_history.check(_BAD)
+
+
+@pytest.mark.parametrize("other", _OTHERS)
+def test_neither_another_s_nor_another_graph_is(other: Workload) -> None:
+    crash_history = CrashHistory(60)
+    crash_history.quarantine(_BAD, "SIGABRT")
+    crash_history.check(other)
+
+
+def test_a_suspect_is_known_by_its_graph_and_not_by_what_is_fed() -> None:
+    first = Loadable("key of one shape", b"a", graph="bad", derivative=_BAD.derivative, owner="tenant")
+    second = Loadable("key of another shape", b"b", nodes=3, graph="bad", derivative=_BAD.derivative, owner="tenant")
+    assert first.workload == second.workload == _BAD
+
+
+def test_two_strikes_are_enough_within_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    crash_history = CrashHistory(60)
+    crash_history.record_crash(_BAD, "overrun")
+    crash_history.check(_BAD)
+    clock.now += 601
+    crash_history.record_crash(_BAD, "overrun")
+    crash_history.check(_BAD)
+    clock.now += 599
+    crash_history.record_crash(_BAD, "overrun")
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        crash_history.check(_BAD)
+
+
+def test_a_quarantine_of_nothing_refuses_nobody() -> None:
+    told: list[Quarantine] = []
+    crash_history = CrashHistory(0, told.append)
+    crash_history.record_crash(_BAD, "overrun")
+    crash_history.record_crash(_BAD, "overrun")
+    crash_history.quarantine(_BAD, "SIGABRT")
+    crash_history.check(_BAD)
+    assert told == []
+
+
+def test_a_convict_must_prove_itself_again() -> None:
+    crash_history = CrashHistory(60)
+    crash_history.record_success(_BAD)
+    assert crash_history.has_succeeded(_BAD)
+    crash_history.quarantine(_BAD, "SIGABRT")
+    assert not crash_history.has_succeeded(_BAD)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crash_history_module, "_MOST", 3)
+    crash_history = CrashHistory(60)
+    for number in range(5):
+        crash_history.record_success(Workload("", str(number), _BAD.derivative))
+    assert [crash_history.has_succeeded(Workload("", str(number), _BAD.derivative)) for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]

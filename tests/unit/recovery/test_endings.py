@@ -1,0 +1,91 @@
+"""How an engine's end is told."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from gradrule_server.recovery.endings import EndReason, end_from_exit, fatal_message
+
+_ABSL = (
+    "F0000 00:00:1732220000.123456 4711 conv_ops_impl.h:312] Check failed: input.dims() == 4 "
+    "(2 vs. 4) in /home/runner/work/tensorflow/core/kernels/conv.cc:51 at 0x7f00dead"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended_for", "fatal", "reason", "words"),
+    [
+        (-6, None, "Check failed: a", EndReason.CRASH, "SIGABRT: Check failed: a"),
+        (-11, None, "", EndReason.CRASH, "SIGSEGV"),
+        (-8, None, "", EndReason.CRASH, "SIGFPE"),
+        (3, None, "", EndReason.CRASH, "exit code 3"),
+        (0, None, "", EndReason.CRASH, "exit code 0"),
+        (
+            -6,
+            None,
+            "terminate called after throwing an instance of 'std::bad_alloc'",
+            EndReason.MEMORY,
+            "SIGABRT: term",
+        ),
+        (-9, None, "", EndReason.KILLED, "SIGKILL"),
+        (-15, None, "", EndReason.KILLED, "SIGTERM"),
+        (None, None, "", EndReason.CRASH, "its connection broke"),
+        (-9, EndReason.MEMORY, "", EndReason.MEMORY, "--memory-limit"),
+        (-9, EndReason.OVERRUN, "", EndReason.OVERRUN, "deadline"),
+        (-9, EndReason.HEARTBEAT, "", EndReason.HEARTBEAT, "answered nothing"),
+        (-200, None, "", EndReason.CRASH, "signal 200"),
+    ],
+)
+def test_what_ended_it(
+    code: int | None, ended_for: EndReason | None, fatal: str, reason: EndReason, words: str
+) -> None:
+    ending = end_from_exit(code, ended_for, fatal)
+    assert ending.reason is reason
+    assert words in str(ending)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended_for", "reason"),
+    [
+        (-9, None, EndReason.MEMORY),
+        (-15, None, EndReason.KILLED),
+        (-11, None, EndReason.CRASH),
+        (-9, EndReason.OVERRUN, EndReason.OVERRUN),
+    ],
+)
+def test_who_is_killed_where_no_memory_is_left_took_too_much(
+    code: int, ended_for: EndReason | None, reason: EndReason
+) -> None:
+    assert end_from_exit(code, ended_for, "", was_short_of_memory=True).reason is reason
+
+
+@pytest.mark.parametrize("reason", EndReason)
+def test_only_what_a_graph_can_do_is_held_against_it(reason: EndReason) -> None:
+    ending = end_from_exit(-6 if reason is EndReason.CRASH else -9, None if reason is EndReason.CRASH else reason, "")
+    assert ending.is_blamable is (reason in {EndReason.CRASH, EndReason.MEMORY, EndReason.HEARTBEAT})
+
+
+def test_what_tensorflow_said_is_told_without_places() -> None:
+    text = fatal_message(_ABSL)
+    assert text.startswith("Check failed: input.dims() == 4 (2 vs. 4)")
+    for place in ("/home", "conv.cc", "0x7f", "4711"):
+        assert place not in text
+
+
+def test_the_older_form_of_a_fatal_line() -> None:
+    line = "2026-01-02 03:04:05.678901: F tensorflow/core/framework/tensor.cc:852] Check failed: dtype() == 1"
+    assert fatal_message(line) == "Check failed: dtype() == 1"
+
+
+@pytest.mark.parametrize("line", ["", "W0000 00:00:1.2 3 a.cc:1] careful", "E0000 00:00:1.2 3 a.cc:1] bad", "FATAL"])
+def test_other_lines_tell_of_no_end(line: str) -> None:
+    assert fatal_message(line) == ""
+
+
+def test_neither_host_names_nor_long_lines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "machine-7")
+    text = fatal_message("F0000 00:00:1.2 3 a.cc:1] on machine-7 " + "z" * 1000)
+    assert "machine-7" not in text
+    assert len(text) == 300
