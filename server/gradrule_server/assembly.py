@@ -23,8 +23,8 @@ from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
 from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
-from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
 from gradrule_server.recovery.crash_history import CrashHistory, Quarantine
 from gradrule_server.registry.blobs import BlobStore
@@ -175,10 +175,12 @@ def create_shared_resources(
 def create_warm_up(settings: Settings, pool: EnginePool, tenants: Tenants) -> WarmUp:
     """Returns what loads recently used programs after a restart, not started yet."""
 
-    async def load_service(name: str) -> ProgramHouse:
-        return (await tenants.load(name)).house
+    async def load_service(name: str) -> ProgramService:
+        return (await tenants.load(name)).program_service
 
-    return WarmUp(settings.data_dir / FILE_NAME, pool, lambda: [t.house for t in tenants.recently_used()], load_service)
+    return WarmUp(
+        settings.data_dir / FILE_NAME, pool, lambda: [t.program_service for t in tenants.recently_used()], load_service
+    )
 
 
 def graph_limits(settings: Settings, loaded: LoadedPrograms) -> Limits:

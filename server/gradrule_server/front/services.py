@@ -17,8 +17,8 @@ from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.faults import finding_message
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.handles import StreamHandles
-from gradrule_server.programs.sample import sample
+from gradrule_server.programs.forward_handles import StreamHandles
+from gradrule_server.programs.rule_sampling import sample
 from gradrule_server.registry import presets
 from gradrule_server.registry.rules import to_proto
 from gradrule_server.rules import has_graph
@@ -52,7 +52,7 @@ class RuleServicer:
         definition = await asyncio.to_thread(tenant.rules.read_definition, rule.name, rule.definition, rule.description)
         is_checked = has_graph(definition)
         if is_checked:
-            definition = await tenant.house.preparer.rule(definition, call.ends_at)
+            definition = await tenant.program_service.preparer.rule(definition, call.ends_at)
         entry = await asyncio.to_thread(
             tenant.rules.create, rule.name, definition, rule.description, is_checked=is_checked
         )
@@ -77,7 +77,9 @@ class RuleServicer:
 
     async def sample(self, call: Call[link_pb2.RawSampleRuleRequest]) -> rule_pb2.SampleRuleResponse:
         tenant = call.tenant
-        return await sample(call.request, call.raw, tenant.rules, tenant.house, call.received_ns, call.ends_at)
+        return await sample(
+            call.request, call.raw, tenant.rules, tenant.program_service, call.received_ns, call.ends_at
+        )
 
     async def list_presets(self, call: Call[rule_pb2.ListPresetsRequest]) -> rule_pb2.ListPresetsResponse:
         return rule_pb2.ListPresetsResponse(presets=map(presets.to_proto, PRESETS))
@@ -99,23 +101,23 @@ class ProgramServicer:
     ) -> program_pb2.CompileProgramResponse | bytes:
         request = call.request
         if not request.validate_only:
-            program = await call.tenant.house.compile(request.spec, request.program_id, call.ends_at)
+            program = await call.tenant.program_service.compile(request.spec, request.program_id, call.ends_at)
             return program_pb2.CompileProgramResponse(program=program)
-        checked, findings = await call.tenant.house.check(request.spec, call.ends_at)
+        checked, findings = await call.tenant.program_service.check(request.spec, call.ends_at)
         if checked is not None:
             # It may be large, and is passed on unread.
             return b"".join(wire_format.wrapped(program_pb2.CompileProgramResponse.PROGRAM_FIELD_NUMBER, (checked,)))
         return program_pb2.CompileProgramResponse(findings=map(finding_message, findings))
 
     async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:
-        return program_pb2.GetProgramResponse(program=await call.tenant.house.kept.get(call.request.name))
+        return program_pb2.GetProgramResponse(program=await call.tenant.program_service.stored.get(call.request.name))
 
     async def list(self, call: Call[program_pb2.ListProgramsRequest]) -> program_pb2.ListProgramsResponse:
-        programs, token = await call.tenant.house.kept.list(call.request.page_size, call.request.page_token)
+        programs, token = await call.tenant.program_service.stored.list(call.request.page_size, call.request.page_token)
         return program_pb2.ListProgramsResponse(programs=programs, next_page_token=token)
 
     async def delete(self, call: Call[program_pb2.DeleteProgramRequest]) -> program_pb2.DeleteProgramResponse:
-        await call.tenant.house.kept.delete(call.request.name)
+        await call.tenant.program_service.stored.delete(call.request.name)
         return program_pb2.DeleteProgramResponse()
 
 
@@ -139,7 +141,7 @@ class GradientServicer:
         caller = call.caller
         read = functools.partial(self._door.read, link_pb2.RawEvaluateRequest, call.raw, caller)
         used = functools.partial(self._memories.use, caller=caller, byte_counter=self._door)
-        return caller.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at, used)
+        return caller.tenant.program_service.evaluate(call.raw, read, call.received_ns, call.ends_at, used)
 
     async def share_memory(self, call: Call[evaluate_pb2.ShareMemoryRequest]) -> evaluate_pb2.ShareMemoryResponse:
         return self._memories.issue_keys(call.caller)

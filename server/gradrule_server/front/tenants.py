@@ -16,10 +16,10 @@ from gradrule_server.front.admission import Share
 from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.operations.sources import TenantUsage
 from gradrule_server.policy import Limits
-from gradrule_server.programs.handles import HandleHouse
-from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.forward_handles import HandleManager
 from gradrule_server.programs.loaded import LoadedPrograms
-from gradrule_server.programs.sessions import SessionHouse
+from gradrule_server.programs.service import ProgramService
+from gradrule_server.programs.sessions import SessionManager
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
@@ -62,9 +62,9 @@ class Tenant:
     rules: RuleRegistry
     programs: ProgramRegistry
     blobs: BlobStore
-    house: ProgramHouse
-    handles: HandleHouse
-    sessions: SessionHouse
+    program_service: ProgramService
+    handles: HandleManager
+    sessions: SessionManager
     quotas: Mapping[str, Quota]
     share: Share = field(default_factory=Share)
     users: int = 0
@@ -128,7 +128,7 @@ class Tenants:
 
     def cached(self) -> tuple[int, int, int]:
         """Programs that are kept at hand, roughly their bytes, and how many there may be."""
-        caches = [tenant.house.cache for tenant in self._tenants.values()]
+        caches = [tenant.program_service.cache for tenant in self._tenants.values()]
         return (
             sum(len(cache) for cache in caches),
             sum(cache.held_bytes for cache in caches),
@@ -216,7 +216,7 @@ class Tenants:
         quotas["rules"].add_initial_usage(len(rules))
         quotas["programs"].add_initial_usage(len(programs))
         quotas["registry_bytes"].add_initial_usage(shared.store.kept_bytes(name))
-        house = ProgramHouse(
+        program_service = ProgramService(
             rules,
             programs,
             shared.loaded.pool,
@@ -228,17 +228,17 @@ class Tenants:
             owner=name,
             has_known_calls=shared.has_known_calls,
         )
-        handles = HandleHouse(
-            house,
+        handles = HandleManager(
+            program_service,
             quota=quotas["handles"],
             bytes_quota=quotas["handle_bytes"],
             ttl_s=shared.handle_ttl_s,
             blob_folder=blobs.folder_name,
         )
-        sessions = SessionHouse(
-            house, blobs, shared.limits, quota=quotas["sessions"], bytes_quota=quotas["session_bytes"]
+        sessions = SessionManager(
+            program_service, blobs, shared.limits, quota=quotas["sessions"], bytes_quota=quotas["session_bytes"]
         )
-        return Tenant(name, rules, programs, blobs, house, handles, sessions, quotas)
+        return Tenant(name, rules, programs, blobs, program_service, handles, sessions, quotas)
 
     def _trim(self) -> None:
         """Forgets tenants that have not called for long, and programs where all tenants' together are too many."""
@@ -250,7 +250,7 @@ class Tenants:
                 break
             del self._idle[name], self._tenants[name]
             tenant.blobs.forget_limits()
-        caches = [tenant.house.cache for tenant in self._tenants.values()]
+        caches = [tenant.program_service.cache for tenant in self._tenants.values()]
         # The last program stays, however large it is.
         while (
             sum(cache.held_bytes for cache in caches) > self._shared.cache_bytes

@@ -13,7 +13,7 @@ from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.programs.call_structure import CallStructure
-from gradrule_server.programs.compiled import Compiled
+from gradrule_server.programs.compiled import CompiledProgram
 from gradrule_server.programs.loaded import Load, Loadable
 from gradrule_server.recovery.crash_history import HistoryRecorder
 
@@ -23,10 +23,10 @@ _MOST_CALLS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Runnable:
+class RunnableProgram:
     """A program that can run, and be loaded again into a new engine."""
 
-    compiled: Compiled
+    compiled: CompiledProgram
     loadable: Loadable
 
     @property
@@ -36,7 +36,7 @@ class Runnable:
         return len(self.loadable.request) + told
 
 
-class Named(NamedTuple):
+class StoredKey(NamedTuple):
     """Key of a kept program as one kind of call needs it."""
 
     name: str
@@ -51,7 +51,7 @@ class Inline(NamedTuple):
     call: CallShape
 
 
-class OfSession(NamedTuple):
+class SessionKey(NamedTuple):
     """Key of a program that a session runs. `asked`: its spec, without the graph, which is the session's."""
 
     session: str
@@ -59,7 +59,7 @@ class OfSession(NamedTuple):
     call: CallShape
 
 
-Key: TypeAlias = Named | Inline | OfSession
+Key: TypeAlias = StoredKey | Inline | SessionKey
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +71,8 @@ class KnownCall:
     `batch_key` belong to that. prefix: what stands before a request of `request_size` bytes.
     """
 
-    key: Named
-    program: Runnable
+    key: StoredKey
+    program: RunnableProgram
     settings: bytes
     recorder: HistoryRecorder
     may_batch: bool = True
@@ -96,9 +96,9 @@ class ProgramCache:
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._programs: OrderedDict[Key, tuple[Runnable, int]] = OrderedDict()
+        self._programs: OrderedDict[Key, tuple[RunnableProgram, int]] = OrderedDict()
         self._calls: OrderedDict[CallStructure, KnownCall] = OrderedDict()
-        self._structures: dict[Named, set[CallStructure]] = {}
+        self._structures: dict[StoredKey, set[CallStructure]] = {}
         self._bytes = 0
         self._revision = 0
 
@@ -111,7 +111,7 @@ class ProgramCache:
         """How many there are."""
         return len(self._programs)
 
-    def get(self, key: Key, *, is_counted: bool = True) -> Runnable | None:
+    def get(self, key: Key, *, is_counted: bool = True) -> RunnableProgram | None:
         """The program, if it is there. `is_counted`: whether the look-up counts in metrics."""
         found = self._programs.get(key)
         if is_counted:
@@ -138,11 +138,11 @@ class ProgramCache:
         self._programs.move_to_end(call.key)
         self._calls.move_to_end(structure)
 
-    def recent(self) -> Iterator[tuple[Key, Runnable]]:
+    def recent(self) -> Iterator[tuple[Key, RunnableProgram]]:
         """Returns the programs, most recently used first."""
         return ((key, program) for key, (program, _) in reversed(self._programs.items()))
 
-    def put(self, key: Key, program: Runnable, *, is_used: bool = True) -> None:
+    def put(self, key: Key, program: RunnableProgram, *, is_used: bool = True) -> None:
         """Adds a program and drops those that were used least recently. The last one stays, however large it is.
 
         is_used: Whether a call uses it; if not, it is dropped before all that were used.
@@ -169,17 +169,17 @@ class ProgramCache:
 
     def forget(self, name: str) -> None:
         """The name belongs to no program any more."""
-        self._remove([key for key in self._programs if isinstance(key, Named) and key.name == name])
+        self._remove([key for key in self._programs if isinstance(key, StoredKey) and key.name == name])
 
     def forget_session(self, session: str) -> None:
         """The session has ended."""
-        self._remove([key for key in self._programs if isinstance(key, OfSession) and key.session == session])
+        self._remove([key for key in self._programs if isinstance(key, SessionKey) and key.session == session])
 
     def _remove(self, keys: list[Key]) -> None:
         for key in keys:
             _, size = self._programs.pop(key)
             self._bytes -= size
-            if isinstance(key, Named):
+            if isinstance(key, StoredKey):
                 for structure in list(self._structures.get(key, ())):
                     self._forget_call(structure)
 
@@ -192,7 +192,7 @@ class ProgramCache:
                 del self._structures[call.key]
 
 
-class NameChanges:
+class DeletedNames:
     """Tells whoever reads a program by name whether the name was given up meanwhile."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from gradrule_server.rules.param_table import BoundParams, ParamTable
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledProgram:
     """A program that can run. `program`: bytes of the `Program` message, without a name; `tail`: what an answer with an
     inline program ends with.
     """
@@ -42,10 +42,12 @@ class Compiled:
         ]
 
 
-def compiled(prepared: link_pb2.PreparedProgram, finished: link_pb2.FinishedProgram, bounds: NodeLimits) -> Compiled:
+def compiled(
+    prepared: link_pb2.PreparedProgram, finished: link_pb2.FinishedProgram, bounds: NodeLimits
+) -> CompiledProgram:
     """Puts together what a compile worker answered, before and after an engine compiled the program."""
     digests = program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key)
-    return Compiled(
+    return CompiledProgram(
         key=prepared.key,
         program=finished.program,
         tail=finished.tail,

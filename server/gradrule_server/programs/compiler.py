@@ -12,8 +12,8 @@ from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import Runnable
-from gradrule_server.programs.compiled import Compiled, compiled
+from gradrule_server.programs.cache import RunnableProgram
+from gradrule_server.programs.compiled import CompiledProgram, compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Prepared, Preparer
 from gradrule_server.programs.rule_lookup import RegistryLookup
@@ -27,7 +27,7 @@ _DESCRIBED = "?describe"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptParts:
+class StoredParts:
     """What a registry keeps of a program. `spec`: bytes of the `ProgramSpec`, a graph inline as bytes."""
 
     spec: bytes
@@ -54,7 +54,7 @@ class Compiler:
         call: CallShape,
         rules: RegistryLookup | bytes,
         recovery: CallRecovery[Engine],
-    ) -> Runnable:
+    ) -> RunnableProgram:
         """Returns the program for calls of this shape. Raises `GradruleError` with all that is wrong with it.
 
         `spec`: bytes of a `ProgramSpec`; `rules`: the registry's, or the snapshot of a kept program's.
@@ -67,7 +67,7 @@ class Compiler:
         assert program is not None
         return program
 
-    async def describe(self, spec: bytes, rules: RegistryLookup, recovery: CallRecovery[Engine]) -> Compiled:
+    async def describe(self, spec: bytes, rules: RegistryLookup, recovery: CallRecovery[Engine]) -> CompiledProgram:
         """Returns what is told of a program. Raises as `compile` does.
 
         No call runs it: where no engine holds it, none will, and it is built only as far as telling of it needs.
@@ -81,9 +81,9 @@ class Compiler:
                 assert program is not None
                 return program.compiled
 
-    async def compile_kept(
+    async def compile_stored(
         self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, recovery: CallRecovery[Engine]
-    ) -> Runnable:
+    ) -> RunnableProgram:
         """Returns a kept program for calls of this shape. Large graphs of a tenant are read one after the other.
 
         Args:
@@ -108,7 +108,7 @@ class Compiler:
         rules: RegistryLookup,
         recovery: CallRecovery[Engine],
         is_known: Callable[[bytes], bool],
-    ) -> Runnable | None:
+    ) -> RunnableProgram | None:
         """Compiles as `compile` does; returns None where `is_known` of the spec's digest is True."""
         _, program = await self._compile(
             self._preparer.graph_bytes(spec),
@@ -119,7 +119,7 @@ class Compiler:
 
     async def compile_to_keep(
         self, spec: bytes, call: CallShape, rules: RegistryLookup, recovery: CallRecovery[Engine]
-    ) -> tuple[Runnable, KeptParts]:
+    ) -> tuple[RunnableProgram, StoredParts]:
         """Compiles as `compile` does; returns also what a registry keeps."""
         prepared, program = await self._compile(
             self._preparer.graph_bytes(spec),
@@ -127,11 +127,11 @@ class Compiler:
             lambda: self._preparer.program(spec, call, rules, recovery.ends_at, is_kept=True),
         )
         assert program is not None
-        return program, KeptParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
+        return program, StoredParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
 
     async def _compile(
         self, graph_bytes: int, recovery: CallRecovery[Engine], prepare: Callable[[], Awaitable[Prepared]]
-    ) -> tuple[link_pb2.PreparedProgram, Runnable | None]:
+    ) -> tuple[link_pb2.PreparedProgram, RunnableProgram | None]:
         """Prepares a program and has an engine compile it; no program where it is known.
 
         A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
@@ -177,7 +177,7 @@ class Compiler:
 
     async def _load(
         self, answer: Prepared, recovery: CallRecovery[Engine], *, describes: bool = False
-    ) -> Runnable | None:
+    ) -> RunnableProgram | None:
         """Has an engine compile a prepared program; does nothing where it is known.
 
         `describes`: an engine that does not hold the program only describes it, and does not keep it.
@@ -186,7 +186,7 @@ class Compiler:
         if prepared.is_known:
             return None
         loadable = await self._loadable(answer)
-        describes = describes and self._loaded.at_hand(loadable) is None
+        describes = describes and self._loaded.find_loaded(loadable) is None
         if describes:
             loadable = replace(
                 loadable,
@@ -205,4 +205,4 @@ class Compiler:
         reply = await recovery.run(loadable.workload, load, proves=False)
         device = self._loaded.pool.greeting.device
         finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, recovery.ends_at)
-        return Runnable(compiled(prepared, finished, self._limits), loadable)
+        return RunnableProgram(compiled(prepared, finished, self._limits), loadable)

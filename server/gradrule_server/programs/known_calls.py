@@ -10,10 +10,10 @@ from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone
 from gradrule_server.operations.request_record import record_known_call
-from gradrule_server.programs.cache import KnownCall, Named, ProgramCache, Runnable
+from gradrule_server.programs.cache import KnownCall, ProgramCache, RunnableProgram, StoredKey
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.loaded import Load, LoadedPrograms
-from gradrule_server.programs.running import settings_of
+from gradrule_server.programs.run_modes import settings_of
 from gradrule_server.recovery.crash_history import HistoryRecorder
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 
@@ -25,7 +25,7 @@ _REQUEST = link_pb2.RunRequest.REQUEST_FIELD_NUMBER
 class KnownCalls:
     """Runs calls the short way, of one tenant: the program is compiled and loaded, and its settings are known.
 
-    Whatever else there is to do, `ProgramHouse` does; this only leaves out what would come to the same again.
+    Whatever else there is to do, `ProgramService` does; this only leaves out what would come to the same again.
     """
 
     def __init__(self, cache: ProgramCache, loaded: LoadedPrograms) -> None:
@@ -33,7 +33,12 @@ class KnownCalls:
         self._loaded = loaded
 
     def note(
-        self, structure: CallStructure, key: Named, program: Runnable, run: link_pb2.RunRequest, may_batch: bool
+        self,
+        structure: CallStructure,
+        key: StoredKey,
+        program: RunnableProgram,
+        run: link_pb2.RunRequest,
+        may_batch: bool,
     ) -> None:
         """Notes how a call of this structure was run. `may_batch`: whether it may run together with others."""
         if self._cache.get(key, is_counted=False) is program:
@@ -61,8 +66,8 @@ class KnownCalls:
         if call is None or now >= ends_at:
             return None
         load = call.load
-        if load is None or not load.is_at_hand or not load.engine.has_room:
-            load = self._loaded.at_hand(call.program.loadable)
+        if load is None or not load.is_available or not load.engine.has_room:
+            load = self._loaded.find_loaded(call.program.loadable)
             if load is None:
                 return None
             if load is not call.load:
@@ -101,6 +106,6 @@ class KnownCalls:
         call.used_at = now
         if self._cache.get_call(structure) is call:
             self._cache.used_call(structure, call)
-        if load.is_at_hand:
+        if load.is_available:
             self._loaded.used(load)
         self._loaded.crash_history.record_success(call.recorder.workload)

@@ -14,7 +14,7 @@ from gradrule_server.link.engine import Engine, lost_waiting, unavailable
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone
-from gradrule_server.programs.shelf import Load, Loadable, Shelf
+from gradrule_server.programs.engine_cache import EngineProgramCache, Load, Loadable
 from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
 from gradrule_server.registry.blobs import BlobStore
 
@@ -57,12 +57,12 @@ class LoadedPrograms:
 
     def __len__(self) -> int:
         """How many programs engines hold; one that several hold counts as often."""
-        return sum(len(self._shelf(engine)) for engine in self.pool.engines)
+        return sum(len(self._cache_of(engine)) for engine in self.pool.engines)
 
     @property
     def held_bytes(self) -> int:
         """Roughly the bytes of them."""
-        return sum(self._shelf(engine).held_bytes for engine in self.pool.engines)
+        return sum(self._cache_of(engine).held_bytes for engine in self.pool.engines)
 
     @contextlib.contextmanager
     def held(
@@ -76,20 +76,20 @@ class LoadedPrograms:
 
         BLOB_NOT_FOUND, ENGINE_UNAVAILABLE. `ends_at`: loop time after which nobody needs it, as far as is known.
         """
-        with self._shelf(engine or self._best(program)).held(program, ends_at, recorder) as load:
+        with self._cache_of(engine or self._best(program)).held(program, ends_at, recorder) as load:
             yield load
 
-    def at_hand(self, program: Loadable) -> Load | None:
+    def find_loaded(self, program: Loadable) -> Load | None:
         """The program in the best engine, if it is loaded there."""
         try:
-            load = self._shelf(self._best(program)).get(program.key)
+            load = self._cache_of(self._best(program)).get(program.key)
         except GradruleError:
             return None
-        return load if load is not None and load.is_at_hand else None
+        return load if load is not None and load.is_available else None
 
     def used(self, load: Load) -> None:
         """Notes that a program that is at hand is used: others are dropped before it."""
-        self._shelf(load.engine).used(load)
+        self._cache_of(load.engine).used(load)
 
     async def ready(self, load: Load, *, may_move: bool = False) -> link_pb2.CompileReply:
         """What the engine says of a program that is held; waits until it is loaded."""
@@ -115,12 +115,12 @@ class LoadedPrograms:
 
     def forget(self, load: Load) -> None:
         """The engine does not have it after all."""
-        self._shelf(load.engine).forget(load)
+        self._cache_of(load.engine).forget(load)
 
-    def _shelf(self, engine: Engine) -> Shelf:
+    def _cache_of(self, engine: Engine) -> EngineProgramCache:
         # It lies with the engine, for it knows the engine: in a table of engines neither would ever go.
-        if not isinstance(engine.shelf, Shelf):
-            engine.shelf = Shelf(engine, self._blobs, self._capacity, self._capacity_bytes)
+        if not isinstance(engine.shelf, EngineProgramCache):
+            engine.shelf = EngineProgramCache(engine, self._blobs, self._capacity, self._capacity_bytes)
         return engine.shelf
 
     def _best(self, program: Loadable) -> Engine:
@@ -149,8 +149,8 @@ class LoadedPrograms:
 
     def _has(self, engine: Engine, key: str) -> bool:
         """Whether an engine has a program, or will soon: not where it waits there behind one that takes long."""
-        shelf = self._shelf(engine)
-        return shelf.has(key) and not (shelf.waits(key) and engine.has_compiled_for(_SLOW_COMPILE_S))
+        cache = self._cache_of(engine)
+        return cache.has(key) and not (cache.waits(key) and engine.has_compiled_for(_SLOW_COMPILE_S))
 
     def _has_way_around(self, engine: Engine) -> bool:
         """Whether another engine could take what waits there; one is added where there is a spare."""
@@ -173,14 +173,14 @@ class LoadedPrograms:
         if extra.is_ready:
             own = self.pool.engines_of(extra.owner or "")
             slow = any(engine.has_compiled_for(_SLOW_COMPILE_S) for engine in own)
-            if slow or extra.load or extra.kept or self._shelf(extra).is_in_use:
+            if slow or extra.load or extra.kept or self._cache_of(extra).is_in_use:
                 self._retire_later(extra)
                 return
         self.pool.give_back(extra)
 
     def _warm(self, engine: Engine) -> None:
         """An engine got another process: it is given what the last one held, as far as that was no part of its end."""
-        left = self._shelf(engine).turn_over()
+        left = self._cache_of(engine).reset_if_replaced()
         if left:
             task = asyncio.create_task(self._load_again(engine, left), name="warm")
             self._warming.add(task)
@@ -196,7 +196,7 @@ class LoadedPrograms:
                 return
             try:
                 # Nobody has asked for it yet, so it must not keep others from uploading.
-                with self._shelf(engine).held(program, 0.0, recorder, keeps_blobs=False) as load:
+                with self._cache_of(engine).held(program, 0.0, recorder, keeps_blobs=False) as load:
                     await self.wait(load)
             except GradruleError as cause:
                 _log.debug("a program was not loaded again: %s", cause)

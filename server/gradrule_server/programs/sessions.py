@@ -19,9 +19,9 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.shape import canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, value_fault
-from gradrule_server.programs.cache import OfSession, Runnable
-from gradrule_server.programs.house import ProgramHouse, call_shape
-from gradrule_server.programs.running import InSession, Place
+from gradrule_server.programs.cache import RunnableProgram, SessionKey
+from gradrule_server.programs.run_modes import ProcessRef, RunInSession
+from gradrule_server.programs.service import ProgramService, call_shape
 from gradrule_server.quotas import Quota
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
@@ -31,19 +31,19 @@ from gradrule_server.registry.blobs import BlobStore
 _MOST_SLOTS = 3
 
 
-class SessionHouse:
+class SessionManager:
     """What all sessions of a tenant share: bounds on their number and bytes. Everything happens on one asyncio loop."""
 
     def __init__(
         self,
-        house: ProgramHouse,
+        program_service: ProgramService,
         blobs: BlobStore,
         limits: Limits,
         *,
         quota: Quota,
         bytes_quota: Quota,
     ) -> None:
-        self.house = house
+        self.program_service = program_service
         self.blobs = blobs
         self.limits = limits
         self._quota = quota
@@ -58,27 +58,27 @@ class SessionHouse:
         self._bytes[name] = 0
         return name
 
-    def left_for(self, name: str) -> int:
+    def available_bytes(self, name: str) -> int:
         """Bytes that a session may take."""
         return self._bytes_quota.available + self._bytes.get(name, 0)
 
     @property
-    def tightest(self) -> str:
+    def limiting_setting(self) -> str:
         """Flag of the setting that bounds what is left."""
         return self._bytes_quota.limiting_setting
 
     @contextlib.contextmanager
-    def growing(self, name: str, more: int) -> Iterator[None]:
+    def reserve_growth(self, name: str, more: int) -> Iterator[None]:
         """Within this context a session counts for as much as it may grow to, so that others do not grow beside it."""
         before = self._bytes.get(name, 0)
-        self.takes(name, before + more)
+        self.set_bytes(name, before + more)
         try:
             yield
         finally:
             if self._bytes.get(name) == before + more:
-                self.takes(name, before)
+                self.set_bytes(name, before)
 
-    def takes(self, name: str, size: int) -> None:
+    def set_bytes(self, name: str, size: int) -> None:
         """Notes what a session takes."""
         if name in self._bytes:
             self._bytes_quota.adjust(size - self._bytes[name])
@@ -87,7 +87,7 @@ class SessionHouse:
     def close(self, name: str) -> None:
         """Counts a session out."""
         if name in self._bytes:
-            self.takes(name, 0)
+            self.set_bytes(name, 0)
             del self._bytes[name]
             self._quota.release()
 
@@ -95,10 +95,10 @@ class SessionHouse:
 class Session:
     """One session. Its methods are called one after the other; `close` at any time."""
 
-    def __init__(self, house: SessionHouse) -> None:
-        self._house = house
+    def __init__(self, manager: SessionManager) -> None:
+        self._manager = manager
         self._name = ""
-        self._place: Place | None = None
+        self._place: ProcessRef | None = None
         self._graph = b""
         self._overrides = b""
         self._variables: list[link_pb2.GraphVariable] = []
@@ -121,14 +121,14 @@ class Session:
         blob = _blob_of(request.graph)
         if blob:
             # Each kind of step compiles the graph once more.
-            await asyncio.to_thread(self._house.blobs.verify, [blob])
-            self._held.enter_context(self._house.blobs.pinned([blob]))
-        self._variables = await self._house.house.preparer.variables(self._graph, ends_at)
+            await asyncio.to_thread(self._manager.blobs.verify, [blob])
+            self._held.enter_context(self._manager.blobs.pinned([blob]))
+        self._variables = await self._manager.program_service.preparer.variables(self._graph, ends_at)
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
         given = await asyncio.to_thread(self._bound, request.variables, "start.variables")
-        self._name = self._house.open()
-        engine = await self._house.house.pool.for_session(self._house.house.owner)
-        self._place = Place(engine, engine.generation)
+        self._name = self._manager.open()
+        engine = await self._manager.program_service.pool.for_session(self._manager.program_service.owner)
+        self._place = ProcessRef(engine, engine.generation)
         engine.keeps(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")
         reply = await self._assign(given, ends_at, opens=True)
@@ -139,9 +139,9 @@ class Session:
             first = program_pb2.ProgramSpec(fetches=computed, variables=request.variables)
             graph = link_pb2.RawProgramSpec(graph=request.graph)
             call = link_pb2.RawEvaluateRequest(spec=first.SerializeToString() + graph.SerializeToString())
-            how = InSession(self, ends_at, store=tuple(computed))
-            async with self._telling_of_loss():
-                await self._house.house.run_inline(call, received_ns, how)
+            how = RunInSession(self, ends_at, store=tuple(computed))
+            async with self._reporting_loss():
+                await self._manager.program_service.run_inline(call, received_ns, how)
             reply = how.reply or reply
         specs = [
             tensor_pb2.TensorSpec(
@@ -176,7 +176,7 @@ class Session:
             )
         vjp = program_pb2.Vjp(ys=[request.loss], xs=dict.fromkeys(xs))
         call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params, answer_packing=packing)
-        how = InSession(self, ends_at, optimizer=request.optimizer)
+        how = RunInSession(self, ends_at, optimizer=request.optimizer)
         answer, program, is_new = await self._run(call, request.fetches, vjp, received_ns, how)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
@@ -198,7 +198,7 @@ class Session:
             feeds=request.feeds, grad_ys=request.grad_ys, params=request.params, answer_packing=packing
         )
         vjp = request.vjp if request.HasField("vjp") else None
-        how = InSession(self, ends_at)
+        how = RunInSession(self, ends_at)
         answer, program, _ = await self._run(call, request.fetches, vjp, received_ns, how)
         return evaluate_pb2.EvaluateResponse.FromString(answer + program.compiled.tail)
 
@@ -214,7 +214,7 @@ class Session:
             )
         names = [self._known(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)]
         wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables], packing=packing)
-        async with self._telling_of_loss():
+        async with self._reporting_loss():
             reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
         return session_pb2.ReadResponse(
@@ -238,8 +238,8 @@ class Session:
         if self._watching is not None:
             self._watching.cancel()
         if self._name:
-            self._house.close(self._name)
-            self._house.house.cache.forget_session(self._name)
+            self._manager.close(self._name)
+            self._manager.program_service.cache.forget_session(self._name)
             if self._place is not None and not self._place.is_gone:
                 ending = link_pb2.ReleaseRequest(handle=self._name)
                 self._place.engine.tell(Kind.END_SESSION, ending.SerializeToString())
@@ -260,17 +260,17 @@ class Session:
         """One message to the engine that holds the session; `EngineLost` where it ends meanwhile, SESSION_LOST where
         it is gone."""
         await self._check_place()
-        request.session, request.max_bytes = self._name, self._house.left_for(self._name)
-        request.max_bytes_setting = self._house.tightest
-        request.blob_folder = self._house.blobs.folder_name
+        request.session, request.max_bytes = self._name, self._manager.available_bytes(self._name)
+        request.max_bytes_setting = self._manager.limiting_setting
+        request.blob_folder = self._manager.blobs.folder_name
         left_s = ends_at - asyncio.get_running_loop().time()
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
-        with self._house.growing(self._name, self._growth(request)):
+        with self._manager.reserve_growth(self._name, self._growth(request)):
             answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, recorder)
         self._stepped_with.add(request.run.optimizer.name)
         reply = link_pb2.SessionReply.FromString(answer)
         self._steps = max(self._steps, reply.step)
-        self._house.takes(self._name, reply.bytes)
+        self._manager.set_bytes(self._name, reply.bytes)
         return reply
 
     async def _check_place(self) -> None:
@@ -279,7 +279,7 @@ class Session:
             raise await asyncio.shield(self.loss)
 
     @contextlib.asynccontextmanager
-    async def _telling_of_loss(self) -> AsyncIterator[None]:
+    async def _reporting_loss(self) -> AsyncIterator[None]:
         """SESSION_LOST where its engine ends within this context."""
         try:
             yield
@@ -318,9 +318,9 @@ class Session:
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
-        with self._house.blobs.pinned(held):
+        with self._manager.blobs.pinned(held):
             assign = link_pb2.SessionAssign(variables=given, opens=opens)
-            async with self._telling_of_loss():
+            async with self._reporting_loss():
                 return await self.send(link_pb2.SessionRequest(assign=assign), ends_at)
 
     async def _run(
@@ -329,23 +329,25 @@ class Session:
         fetches: Iterable[str],
         vjp: program_pb2.Vjp | None,
         received_ns: int,
-        how: InSession,
-    ) -> tuple[bytes, Runnable, bool]:
+        how: RunInSession,
+    ) -> tuple[bytes, RunnableProgram, bool]:
         """The answer's bytes, the program, and whether it was made just now."""
         await self._check_place()
         compile_started = time.monotonic_ns()
         asked = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
-        key = OfSession(self._name, asked.SerializeToString(deterministic=True), call_shape(call))
-        program = self._house.house.cache.get(key)
+        key = SessionKey(self._name, asked.SerializeToString(deterministic=True), call_shape(call))
+        program = self._manager.program_service.cache.get(key)
         is_new = program is None
         if program is None:
             spec = asked.SerializeToString() + self._graph + (self._overrides if vjp is not None else b"")
-            async with self._telling_of_loss():
-                program = await self._house.house.compile_for_session(spec, key.call, how)
+            async with self._reporting_loss():
+                program = await self._manager.program_service.compile_for_session(spec, key.call, how)
             if self._name:
-                self._house.house.cache.put(key, program)
-        async with self._telling_of_loss():
-            answer, _ = await self._house.house.run(program, call, received_ns, compile_started, how, is_new=is_new)
+                self._manager.program_service.cache.put(key, program)
+        async with self._reporting_loss():
+            answer, _ = await self._manager.program_service.run(
+                program, call, received_ns, compile_started, how, is_new=is_new
+            )
         return answer, program, is_new
 
     def _known(self, text: str, field: str) -> str:
@@ -362,7 +364,7 @@ class Session:
 
     def _bound(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
         """Values that fit their variables; raises with all that is wrong."""
-        self._house.blobs.verify([item.value.blob.sha256 for item in given if item.value.HasField("blob")])
+        self._manager.blobs.verify([item.value.blob.sha256 for item in given if item.value.HasField("blob")])
         by_name = {item.names[0]: item for item in self._variables}
         findings: list[Finding] = []
         bound: dict[str, link_pb2.BoundVariable] = {}
@@ -371,7 +373,7 @@ class Session:
             name = self._known(item.name, where)
             variable = by_name[name]
             spec = tensor_pb2.TensorSpec(name=name, dtype=variable.dtype, shape=variable.shape)
-            fault = value_fault(item.value, spec, self._house.blobs.size, self._house.limits)
+            fault = value_fault(item.value, spec, self._manager.blobs.size, self._manager.limits)
             if fault is None and name in bound:
                 fault = errors_pb2.ERROR_REASON_UNKNOWN_FEED, "is given twice"
             if fault is not None:

@@ -20,9 +20,9 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shape import CallShape, read_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.periodic import RepeatedWarning
-from gradrule_server.programs.cache import Named
-from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.cache import StoredKey
 from gradrule_server.programs.loaded import Loadable, select_to_load
+from gradrule_server.programs.service import ProgramService
 from gradrule_server.registry.data_folder import write_atomically
 
 _log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class WarmUp:
         self,
         file: Path,
         pool: EnginePool,
-        recent_services: Callable[[], Sequence[ProgramHouse]],
-        load_service: Callable[[str], Awaitable[ProgramHouse]],
+        recent_services: Callable[[], Sequence[ProgramService]],
+        load_service: Callable[[str], Awaitable[ProgramService]],
     ) -> None:
         self._file = file
         self._pool = pool
@@ -147,9 +147,9 @@ class WarmUp:
                 yield program
 
 
-def _stored_programs(service: ProgramHouse) -> Iterator[tuple[RecentProgram, Loadable]]:
+def _stored_programs(service: ProgramService) -> Iterator[tuple[RecentProgram, Loadable]]:
     for key, program in service.cache.recent():
-        if isinstance(key, Named):
+        if isinstance(key, StoredKey):
             yield RecentProgram(service.owner, key.name, key.call), program.loadable
 
 

@@ -20,7 +20,7 @@ from gradrule_server.front import tenants as module
 from gradrule_server.front.tenants import Shared, Tenant, Tenants
 from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.link.shape import CallShape
-from gradrule_server.programs.cache import Named, OfSession
+from gradrule_server.programs.cache import SessionKey, StoredKey
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import ReadOnlyRules
@@ -123,8 +123,8 @@ async def test_programs_of_all_tenants_calls_and_sessions_are_bounded_together(f
     for name in ("ada", "bob"):
         tenant = await found.load(name)
         found.enter(tenant)
-        tenant.house.cache.put(OfSession(name, b"", CallShape()), program)
-        tenant.house.cache.put(Named(name, CallShape()), program)
+        tenant.program_service.cache.put(SessionKey(name, b"", CallShape()), program)
+        tenant.program_service.cache.put(StoredKey(name, CallShape()), program)
     assert found.cached()[:2] == (4, 1600)
     pass_by(found, found.default)
     assert found.cached()[:2] == (2, 800)

@@ -8,33 +8,33 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.link.shape import CallShape
-from gradrule_server.programs.cache import Inline, KnownCall, NameChanges, Named, ProgramCache, Runnable
+from gradrule_server.programs.cache import DeletedNames, Inline, KnownCall, ProgramCache, RunnableProgram, StoredKey
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.recovery.crash_history import CrashHistory, HistoryRecorder
 
 _CALL = CallShape()
 
 
-def runnable(size: int = 100) -> Runnable:
+def runnable(size: int = 100) -> RunnableProgram:
     compiled = SimpleNamespace(program=b"", tail=b"")
-    return Runnable(compiled, Loadable("key", b"g" * size))
+    return RunnableProgram(compiled, Loadable("key", b"g" * size))
 
 
 def test_the_number_is_bounded_and_the_one_used_last_stays() -> None:
     cache = ProgramCache(2, 10**6)
     for name in ("a", "b"):
-        cache.put(Named(name, _CALL), runnable())
-    assert cache.get(Named("a", _CALL)) is not None
-    cache.put(Named("c", _CALL), runnable())
-    assert [name for name in "abc" if cache.get(Named(name, _CALL)) is not None] == ["a", "c"]
+        cache.put(StoredKey(name, _CALL), runnable())
+    assert cache.get(StoredKey("a", _CALL)) is not None
+    cache.put(StoredKey("c", _CALL), runnable())
+    assert [name for name in "abc" if cache.get(StoredKey(name, _CALL)) is not None] == ["a", "c"]
 
 
 def test_bytes_are_bounded_save_for_the_last() -> None:
     cache = ProgramCache(100, 1000)
     for index in range(50):
-        cache.put(Named(str(index), _CALL), runnable(300))
+        cache.put(StoredKey(str(index), _CALL), runnable(300))
         assert cache.held_bytes <= 1000
-    large = Named("large", _CALL)
+    large = StoredKey("large", _CALL)
     cache.put(large, runnable(5000))
     assert cache.get(large) is not None
     assert cache.held_bytes == 5000
@@ -45,7 +45,7 @@ def test_bytes_are_bounded_save_for_the_last() -> None:
 def test_overrides_that_are_told_count_too() -> None:
     told = program_pb2.Program(defaulted=["node" * 100] * 100)
     assert (
-        Runnable(SimpleNamespace(program=told.SerializeToString(), tail=b""), Loadable("key", b"")).size
+        RunnableProgram(SimpleNamespace(program=told.SerializeToString(), tail=b""), Loadable("key", b"")).size
         >= told.ByteSize()
     )
 
@@ -53,27 +53,27 @@ def test_overrides_that_are_told_count_too() -> None:
 def test_inline_programs_of_older_rules_go() -> None:
     cache = ProgramCache(100, 10**6)
     cache.put(Inline(b"a", 1, _CALL), runnable())
-    cache.put(Named("n", _CALL), runnable())
+    cache.put(StoredKey("n", _CALL), runnable())
     cache.put(Inline(b"a", 2, _CALL), runnable())
     # One that was begun before a rule changed, and is ready only now.
     cache.put(Inline(b"b", 1, _CALL), runnable())
     assert cache.held_bytes == 200
     assert cache.get(Inline(b"a", 2, _CALL)) is not None
-    assert cache.get(Named("n", _CALL)) is not None
+    assert cache.get(StoredKey("n", _CALL)) is not None
 
 
 def test_forgetting_a_name_forgets_its_variants() -> None:
     cache = ProgramCache(100, 10**6)
     for call in (_CALL, CallShape(frozenset({"h"}))):
-        cache.put(Named("n", call), runnable())
-    cache.put(Named("m", _CALL), runnable())
+        cache.put(StoredKey("n", call), runnable())
+    cache.put(StoredKey("m", _CALL), runnable())
     cache.forget("n")
     assert cache.held_bytes == 100
-    assert cache.get(Named("m", _CALL)) is not None
+    assert cache.get(StoredKey("m", _CALL)) is not None
 
 
 def test_names_that_are_given_up_are_told_to_whoever_watches() -> None:
-    changes = NameChanges()
+    changes = DeletedNames()
     changes.given_up("before")
     with changes.watched() as outer:
         with changes.watched() as inner:
@@ -83,18 +83,18 @@ def test_names_that_are_given_up_are_told_to_whoever_watches() -> None:
     assert (outer, inner) == ({"a", "b"}, {"a"})
 
 
-@pytest.mark.parametrize("key", [Named("n", _CALL), Inline(b"n", 1, _CALL)])
-def test_what_is_not_there(key: Named | Inline) -> None:
+@pytest.mark.parametrize("key", [StoredKey("n", _CALL), Inline(b"n", 1, _CALL)])
+def test_what_is_not_there(key: StoredKey | Inline) -> None:
     assert ProgramCache(1, 1).get(key) is None
 
 
-def known(key: Named, program: Runnable) -> KnownCall:
+def known(key: StoredKey, program: RunnableProgram) -> KnownCall:
     return KnownCall(key, program, b"", HistoryRecorder(CrashHistory(), program.loadable.workload))
 
 
 def test_a_program_that_goes_takes_its_known_calls_and_no_others() -> None:
     cache = ProgramCache(2, 10**6)
-    keys = {name: Named(name, _CALL) for name in "abc"}
+    keys = {name: StoredKey(name, _CALL) for name in "abc"}
     for name in "ab":
         cache.put(keys[name], runnable())
         program = cache.get(keys[name])
@@ -113,7 +113,7 @@ def test_a_program_that_goes_takes_its_known_calls_and_no_others() -> None:
 
 
 def test_known_calls_are_bounded_and_those_used_last_stay() -> None:
-    cache, key, program = ProgramCache(2, 10**6), Named("a", _CALL), runnable()
+    cache, key, program = ProgramCache(2, 10**6), StoredKey("a", _CALL), runnable()
     cache.put(key, program)
     for number in range(2000):
         cache.put_call((b"%d" % number,), known(key, program))

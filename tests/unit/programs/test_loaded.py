@@ -22,8 +22,8 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs import loaded as loaded_module
-from gradrule_server.programs import shelf as shelf_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
@@ -434,7 +434,7 @@ async def test_two_who_wait_for_one_program_both_get_around_what_takes_long(blob
 async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wait(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf_module, "_LOAD_S", 0.1)
+    monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
     engine, recorder = FakeEngine(), Overruns()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     loop = asyncio.get_running_loop()
@@ -458,7 +458,7 @@ async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wai
 async def test_what_waits_to_be_loaded_may_take_its_time_once_it_begins(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf_module, "_LOAD_S", 0.1)
+    monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     engine.submit(Kind.COMPILE, b"long")

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.shape import CallShape
-from gradrule_server.programs.cache import Named, ProgramCache, Runnable
+from gradrule_server.programs.cache import ProgramCache, RunnableProgram, StoredKey
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
 from tests.unit.link.fake_engine import FakeEngine, FakePool
@@ -32,8 +32,8 @@ class FakeService:
 
     def use(self, name: str, call: CallShape = CallShape(), nodes: int = 1, *, is_used: bool = True) -> None:  # noqa: B008
         compiled: Any = SimpleNamespace(program=b"", tail=b"")
-        program = Runnable(compiled, Loadable(name, b"", nodes=nodes))
-        self.cache.put(Named(name, call), program, is_used=is_used)
+        program = RunnableProgram(compiled, Loadable(name, b"", nodes=nodes))
+        self.cache.put(StoredKey(name, call), program, is_used=is_used)
 
     async def load_stored(self, name: str, call: CallShape) -> None:
         if name == "gone":

@@ -1,0 +1,77 @@
+"""Running a rule on tensors, without a graph of the caller's: `SampleRule`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import numpy as np
+
+from gradrule.common import tensor_codec
+from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import error
+from gradrule_server.link.shape import sampled_gradient
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.run_modes import RunOnce
+from gradrule_server.programs.service import ProgramService
+from gradrule_server.registry.rules import RuleRegistry
+
+_INPUT = re.compile(r"x([0-9]*)")
+
+
+async def sample(
+    request: link_pb2.RawSampleRuleRequest,
+    raw: bytes,
+    rules: RuleRegistry,
+    program_service: ProgramService,
+    received_ns: int,
+    ends_at: float,
+) -> rule_pb2.SampleRuleResponse:
+    """Runs the rule; MISSING_FEED where a value that it needs is neither given nor computed by `op_type`."""
+    evaluation = await program_service.preparer.sample(raw, RegistryLookup(rules), ends_at)
+    answer = await program_service.run_inline(evaluation, received_ns, RunOnce(ends_at))
+    # Broadcasting may make large tensors.
+    return await asyncio.to_thread(_response, evaluate_pb2.EvaluateResponse.FromString(answer), _inputs(request))
+
+
+def _inputs(request: link_pb2.RawSampleRuleRequest) -> list[tensor_pb2.Tensor]:
+    """Returns the values of x, x1, …, which were checked."""
+    found = {int(match[1] or 0): item.value.inline for item in request.values if (match := _INPUT.fullmatch(item.name))}
+    return [found[index] for index in sorted(found)]
+
+
+def _response(answer: evaluate_pb2.EvaluateResponse, xs: list[tensor_pb2.Tensor]) -> rule_pb2.SampleRuleResponse:
+    """Gradients as `dx`, `dx1`, …, outputs as `y`, `y1`, …, whichever way they were computed."""
+    response = rule_pb2.SampleRuleResponse()
+    found: dict[str, tensor_pb2.Tensor] = {}
+    for gradient in answer.gradients:
+        if gradient.WhichOneof("value") == "dense":
+            found[sampled_gradient(int(gradient.x[1:]))] = gradient.dense
+    for output in answer.outputs:
+        if output.name.startswith("op:"):
+            index = int(output.name.removeprefix("op:"))
+            response.outputs.add(name=f"y{index or ''}").value.inline.CopyFrom(output.value.inline)
+        else:
+            found[output.name] = output.value.inline
+    for index, x in enumerate(xs):
+        entry = response.gradients.add(name=f"dx{index or ''}")
+        value = found.get(sampled_gradient(index))
+        if value is not None:
+            entry.value.inline.CopyFrom(_shaped_like(value, x, index))
+    return response
+
+
+def _shaped_like(gradient: tensor_pb2.Tensor, x: tensor_pb2.Tensor, index: int) -> tensor_pb2.Tensor:
+    """The gradient in its input's shape, a rank 0 one broadcast to it, as on a node; RULE_OUTPUT otherwise."""
+    shape, wanted = ([dim.size for dim in tensor.tensor_shape.dim] for tensor in (gradient, x))
+    if shape == wanted:
+        return gradient
+    if not shape:
+        return tensor_codec.to_message(np.broadcast_to(tensor_codec.to_numpy(gradient), wanted))
+    raise error(
+        errors_pb2.ERROR_REASON_RULE_OUTPUT,
+        f"the gradient of x{index} has shape {shape}, but x{index} has {wanted}: do the given values have shapes that "
+        f"fit? Only rank 0 is broadcast, sum_to(v, x{index}) sums down to the input's shape",
+        field="values",
+    )

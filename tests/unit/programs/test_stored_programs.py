@@ -1,0 +1,220 @@
+"""Programs whose names are given up while something about them is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradrule.v1 import program_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.link.engine import Engine
+from gradrule_server.link.shape import CallShape
+from gradrule_server.policy import Limits
+from gradrule_server.programs.cache import ProgramCache, RunnableProgram
+from gradrule_server.programs.compiler import Compiler, StoredParts
+from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.stored_programs import StoredPrograms
+from gradrule_server.recovery.call_recovery import CallRecovery
+from gradrule_server.recovery.crash_history import CrashHistory
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.programs import ProgramRegistry
+from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.registry.store import Store
+from tests.unit.link.fake_engine import FakePool
+
+_CALL = CallShape()
+
+
+class FakeCompiler:
+    """Takes as long as the test wants. A program's digest is its spec's first fetch."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.asked = 0
+
+    async def compile_to_keep(self, spec: bytes, *_: Any) -> tuple[RunnableProgram, StoredParts]:
+        return await self.compile(spec), StoredParts(spec, (), b"")
+
+    async def compile_stored(
+        self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], *_: Any
+    ) -> RunnableProgram:
+        return await self.compile(read()[0])
+
+    async def compile(self, spec: bytes, *_: Any) -> RunnableProgram:
+        self.asked += 1
+        await self.gate.wait()
+        digest = program_pb2.ProgramSpec.FromString(spec).fetches[0]
+        compiled: Any = SimpleNamespace(
+            key=digest,
+            message=program_pb2.Program(digests=program_pb2.Digests(program=digest)),
+            tail=b"",
+            program=b"",
+            placeholders=frozenset({"x"}),
+        )
+        return RunnableProgram(compiled, Loadable(digest, b""))
+
+
+class Fixture:
+    """Kept programs with all that is around them."""
+
+    def __init__(self, store: Store) -> None:
+        self.compiler = FakeCompiler()
+        self.registry = ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 0))
+        self.recovery: CallRecovery[Engine] = CallRecovery(FakePool(), CrashHistory())
+        self.restart(store)
+
+    def restart(self, store: Store) -> None:
+        """An empty cache."""
+        rules = RuleRegistry(store, ["Sign"])
+        self.stored = StoredPrograms(self.registry, rules, self.compiler, ProgramCache(10, 10**6))
+
+    async def create(self, digest: str) -> None:
+        await self.stored.create(program_pb2.ProgramSpec(fetches=[digest]).SerializeToString(), "p", self.recovery)
+
+    async def find(self, call: CallShape = _CALL) -> str:
+        _, program, _ = await self.stored.find("programs/p", call, self.recovery)
+        return program.compiled.key
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path)
+    yield opened
+    opened.close()
+
+
+async def test_a_name_that_is_given_to_another_program_while_the_old_one_is_read(store: Store) -> None:
+    fixture = Fixture(store)
+    await fixture.create("old")
+    fixture.restart(store)
+    fixture.compiler.gate.clear()
+    in_flight = asyncio.create_task(fixture.find())
+    while fixture.compiler.asked < 2:
+        await asyncio.sleep(0.001)
+    await fixture.stored.delete("programs/p")
+    fixture.compiler.gate.set()
+    await fixture.create("new")
+    assert await in_flight == "old"
+    assert await fixture.find() == "new"
+    assert await fixture.find(CallShape(frozenset({"h"}))) == "new"
+
+
+async def test_variants_go_with_their_program(store: Store) -> None:
+    fixture = Fixture(store)
+    await fixture.create("old")
+    other = CallShape(frozenset({"x", "h"}))
+    assert await fixture.find(other) == "old"
+    await fixture.stored.delete("p")
+    await fixture.create("new")
+    assert await fixture.find(other) == "new"
+
+
+async def test_feeding_placeholders_needs_no_variant(store: Store) -> None:
+    fixture = Fixture(store)
+    await fixture.create("old")
+    assert await fixture.find(CallShape(frozenset({"x"}))) == "old"
+    assert fixture.compiler.asked == 1
+
+
+async def test_a_deletion_whose_caller_gives_up_is_finished(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = Fixture(store)
+    await fixture.create("old")
+    deleting, go_on = threading.Event(), threading.Event()
+    delete = fixture.registry.delete
+
+    def slowly(name: str) -> None:
+        deleting.set()
+        go_on.wait(10)
+        delete(name)
+
+    monkeypatch.setattr(fixture.registry, "delete", slowly)
+    deletion = asyncio.create_task(fixture.stored.delete("p"))
+    await asyncio.to_thread(deleting.wait, 10)
+    deletion.cancel()
+    await asyncio.wait([deletion])
+    go_on.set()
+
+    async def find_until_refused() -> None:
+        while await fixture.find():
+            await asyncio.sleep(0.001)
+
+    with pytest.raises(GradruleError, match="PROGRAM_NOT_FOUND"):
+        await asyncio.wait_for(find_until_refused(), 10)
+
+
+async def test_a_program_that_is_deleted_while_it_is_kept_is_not_remembered(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture = Fixture(store)
+    create, loop = fixture.registry.create, asyncio.get_running_loop()
+
+    def create_and_lose(*args: Any) -> Any:
+        stored = create(*args)
+        # The deletion is complete before the loop hears of the creation.
+        asyncio.run_coroutine_threadsafe(fixture.stored.delete("p"), loop).result(10)
+        return stored
+
+    monkeypatch.setattr(fixture.registry, "create", create_and_lose)
+    await fixture.create("old")
+    with pytest.raises(GradruleError, match="PROGRAM_NOT_FOUND"):
+        await fixture.find()
+
+
+class CountingPreparer:
+    """Counts how many programs are prepared at a time."""
+
+    def __init__(self) -> None:
+        self.at_once = self.most = 0
+
+    async def program(self, *_: Any) -> Any:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        await asyncio.sleep(0.01)
+        self.at_once -= 1
+        return SimpleNamespace(message=SimpleNamespace(is_known=False), compile_request=b"")
+
+
+async def test_large_graphs_of_kept_programs_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S11: 24 calls of one kept program, after a restart, would hold its graph 24 times."""
+    preparing: Any = CountingPreparer()
+    reading = most_read = 0
+    nothing: Any = None
+    compiler = Compiler(nothing, preparing, Limits(), nothing, "ada")
+
+    async def load(*_: Any) -> Any:
+        return "compiled"
+
+    monkeypatch.setattr(compiler, "_load", load)
+
+    def read() -> tuple[bytes, bytes]:
+        nonlocal reading, most_read
+        reading += 1
+        most_read = max(most_read, reading)
+        time.sleep(0.002)
+        reading -= 1
+        return b"", b""
+
+    recovery: Any = SimpleNamespace(ends_at=0.0)
+    await asyncio.gather(*(compiler.compile_stored(100 << 20, read, _CALL, recovery) for _ in range(8)))
+    assert (preparing.most, most_read) == (1, 1)
+    await asyncio.gather(*(compiler.compile_stored(1000, read, _CALL, recovery) for _ in range(8)))
+    assert preparing.most > 1
+
+
+async def test_the_size_of_a_kept_graph_is_known_without_reading_it(store: Store) -> None:
+    fixture = Fixture(store)
+    spec = program_pb2.ProgramSpec(fetches=["y"])
+    spec.graph.serialized = b"x" * 12_345
+    await fixture.stored.create(spec.SerializeToString(), "p", fixture.recovery)
+    stored = fixture.registry.get("p")
+    assert fixture.registry.graph_bytes(stored) == 12_345
+    fixture.registry.delete("p")
+    assert fixture.registry.graph_bytes(stored) == 0
