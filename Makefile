@@ -31,7 +31,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers lint format proto proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers lint format proto client proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -48,11 +48,11 @@ test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## these and all
 test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## these and a sample of the battery, tests of the benchmarks, large models
 	$(PYTEST) tests $(ARGS)
 
-test-general: $(VENV)/.installed ## tests of calls with every fast path off (see docs/operations.md); ARGS names other files
+test-general: $(VENV)/.installed ## tests of calls with every fast path off (see docs/guide/operating.md); ARGS names other files
 	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)
 
-test-models: $(VENV)/.installed ## compare whole architectures with local TensorFlow; writes docs/models.md
-	$(VENV)/bin/python -m pytest tests/models --models-page docs/models.md $(ARGS)
+test-models: $(VENV)/.installed ## compare whole architectures with local TensorFlow; writes docs/model-comparison.md
+	$(VENV)/bin/python -m pytest tests/models --models-page docs/model-comparison.md $(ARGS)
 
 test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the libraries they come from; writes tests/peers/results.json
 	$(PEERS)/bin/python -m tests.peers.reference out/peers
@@ -66,6 +66,7 @@ lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.instal
 	$(NODE_CLIENT)/node_modules/.bin/buf lint
 	$(NODE_CLIENT)/node_modules/.bin/buf breaking --against protos/baseline.binpb
 	$(TOOLS)/bin/python tools/generate_protos.py --check
+	$(VENV)/bin/python tools/generate_sync_client.py --check
 	cd $(NODE_CLIENT) && npm run --silent lint
 
 format: $(VENV)/.installed ## put the Python code into shape
@@ -76,16 +77,19 @@ proto: $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## write the s
 	$(TOOLS)/bin/python tools/generate_protos.py
 	cd $(NODE_CLIENT) && npm run --silent proto
 
+client: $(VENV)/.installed ## write the Python client's sync form from its asyncio form
+	$(VENV)/bin/python tools/generate_sync_client.py
+
 proto-baseline: $(NODE_CLIENT)/node_modules/.installed ## accept the protos as they are as the ones that must stay compatible
 	$(NODE_CLIENT)/node_modules/.bin/buf build --path protos/gradrule/v1 --exclude-source-info --output protos/baseline.binpb
 
 tables: $(VENV)/.installed ## write the table of op definitions from the installed TensorFlow
 	$(VENV)/bin/python tools/generate_tables.py
 
-op-policy: $(VENV)/.installed ## deny ops that are new in the installed TensorFlow until they are reviewed; writes docs/ops.md
+op-policy: $(VENV)/.installed ## deny ops that are new in the installed TensorFlow until they are reviewed; writes docs/reference/ops.md
 	$(VENV)/bin/python tools/generate_op_policy.py
 
-docs: $(VENV)/.installed ## write docs/rules.md from the registry and the last comparison with other libraries
+docs: $(VENV)/.installed ## write docs/reference/rules.md from the registry and the last comparison with other libraries
 	$(VENV)/bin/python tools/generate_reference.py
 
 node: $(NODE_CLIENT)/node_modules/.installed ## set up and build the Node client

@@ -150,7 +150,7 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
 
 
 def test_a_deadline_holds_for_the_writing_too(standing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradrule._streams._GRACE_S", 0.1)
+    monkeypatch.setattr("gradrule._stream_messages.GRACE_S", 0.1)
     big = np.zeros(6_000_000, np.float32)
 
     async def body() -> None:
@@ -184,8 +184,8 @@ def test_blobs_that_the_server_has_let_go_in_sessions(either: Any) -> None:
     rng = np.random.default_rng(2)
     w, x, other = (gr.Blob(rng.normal(size=size).astype(np.float32)) for size in ((3, 2), (4, 3), (3, 2)))
     session = either.session(linear(), variables={"w": w})
-    brought: set[str] = getattr(session, "target", session)._brought
-    brought.update(blob.sha256 for blob in (w, x, other))
+    uploaded: set[str] = getattr(session, "target", session)._uploaded
+    uploaded.update(blob.sha256 for blob in (w, x, other))
     with session as s:
         assert s.step({"x": x}, "loss", gr.optimizers.SGD(0.1)).step == 1
         s.assign({"w": other})

@@ -147,8 +147,8 @@ def test_other_derivatives(packing: Any, client: Any, transfer: gr.Transfer) -> 
     compare(dict(program.jvp(x, x)), dict(plain.jvp(given, given)), travel)
     compare(dict(program.hvp(x, x)), dict(plain.hvp(given, given)), travel)
     compare(dict(program.jacobian(x)), dict(plain.jacobian(given)), travel)
-    found = packing.jvp(graph(), x, x, ["loss"], ["x"])
-    compare(dict(found), dict(client.jvp(graph(), given, given, ["loss"], ["x"])), travel)
+    found = packing.jvp(graph(), x, x, ys=["loss"], xs=["x"])
+    compare(dict(found), dict(client.jvp(graph(), given, given, ys=["loss"], xs=["x"])), travel)
 
 
 def test_sessions(server: RunningServer, client: Any, transfer: gr.Transfer) -> None:
@@ -161,7 +161,7 @@ def test_sessions(server: RunningServer, client: Any, transfer: gr.Transfer) -> 
         with of.session(g) as session:
             feeds = {"x": change(values())}
             step = session.step(feeds, "loss", optimizers.SGD(1e-4))
-            result = session.evaluate(feeds, ["loss"], ["loss"], ["w"])
+            result = session.evaluate(feeds, ["loss"], ys=["loss"], xs=["w"])
             read = dict(session.read())
             session.assign({"w": np.zeros((WIDTH, 1), np.float32)})
             return [step.loss, result, read, dict(session.read())]

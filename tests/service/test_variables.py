@@ -246,7 +246,7 @@ def test_comparing_with_respect_to_variables(client: Any) -> None:
     w = g.variable("w", [0.5, -0.25])
     g.op("Sum", g.op("Tanh", w * g.placeholder("x", "float32", [2]), name="tanh"), [0], name="y")
     for xs in ("w", "x"):
-        found = client.compare(g, {"x": [1.0, 2.0]}, "y", xs, {"straight": {"Tanh": "Identity"}})
+        found = client.compare(g, {"x": [1.0, 2.0]}, ys="y", xs=xs, overrides={"straight": {"Tanh": "Identity"}})
         assert found.finite_differences is not None
         (difference,) = (row.from_finite_differences for row in found.rows if row.is_x and row.label == "default")
         assert difference is not None

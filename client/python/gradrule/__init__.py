@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradrule import aio, errors, keras, optimizers
     from gradrule._blobs import Blob
-    from gradrule._client import Client, Program, connect
     from gradrule._comparison import ComparedRow, Comparison, FirstDifference
     from gradrule._differences import FiniteDifferences
-    from gradrule._forward import AsyncForwardHandle, ForwardHandle
     from gradrule._graph import Graph
     from gradrule._handles import Node, TensorHandle
     from gradrule._load import load
-    from gradrule._local import local
     from gradrule._overrides import Override, Preset, Region
     from gradrule._results import (
         Digests,
@@ -38,10 +35,16 @@ if TYPE_CHECKING:
         Sparse,
         Timings,
     )
+    from gradrule._rpc.async_client.forward import AsyncForwardHandle
+    from gradrule._rpc.async_client.sessions import AsyncSession
+    from gradrule._rpc.sync_client.client import Client, connect, local
+    from gradrule._rpc.sync_client.forward import ForwardHandle
+    from gradrule._rpc.sync_client.programs import Program
+    from gradrule._rpc.sync_client.sessions import Session
     from gradrule._rules import Rule
     from gradrule._security import tls
     from gradrule._server_status import ServerStatus
-    from gradrule._sessions import AsyncSession, Session, StepResult
+    from gradrule._sessions import StepResult
     from gradrule._specs import TensorSpec
     from gradrule._tracing import from_keras, trace
     from gradrule._transfer import Transfer
@@ -63,16 +66,16 @@ __all__ = [
 
 _HOMES = {
     "Blob": "_blobs",
-    "connect": "_client",
-    "Client": "_client",
-    "Program": "_client",
-    "local": "_local",
+    "connect": "_rpc.sync_client.client",
+    "Client": "_rpc.sync_client.client",
+    "Program": "_rpc.sync_client.programs",
+    "local": "_rpc.sync_client.client",
     "ServerStatus": "_server_status",
-    "Session": "_sessions",
-    "AsyncSession": "_sessions",
+    "Session": "_rpc.sync_client.sessions",
+    "AsyncSession": "_rpc.async_client.sessions",
     "StepResult": "_sessions",
-    "ForwardHandle": "_forward",
-    "AsyncForwardHandle": "_forward",
+    "ForwardHandle": "_rpc.sync_client.forward",
+    "AsyncForwardHandle": "_rpc.async_client.forward",
     "Graph": "_graph",
     "TensorHandle": "_handles",
     "Node": "_handles",

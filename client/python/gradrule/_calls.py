@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
@@ -22,6 +22,11 @@ from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import admin_pb2, evaluate_pb2, program_pb2, rule_pb2
 
 R = TypeVar("R")
+
+UnconnectedGradients: TypeAlias = Literal["none", "zero"]
+NoGradient: TypeAlias = Literal["error", "default", "pass", "zero"]
+Jit: TypeAlias = Literal["off", "auto"]
+RuleKind: TypeAlias = Literal["user", "builtin", "op"]
 
 _PACKAGE = "gradrule.v1"
 EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"

@@ -1,10 +1,9 @@
-"""Forward once, pull back many: a forward run that the server keeps, and gradients through it as often as wanted."""
+"""Makes the requests of forward handles and decodes their answers, for both clients."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 from gradrule import _requests, _results
 from gradrule._calls import Call
@@ -21,20 +20,12 @@ R = TypeVar("R")
 Gradients = Mapping[str, Any]
 """By x an array, a `Sparse`, or None where there is none."""
 
-# What a handle that is gone is told by: the server says so, or its stream is no more.
-_LOST = (HandleExpiredError, UnavailableError)
-
-
-class _Run(Protocol):
-    def __call__(self, call: Call[R], timeout: float | None) -> R: ...
-
-
-class _AsyncRun(Protocol):
-    async def __call__(self, call: Call[R], timeout: float | None) -> R: ...
+# Errors that mean that the server no longer has the handle: it says so, or the stream of the handle has ended.
+LOST = (HandleExpiredError, UnavailableError)
 
 
 class ForwardBase:
-    """What the sync and async handles have in common."""
+    """A forward run that the server keeps; the base of `ForwardHandle` and `AsyncForwardHandle`."""
 
     def __init__(
         self,
@@ -66,7 +57,7 @@ class ForwardBase:
 
     @property
     def bytes(self) -> int:
-        """What the server keeps for it on the device."""
+        """Bytes that the server keeps for it on the device."""
         return self._held.bytes
 
     def _forward(self) -> Call[None]:
@@ -97,111 +88,3 @@ class ForwardBase:
         self._handle = ""
         answer = evaluate_pb2.CloseHandleResponse.FromString
         return Call("close_handle", request, answer, lambda _: None, on_stream=True)
-
-
-class ForwardHandle(ForwardBase):
-    """A forward run that the server keeps. Made by `Program.forward`; close it, or use it in a `with` block.
-
-    Where the server no longer has it (its time has run out, the engine or the connection was lost), the next `vjp` runs
-    forward again by itself.
-    """
-
-    def __init__(
-        self,
-        run: _Run,
-        program: ProgramBase,
-        feeds: Feeds | None,
-        params: CallParams | None,
-        ttl: float | None,
-        timeout: float | None,
-        transfer: Transfer,
-    ) -> None:
-        super().__init__(program, feeds, params, ttl, transfer)
-        self._send = run
-        self._timeout = timeout
-        run(self._forward(), timeout)
-
-    def vjp(
-        self, grad_ys: GradYs | None = None, *, stacked_grad_ys: bool = False, timeout: float | None = None
-    ) -> Gradients:
-        """Gradients by x. grad_ys, stacked_grad_ys: as in `Program.evaluate`; a y without one gets ones."""
-        seconds = self._timeout if timeout is None else timeout
-        request = self._pull_back(grad_ys, stacked_grad_ys)
-        if self._handle:
-            try:
-                return self._send(self._pulled_back(request), seconds)
-            except _LOST:
-                self._handle = ""
-        self._send(self._forward(), seconds)
-        return self._send(self._pulled_back(request), seconds)
-
-    def close(self) -> None:
-        """Lets it go on the server. A later `vjp` would run forward again."""
-        if self._handle:
-            try:
-                self._send(self._closing(), self._timeout)
-            except _LOST:
-                # It is gone as it is.
-                return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class AsyncForwardHandle(ForwardBase):
-    """`ForwardHandle` for asyncio: `async with await program.forward(…) as h`."""
-
-    def __init__(
-        self,
-        run: _AsyncRun,
-        program: ProgramBase,
-        feeds: Feeds | None,
-        params: CallParams | None,
-        ttl: float | None,
-        timeout: float | None,
-        transfer: Transfer,
-    ) -> None:
-        super().__init__(program, feeds, params, ttl, transfer)
-        self._send = run
-        self._timeout = timeout
-
-    async def run(self) -> Self:
-        """Runs forward."""
-        await self._send(self._forward(), self._timeout)
-        return self
-
-    async def vjp(
-        self, grad_ys: GradYs | None = None, *, stacked_grad_ys: bool = False, timeout: float | None = None
-    ) -> Gradients:
-        """As `ForwardHandle.vjp`."""
-        seconds = self._timeout if timeout is None else timeout
-        request = self._pull_back(grad_ys, stacked_grad_ys)
-        if self._handle:
-            try:
-                return await self._send(self._pulled_back(request), seconds)
-            except _LOST:
-                self._handle = ""
-        await self._send(self._forward(), seconds)
-        return await self._send(self._pulled_back(request), seconds)
-
-    async def close(self) -> None:
-        """As `ForwardHandle.close`."""
-        if self._handle:
-            try:
-                await self._send(self._closing(), self._timeout)
-            except _LOST:
-                # It is gone as it is.
-                return
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import queue
 import signal
@@ -10,14 +9,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from gradrule.errors import GradruleError, InvalidParamError, UnavailableError
-
-if TYPE_CHECKING:
-    from gradrule._client import Client
 
 _READY = "gradrule: listening on "
 _START_S = 120.0
@@ -25,24 +21,6 @@ _STOP_S = 30.0
 _STDERR_LINES = 20
 # The server's exit code for settings that it does not know or cannot take.
 _WRONG_SETTINGS = 2
-
-
-@contextlib.contextmanager
-def local(**settings: Any) -> Iterator[Client]:
-    """Starts a server on a free port with a registry of its own, gives a client of it, and stops it at the end.
-
-    settings: flags of `gradrule serve`, `device="cpu"` for `--device cpu`. Needs the extra `gradrule[server]` or
-    `gradrule[gpu]`. Raises `InvalidParamError` for settings that the server refuses, `UnavailableError` where it does
-    not start for another reason, both with the server's own words.
-    """
-    from gradrule._client import connect
-
-    server = LocalServer(settings)
-    try:
-        with connect(server.start()) as client:
-            yield client
-    finally:
-        server.stop()
 
 
 class LocalServer:

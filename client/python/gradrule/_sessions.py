@@ -1,17 +1,11 @@
-"""Sessions: variables that the server holds for the length of one stream, trained and evaluated there."""
+"""Makes the requests of sessions and decodes their answers, for both clients."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import queue
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from gradrule import _blobs, _requests, _results, _sources
@@ -19,14 +13,14 @@ from gradrule._calls import Call
 from gradrule._graph import Graph
 from gradrule._names import bare
 from gradrule._overrides import Overrides
-from gradrule._requests import CallParams, Feeds, GradYs, Name, Names
+from gradrule._requests import CallParams, Feeds, Name, Names
 from gradrule._results import Resolution, Timings
 from gradrule._sources import GraphLike
 from gradrule._specs import TensorSpec
-from gradrule._status import error_of, error_of_status, serialized
+from gradrule._status import error_of_status, serialized
 from gradrule._transfer import Transfer
 from gradrule.common.tensor_codec import Array, to_numpy
-from gradrule.errors import BlobNotFoundError, InternalError, InvalidOptimizerError, UnavailableError
+from gradrule.errors import InternalError, InvalidOptimizerError
 from gradrule.optimizers import Optimizer
 from gradrule.v1 import evaluate_pb2, session_pb2
 from gradrule.v1.tensor_pb2 import Dt
@@ -52,25 +46,28 @@ class StepResult:
     overrides: list[Resolution]
 
 
-class SessionBase:
-    """What the sync and async sessions have in common: messages and what to make of answers."""
+class SessionOptions(NamedTuple):
+    """What a session is opened with."""
 
-    def __init__(
-        self,
-        graph: GraphLike,
-        overrides: Overrides | None,
-        variables: Mapping[str, Any] | None,
-        no_gradient: str,
-        transfer: Transfer,
-    ) -> None:
-        self._transfer = transfer
-        self._graph = graph
-        self._words = _requests.Words(overrides=overrides, no_gradient=no_gradient)
-        self._given = dict(variables or {})
+    graph: GraphLike
+    overrides: Overrides | None
+    variables: Mapping[str, Any] | None
+    no_gradient: str
+    transfer: Transfer
+
+
+class SessionBase:
+    """Makes a session's requests and decodes its answers; the base of `Session` and `AsyncSession`."""
+
+    def __init__(self, options: SessionOptions) -> None:
+        self._transfer = options.transfer
+        self._graph = options.graph
+        self._words = _requests.Words(overrides=options.overrides, no_gradient=options.no_gradient)
+        self._given = dict(options.variables or {})
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers: dict[str, int] = {}
-        # Hashes of the bytes that the server was given.
-        self._brought: set[str] = set()
+        # Hashes of the blobs that were sent to the server.
+        self._uploaded: set[str] = set()
 
     @property
     def variables(self) -> Mapping[str, TensorSpec]:
@@ -192,298 +189,31 @@ class SessionBase:
     def _call(self, feeds: Feeds | None, params: CallParams | None) -> evaluate_pb2.EvaluateRequest:
         return _requests.evaluate_request(feeds, self._type_of, params=params, graph=self._graph)
 
-    def _unbrought(self, call: Call[Any]) -> _blobs.Blobs:
-        return {name: data for name, data in call.blobs.items() if name not in self._brought}
+    def _not_uploaded(self, call: Call[Any]) -> _blobs.Blobs:
+        return {name: data for name, data in call.blobs.items() if name not in self._uploaded}
 
+    def _message(self, call: Call[Any], timeout: float) -> bytes:
+        packing = self._transfer.packing
+        if packing is not None:
+            # In place: the request may be sent again.
+            self._transfer.pack(call.request)
+        kind: dict[str, Any] = {call.method: call.request}
+        request = session_pb2.RunSessionRequest(**kind)
+        request.timeout.FromNanoseconds(int(timeout * 1e9))
+        if packing is not None:
+            request.answer_packing.CopyFrom(packing.message())
+        return serialized(request)
 
-class Session(SessionBase):
-    """Server-held variables. `with client.session(graph) as s`: they live as long as the block.
-
-    Not for several threads at once: messages are answered one after the other.
-    """
-
-    def __init__(
-        self,
-        open_stream: Callable[..., Any],
-        send_blobs: Callable[[Mapping[str, _blobs.Data], float | None], None],
-        deadline: Callable[[float | None], float],
-        graph: GraphLike,
-        overrides: Overrides | None,
-        variables: Mapping[str, Any] | None,
-        no_gradient: str,
-        transfer: Transfer,
-    ) -> None:
-        super().__init__(graph, overrides, variables, no_gradient, transfer)
-        self._open = open_stream
-        self._send_blobs = send_blobs
-        self._deadline = deadline
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._stream: Any = None
-
-    def __enter__(self) -> Self:
+    def _decoded(self, call: Call[R], data: bytes) -> R:
         try:
-            self._run(self._start(), None)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the session; the server lets its variables go."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            self._outgoing.put(None)
-            stream.cancel()
-
-    def step(
-        self,
-        feeds: Feeds | None,
-        loss: Name,
-        optimizer: Optimizer,
-        fetches: Names = (),
-        *,
-        variables: Names = (),
-        params: CallParams | None = None,
-        timeout: float | None = None,
-    ) -> StepResult:
-        """Minimises a loss: one update of the variables by an optimiser of `gradrule.optimizers`.
-
-        loss: a tensor; one that is no scalar is summed. variables: which to update; default: all float ones that the
-        loss depends on and that are trainable as far as the graph tells. fetches, params: as in `evaluate`.
-        """
-        return self._run(self._step(feeds, loss, optimizer, variables, fetches, params), timeout)
-
-    def evaluate(
-        self,
-        feeds: Feeds | None = None,
-        fetches: Names = (),
-        ys: Names = (),
-        xs: Names = (),
-        grad_ys: GradYs | None = None,
-        stop_gradients: Names = (),
-        unconnected_gradients: str = "none",
-        params: CallParams | None = None,
-        timeout: float | None = None,
-        dense_gradients: bool = False,
-    ) -> _results.Result:
-        """As `Client.evaluate`, with the session's variables; what the graph assigns to them is kept."""
-        words = _requests.Words(
-            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
-        )
-        return self._run(self._evaluate(feeds, words, params), timeout)
-
-    def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:
-        """Values of variables, of all if none is named."""
-        return self._run(self._read(names), timeout)
-
-    def assign(self, values: Mapping[Name, Any], *, timeout: float | None = None) -> None:
-        """Gives variables values, all or none."""
-        self._run(self._assign(values), timeout)
-
-    def save(self, *, timeout: float | None = None) -> Graph:
-        """The graph with the variables' present values, to be evaluated, or written by its `save`."""
-        return self._saved(self.read(timeout=timeout))
-
-    def _run(self, call: Call[R], timeout: float | None) -> R:
-        if self._stream is None and call.method != "start":
-            raise UnavailableError("the session is not open; use it as `with client.session(graph) as s`")
-        self._bring(self._unbrought(call), timeout)
-        try:
-            return self._ask(call, timeout)
-        except BlobNotFoundError:
-            if not call.blobs:
-                raise
-        # A server that is short of room may have let them go.
-        self._bring(call.blobs, timeout)
-        return self._ask(call, timeout)
-
-    def _bring(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
-        if blobs:
-            self._send_blobs(blobs, timeout)
-            self._brought.update(blobs)
-
-    def _ask(self, call: Call[R], timeout: float | None) -> R:
-        data = _message(call, self._deadline(timeout), self._transfer)
-        if call.method == "start":
-            # A refused start has ended its stream.
-            self.close()
-            self._outgoing = queue.SimpleQueue()
-            self._stream = self._open(iter(self._outgoing.get, None))
-        try:
-            self._outgoing.put(data)
-            answer = next(self._stream)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from None
-        except StopIteration:
-            raise UnavailableError("the server has ended the session") from None
-        except BaseException:
-            # An interrupt leaves an answer on its way, which the next message would take for its own.
-            self.close()
-            raise
-        return _decoded(call, answer, self._transfer)
-
-
-class AsyncSession(SessionBase):
-    """`Session` for asyncio: `async with client.session(graph) as s`."""
-
-    def __init__(
-        self,
-        open_stream: Callable[..., Any],
-        send_blobs: Callable[[Mapping[str, _blobs.Data], float | None], Awaitable[None]],
-        deadline: Callable[[float | None], float],
-        graph: GraphLike,
-        overrides: Overrides | None,
-        variables: Mapping[str, Any] | None,
-        no_gradient: str,
-        transfer: Transfer,
-    ) -> None:
-        super().__init__(graph, overrides, variables, no_gradient, transfer)
-        self._open = open_stream
-        self._send_blobs = send_blobs
-        self._deadline = deadline
-        self._stream: Any = None
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self._run(self._start(), None)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """As `Session.close`."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.cancel()
-
-    async def step(
-        self,
-        feeds: Feeds | None,
-        loss: Name,
-        optimizer: Optimizer,
-        fetches: Names = (),
-        *,
-        variables: Names = (),
-        params: CallParams | None = None,
-        timeout: float | None = None,
-    ) -> StepResult:
-        """As `Session.step`."""
-        return await self._run(self._step(feeds, loss, optimizer, variables, fetches, params), timeout)
-
-    async def evaluate(
-        self,
-        feeds: Feeds | None = None,
-        fetches: Names = (),
-        ys: Names = (),
-        xs: Names = (),
-        grad_ys: GradYs | None = None,
-        stop_gradients: Names = (),
-        unconnected_gradients: str = "none",
-        params: CallParams | None = None,
-        timeout: float | None = None,
-        dense_gradients: bool = False,
-    ) -> _results.Result:
-        """As `Session.evaluate`."""
-        words = _requests.Words(
-            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
-        )
-        return await self._run(self._evaluate(feeds, words, params), timeout)
-
-    async def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:
-        """As `Session.read`."""
-        return await self._run(self._read(names), timeout)
-
-    async def assign(self, values: Mapping[Name, Any], *, timeout: float | None = None) -> None:
-        """As `Session.assign`."""
-        await self._run(self._assign(values), timeout)
-
-    async def save(self, *, timeout: float | None = None) -> Graph:
-        """As `Session.save`."""
-        return self._saved(await self.read(timeout=timeout))
-
-    async def _run(self, call: Call[R], timeout: float | None) -> R:
-        if self._stream is None and call.method != "start":
-            raise UnavailableError("the session is not open; use it as `async with client.session(graph) as s`")
-        await self._bring(self._unbrought(call), timeout)
-        try:
-            return await self._ask(call, timeout)
-        except BlobNotFoundError:
-            if not call.blobs:
-                raise
-        # A server that is short of room may have let them go.
-        await self._bring(call.blobs, timeout)
-        return await self._ask(call, timeout)
-
-    async def _bring(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
-        if blobs:
-            await self._send_blobs(blobs, timeout)
-            self._brought.update(blobs)
-
-    async def _ask(self, call: Call[R], timeout: float | None) -> R:
-        data = _message(call, self._deadline(timeout), self._transfer)
-        if call.method == "start":
-            # A refused start has ended its stream.
-            self.close()
-            self._stream = self._open()
-        stream = self._stream
-        try:
-            # Reading tells why a stream ended that takes no more.
-            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError):
-                await stream.write(data)
-            answer = await stream.read()
-        except grpc.RpcError as failure:
-            raise error_of(failure) from None
-        except asyncio.CancelledError:
-            # An answer may be on its way, which the next message would take for its own.
-            self.close()
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():
-                # It was the stream that was cancelled, with its channel.
-                raise UnavailableError("the client is closed, and the session with it") from None
-            raise
-        except BaseException:
-            self.close()
-            raise
-        if answer is grpc.aio.EOF:
-            await stream.code()
-            raise UnavailableError(await stream.details() or "the server has ended the session")
-        return _decoded(call, answer, self._transfer)
-
-
-def _message(call: Call[Any], timeout: float, transfer: Transfer) -> bytes:
-    packing = transfer.packing
-    if packing is not None:
-        # The request may be sent again.
-        transfer.pack(call.request)
-    kind: dict[str, Any] = {call.method: call.request}
-    request = session_pb2.RunSessionRequest(**kind)
-    request.timeout.FromNanoseconds(int(timeout * 1e9))
-    if packing is not None:
-        request.answer_packing.CopyFrom(packing.message())
-    return serialized(request)
-
-
-def _decoded(call: Call[R], data: bytes, transfer: Transfer) -> R:
-    try:
-        answer = session_pb2.RunSessionResponse.FromString(data)
-    except DecodeError as cause:
-        raise InternalError(f"the server's answer cannot be read: {cause}") from None
-    kind = answer.WhichOneof("response")
-    if kind == "status":
-        raise error_of_status(answer.status)
-    expected = "started" if call.method == "start" else call.method
-    if kind != expected:
-        raise InternalError(f"the server answered a {call.method} with {kind}")
-    transfer.unpack(answer)
-    return call.decode(getattr(answer, kind))
+            answer = session_pb2.RunSessionResponse.FromString(data)
+        except DecodeError as cause:
+            raise InternalError(f"the server's answer cannot be read: {cause}") from None
+        kind = answer.WhichOneof("response")
+        if kind == "status":
+            raise error_of_status(answer.status)
+        expected = "started" if call.method == "start" else call.method
+        if kind != expected:
+            raise InternalError(f"the server answered a {call.method} with {kind}")
+        self._transfer.unpack(answer)
+        return call.decode(getattr(answer, kind))

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
 from gradrule._calls import EVALUATE, Call
+from gradrule._status import error_of_status, parsed
 from gradrule.common import wire_format
-from gradrule.errors import InternalError
+from gradrule.errors import GradruleError, InternalError
 from gradrule.v1 import evaluate_pb2
 
 METHOD = "/gradrule.v1.GradientService/StreamEvaluate"
 
 CHUNK_BYTES = 1 << 20
 """Of requests that are longer, and asked for of answers."""
+
+GRACE_S = 2.0
+"""Seconds after a call's deadline until the client gives up a server that does not answer."""
+
+R = TypeVar("R")
 
 _REQUEST = evaluate_pb2.StreamEvaluateRequest
 _RESPONSE = evaluate_pb2.StreamEvaluateResponse
@@ -26,6 +32,14 @@ _RESPONSE_KINDS = {field.number: field.name for field in _RESPONSE.DESCRIPTOR.on
 _RESPONSE_TAGS = {field << 3 | wire_format.LENGTH_DELIMITED: kind for field, kind in _RESPONSE_KINDS.items()}
 _NUMBER = wire_format.varint(_REQUEST.REQUEST_ID_FIELD_NUMBER << 3)
 _ANSWER_CHUNKS = _REQUEST(answer_chunk_bytes=CHUNK_BYTES).SerializeToString()
+
+
+class StreamLostError(Exception):
+    """The stream ended before a request was answered; `cause` says why."""
+
+    def __init__(self, cause: GradruleError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Received(NamedTuple):
@@ -77,6 +91,15 @@ def received(data: bytes) -> Received:
     except wire_format.MalformedError as cause:
         raise InternalError(f"the server's answer cannot be read: {cause}") from None
     return Received(number, kind, data[start:end])
+
+
+def decoded(call: Call[R], kind: str, data: bytes) -> R:
+    """Decodes an answer. Raises what the call failed with."""
+    if kind == "status":
+        raise error_of_status(data)
+    if kind != kind_of(call):
+        raise InternalError(f"the server answered a {kind_of(call)} with {kind or 'nothing'}")
+    return parsed(call.answer, call.decode, data)
 
 
 def _chunked(head: bytes, field: int, parts: wire_format.Parts, size: int) -> Iterator[bytes]:

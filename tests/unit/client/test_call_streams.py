@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _stream_messages, _streams
+from gradrule import _stream_messages
+from gradrule._rpc import sync_streams
 from gradrule.v1 import evaluate_pb2
 from tests.service import blocking
 from tests.service.test_client_faults import interrupt_after
@@ -26,8 +27,8 @@ X = np.float32([1, 2])
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for what a client does after a while."""
-    monkeypatch.setattr("gradrule._streams._GRACE_S", 0.1)
-    monkeypatch.setattr("gradrule._streams._LOOK_S", 0.05)
+    monkeypatch.setattr("gradrule._stream_messages.GRACE_S", 0.1)
+    monkeypatch.setattr("gradrule._rpc.sync_streams._LOOK_S", 0.05)
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def test_an_interrupt_before_reading_begins_leaves_the_client_as_it_was(
         program = client.program(PROGRAM)
         streaming(program)
         with monkeypatch.context() as patched:
-            patched.setattr(_streams.Connection, "_read", interrupted)
+            patched.setattr(sync_streams.Connection, "_read", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 way(program)
         assert way(program, timeout=5.0) == "stream"
@@ -199,7 +200,7 @@ def test_an_interrupt_before_reading_begins_leaves_the_client_as_it_was(
 
 def test_a_reader_that_is_given_up_before_it_reads_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the others would sleep until somebody looks after the stream."""
-    monkeypatch.setattr("gradrule._streams._LOOK_S", 60.0)
+    monkeypatch.setattr("gradrule._rpc.sync_streams._LOOK_S", 60.0)
     answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     class Calling:
@@ -211,7 +212,7 @@ def test_a_reader_that_is_given_up_before_it_reads_is_replaced(monkeypatch: pyte
         def cancel(self) -> None:
             """Nothing ends."""
 
-    connection = _streams.Connection(lambda messages, **options: Calling(), ())
+    connection = sync_streams.Connection(lambda messages, **options: Calling(), ())
     first, woken, sleeping = (connection.send("evaluate", (b"",), 0, 60.0) for _ in range(3))
     connection._reader = first
     with futures.ThreadPoolExecutor(1) as threads:

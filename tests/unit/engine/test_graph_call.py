@@ -14,12 +14,12 @@ from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.bound_rules import KEEPS_SHAPE
 from gradrule_server.engine.build import build
 from gradrule_server.engine.graph_call import FunctionCall, SessionCall, graph_call
 from gradrule_server.engine.run import run
 from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy.op_traits import ops_with
 from tests.service.graph_defs import drawn, loaded
 from tests.unit.engine.building import prepared
 
@@ -141,7 +141,7 @@ def test_checks_that_no_output_needs_are_made_all_the_same() -> None:
         call([np.array(-1, np.float32)])
 
 
-@pytest.mark.parametrize("op_type", sorted(KEEPS_SHAPE))
+@pytest.mark.parametrize("op_type", sorted(ops_with("keeps_shape")))
 def test_ops_that_are_said_to_keep_a_shape_keep_it(op_type: str) -> None:
     dtype = tf.bool if op_type == "LogicalNot" else tf.float32
     for shape in ([2, 3, 5], [7]):

@@ -22,7 +22,7 @@ from gradrule.v1.tensor_pb2 import COMPRESSION_UNSPECIFIED, COMPRESSION_ZSTD, Dt
 MIN_COMPRESSED_BYTES = 1024
 """Smaller contents are not compressed: little would be gained."""
 
-# Higher levels take twice the time and make floats no smaller, see docs/compression.md.
+# Higher levels take twice the time and make floats no smaller, see docs/guide/compression.md.
 _LEVEL = 1
 _PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
 _CONTENT = PackedTensor.CONTENT_FIELD_NUMBER

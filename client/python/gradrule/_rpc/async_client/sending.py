@@ -1,8 +1,7 @@
-"""`_sending` for asyncio."""
+"""Sends calls: alone, over the client's stream, in chunks, or through shared memory."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import Callable
@@ -12,11 +11,11 @@ import grpc
 import grpc.aio
 
 from gradrule import _calls, _deadlines, _routes, _shared_memory
-from gradrule._aio_streams import AsyncStream
+from gradrule._rpc.async_streams import AsyncStream
+from gradrule._rpc.async_transport import CHANNEL_CLOSED, run_in_thread, sleep
 from gradrule._shared_memory import SharedMemory, may_resend
 from gradrule._status import error_of, message_parts, parsed
-from gradrule._stream_messages import CHUNK_BYTES
-from gradrule._streams import StreamLostError
+from gradrule._stream_messages import CHUNK_BYTES, StreamLostError
 from gradrule.common import wire_format
 from gradrule.errors import GradruleError, MessageTooLargeError, UnavailableError
 
@@ -24,9 +23,14 @@ R = TypeVar("R")
 
 
 class AsyncCallSender:
-    """Sends the calls of a client.
+    """Sends the calls of a client. Safe to share between tasks.
 
-    closed: returns what is raised once the channel is closed.
+    Args:
+        channel: The client's channel.
+        metadata: Metadata of each call.
+        routes: Chooses whether a call is sent alone, over the stream or in chunks.
+        memory: The memory shared with the server.
+        closed: Returns the error to raise once the channel is closed.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class AsyncCallSender:
         self._memory = memory
 
     async def close(self) -> None:
-        """Ends the stream; calls on it are given up. Shares memory no more."""
+        """Ends the stream, cancels its calls, and closes the shared memory."""
         self._memory.close()
         await self._stream.close()
 
@@ -59,13 +63,15 @@ class AsyncCallSender:
             except StreamLostError as lost:
                 raise lost.cause from None
         if call.method != _calls.EVALUATE:
-            return await self._alone(call, parts, seconds)
+            return await self._send_unary(call, parts, seconds)
         if self._memory.is_worth(call, size):
-            return await self._through_memory(call, parts, size, seconds)
-        return await self._evaluate(call, parts, size, seconds)
+            return await self._send_through_memory(call, parts, size, seconds)
+        return await self._send_evaluate(call, parts, size, seconds)
 
-    async def _through_memory(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
-        """Sends a call whose large tensors lie in shared memory; inline where that cannot be."""
+    async def _send_through_memory(
+        self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float
+    ) -> R:
+        """Sends a call with its large tensors in shared memory, or inline if that is not possible."""
         ends_at = time.monotonic() + seconds
         memory = self._memory
         if memory.must_open():
@@ -75,29 +81,29 @@ class AsyncCallSender:
                 )
             except grpc.RpcError as failure:
                 memory.refuse(error_of(failure))
-            except grpc.aio.UsageError as cause:
+            except CHANNEL_CLOSED as cause:
                 raise self._closed() from cause
             else:
-                # The server may be slow to answer, and other calls go on meanwhile.
-                await asyncio.to_thread(memory.open, call, size, offer, _deadlines.left(ends_at))
+                # The server may answer slowly; other calls continue meanwhile.
+                await run_in_thread(memory.open, call, size, offer, _deadlines.left(ends_at))
         shared = memory.place(call, parts)
         if shared is not None:
             try:
-                answer = await self._alone(shared.call, shared.parts, _deadlines.left(ends_at))
+                answer = await self._send_unary(shared.call, shared.parts, _deadlines.left(ends_at))
                 memory.end(shared)
                 return answer
             except BaseException as failure:
                 memory.end(shared, failure)
                 if not may_resend(failure):
                     raise
-        return await self._evaluate(call, parts, size, _deadlines.left(ends_at))
+        return await self._send_evaluate(call, parts, size, _deadlines.left(ends_at))
 
-    async def _evaluate(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
-        """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""
+    async def _send_evaluate(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
+        """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
         if self._routes.must_chunk(size):
-            return await self._in_chunks(call, parts, size, seconds)
+            return await self._send_in_chunks(call, parts, size, seconds)
         ends_at = time.monotonic() + seconds
-        if self._routes.may_stream(size, self._stream.under_way, is_open=self._stream.is_open):
+        if self._may_stream(size):
             try:
                 answer = await self._stream.run(call, parts, size, seconds)
             except StreamLostError:
@@ -109,15 +115,15 @@ class AsyncCallSender:
                 self._routes.note_answered()
                 return answer
         try:
-            return await self._alone(call, parts, _deadlines.left(ends_at))
+            return await self._send_unary(call, parts, _deadlines.left(ends_at))
         except MessageTooLargeError:
             if size <= CHUNK_BYTES:
                 raise
-        answer = await self._in_chunks(call, parts, size, _deadlines.left(ends_at))
+        answer = await self._send_in_chunks(call, parts, size, _deadlines.left(ends_at))
         self._routes.note_too_long(size)
         return answer
 
-    async def _in_chunks(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
+    async def _send_in_chunks(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call that may be too long for one message."""
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
@@ -127,15 +133,19 @@ class AsyncCallSender:
                 cause = failure.cause if isinstance(failure, StreamLostError) else failure
                 if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == _routes.TRIES:
                     raise cause from None
-            await asyncio.sleep(_routes.pause_before(attempt))
+            await sleep(_routes.pause_before(attempt))
         raise AssertionError("the loop ends by itself")
 
-    async def _alone(self, call: _calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
+    def _may_stream(self, size: int) -> bool:
+        stream = self._stream
+        return self._routes.may_stream(size, stream.under_way, is_open=stream.is_open)
+
+    async def _send_unary(self, call: _calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
         try:
             answer = await self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:
             raise error_of(failure) from None
-        except grpc.aio.UsageError as cause:
+        except CHANNEL_CLOSED as cause:
             raise self._closed() from cause
         return parsed(call.answer, call.decode, answer)
 

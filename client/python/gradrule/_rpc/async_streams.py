@@ -1,4 +1,4 @@
-"""`_streams` for asyncio: one task reads the stream, one writes it.
+"""Sends many calls over one `StreamEvaluate`, for asyncio: one task reads the stream, one writes it.
 
 A caller's task neither reads nor writes: a task that is cancelled while it does takes the whole stream along.
 """
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _routes, _stream_messages, _streams
+from gradrule import _routes, _stream_messages
 from gradrule._calls import Call
 from gradrule._status import error_of
-from gradrule._streams import StreamLostError, decoded
+from gradrule._stream_messages import StreamLostError, decoded
 from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
@@ -60,7 +60,7 @@ class AsyncStream:
                 raise self._closed() from cause
         connection = self._connection
         number, future = connection.send(_stream_messages.kind_of(call), parts, size, timeout)
-        late = asyncio.get_running_loop().call_later(timeout + _streams._GRACE_S, _expire, future, timeout)
+        late = asyncio.get_running_loop().call_later(timeout + _stream_messages.GRACE_S, _expire, future, timeout)
         try:
             kind, data = await future
         finally:

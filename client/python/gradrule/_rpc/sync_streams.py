@@ -19,7 +19,8 @@ import grpc
 
 from gradrule import _routes, _stream_messages
 from gradrule._calls import Call
-from gradrule._status import error_of, error_of_status, parsed
+from gradrule._status import error_of
+from gradrule._stream_messages import StreamLostError, decoded
 from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
@@ -27,19 +28,8 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-# The server keeps the deadline; this is for one that no longer answers.
-_GRACE_S = 2.0
-
 # Between two looks at an open stream: whether someone must read it, or end it.
 _LOOK_S = 1.0
-
-
-class StreamLostError(Exception):
-    """The stream ended before a request was answered; `cause` says why."""
-
-    def __init__(self, cause: GradruleError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 class Pending:
@@ -85,6 +75,22 @@ class Stream:
         """Whether the next request goes over a stream that is open already."""
         connection = self._connection
         return connection is not None and not connection.ended
+
+    def run(self, call: Call[R], parts: wire_format.Parts, size: int, timeout: float) -> R:
+        """Sends a call, whose request has these bytes, and returns its decoded answer.
+
+        Args:
+            call: The call.
+            parts: Bytes of its request, `size` in all.
+            size: Bytes.
+            timeout: Seconds.
+
+        Raises:
+            StreamLostError: The stream ended before the answer came.
+            GradruleError: What the call failed with.
+        """
+        answer: R = self.start(call, parts, size, timeout).result()
+        return answer
 
     def start(self, call: Call[Any], parts: wire_format.Parts, size: int, timeout: float) -> Started:
         """Sends a call, whose request has these bytes. timeout: seconds. Raises `StreamLostError`."""
@@ -167,7 +173,7 @@ class Connection:
         number = next(self._numbers)
         message = _stream_messages.messages(number, kind, parts, size, timeout)
         now = time.monotonic()
-        pending = Pending(number, now + timeout + _GRACE_S)
+        pending = Pending(number, now + timeout + _stream_messages.GRACE_S)
         with self._lock:
             if self.ended:
                 raise StreamLostError(UnavailableError("the stream has just ended"))
@@ -370,15 +376,6 @@ class Connection:
                 yield item
             else:
                 long.append(item)
-
-
-def decoded(call: Call[R], kind: str, data: bytes) -> R:
-    """Decodes an answer. Raises what the call failed with."""
-    if kind == "status":
-        raise error_of_status(data)
-    if kind != _stream_messages.kind_of(call):
-        raise InternalError(f"the server answered a {_stream_messages.kind_of(call)} with {kind or 'nothing'}")
-    return parsed(call.answer, call.decode, data)
 
 
 def _wake(pending: Pending) -> None:

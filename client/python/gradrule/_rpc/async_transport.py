@@ -1,0 +1,109 @@
+"""What the asyncio client does in another way than the sync one; `sync_transport` has the same names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+
+from gradrule._calls import Call
+from gradrule._requests import Feeds
+from gradrule._sessions import METHOD
+from gradrule._status import error_of
+from gradrule.errors import UnavailableError
+
+R = TypeVar("R")
+
+ManyFeeds: TypeAlias = "Iterable[Feeds] | AsyncIterable[Feeds]"
+
+CHANNEL_CLOSED = grpc.aio.UsageError
+"""What gRPC raises when a closed channel is used."""
+
+sleep = asyncio.sleep
+
+
+async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
+    """Runs a function that blocks, without blocking the event loop."""
+    return await asyncio.to_thread(function, *arguments)
+
+
+async def iterate(items: Iterable[R] | AsyncIterable[R]) -> AsyncIterator[R]:
+    """Yields the items."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+class _Client(Protocol):
+    async def _run(self, call: Call[R], timeout: float | None) -> R: ...
+
+
+class AsyncPipeline(Generic[R]):
+    """Calls that were started, in order."""
+
+    def __init__(self, client: _Client, timeout: float | None) -> None:
+        self._client = client
+        self._timeout = timeout
+        self._tasks: deque[asyncio.Task[R]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, call: Call[R]) -> None:
+        """Sends a call without waiting for its answer."""
+        self._tasks.append(asyncio.ensure_future(self._client._run(call, self._timeout)))
+
+    async def next_result(self) -> R:
+        """Waits for the first call. Raises what it failed with."""
+        return await self._tasks.popleft()
+
+    async def cancel(self) -> None:
+        """Cancels all calls that are left."""
+        for task in self._tasks:
+            task.cancel()
+        # asyncio logs a failure that nobody has read.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class AsyncSessionStream:
+    """The stream of a session, on which each message has one answer. Raises `CHANNEL_CLOSED`."""
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: Any) -> None:
+        self._call: Any = channel.stream_stream(METHOD)(metadata=metadata)
+
+    async def exchange(self, message: bytes) -> bytes:
+        """Sends a message and returns the answer.
+
+        Raises:
+            UnavailableError: The server ended the session, or the client was closed.
+            GradruleError: The stream failed.
+        """
+        try:
+            # If the stream takes no more messages, reading tells why.
+            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError):
+                await self._call.write(message)
+            answer: Any = await self._call.read()
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                # The stream was cancelled because its channel was closed, not the task.
+                raise UnavailableError("the client is closed, and the session with it") from None
+            raise
+        if answer is grpc.aio.EOF:
+            await self._call.code()
+            raise UnavailableError(await self._call.details() or "the server has ended the session")
+        return bytes(answer)
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self._call.cancel()
