@@ -15,7 +15,7 @@ from gradrule._builder.names import bare
 from gradrule._builder.overrides import Overrides
 from gradrule._builder.tensor_specs import TensorSpec
 from gradrule._messages import request_messages
-from gradrule._messages.error_status import error_of_status, serialized
+from gradrule._messages.error_status import error_from_status, serialized
 from gradrule._messages.request_messages import CallParams, Feeds, Name, Names
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
@@ -120,7 +120,7 @@ class SessionBase:
         )
 
         def decode(answer: session_pb2.StepResponse) -> StepResult:
-            loss_value, *outputs = [to_numpy(item.value.inline) for item in answer.outputs]
+            loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
             return StepResult(
                 loss_value,
                 by_name.ByName(dict(zip(names, outputs, strict=True))),
@@ -165,7 +165,7 @@ class SessionBase:
         request = session_pb2.ReadRequest(variables=request_messages.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
-            return by_name.ByName({item.name: to_numpy(item.value.inline) for item in answer.variables})
+            return by_name.ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
 
         return Call("read", request, session_pb2.ReadResponse.FromString, decode)
 
@@ -213,7 +213,7 @@ class SessionBase:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
         kind = answer.WhichOneof("response")
         if kind == "status":
-            raise error_of_status(answer.status)
+            raise error_from_status(answer.status)
         expected = "started" if call.method == "start" else call.method
         if kind != expected:
             raise InternalError(f"the server answered a {call.method} with {kind}")

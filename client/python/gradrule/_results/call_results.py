@@ -138,7 +138,7 @@ class Result:
     @cached_property
     def default_gradient_nodes(self) -> list[str]:
         nodes = self._details.default_gradient_nodes
-        return list(self._answer.rest.defaulted if nodes is None else nodes)
+        return list(self._answer.rest.default_gradient_nodes if nodes is None else nodes)
 
     @cached_property
     def rewritten(self) -> list[str]:

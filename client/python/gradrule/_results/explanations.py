@@ -57,7 +57,7 @@ def explanation(
     program = response.program
     return Explanation(
         overrides=resolutions(program.overrides),
-        default_gradient_nodes=list(program.defaulted),
+        default_gradient_nodes=list(program.default_gradient_nodes),
         findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
         inputs=specs(program.inputs, aliases),
         outputs=specs(program.outputs, aliases),

@@ -75,8 +75,8 @@ class RuleInfo:
 def sample_result(response: rule_pb2.SampleRuleResponse) -> SampleResult:
     """From the answer of SampleRule."""
     return SampleResult(
-        {item.name: array(item.value.inline) if item.HasField("value") else None for item in response.gradients},
-        {item.name: array(item.value.inline) for item in response.outputs},
+        {item.name: array(item.value.inline_tensor) if item.HasField("value") else None for item in response.gradients},
+        {item.name: array(item.value.inline_tensor) for item in response.outputs},
     )
 
 
@@ -123,8 +123,8 @@ def preset_info(preset: rule_pb2.Preset) -> PresetInfo:
 
 
 def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:
-    if source.WhichOneof("source") == "inline":
-        return source.inline.SerializeToString(deterministic=True)
+    if source.WhichOneof("source") == "inline_graph":
+        return source.inline_graph.SerializeToString(deterministic=True)
     return source.serialized
 
 
