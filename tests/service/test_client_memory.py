@@ -252,7 +252,7 @@ def test_a_server_that_cannot_be_reached_by_its_socket_is_sent_inline_tensors(
         told.address = "gradrule-test-nobody" if fault == "elsewhere" else "gradrule-test-imposter"
         return real(memory, told, seconds)
 
-    monkeypatch.setattr(_shared_memory, "_handed_over", handed_over)
+    monkeypatch.setattr(_shared_memory, "_pass_to_server", handed_over)
     monkeypatch.setattr(_shared_memory, "_HANDSHAKE_S", 0.2)
     with taken, gr.connect(server.target) as client:
         program = compiled(client)
