@@ -58,7 +58,7 @@ class ForwardBase:
     @property
     def bytes(self) -> int:
         """Bytes that the server keeps for it on the device."""
-        return self._held.bytes
+        return self._held.size_bytes
 
     def _forward(self) -> Call[None]:
         def decode(answer: evaluate_pb2.ForwardResponse) -> None:

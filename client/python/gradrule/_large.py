@@ -23,7 +23,7 @@ MIN_LARGE_BYTES = 64 * 1024
 _MAX_HEAD = 64 * 1024
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
-_INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER
+_INLINE = tensor_pb2.TensorSource.INLINE_TENSOR_FIELD_NUMBER
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 
 
@@ -63,7 +63,7 @@ class LargeTensor(NamedTuple):
     def shared(self, offset: int) -> bytes:
         """Returns the bytes of the entry for a tensor in shared memory."""
         place = tensor_pb2.SharedMemoryTensor(
-            offset=offset, size=len(self.content), dtype=self.tensor.dtype, shape=self.tensor.tensor_shape
+            offset=offset, size_bytes=len(self.content), dtype=self.tensor.dtype, shape=self.tensor.tensor_shape
         )
         entry = tensor_pb2.NamedTensor(name=self.name, value=tensor_pb2.TensorSource(shared_memory=place))
         return b"".join(wire_format.wrapped(self.field, [entry.SerializeToString()]))

@@ -79,7 +79,7 @@ class ProgramBase:
     @property
     def default_gradient_nodes(self) -> list[str]:
         """Names of the nodes on the path that no override took; they keep TensorFlow's gradient."""
-        return list(self._message.defaulted)
+        return list(self._message.default_gradient_nodes)
 
     @property
     def rewritten(self) -> list[str]:

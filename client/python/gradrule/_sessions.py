@@ -17,7 +17,7 @@ from gradrule._requests import CallParams, Feeds, Name, Names
 from gradrule._results import Resolution, Timings
 from gradrule._sources import GraphLike
 from gradrule._specs import TensorSpec
-from gradrule._status import error_of_status, serialized
+from gradrule._status import error_from_status, serialized
 from gradrule._transfer import Transfer
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import InternalError, InvalidOptimizerError
@@ -123,7 +123,7 @@ class SessionBase:
         )
 
         def decode(answer: session_pb2.StepResponse) -> StepResult:
-            loss_value, *outputs = [to_numpy(item.value.inline) for item in answer.outputs]
+            loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
             return StepResult(
                 loss_value,
                 _results.ByName(dict(zip(names, outputs, strict=True))),
@@ -168,7 +168,7 @@ class SessionBase:
         request = session_pb2.ReadRequest(variables=_requests.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
-            return _results.ByName({item.name: to_numpy(item.value.inline) for item in answer.variables})
+            return _results.ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
 
         return Call("read", request, session_pb2.ReadResponse.FromString, decode)
 
@@ -216,7 +216,7 @@ class SessionBase:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
         kind = answer.WhichOneof("response")
         if kind == "status":
-            raise error_of_status(answer.status)
+            raise error_from_status(answer.status)
         expected = "started" if call.method == "start" else call.method
         if kind != expected:
             raise InternalError(f"the server answered a {call.method} with {kind}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.duration_pb2 import Duration
 
 from gradrule._calls import EVALUATE, Call
-from gradrule._status import error_of_status, parsed
+from gradrule._status import error_from_status_bytes, parsed
 from gradrule.common import wire_format
 from gradrule.errors import GradruleError, InternalError
 from gradrule.v1 import evaluate_pb2
@@ -111,7 +111,7 @@ def received(data: bytes) -> Received:
 def decoded(call: Call[R], kind: str, data: bytes) -> R:
     """Decodes an answer. Raises what the call failed with."""
     if kind == "status":
-        raise error_of_status(data)
+        raise error_from_status_bytes(data)
     if kind != kind_of(call):
         raise InternalError(f"the server answered a {kind_of(call)} with {kind or 'nothing'}")
     return parsed(call.answer, call.decode, data)
@@ -133,7 +133,7 @@ def _chunked(head: bytes, field: int, parts: wire_format.Parts, size: int) -> It
                 chunk, room = [], CHUNK_BYTES
     if chunk:
         yield b"".join((head, *wire_format.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
-    yield b"".join((head, _ANSWER_CHUNKS, _REQUEST(chunk_bytes=size).SerializeToString(), wire_format.prefix(field, 0)))
+    yield b"".join((head, _ANSWER_CHUNKS, _REQUEST(total_bytes=size).SerializeToString(), wire_format.prefix(field, 0)))
 
 
 @lru_cache(64)

@@ -17,15 +17,10 @@ from gradrule_server.engine.imports import replay
 from gradrule_server.engine.names import message_of, readable
 from gradrule_server.engine.site import Gradient, Site
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.policy.op_traits import ops_with
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
-KEEPS_SHAPE = frozenset(
-    {"Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Digamma", "Elu", "Erf", "Erfc"}
-    | {"Erfinv", "Exp", "Expm1", "Floor", "Identity", "Inv", "IsFinite", "IsInf", "IsNan", "LeakyRelu", "Lgamma"}
-    | {"Log", "Log1p", "LogicalNot", "LogSoftmax", "Neg", "Reciprocal", "Relu", "Relu6", "Rint", "Round", "Rsqrt"}
-    | {"Selu", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt", "Square", "Tan", "Tanh"}
-)
-"""Op types with one input and one output of one shape."""
+_KEEPS_SHAPE = ops_with("keeps_shape")
 # The gradient that arrives at an output has its shape: it was checked where it was made.
 _ONE_SHAPE = frozenset({"x0", "y0", "dy0", "default0"})
 
@@ -157,7 +152,7 @@ class GraphRule(BoundRule):
         wanted = [name for name in rule_graph.results if name is not None]
         computed = dict(zip(wanted, replay(prepared.graph_def, bound, wanted, scope="rule"), strict=True))
         gradients: list[Gradient] = []
-        one_shape = _ONE_SHAPE if site.op is not None and site.op.type in KEEPS_SHAPE else frozenset()
+        one_shape = _ONE_SHAPE if site.op is not None and site.op.type in _KEEPS_SHAPE else frozenset()
         for index, (result, source) in enumerate(zip(rule_graph.results, rule_graph.shape_sources, strict=True)):
             gradient = None if result is None else computed[result]
             # What is broadcast from tensors of the input's shape has it: a check while running would cost a dozen ops.

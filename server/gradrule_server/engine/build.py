@@ -21,23 +21,13 @@ from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.split import SplitProgram
 from gradrule_server.engine.trace import Trace, imported
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy.op_traits import ops_with
 from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue import BUILTINS
 
 _SMALL_OPS = 256
-# The executor of the calling thread does not know the control flow that these are lowered to.
-_NEEDS_THREADS = frozenset(
-    {
-        "While",
-        "StatelessWhile",
-        "If",
-        "StatelessIf",
-        "Case",
-        "StatelessCase",
-        "PartitionedCall",
-        "StatefulPartitionedCall",
-    }
-)
+# The executor of the calling thread does not run the control flow that these become.
+_NEEDS_THREADS = ops_with("bodies") | ops_with("call")
 
 
 def build(

@@ -10,9 +10,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from gradrule.common.wire_format import MalformedError, varint
+from gradrule.common.wire_format import LENGTH_DELIMITED, MalformedError, fields, prefix
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from gradrule_server.engine.wire import fields, tag
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
@@ -33,7 +32,7 @@ _WAYS: dict[Kind, Sequence[int]] = {
     Kind.PULL_BACK: (link_pb2.PullBackRequest.REQUEST_FIELD_NUMBER,),
     Kind.SESSION: (link_pb2.SessionRequest.RUN_FIELD_NUMBER, link_pb2.SessionRun.RUN_FIELD_NUMBER, _CALL),
 }
-_TENSOR = (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensor_pb2.TensorSource.INLINE_FIELD_NUMBER)
+_TENSOR = (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensor_pb2.TensorSource.INLINE_TENSOR_FIELD_NUMBER)
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 _PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
 _PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER
@@ -116,18 +115,20 @@ def _without_packed_content(keep: Callable[[memoryview, int], None], value: memo
 
 
 def _changed(message: memoryview, changes: Mapping[int, _Change]) -> bytes:
-    """The message with other values in some of its fields."""
+    """Returns the message with other values in some of its fields."""
     parts: list[bytes | memoryview] = []
     seen = dict.fromkeys(changes, 0)
-    for number, whole, value in fields(message):
+    position = 0
+    for number, start, end in fields(message, 0, len(message)):
+        before, position = position, end
         change = changes.get(number)
         if change is None:
-            parts.append(whole)
+            parts.append(message[before:end])
             continue
-        if value is None:
+        if message[before] & 7 != LENGTH_DELIMITED:
             raise _Unusual
-        changed = change(value, seen[number])
+        changed = change(message[start:end], seen[number])
         seen[number] += 1
         if changed is not None:
-            parts += [tag(number), varint(len(changed)), changed]
+            parts += [prefix(number, len(changed)), changed]
     return b"".join(parts)

@@ -15,11 +15,12 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule_server.engine import tf_private
+from gradrule_server.policy.op_traits import ops_with
 
 _KERNEL_ATTR = "_kernel"
 _LABEL = b"varies"
 # Known from the shape of their input alone, even where the input's values vary.
-_KNOWN_BY_SHAPE = frozenset({"Rank", "Shape", "ShapeN", "Size"})
+_KNOWN_BY_SHAPE = ops_with("tells_shape")
 
 
 def label_varying(graph_def: tf_graph_pb2.GraphDef, varying: Iterable[str] = ()) -> list[str]:

@@ -18,33 +18,11 @@ import tensorflow as tf
 
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.names import IMPORT_SCOPE
+from gradrule_server.policy.op_traits import ops_with, trait_values
 
-# Ops whose outputs are an input's memory, or parts of it, with the input's number.
-_VIEWS: Mapping[str, int] = {
-    **dict.fromkeys(
-        (
-            "CheckNumerics",
-            "CheckNumericsV2",
-            "EnsureShape",
-            "ExpandDims",
-            "Identity",
-            "PreventGradient",
-            "Reshape",
-            "Slice",
-            "Snapshot",
-            "SplitV",
-            "Squeeze",
-            "StopGradient",
-            "StridedSlice",
-            "Unpack",
-        ),
-        0,
-    ),
-    "Split": 1,
-}
-_VIEWS_EACH = frozenset({"IdentityN"})
-# Ops that ask for an input's shape alone.
-_ASK_SHAPES = frozenset({"OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
+_VIEWS: Mapping[str, int] = {op: int(value) for op, value in trait_values("view").items() if value != "each"}
+_VIEWS_EACH = ops_with("view", "each")
+_ASK_SHAPES = ops_with("reads_shape")
 _STRING_BYTES = 24
 
 # A tensor: number of its op, number among the op's outputs.

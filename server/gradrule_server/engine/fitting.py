@@ -18,41 +18,10 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.constant_search import label_varying
 from gradrule_server.engine.estimate import Need, bytes_of, need_of
 from gradrule_server.errors import error
+from gradrule_server.policy.op_traits import input_numbers
 
-# Inputs that say how large an output is, by op: a call may feed them.
-_SIZES: dict[str, tuple[int, ...]] = {
-    "Bincount": (1,),
-    "BroadcastTo": (1,),
-    "Conv2DBackpropFilter": (1,),
-    "Conv2DBackpropInput": (0,),
-    "Conv3DBackpropFilterV2": (1,),
-    "Conv3DBackpropInputV2": (0,),
-    "DenseBincount": (1,),
-    "Fill": (0,),
-    "LinSpace": (2,),
-    "MatrixDiagV2": (1, 2, 3),
-    "MatrixDiagV3": (1, 2, 3),
-    "MirrorPad": (1,),
-    "OneHot": (1,),
-    "Pad": (1,),
-    "PadV2": (1,),
-    "RandomStandardNormal": (0,),
-    "RandomUniform": (0,),
-    "RandomUniformInt": (0,),
-    "Range": (0, 1, 2),
-    "Reshape": (1,),
-    "ResizeArea": (1,),
-    "ResizeBicubic": (1,),
-    "ResizeBilinear": (1,),
-    "ResizeNearestNeighbor": (1,),
-    "ScatterNd": (2,),
-    "SparseToDense": (1,),
-    "StatelessRandomNormalV2": (0,),
-    "StatelessRandomUniformV2": (0,),
-    "Tile": (1,),
-    "TruncatedNormal": (0,),
-    "UnsortedSegmentSum": (2,),
-}
+# Inputs that decide how large an output is, by op: a call may feed them.
+_SIZES = input_numbers("size_inputs")
 # A tensor whose sizes are the values of others has few elements, and few calls feed larger ones.
 _MAX_SIZE_ELEMENTS = 64
 # Of the largest common element type.

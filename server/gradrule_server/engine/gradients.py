@@ -25,11 +25,11 @@ from gradrule_server.engine.repeats import Repeats
 from gradrule_server.engine.site import Gradient, Site, salt_of
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy.op_traits import ops_with
 
 MARK_ATTR = "_gradrule_mark"
 
-# Registered as not differentiable, and rightly so: these cut the path on purpose, or their outputs are constants.
-_GRADIENT_IS_ZERO = frozenset({"StopGradient", "ZerosLike", "OnesLike"})
+_GRADIENT_IS_ZERO = ops_with("zero_gradient")
 
 _EXTENDED = "_rewritten"
 

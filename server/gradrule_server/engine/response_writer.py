@@ -11,9 +11,8 @@ import tensorflow as tf
 
 from gradrule.common import tensor_codec
 from gradrule.common.tensor_packing import Packing, pack
-from gradrule.common.wire_format import varint
+from gradrule.common.wire_format import prefix, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from gradrule_server.engine import wire
 from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.question import DENSE, SPARSE, UNCONNECTED, WIDTHS
 from gradrule_server.engine.shared_memory import Room, write_tensor
@@ -56,7 +55,7 @@ class ResponseWriter:
     def __init__(self, built: Built, dtypes: Sequence[tf.DType], device: str) -> None:
         self._numbers = [dtype.base_dtype.as_datatype_enum for dtype in dtypes]
         self._tree = list(_tree(built))
-        self._device = wire.field(_EvaluateResponse.DEVICE_FIELD_NUMBER, device.encode())
+        self._device = _field(_EvaluateResponse.DEVICE_FIELD_NUMBER, device.encode())
         self._is_plain = all(_is_plain(number) for number in self._numbers)
         # By the shapes of all results: what stands before each tensor's bytes, in the order of the results.
         self._kept: dict[tuple[tuple[int, ...], ...], tuple[list[bytes], bytes]] = {}
@@ -160,11 +159,11 @@ class ResponseWriter:
             if isinstance(node, _Tensor):
                 there = shared[node.number] if shared else None
                 if there is not None:
-                    return len(wire.field(node.shared or 0, there))
+                    return len(_field(node.shared or 0, there))
                 size = len(heads[node.number]) + sizes[node.number]
-                return len(wire.tag(node.inline)) + len(varint(size)) + size
+                return len(prefix(node.inline, size)) + size
             size = sum(map(size_of, node[1]))
-            return len(wire.tag(node[0])) + len(varint(size)) + size
+            return len(prefix(node[0], size)) + size
 
         def encode(node: _Tree) -> None:
             if isinstance(node, bytes):
@@ -172,14 +171,14 @@ class ResponseWriter:
             elif isinstance(node, _Tensor):
                 there = shared[node.number] if shared else None
                 if there is not None:
-                    piece.append(wire.field(node.shared or 0, there))
+                    piece.append(_field(node.shared or 0, there))
                 else:
                     size = len(heads[node.number]) + sizes[node.number]
-                    piece.extend((wire.tag(node.inline), varint(size), heads[node.number]))
+                    piece.extend((prefix(node.inline, size), heads[node.number]))
                 before.append(b"".join(piece))
                 piece.clear()
             else:
-                piece.extend((wire.tag(node[0]), varint(sum(map(size_of, node[1])))))
+                piece.append(prefix(node[0], sum(map(size_of, node[1]))))
                 for child in node[1]:
                     encode(child)
 
@@ -202,10 +201,10 @@ def _tree(built: Built) -> Iterator[_Tree]:
         elif built.kind in _JACOBIANS:
             block = evaluate_pb2.JacobianBlock
             y, x = names
-            head = wire.field(block.Y_FIELD_NUMBER, y.encode()) + wire.field(block.X_FIELD_NUMBER, x.encode())
+            head = _field(block.Y_FIELD_NUMBER, y.encode()) + _field(block.X_FIELD_NUMBER, x.encode())
             yield (_EvaluateResponse.JACOBIANS_FIELD_NUMBER, [head, _value(block, form, results)])
         else:
-            head = wire.field(evaluate_pb2.Gradient.X_FIELD_NUMBER, names[0].encode())
+            head = _field(evaluate_pb2.Gradient.X_FIELD_NUMBER, names[0].encode())
             value = _value(evaluate_pb2.Gradient, form, results)
             yield (_EvaluateResponse.GRADIENTS_FIELD_NUMBER, [head, value])
 
@@ -221,10 +220,10 @@ def _tensors_of(nodes: Iterable[_Tree]) -> Iterator[_Tensor]:
 
 def _named(name: str, results: Sequence[int]) -> list[_Tree]:
     """The fields of a `NamedTensor`, without a value where there is no result."""
-    encoded: _Tree = wire.field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
+    encoded: _Tree = _field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
     source = tensor_pb2.TensorSource
     tensors: list[_Tree] = [
-        _Tensor(result, source.INLINE_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
+        _Tensor(result, source.INLINE_TENSOR_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
     ]
     return [encoded, (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensors)] if results else [encoded]
 
@@ -239,7 +238,7 @@ def _value(message: Any, form: str, results: Sequence[int]) -> _Tree:
         parts: list[_Tree] = [_Tensor(result, number, None) for number, result in zip(numbers, results, strict=True)]
         return (message.SPARSE_FIELD_NUMBER, parts)
     number = message.UNCONNECTED_FIELD_NUMBER if form == UNCONNECTED else message.NOT_DIFFERENTIABLE_FIELD_NUMBER
-    return wire.field(number, b"")
+    return _field(number, b"")
 
 
 def _size_of(result: Any) -> int:
@@ -258,7 +257,7 @@ def _head(number: int, shape: Sequence[int], size: int) -> bytes:
     """A `Tensor` up to its bytes."""
     message = tensor_pb2.Tensor(tensor_shape=tensor_codec.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]
-    content = wire.tag(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER) + varint(size)
+    content = prefix(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER, size)
     return message.SerializeToString() + content
 
 
@@ -277,11 +276,14 @@ def _message(number: int, result: Any) -> bytes:
     return message.SerializeToString()
 
 
+def _field(number: int, content: bytes) -> bytes:
+    """Returns a length-delimited field."""
+    return prefix(number, len(content)) + content
+
+
 def _timings(queue_ns: int, run_ns: int) -> bytes:
-    queue = wire.field(_Timings.QUEUE_FIELD_NUMBER, _duration(queue_ns))
-    return wire.field(
-        _EvaluateResponse.TIMINGS_FIELD_NUMBER, queue + wire.field(_Timings.RUN_FIELD_NUMBER, _duration(run_ns))
-    )
+    queue = _field(_Timings.QUEUE_FIELD_NUMBER, _duration(queue_ns))
+    return _field(_EvaluateResponse.TIMINGS_FIELD_NUMBER, queue + _field(_Timings.RUN_FIELD_NUMBER, _duration(run_ns)))
 
 
 def _duration(nanoseconds: int) -> bytes:

@@ -155,7 +155,7 @@ def test_those_who_wait_beside_a_call_that_is_given_up_are_answered(answering: A
     release = threading.Event()
 
     def slow(number: int, request: Any, context: Any) -> bytes | None:
-        if request.evaluate.feeds[0].value.inline.tensor_shape.dim[0].size == 3:
+        if request.evaluate.feeds[0].value.inline_tensor.tensor_shape.dim[0].size == 3:
             return None
         release.wait(5)
         return b""

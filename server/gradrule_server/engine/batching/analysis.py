@@ -36,6 +36,7 @@ from gradrule_server.engine.batching.values import (
 from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.names import IMPORT_SCOPE
 from gradrule_server.engine.question import SPARSE
+from gradrule_server.policy.op_traits import ops_with
 
 # Larger functions are not analysed: it takes about 20 µs for each op.
 MAX_OPS = 50_000
@@ -47,7 +48,7 @@ MAX_EXAMPLES = 512
 _MOST_NUMBERS = {tf.bool: 1, tf.int32: 2**31 - 1, tf.int64: 2**63 - 1}
 
 # Ops whose result is known by TensorFlow's shapes alone, where those are.
-_SHAPE_OPS = frozenset({"OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
+_SHAPE_OPS = ops_with("reads_shape")
 
 
 @dataclass(frozen=True, slots=True)

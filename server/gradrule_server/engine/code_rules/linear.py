@@ -15,10 +15,11 @@ from tensorflow.core.framework import attr_value_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules.common import not_applicable, wide
 from gradrule_server.engine.site import Site
+from gradrule_server.policy.op_traits import ops_with
 
-MATRIX_PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2"})
-CONVOLUTIONS = frozenset({"Conv2D", "Conv3D", "DepthwiseConv2dNative"})
-_BIAS_ADDS = frozenset({"BiasAdd", "Add", "AddV2"})
+MATRIX_PRODUCTS = ops_with("@dense")
+CONVOLUTIONS = ops_with("@convolution")
+_BIAS_ADDS = ops_with("plain_add") | {"BiasAdd"}
 
 _MEANT_FOR = (
     "MatMul, BatchMatMul, Conv2D, Conv3D and DepthwiseConv2dNative of real numbers, alone or with a BiasAdd, Add or "
