@@ -26,7 +26,7 @@ def write_derivatives(
         if built.kind == evaluate_pb2.DERIVATIVE_JVP:
             tangent = response.output_tangents.add(name=names[0])
             if values:
-                write_tensor(tangent.value.inline, values[0], packing)
+                write_tensor(tangent.value.inline_tensor, values[0], packing)
         elif built.kind in _JACOBIANS:
             _write_block(response.jacobians.add(y=names[0], x=names[1]), form, values, packing)
         else:

@@ -223,7 +223,7 @@ def _named(name: str, results: Sequence[int]) -> list[_Tree]:
     encoded: _Tree = _field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
     source = tensor_pb2.TensorSource
     tensors: list[_Tree] = [
-        _Tensor(result, source.INLINE_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
+        _Tensor(result, source.INLINE_TENSOR_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
     ]
     return [encoded, (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensors)] if results else [encoded]
 
