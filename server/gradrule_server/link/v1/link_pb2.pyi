@@ -1355,7 +1355,7 @@ global___PrepareRequest = PrepareRequest
 
 @typing.final
 class CallShape(google.protobuf.message.Message):
-    """The structure of calls; the fields are those of `link.shape.CallShape`."""
+    """The structure of calls; the fields are those of `link.messages.CallShape`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
