@@ -20,7 +20,7 @@ from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.copy_buffers import CopyBuffers
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Buffer
-from gradrule_server.link.shared_memory import ReceivedMemories, lost
+from gradrule_server.link.shared_memory import ReceivedMemories, shared_memory_lost
 
 _FIELDS = ("feeds", "grad_ys", "tangents", "vectors")
 # Of a client's memory that is no larger nothing is gained.
@@ -103,7 +103,7 @@ class SharedMemories:
                 self._receive()
             memory = self._memories.get(name)
         if memory is None:
-            raise lost()
+            raise shared_memory_lost()
         return memory
 
     def _receive(self) -> None:

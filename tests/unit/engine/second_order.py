@@ -16,7 +16,7 @@ from gradrule_server.engine.bound_rules import BoundRule, GraphRule
 from gradrule_server.engine.gradients import Differentiation, Turn
 from gradrule_server.engine.imports import import_graph
 from gradrule_server.engine.names import IMPORT_SCOPE
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.preparation.prepare import prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule
 from tests.stores import no_blobs

@@ -20,7 +20,7 @@ from gradrule_server.engine.constant_search import label_varying
 from gradrule_server.engine.describe import describe
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs import Limits
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule

@@ -19,19 +19,29 @@ Blobs: TypeAlias = "dict[str, Data]"
 
 UPLOAD_METHOD = "/gradrule.v1.BlobService/UploadBlob"
 
-# Smaller values and graphs travel with each request: asking for them by hash would save nothing.
+# Smaller values and graphs are sent with each request: to name them by hash would save nothing.
 MAX_INLINE_VALUE = 4 << 10
 MAX_INLINE_GRAPH = 1 << 20
 
 _PIECE = 1 << 20
-# What an upload may take beyond the call's timeout.
+# Added to the call's timeout for an upload.
 _SECONDS_PER_BYTE = 1 / (4 << 20)
 
 
 class Blob:
-    """An array that is sent to a server once, however often it is fed: `blob = gr.Blob(array)`, `p(x=blob)`.
+    """An array that is sent to a server once, however often it is fed: `blob = gr.Blob(array)`, `program(x=blob)`.
 
-    The array is copied. Raises `InvalidTensorError` for strings and what is no array of numbers.
+    Args:
+        array: An array or list of numbers, of any shape; copied.
+
+    Attributes:
+        number: Element type as the number of TensorFlow's `DataType`.
+        shape: Shape of the array.
+        data: The elements' bytes, row-major and little-endian.
+        sha256: SHA-256 of the bytes, in hex.
+
+    Raises:
+        InvalidTensorError: The value is no array of numbers.
     """
 
     def __init__(self, array: Any) -> None:
@@ -47,7 +57,7 @@ class Blob:
         self.sha256 = digest(self.data)
 
     def source(self) -> tensor_pb2.TensorSource:
-        """The message that names it."""
+        """Returns the message that names the blob."""
         return source(self.sha256, self.number, self.shape)
 
     def __repr__(self) -> str:
@@ -56,13 +66,13 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One upload, as clients send it."""
+    """The upload of one blob."""
 
     sha256: str
     data: Data
 
     def pieces(self) -> Iterator[bytes]:
-        """The messages of the stream."""
+        """Yields the messages of the stream."""
         view = memoryview(self.data)
         for start in range(0, max(len(view), 1), _PIECE):
             name = "" if start else self.sha256
@@ -70,30 +80,30 @@ class Upload:
             yield message.SerializeToString()
 
     def deadline(self, timeout: float) -> float:
-        """Seconds that it may take, in a call of that timeout."""
+        """Returns the seconds that the upload may take, for a call with this timeout."""
         return timeout + len(self.data) * _SECONDS_PER_BYTE
 
 
 def digest(data: Data) -> str:
-    """SHA-256 in hex."""
+    """Returns the SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def data_of(array: tensor_codec.Array) -> Data:
-    """The elements' bytes, row-major and little-endian."""
+    """Returns the elements' bytes, row-major and little-endian."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     flat: Any = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
 def source(sha256: str, number: int, shape: Iterable[int]) -> tensor_pb2.TensorSource:
-    """The message of a tensor that is a blob."""
+    """Returns the message that names a tensor by its hash."""
     blob = tensor_pb2.BlobTensor(sha256=sha256, dtype=as_dt(number), shape=tensor_codec.shape_message(shape))
     return tensor_pb2.TensorSource(blob=blob)
 
 
 def fed(*values: Any) -> Blobs:
-    """The blobs among values that a call gives, each a dict, a list or nothing."""
+    """Returns the blobs among a call's values, each argument a dict, a list or None."""
     found: Blobs = {}
     for given in values:
         items = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()

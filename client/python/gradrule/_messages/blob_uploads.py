@@ -12,12 +12,12 @@ from gradrule.v1 import blob_pb2
 
 R = TypeVar("R")
 
-# A server that is short of space may delete a blob again before the call runs.
+# A server that is short of space may evict a blob right after its upload.
 _TRIES = 3
 
 
 def find_missing(names: Iterable[str]) -> Call[list[str]]:
-    """FindMissingBlobs."""
+    """Returns the call of FindMissingBlobs."""
     return Call(
         "/gradrule.v1.BlobService/FindMissingBlobs",
         blob_pb2.FindMissingBlobsRequest(sha256=names),
@@ -27,9 +27,9 @@ def find_missing(names: Iterable[str]) -> Call[list[str]]:
 
 
 def steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
-    """What a client does one after the other to get a call's answer: the call, and what the server turns out to lack.
+    """Yields the steps that run a call: the call, and uploads of blobs that the server lacks; returns the answer.
 
-    Each step is sent its outcome, or thrown its error.
+    The caller sends each step's outcome to the generator, or throws its error.
     """
     bare = call._replace(blobs={})
     for _ in range(_TRIES):
@@ -46,7 +46,7 @@ def steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
 
 
 def uploads(blobs: Mapping[str, Data]) -> Generator[Call[Any] | Upload, Any, None]:
-    """The steps that bring blobs to a server that may have some of them."""
+    """Yields the steps that upload those blobs that the server lacks."""
     missing = yield find_missing(blobs)
     for name in missing:
         yield Upload(name, blobs[name])

@@ -7,7 +7,7 @@ import os
 import resource
 import tempfile
 
-from gradrule_server.link.kernel import capget, capset, prctl
+from gradrule_server.link.system_calls import capget, capset, prctl
 
 _PR_SET_NO_NEW_PRIVS = 38
 _MAX_OPEN_FILES = 4096
