@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine.code_rules import CODE_RULES
-from gradrule_server.engine.site import Site
+from gradrule_server.engine.code_rules.common import Site
 from tests.rules.code_cases import SALT, Case
 from tests.rules.code_layers import Array, Build
 

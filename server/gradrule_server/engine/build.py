@@ -1,7 +1,8 @@
-"""From a checked, expanded program to a function of TensorFlow's that runs forward and backward in one call."""
+"""Builds a program: a TensorFlow function that runs forward and backward in one call."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -10,15 +11,16 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.allowed import check_ops
-from gradrule_server.engine.built import Built, Input, ParamInput
+from gradrule_server.engine.backward import SplitProgram
 from gradrule_server.engine.feed_plan import FeedPlan
-from gradrule_server.engine.fitting import Fitting
+from gradrule_server.engine.gradient_cache import Repeats
 from gradrule_server.engine.graph_call import graph_call
-from gradrule_server.engine.imports import tensor_name
-from gradrule_server.engine.repeats import Repeats
+from gradrule_server.engine.graph_import import tensor_name
+from gradrule_server.engine.memory_check import Fitting
+from gradrule_server.engine.memory_estimate import bytes_of, need_of
+from gradrule_server.engine.op_checks import check_ops
+from gradrule_server.engine.program import Built, Input, ParamInput
 from gradrule_server.engine.response_writer import ResponseWriter
-from gradrule_server.engine.split import SplitProgram
 from gradrule_server.engine.trace import Trace, imported
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
@@ -189,3 +191,48 @@ def shape_of(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
 
 
 __all__ = ["Built", "Input", "ParamInput", "build", "shape_of"]
+
+
+_VJP = (evaluate_pb2.DERIVATIVE_UNSPECIFIED, evaluate_pb2.DERIVATIVE_VJP)
+
+
+def describe(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor], device: str) -> Built:
+    """Returns what `build` returns, without what runs it; raises the same errors.
+
+    Where gradients are differentiated again, or built in a function of their own, and where the program might not fit
+    into memory, it is built as a whole.
+    """
+    if request.derivative in _VJP and not request.stacked_grad_ys and not request.split:
+        built = _described(request, values)
+        if built is not None:
+            return built
+    return build(request, values, device)
+
+
+def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) -> Built | None:
+    """None where the program might need more memory than there is."""
+    graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
+    functions = tf_private.add_functions(graph_def.library)
+    try:
+        graph = tf_private.RecordingGraph()
+        with graph.as_default():
+            repeats = Repeats(graph, graph_def)
+            built, trace = begin(request, graph_def, values, repeats)
+            arguments = [
+                tf.compat.v1.placeholder(spec.dtype, spec.shape, spec.name) for spec in function_arguments(built)
+            ]
+            with tf_private.sums_made_by(repeats.sum):
+                outputs = trace.run(arguments)
+        if not request.trusted:
+            check_ops(graph)
+        if request.memory_limit and _most_bytes(graph, outputs) > request.memory_limit:
+            return None
+        return built
+    finally:
+        tf_private.remove_functions(functions)
+
+
+def _most_bytes(graph: tf_private.RecordingGraph, outputs: Sequence[tf.Tensor]) -> int:
+    """Bytes of all tensors that the built program would have, at least."""
+    repeated = sum(bytes_of(tensor) for op in graph.made for tensor in op.outputs)
+    return need_of(graph, outputs, sys.maxsize).size + repeated

@@ -15,12 +15,11 @@ from gradrule.common import op_definitions
 from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.device import DeviceRefused, choose_device
 from gradrule_server.engine.memory import limit_memory
-from gradrule_server.engine.optimizer import configure_optimizer
 from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
 from gradrule_server.engine.service import EngineService, tensorflow_version
 from gradrule_server.engine.shared_memory import SharedMemories
+from gradrule_server.engine.tf_config import DeviceRefused, choose_device, configure_optimizer
 from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, MainCalls, serve_frames
 from gradrule_server.link.kernel import set_process_name
 from gradrule_server.link.shared_memory import ReceivedMemories

@@ -1,4 +1,4 @@
-"""One run of a built program: from the request's tensors to the bytes of an answer."""
+"""Runs a built program: from the request's tensors to the bytes of the answer."""
 
 from __future__ import annotations
 
@@ -10,23 +10,35 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
+# `gradrule.common.tensor_packing` imports it at first use, when the process may no longer open files.
+import zstandard  # noqa: F401
+
+from gradrule.common import tensor_packing
 from gradrule.common.tensor_packing import Packing
-from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.bulk import Contents
-from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.limits import MAX_ANSWER_BYTES
-from gradrule_server.engine.memory import memory_error, out_of_memory
-from gradrule_server.engine.names import message_of, readable
-from gradrule_server.engine.packing import packing_of
+from gradrule_server.engine.large_tensors import Contents
+from gradrule_server.engine.program import Built
 from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS
+from gradrule_server.engine.runtime_checks import MAX_ANSWER_BYTES
 from gradrule_server.engine.shared_memory import Room, SharedMemories
+from gradrule_server.engine.tf_errors import translated
 from gradrule_server.errors import error
 from gradrule_server.link.framing import Buffer
 from gradrule_server.link.v1 import link_pb2
+
+
+def packing_of(message: tensor_pb2.Packing) -> tensor_packing.Packing | None:
+    """Returns how an answer is packed; None: not at all. MALFORMED_REQUEST."""
+    try:
+        return tensor_packing.packing_of(message)
+    except ValueError as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"answer_packing: {cause}", field="answer_packing"
+        ) from cause
+
 
 T = TypeVar("T")
 
@@ -90,20 +102,6 @@ def execute(built: Built, function: Callable[[], T]) -> T:
     """Returns what a function of a program returns; small ones run on this thread. Raises as `translated`."""
     with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
         return translated(function)
-
-
-def translated(function: Callable[[], T]) -> T:
-    """Returns what TensorFlow returns; raises a failed check as the error that it stands for, or EXECUTION_FAILED."""
-    try:
-        return function()
-    except (tf.errors.OpError, UnicodeDecodeError) as cause:
-        message = message_of(cause)
-        found = failed_check(message)
-        if found is not None:
-            raise found from cause
-        if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
-            raise memory_error(readable(message)) from cause
-        raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(message)) from cause
 
 
 def check_size(results: Iterable[tf.Tensor]) -> None:

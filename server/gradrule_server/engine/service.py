@@ -12,18 +12,16 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.batching.running import BatchRunner
-from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.build import Built, build
-from gradrule_server.engine.bulk import open_payload
-from gradrule_server.engine.describe import describe
-from gradrule_server.engine.handles import Handles
+from gradrule_server.engine.batching.batch_runner import BatchRunner
+from gradrule_server.engine.blobs import BlobReader, Weights
+from gradrule_server.engine.build import Built, build, describe
+from gradrule_server.engine.forward_runs import Handles
 from gradrule_server.engine.jit.background import JitCompiler
+from gradrule_server.engine.large_tensors import open_payload
 from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.run import run
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.shared_memory import SharedMemories
-from gradrule_server.engine.weights import Weights
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind

@@ -13,15 +13,14 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
-from gradrule_server.engine.answers import write_derivatives, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.bulk import Contents
-from gradrule_server.engine.packing import packing_of
-from gradrule_server.engine.question import DENSE, SPARSE, WIDTHS
-from gradrule_server.engine.run import check_size, execute, set_timings
-from gradrule_server.engine.saved import saved_bytes
-from gradrule_server.engine.weights import Weights
+from gradrule_server.engine.blobs import Weights
+from gradrule_server.engine.derivatives import DENSE, SPARSE, WIDTHS
+from gradrule_server.engine.large_tensors import Contents
+from gradrule_server.engine.memory import saved_bytes
+from gradrule_server.engine.program import Built
+from gradrule_server.engine.response_writer import write_derivatives, write_tensor
+from gradrule_server.engine.run import check_size, execute, packing_of, set_timings
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
@@ -166,7 +165,7 @@ class Sessions:
     ) -> Values:
         """The values after one update."""
         # Keras takes seconds to import, and only who trains needs it.
-        from gradrule_server.engine.optimizers import StepOptimizer
+        from gradrule_server.engine.session_optimizer import StepOptimizer
 
         if not gradients:
             raise error(

@@ -11,7 +11,7 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.v1 import override_pb2, program_pb2
 from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
+from gradrule_server.engine.program import Built
 from gradrule_server.graphs import Limits
 from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2

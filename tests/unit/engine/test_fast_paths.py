@@ -10,8 +10,8 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
 from gradrule_server.engine.graph_call import FunctionCall, SessionCall
+from gradrule_server.engine.program import Built
 from tests.unit.engine.building import prepared
 
 

@@ -17,7 +17,7 @@ from gradrule_server.engine.jit import background as background_module
 from gradrule_server.engine.jit import choice as choice_module
 from gradrule_server.engine.jit.background import JitCompiler
 from gradrule_server.engine.jit.choice import JitChoice, Variant
-from gradrule_server.engine.jit.ops import why_not
+from gradrule_server.engine.jit.compilation import why_not
 from gradrule_server.link.environment import engine_environment
 from gradrule_server.link.v1 import link_pb2
 

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1 import tensor_pb2
-from gradrule_server.engine import answers, run
-from gradrule_server.engine.built import Built
+from gradrule_server.engine import response_writer, run
+from gradrule_server.engine.program import Built
 from gradrule_server.errors import GradruleError, reason_name
 
 
@@ -36,7 +36,7 @@ def test_an_answer_that_is_too_large_is_refused_before_it_is_copied(
 
 def test_quantised_values_keep_their_type() -> None:
     message = tensor_pb2.Tensor()
-    answers.write_tensor(message, tf.bitcast(tf.constant([1, -2], tf.int8), tf.qint8))
+    response_writer.write_tensor(message, tf.bitcast(tf.constant([1, -2], tf.int8), tf.qint8))
     assert (message.dtype, message.tensor_content) == (tensor_pb2.DT_QINT8, b"\x01\xfe")
 
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1 import program_pb2
-from gradrule_server.engine.saved import saved_bytes
+from gradrule_server.engine.memory import saved_bytes
 from tests.service.derivative_cases import CASES, W, graph_of
 from tests.unit.engine.building import arguments, prepared, split
 

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.batching.numbers import MAX_NUMBERS, NUMERIC
-from gradrule_server.engine.batching.table import ELEMENTWISE, RULES
+from gradrule_server.engine.batching.op_rules import ELEMENTWISE, RULES
+from gradrule_server.engine.batching.shape_arithmetic import MAX_NUMBERS, NUMERIC
 from gradrule_server.engine.batching.values import (
     UNKNOWN,
     Extent,
@@ -33,9 +33,9 @@ from gradrule_server.engine.batching.values import (
     multiplied,
     of_numbers,
 )
-from gradrule_server.engine.built import Built, Input
-from gradrule_server.engine.names import IMPORT_SCOPE
-from gradrule_server.engine.question import SPARSE
+from gradrule_server.engine.derivatives import SPARSE
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.engine.program import Built, Input
 from gradrule_server.policy.op_traits import ops_with
 
 # Larger functions are not analysed: it takes about 20 µs for each op.

@@ -9,11 +9,11 @@ import numpy as np
 
 from gradrule.common.tensor_packing import Packing
 from gradrule_server.engine.batching.analysis import Layout
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.closeness import is_inexact
+from gradrule_server.engine.comparison import is_inexact
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.run import translated
+from gradrule_server.engine.program import Built
 from gradrule_server.engine.shared_memory import Room
+from gradrule_server.engine.tf_errors import translated
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-from gradrule_server.engine.code_rules.common import dense, wide
+from gradrule_server.engine.code_rules.common import Site, dense, wide
 from gradrule_server.engine.code_rules.linear import Linear, negative, positive
-from gradrule_server.engine.site import Site
 
 Params = Mapping[str, tf.Tensor]
 Change = Callable[[tf.Tensor], tf.Tensor]

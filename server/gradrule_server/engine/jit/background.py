@@ -15,9 +15,9 @@ from concurrent.futures import Future
 
 import tensorflow as tf
 
-from gradrule_server.engine.built import Built
 from gradrule_server.engine.graph_call import SessionCall
 from gradrule_server.engine.jit.choice import JitChoice, Variant
+from gradrule_server.engine.program import Built
 from gradrule_server.link.framing import FrameSocket, Kind
 from gradrule_server.link.kernel import lower_priority
 from gradrule_server.link.v1 import link_pb2

@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from gradrule_server.engine.closeness import is_close, magnitude
+from gradrule_server.engine.comparison import is_close, magnitude
 from gradrule_server.engine.graph_call import Arrays, GraphCall
-from gradrule_server.engine.jit.compiled import compiled_call
-from gradrule_server.engine.jit.ops import why_not
+from gradrule_server.engine.jit.compilation import compiled_call, why_not
 
 _log = logging.getLogger(__name__)
 

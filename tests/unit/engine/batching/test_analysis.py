@@ -18,8 +18,8 @@ from gradrule_server.engine.batching.merging import (
 )
 from gradrule_server.engine.batching.proof import Proof
 from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.closeness import is_close
+from gradrule_server.engine.comparison import is_close
+from gradrule_server.engine.program import Built
 from tests.unit.engine.batching.programs import PROVEN, REFUSED, Case
 from tests.unit.engine.building import prepared
 

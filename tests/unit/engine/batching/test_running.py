@@ -13,14 +13,14 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.batching import batch_runner as running_module
 from gradrule_server.engine.batching import proof as proof_module
-from gradrule_server.engine.batching import running as running_module
 from gradrule_server.engine.batching.analysis import MAX_EXAMPLES, Layout
+from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.batching.merging import Call, run_together
-from gradrule_server.engine.batching.running import BatchRunner
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
+from gradrule_server.engine.program import Built
 from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.batching import pack_batch

@@ -15,8 +15,8 @@ from tensorflow.core.framework import node_def_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.constant_search import label_varying
-from gradrule_server.engine.estimate import Need, bytes_of, need_of
+from gradrule_server.engine.graph_import import label_varying
+from gradrule_server.engine.memory_estimate import Need, bytes_of, need_of
 from gradrule_server.errors import error
 from gradrule_server.policy.op_traits import input_numbers
 

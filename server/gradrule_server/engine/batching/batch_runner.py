@@ -24,11 +24,10 @@ from gradrule_server.engine.batching.merging import (
     run_together,
 )
 from gradrule_server.engine.batching.proof import Proof
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.bulk import open_payload
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.packing import packing_of
-from gradrule_server.engine.run import respond
+from gradrule_server.engine.large_tensors import open_payload
+from gradrule_server.engine.program import Built
+from gradrule_server.engine.run import packing_of, respond
 from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES

@@ -1,7 +1,4 @@
-"""Large tensors of a request, read where they lie: parsing a message copies each of them several times.
-
-The bytes of large tensors are cut out of the message, which is parsed without them.
-"""
+"""Cuts large tensors out of the bytes of a request, so that parsing does not copy them."""
 
 from __future__ import annotations
 

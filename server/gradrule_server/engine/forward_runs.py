@@ -1,4 +1,4 @@
-"""Forward runs that wait to be pulled back."""
+"""Keeps forward runs until they are pulled back."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
-from gradrule_server.engine.answers import write_gradient, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.backward import SplitProgram
 from gradrule_server.engine.build import shape_of
-from gradrule_server.engine.built import Built, Input
-from gradrule_server.engine.bulk import Contents
-from gradrule_server.engine.packing import packing_of
-from gradrule_server.engine.question import WIDTHS
-from gradrule_server.engine.run import check_size, execute, set_timings
-from gradrule_server.engine.saved import saved_bytes
-from gradrule_server.engine.split import SplitProgram
+from gradrule_server.engine.derivatives import WIDTHS
+from gradrule_server.engine.large_tensors import Contents
+from gradrule_server.engine.memory import saved_bytes
+from gradrule_server.engine.program import Built, Input
+from gradrule_server.engine.response_writer import write_gradient, write_tensor
+from gradrule_server.engine.run import check_size, execute, packing_of, set_timings
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 

@@ -1,4 +1,4 @@
-"""Optimisers of sessions: Keras's own, on variables that belong to one session."""
+"""Runs the optimizers of sessions: Keras's own, on variables of one session."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from gradrule_server.engine.bulk import Opened, open_payload
+from gradrule_server.engine.large_tensors import Opened, open_payload
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 

@@ -1,4 +1,4 @@
-"""What building a program leaves: its function, what that takes, and what it returns."""
+"""Holds a built program: its function, the arguments that it takes, and the layout of its results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
+from gradrule_server.engine.backward import SplitProgram
 from gradrule_server.engine.feed_plan import FeedPlan
-from gradrule_server.engine.fitting import Fitting
 from gradrule_server.engine.graph_call import GraphCall
 from gradrule_server.engine.jit.choice import JitChoice
+from gradrule_server.engine.memory_check import Fitting
 from gradrule_server.engine.response_writer import ResponseWriter
-from gradrule_server.engine.split import SplitProgram
 from gradrule_server.link.v1 import link_pb2
 
 
