@@ -31,7 +31,7 @@ class BlobReader:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def within(self, name: str) -> BlobReader:
+    def for_folder(self, name: str) -> BlobReader:
         """The blobs in a folder of that folder; without a name, these. INTERNAL for what is no name of one."""
         if not name:
             return self
@@ -89,7 +89,7 @@ def _invalid(message: str, field: str) -> GradruleError:
 _Key = tuple[str, str, int, tuple[int, ...]]
 
 
-class Weights:
+class VariableCache:
     """Tensors by whose they are, hash, element type and shape, for as long as a program holds them. Thread-safe.
 
     Tenants, whose blobs lie in different folders, share none: nobody learns from the speed what another has.
@@ -98,11 +98,11 @@ class Weights:
     def __init__(self, blobs: BlobReader) -> None:
         self._blobs = blobs
         self._lock = threading.Lock()
-        self._tensors: weakref.WeakValueDictionary[_Key, tf.Tensor] = weakref.WeakValueDictionary()
+        self._kept: weakref.WeakValueDictionary[_Key, tf.Tensor] = weakref.WeakValueDictionary()
 
-    def of(self, variables: Sequence[link_pb2.BoundVariable], blob_folder: str = "") -> list[tf.Tensor]:
+    def tensors(self, variables: Sequence[link_pb2.BoundVariable], blob_folder: str = "") -> list[tf.Tensor]:
         """The tensor of each variable. `blob_folder`: where its caller's blobs are. BLOB_NOT_FOUND, INVALID_TENSOR."""
-        blobs = self._blobs.within(blob_folder)
+        blobs = self._blobs.for_folder(blob_folder)
         return [self._tensor(item, blob_folder, blobs) for item in variables]
 
     def _tensor(self, variable: link_pb2.BoundVariable, blob_folder: str, blobs: BlobReader) -> tf.Tensor:
@@ -114,7 +114,7 @@ class Weights:
             digest = hashlib.sha256(content).hexdigest()
             key = (blob_folder, digest, value.inline.dtype, _sizes(value.inline.tensor_shape))
         with self._lock:
-            tensor = self._tensors.get(key)
+            tensor = self._kept.get(key)
             if tensor is None:
                 try:
                     is_blob = value.HasField("blob")
@@ -127,7 +127,7 @@ class Weights:
                     raise error(
                         errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field="spec.variables"
                     ) from cause
-                tensor = self._tensors[key] = tf.constant(array, dtype=tf.as_dtype(variable.spec.dtype))
+                tensor = self._kept[key] = tf.constant(array, dtype=tf.as_dtype(variable.spec.dtype))
         return tensor
 
 

@@ -20,7 +20,7 @@ _FOR_GRADRULE = frozenset({"_gradrule_mark", tf_private.GRADIENT_ATTR})
 _MOST_VALUE_BYTES = 4096
 
 
-class Repeats:
+class GradientCache:
     """Gives a node the gradients that were built for a node like it.
 
     What a gradient function, or a rule that is a graph, makes follows from the op's type and attributes, from types,

@@ -15,11 +15,11 @@ from gradrule.common.wire_format import prefix, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine.derivatives import DENSE, SPARSE, UNCONNECTED, WIDTHS
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.shared_memory import Room, placed_tensor
+from gradrule_server.engine.shared_memory import AnswerArea, placed_tensor
 from gradrule_server.link.framing import Buffer
 
 if TYPE_CHECKING:
-    from gradrule_server.engine.program import Built
+    from gradrule_server.engine.program import BuiltProgram
 
 
 _EvaluateResponse = evaluate_pb2.EvaluateResponse
@@ -53,7 +53,7 @@ class _Tensor(NamedTuple):
 class ResponseWriter:
     """Encodes the outputs and derivatives of a built program as the bytes of an `EvaluateResponse`. Thread-safe."""
 
-    def __init__(self, built: Built, dtypes: Sequence[tf.DType], device: str) -> None:
+    def __init__(self, built: BuiltProgram, dtypes: Sequence[tf.DType], device: str) -> None:
         self._numbers = [dtype.base_dtype.as_datatype_enum for dtype in dtypes]
         self._tree = list(_tree(built))
         self._device = _field(_EvaluateResponse.DEVICE_FIELD_NUMBER, device.encode())
@@ -74,18 +74,18 @@ class ResponseWriter:
         started_ns: int,
         *,
         packing: Packing | None = None,
-        room: Room | None = None,
+        answer_area: AnswerArea | None = None,
     ) -> list[Buffer]:
         """Returns the parts of the message, in order; large tensors are views of the results.
 
-        queue_ns: how long the call waited. started_ns: when it was taken up. packing: how tensors are packed. room:
-        where large tensors that are not packed are written instead, as far as they find room there.
+        queue_ns: nanoseconds that the call waited. started_ns: monotonic time at which its run started. packing: how
+        tensors are packed. answer_area: takes large tensors that are not packed, as far as they fit.
         """
         found: tuple[list[bytes], bytes] | None
         if packing is not None:
             found, contents = self._packed(results, packing)
-        elif room is not None and self._is_plain:
-            return self._write_shared(results, queue_ns, started_ns, room)
+        elif answer_area is not None and self._is_plain:
+            return self._write_shared(results, queue_ns, started_ns, answer_area)
         elif self._is_plain:
             shapes = tuple([result.shape for result in results])
             found = self._kept.get(shapes)
@@ -105,10 +105,10 @@ class ResponseWriter:
             found = self._encoded(heads, [0] * len(heads))
         return self._joined(*found, contents, queue_ns, started_ns)
 
-    def _write_shared(self, results: Arrays, queue_ns: int, started_ns: int, room: Room) -> list[Buffer]:
+    def _write_shared(self, results: Arrays, queue_ns: int, started_ns: int, answer_area: AnswerArea) -> list[Buffer]:
         contents = [_content(result) for result in results]
         may_share = [tensor.shared is not None for tensor in _tensors_of(self._tree)]
-        placed = room.place([content if may else b"" for content, may in zip(contents, may_share, strict=True)])
+        placed = answer_area.place([content if may else b"" for content, may in zip(contents, may_share, strict=True)])
         heads: list[bytes] = []
         shared: list[bytes | None] = []
         for index, (number, result, offset) in enumerate(zip(self._numbers, results, placed, strict=True)):
@@ -188,7 +188,7 @@ class ResponseWriter:
         return before, b"".join(piece)
 
 
-def _tree(built: Built) -> Iterator[_Tree]:
+def _tree(built: BuiltProgram) -> Iterator[_Tree]:
     """Yields the fields of a program's response, the results in their order."""
     count = 0
     for name in built.outputs:
@@ -296,7 +296,7 @@ def _duration(nanoseconds: int) -> bytes:
 
 
 def write_derivatives(
-    response: evaluate_pb2.EvaluateResponse, built: Built, tensors: Sequence[tf.Tensor], packing: Packing | None
+    response: evaluate_pb2.EvaluateResponse, built: BuiltProgram, tensors: Sequence[tf.Tensor], packing: Packing | None
 ) -> None:
     """All derivatives of a program, whose tensors come in the order of its layout."""
     rest = iter(tensors)

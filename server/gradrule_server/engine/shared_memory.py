@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
-from gradrule_server.engine.large_tensors import Contents
+from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Buffer
 from gradrule_server.link.shared_memory import ReceivedMemories, lost
@@ -113,7 +113,7 @@ _LEAST_BYTES = 64 * 1024
 _PAGE = mmap.PAGESIZE
 
 
-class Room:
+class AnswerArea:
     """Where the tensors of one answer may be written."""
 
     def __init__(self, memory: mmap.mmap, offset: int, size: int) -> None:
@@ -136,7 +136,7 @@ class Room:
         return start
 
 
-class SharedMemories:
+class AttachedMemories:
     """The memories of this engine's clients, by name. Thread-safe. `received`: where they come from; None: nowhere."""
 
     def __init__(self, received: ReceivedMemories | None) -> None:
@@ -145,7 +145,9 @@ class SharedMemories:
         self._buffers = CopyBuffers()
         self._lock = threading.Lock()
 
-    def open(self, call: evaluate_pb2.EvaluateRequest, contents: Contents) -> tuple[Contents, Room | None]:
+    def open(
+        self, call: evaluate_pb2.EvaluateRequest, contents: LargeTensors
+    ) -> tuple[LargeTensors, AnswerArea | None]:
         """Replaces tensors in shared memory by inline ones whose bytes are apart, as those of large tensors are.
 
         Returns the bytes of tensors, with those of `contents`, and the room for the answer. INVALID_TENSOR,
@@ -173,7 +175,7 @@ class SharedMemories:
                     found[field, index] = _copy(memory, source, self._buffers, f"{field}[{item.name!r}]", field)
                     inline = tensor_pb2.Tensor(dtype=source.dtype, tensor_shape=source.shape)
                     item.value.inline.CopyFrom(inline)
-        return found, Room(memory, use.answer_offset, use.answer_bytes) if use.answer_bytes else None
+        return found, AnswerArea(memory, use.answer_offset, use.answer_bytes) if use.answer_bytes else None
 
     def detach(self, name: bytes) -> None:
         """Gives a memory up; calls that use it go on."""

@@ -24,14 +24,14 @@ _NODE_REFERENCE = re.compile(r"\{\{(?:\w+ )?([^}]*)\}\}")
 _SCOPE_IN_TEXT = re.compile(r"(?<![\w/])g/(?=[\w.])")
 
 
-def message_of(cause: Exception) -> str:
+def error_message(cause: Exception) -> str:
     """What an error of TensorFlow's says; where that holds bytes that are no UTF-8, Python has only those bytes."""
     if isinstance(cause, UnicodeDecodeError):
         return cause.object.decode(errors="backslashreplace")
     return cause.message if isinstance(cause, tf.errors.OpError) else str(cause)
 
 
-def readable(message: str) -> str:
+def clean_message(message: str) -> str:
     """TensorFlow's message without its decorations and without ours: one line, names as in the uploaded graph."""
     text = message
     for decoration in (_STACK, _LOCATION, _CALL):
@@ -52,15 +52,15 @@ def out_of_memory(cause: tf.errors.OpError) -> bool:
 T = TypeVar("T")
 
 
-def translated(function: Callable[[], T]) -> T:
+def translate_errors(function: Callable[[], T]) -> T:
     """Returns what TensorFlow returns; raises a failed check as the error that it stands for, or EXECUTION_FAILED."""
     try:
         return function()
     except (tf.errors.OpError, UnicodeDecodeError) as cause:
-        message = message_of(cause)
+        message = error_message(cause)
         found = failed_check(message)
         if found is not None:
             raise found from cause
         if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
-            raise memory_error(readable(message)) from cause
-        raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(message)) from cause
+            raise memory_error(clean_message(message)) from cause
+        raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, clean_message(message)) from cause

@@ -16,7 +16,7 @@ from gradrule_server.engine import build as describing
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.build import build, describe
 from gradrule_server.engine.graph_import import label_varying
-from gradrule_server.engine.program import Built
+from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs import Limits
 from gradrule_server.link.shape import CallShape
@@ -51,7 +51,7 @@ def _requests(graph: Any, words: Words) -> list[link_pb2.CompileRequest]:
     return [prepare(spec, CallShape(), _Rules(), limits, no_blobs(), next(NAMESPACES)).request for _ in range(2)]
 
 
-def _told(built: Built) -> dict[str, Any]:
+def _told(built: BuiltProgram) -> dict[str, Any]:
     return {
         "statuses": built.statuses,
         "defaulted": built.defaulted,

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from gradrule.v1 import tensor_pb2
 from gradrule_server.engine import response_writer, run
-from gradrule_server.engine.program import Built
+from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError, reason_name
 
 
@@ -53,7 +53,7 @@ def test_what_tensorflow_says_of_bytes_that_are_no_text_is_told(op: str, attrs: 
         return getattr(tf.raw_ops, op)(input=[b"text"], **attrs)
 
     with pytest.raises(GradruleError) as caught:
-        run.execute(Built(small=False), function)
+        run.execute(BuiltProgram(small=False), function)
     assert reason_name(caught.value.reason) == "EXECUTION_FAILED"
     assert "\\xf" in caught.value.message
 
@@ -64,5 +64,5 @@ def test_a_string_that_is_no_text_is_told_too() -> None:
         return tf.strings.to_number([b"\xff\xfe"])
 
     with pytest.raises(GradruleError, match=r"\\xff\\xfe") as caught:
-        run.execute(Built(small=False), function)
+        run.execute(BuiltProgram(small=False), function)
     assert reason_name(caught.value.reason) == "EXECUTION_FAILED"

@@ -1,6 +1,6 @@
 """The rules of the catalogue that are code: they need weights, a transposed op, a sort or a forward of their own.
 
-Each takes a site, dense upstream gradients and params (float64), and gives one gradient, or None, per input. A rule
+Each takes a target, dense upstream gradients and params (float64), and gives one gradient, or None, per input. A rule
 refuses an op that it is not for with RULE_NOT_APPLICABLE while the program is built.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gradrule_server.engine.code_rules.common import CodeRule
+from gradrule_server.engine.code_rules.common import CodeRuleFunction
 from gradrule_server.engine.code_rules.linear import feedback_alignment
 from gradrule_server.engine.code_rules.lrp import (
     lrp_0,
@@ -30,7 +30,7 @@ from gradrule_server.engine.code_rules.nonlinear import (
     rectgrad,
 )
 
-CODE_RULES: Mapping[str, CodeRule] = MappingProxyType(
+CODE_RULES: Mapping[str, CodeRuleFunction] = MappingProxyType(
     {
         "lrp_epsilon": lrp_epsilon,
         "lrp_0": lrp_0,

@@ -7,18 +7,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradrule_server.engine.code_rules.common import Site, dense, not_applicable, require_elementwise, wide
+from gradrule_server.engine.code_rules.common import RuleTarget, dense, not_applicable, require_elementwise, wide
 
 
-def rectgrad(site: Site, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]) -> Sequence[tf.Tensor | None]:
+def rectgrad(
+    target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
+) -> Sequence[tf.Tensor | None]:
     """dy where y·dy > percentile_q(y·dy), else 0; the percentile is each sample's own (axis 0 counts samples).
 
     Kim et al. 2019, arXiv:1902.04893. Percentiles as NumPy's, linear between order statistics. The comparison is
     strict: equal elements stay or go together, q = 100 passes nothing, and neither does a tensor of rank 1, whose
     samples are single numbers. A q outside 0…100 counts as the nearer bound.
     """
-    require_elementwise(site, "rectgrad")
-    y, dy = site.outputs[0], dys[0]
+    require_elementwise(target, "rectgrad")
+    y, dy = target.outputs[0], dys[0]
     contribution = y * dy
     shape = tf.shape(contribution, out_type=tf.int64)
     size = tf.reduce_prod(shape[1:])
@@ -36,21 +38,21 @@ def rectgrad(site: Site, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tenso
 
 
 def deeplift_rescale(
-    site: Site, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
+    target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
     """dy·(y−y₀)/(x−x₀), and the op's own gradient where abs(x−x₀) ≤ eps.
 
     x₀, y₀: what x and y are where all xs of the program are `baseline`. Shrikumar et al. 2017, arXiv:1704.02685, the
     rescale rule; its code takes the gradient below 1e-7.
     """
-    require_elementwise(site, "deeplift_rescale")
-    if len(site.ops) != 1:
-        raise not_applicable(site, "deeplift_rescale", "single elementwise ops, such as Relu")
-    op, x, y, dy = site.ops[0], site.inputs[0], site.outputs[0], dys[0]
-    x_change = x - site.reference(op.inputs[0], params["baseline"])
-    y_change = y - site.reference(op.outputs[0], params["baseline"])
+    require_elementwise(target, "deeplift_rescale")
+    if len(target.ops) != 1:
+        raise not_applicable(target, "deeplift_rescale", "single elementwise ops, such as Relu")
+    op, x, y, dy = target.ops[0], target.inputs[0], target.outputs[0], dys[0]
+    x_change = x - target.reference(op.inputs[0], params["baseline"])
+    y_change = y - target.reference(op.outputs[0], params["baseline"])
     near = tf.abs(x_change) <= tf.cast(params["eps"], x.dtype)
-    default = dense(site.own([dy])[0])
+    default = dense(target.own_gradients([dy])[0])
     if default is None:
         default = tf.zeros_like(x)
     # Divides by 1 where the quotient is not used: what is chosen away would be NaN in the derivative of this.
@@ -68,15 +70,15 @@ _AVERAGES = {
 class _AveragePool:
     """Average pooling over the windows of a max pooling; of what padding adds nothing is counted."""
 
-    def __init__(self, site: Site, rule: str) -> None:
-        op = site.ops[0]
-        if len(site.ops) != 1 or op.type not in _AVERAGES:
-            raise not_applicable(site, rule, "MaxPool and MaxPool3D")
+    def __init__(self, target: RuleTarget, rule: str) -> None:
+        op = target.ops[0]
+        if len(target.ops) != 1 or op.type not in _AVERAGES:
+            raise not_applicable(target, rule, "MaxPool and MaxPool3D")
         data_format, ksize = op.get_attr("data_format").decode(), op.get_attr("ksize")
         padding = op.get_attr("padding").decode()
         if padding not in ("SAME", "VALID") or ksize[data_format.index("C")] != 1:
             # TensorFlow has no such average pooling.
-            raise not_applicable(site, rule, "pooling with SAME or VALID padding that does not pool across channels")
+            raise not_applicable(target, rule, "pooling with SAME or VALID padding that does not pool across channels")
         self._forward, self._data, self._backward = _AVERAGES[op.type]
         self._attributes: dict[str, Any] = {
             "ksize": ksize,
@@ -95,25 +97,27 @@ class _AveragePool:
 
 
 def maxpool_as_avgpool(
-    site: Site, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
+    target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
     """The gradient of average pooling over the same windows, which does not look at x.
 
     Lucid, smoothed_maxpool_grad ("avg").
     """
-    pool = _AveragePool(site, "maxpool_as_avgpool")
-    return [pool.transposed(site.inputs[0], dys[0])]
+    pool = _AveragePool(target, "maxpool_as_avgpool")
+    return [pool.transposed(target.inputs[0], dys[0])]
 
 
-def maxpool_smooth(site: Site, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]) -> Sequence[tf.Tensor | None]:
+def maxpool_smooth(
+    target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
+) -> Sequence[tf.Tensor | None]:
     """The gradient of avg(x²)/(eps + avg(abs(x))), a smooth relative of the maximum, over the same windows.
 
     2x·avgᵀ(dy/d) − sgn(x)·avgᵀ(dy·avg(x²)/d²) with d = eps + avg(abs(x)), sgn(0) = 0. Lucid, smoothed_maxpool_grad
     ("L2"), eps 0.01. An x of 0 gets 0; so does a window of zeros where eps is 0. 16-bit types: calculated in float32.
     """
-    pool = _AveragePool(site, "maxpool_smooth")
-    dtype = site.inputs[0].dtype
-    x, dy, eps = (tf.cast(value, wide(dtype)) for value in (site.inputs[0], dys[0], params["eps"]))
+    pool = _AveragePool(target, "maxpool_smooth")
+    dtype = target.inputs[0].dtype
+    x, dy, eps = (tf.cast(value, wide(dtype)) for value in (target.inputs[0], dys[0], params["eps"]))
     denominator = eps + pool.apply(tf.abs(x))
     of_squares = tf.math.divide_no_nan(dy, denominator)
     of_sizes = of_squares * tf.math.divide_no_nan(pool.apply(tf.square(x)), denominator)
@@ -122,7 +126,7 @@ def maxpool_smooth(site: Site, dys: Sequence[tf.Tensor], params: Mapping[str, tf
 
 
 def eigh_lorentzian(
-    site: Site, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
+    target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
     """SelfAdjointEigV2's own gradient with 1/(eⱼ−eᵢ) replaced by d/(d²+eps), d = eⱼ−eᵢ.
 
@@ -131,18 +135,18 @@ def eigh_lorentzian(
     Finite where eigenvalues are equal: such a pair adds nothing, with eps = 0 too. Without eigenvectors among the
     outputs (compute_v) eps does not matter.
     """
-    op = site.ops[0]
-    if len(site.ops) != 1 or op.type != "SelfAdjointEigV2":
-        raise not_applicable(site, "eigh_lorentzian", "SelfAdjointEigV2")
+    op = target.ops[0]
+    if len(target.ops) != 1 or op.type != "SelfAdjointEigV2":
+        raise not_applicable(target, "eigh_lorentzian", "SelfAdjointEigV2")
     inner = tf.linalg.diag(dys[0])
     if op.get_attr("compute_v"):
-        e, v = site.outputs
+        e, v = target.outputs
         d = e[..., tf.newaxis, :] - e[..., :, tf.newaxis]
         # 0 on the diagonal by itself, as d is 0 there.
         f = tf.math.divide_no_nan(d, tf.square(d) + tf.cast(params["eps"], d.dtype))
         inner += f * tf.linalg.matmul(v, dys[1], adjoint_a=True)
     else:
-        _, v = tf.linalg.eigh(site.inputs[0])
+        _, v = tf.linalg.eigh(target.inputs[0])
     full = tf.linalg.matmul(v, tf.linalg.matmul(inner, v, adjoint_b=True))
     return [_folded(full)]
 

@@ -18,7 +18,7 @@ _XLA = trait_values("xla")
 _DTYPES = frozenset({tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.float32, tf.float64})
 
 
-def why_not(function: Any) -> str:
+def refusal_reason(function: Any) -> str:
     """Returns why XLA may not compile a function; empty: it may."""
     ops = function.graph.get_operations()
     if len(ops) > _MOST_OPS:

@@ -122,7 +122,7 @@ class Sandbox:
     held: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
-    def take(self, measure: str, fault: str | None, hold: Callable[[], None]) -> None:
+    def apply(self, measure: str, fault: str | None, hold: Callable[[], None]) -> None:
         """Holds a measure, unless something speaks against it or the kernel refuses."""
         if fault is None:
             try:
@@ -144,21 +144,21 @@ def enter(mode: str, blob_folder: Path | None) -> Sandbox:
     while the process has one thread: they hold for that one and those it starts. Raises `SandboxRefused`.
     """
     sandbox = Sandbox()
-    sandbox.take("limits", None, set_limits)
+    sandbox.apply("limits", None, set_limits)
     if mode == "off":
         sandbox.missing.append("all else (--sandbox off)")
         return sandbox
-    sandbox.take("writing", None, forbid_writing)
-    sandbox.take("privileges", None, drop_privileges)
+    sandbox.apply("writing", None, forbid_writing)
+    sandbox.apply("privileges", None, drop_privileges)
     granted = grants(blob_folder)
     no_landlock = None if landlock.version() else "no Landlock in this kernel"
-    sandbox.take("files", no_landlock, lambda: landlock.restrict(granted))
+    sandbox.apply("files", no_landlock, lambda: landlock.restrict(granted))
     if blob_folder is not None:
         # The registry lies beside the blobs, and a folder within a readable one cannot be taken out of it.
         around = next((folder for folder in readable_folders() if blob_folder.resolve().is_relative_to(folder)), None)
         if around is not None:
             sandbox.missing.append(f"a registry out of reach (the data folder lies in {around}, where libraries are)")
-    sandbox.take("calls", None if seccomp.is_known() else "system calls of this machine unknown", seccomp.restrict)
+    sandbox.apply("calls", None if seccomp.is_known() else "system calls of this machine unknown", seccomp.restrict)
     if mode == "on" and sandbox.missing:
         raise SandboxRefused(
             f"--sandbox on was asked for, but an engine here lacks {', '.join(sandbox.missing)}; "
