@@ -48,11 +48,11 @@ test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## these and all
 test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## these and a sample of the battery, tests of the benchmarks, large models
 	$(PYTEST) tests $(ARGS)
 
-test-general: $(VENV)/.installed ## tests of calls with every fast path off (see docs/operations.md); ARGS names other files
+test-general: $(VENV)/.installed ## tests of calls with every fast path off (see docs/guide/operating.md); ARGS names other files
 	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)
 
-test-models: $(VENV)/.installed ## compare whole architectures with local TensorFlow; writes docs/models.md
-	$(VENV)/bin/python -m pytest tests/models --models-page docs/models.md $(ARGS)
+test-models: $(VENV)/.installed ## compare whole architectures with local TensorFlow; writes docs/model-comparison.md
+	$(VENV)/bin/python -m pytest tests/models --models-page docs/model-comparison.md $(ARGS)
 
 test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the libraries they come from; writes tests/peers/results.json
 	$(PEERS)/bin/python -m tests.peers.reference out/peers
@@ -86,10 +86,10 @@ proto-baseline: $(NODE_CLIENT)/node_modules/.installed ## accept the protos as t
 tables: $(VENV)/.installed ## write the table of op definitions from the installed TensorFlow
 	$(VENV)/bin/python tools/generate_tables.py
 
-op-policy: $(VENV)/.installed ## deny ops that are new in the installed TensorFlow until they are reviewed; writes docs/ops.md
+op-policy: $(VENV)/.installed ## deny ops that are new in the installed TensorFlow until they are reviewed; writes docs/reference/ops.md
 	$(VENV)/bin/python tools/generate_op_policy.py
 
-docs: $(VENV)/.installed ## write docs/rules.md from the registry and the last comparison with other libraries
+docs: $(VENV)/.installed ## write docs/reference/rules.md from the registry and the last comparison with other libraries
 	$(VENV)/bin/python tools/generate_reference.py
 
 node: $(NODE_CLIENT)/node_modules/.installed ## set up and build the Node client

@@ -1,6 +1,6 @@
-"""Writes docs/rules.md, the reference of rules and presets, from the registry and the comparison with other libraries.
+"""Writes docs/reference/rules.md from the registry of rules and presets and the comparison with other libraries.
 
-python tools/generate_reference.py            # writes docs/rules.md
+python tools/generate_reference.py            # writes docs/reference/rules.md
 python tools/generate_reference.py --check    # exit code 1 where the committed file differs
 """
 
@@ -26,7 +26,7 @@ from gradrule_server.registry.store import Store
 from gradrule_server.rules.catalogue.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs/rules.md"
+TARGET = ROOT / "docs/reference/rules.md"
 PEERS = ROOT / "tests/peers/results.json"
 
 _HEAD = """\
@@ -168,7 +168,7 @@ def peer_results() -> dict[str, Any] | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Writes docs/rules.md from the registry.")
+    parser = argparse.ArgumentParser(description="Writes docs/reference/rules.md from the registry.")
     parser.add_argument("--check", action="store_true", help="only compare with the file that is there")
     options = parser.parse_args()
     page = reference(peer_results())

@@ -207,7 +207,7 @@ class ArgumentReader:
         field: str,
     ) -> np.ndarray:
         source = value.WhichOneof("source")
-        if source not in ("inline", "blob"):
+        if source not in ("inline_tensor", "blob"):
             told = "lies in shared memory, which this request does not use" if source else "holds no tensor"
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_TENSOR,
@@ -215,8 +215,8 @@ class ArgumentReader:
                 node=item.name,
                 field=field,
             )
-        packed = value.inline.packed if value.inline.HasField("packed") else None
-        inline = value.inline if packed is None else packed
+        packed = value.inline_tensor.packed if value.inline_tensor.HasField("packed") else None
+        inline = value.inline_tensor if packed is None else packed
         message = value.blob if source == "blob" else inline
         if message.dtype != item.dtype.base_dtype.as_datatype_enum:
             raise error(
@@ -270,7 +270,9 @@ def _nothing(item: Input) -> np.ndarray:
 def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: LargeTensors, max_unpacking: int) -> _Given:
     """Values by name. LIMIT_EXCEEDED where packed ones would take too much memory unpacked."""
     values = [(item.value, contents.get((field, index))) for index, item in enumerate(given)]
-    packed = [(source.inline.packed, content) for source, content in values if source.inline.HasField("packed")]
+    packed = [
+        (source.inline_tensor.packed, content) for source, content in values if source.inline_tensor.HasField("packed")
+    ]
     if packed:
         _check_unpacking(packed, field, max_unpacking)
     return {item.name.removesuffix(":0"): value for item, value in zip(given, values, strict=True)}

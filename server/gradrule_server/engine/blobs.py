@@ -110,9 +110,9 @@ class VariableCache:
         if value.HasField("blob"):
             key = (blob_folder, value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
         else:
-            content = value.inline.SerializeToString(deterministic=True)
+            content = value.inline_tensor.SerializeToString(deterministic=True)
             digest = hashlib.sha256(content).hexdigest()
-            key = (blob_folder, digest, value.inline.dtype, _sizes(value.inline.tensor_shape))
+            key = (blob_folder, digest, value.inline_tensor.dtype, _sizes(value.inline_tensor.tensor_shape))
         with self._lock:
             tensor = self._kept.get(key)
             if tensor is None:
@@ -121,7 +121,7 @@ class VariableCache:
                     array = (
                         blobs.array(value.blob, what, "spec.variables")
                         if is_blob
-                        else tensor_codec.to_numpy(value.inline)
+                        else tensor_codec.to_numpy(value.inline_tensor)
                     )
                 except ValueError as cause:
                     raise error(

@@ -79,7 +79,7 @@ class FeedPlan:
                 slot = slots.get(item.name)
                 if slot is None or values[slot.place] is not self._template[slot.place]:
                     return None
-                array = self._array(item.value.inline, slot, contents, (field, index))
+                array = self._array(item.value.inline_tensor, slot, contents, (field, index))
                 if array is None:
                     return None
                 values[slot.place] = array

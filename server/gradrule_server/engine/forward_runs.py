@@ -60,7 +60,7 @@ class ForwardRuns:
         check_size(outputs)
         response = evaluate_pb2.EvaluateResponse(device=device)
         for name, value in zip(built.outputs, outputs, strict=True):
-            write_tensor(response.outputs.add(name=name).value.inline, value, packing)
+            write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
         set_timings(response.timings, request.run.received_ns, started)
         kept_bytes = saved_bytes(saved)
         with self._lock:

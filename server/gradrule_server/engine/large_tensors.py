@@ -29,7 +29,7 @@ _WAYS: dict[Kind, Sequence[int]] = {
     Kind.PULL_BACK: (link_pb2.PullBackRequest.REQUEST_FIELD_NUMBER,),
     Kind.SESSION: (link_pb2.SessionRequest.RUN_FIELD_NUMBER, link_pb2.SessionRun.RUN_FIELD_NUMBER, _CALL),
 }
-_TENSOR = (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensor_pb2.TensorSource.INLINE_FIELD_NUMBER)
+_TENSOR = (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensor_pb2.TensorSource.INLINE_TENSOR_FIELD_NUMBER)
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 _PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
 _PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER

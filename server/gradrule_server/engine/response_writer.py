@@ -224,7 +224,7 @@ def _named(name: str, results: Sequence[int]) -> list[_Tree]:
     encoded: _Tree = _field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
     source = tensor_pb2.TensorSource
     tensors: list[_Tree] = [
-        _Tensor(result, source.INLINE_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
+        _Tensor(result, source.INLINE_TENSOR_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
     ]
     return [encoded, (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensors)] if results else [encoded]
 
@@ -305,7 +305,7 @@ def write_derivatives(
         if built.kind == evaluate_pb2.DERIVATIVE_JVP:
             tangent = response.output_tangents.add(name=names[0])
             if values:
-                write_tensor(tangent.value.inline, values[0], packing)
+                write_tensor(tangent.value.inline_tensor, values[0], packing)
         elif built.kind in _JACOBIANS:
             _write_block(response.jacobians.add(y=names[0], x=names[1]), form, values, packing)
         else:

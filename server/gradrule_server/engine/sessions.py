@@ -114,7 +114,7 @@ class Sessions:
             )
         check_size([session.values[name] for name in names])
         for name in names:
-            write_tensor(reply.variables.add(name=name).value.inline, session.values[name], packing)
+            write_tensor(reply.variables.add(name=name).value.inline_tensor, session.values[name], packing)
 
     def _run(
         self,
@@ -143,7 +143,7 @@ class Sessions:
         else:
             check_size([*outputs, *([] if request.HasField("optimizer") else derivatives)])
             for name, value in zip(built.outputs, outputs, strict=True):
-                write_tensor(response.outputs.add(name=name).value.inline, value, packing)
+                write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
         # A caller that was told that its time has passed must find everything as it was.
         if time.monotonic_ns() > message.deadline_ns:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed while the program ran")

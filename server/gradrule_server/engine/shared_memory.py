@@ -165,7 +165,7 @@ class AttachedMemories:
             for index, item in enumerate(getattr(call, field)):
                 if item.value.HasField("shared_memory"):
                     source = item.value.shared_memory
-                    left -= source.size
+                    left -= source.size_bytes
                     if left < 0:
                         raise _invalid(
                             f"tensors in shared memory take more than the {use.request_bytes} bytes that "
@@ -174,7 +174,7 @@ class AttachedMemories:
                         )
                     found[field, index] = _copy(memory, source, self._buffers, f"{field}[{item.name!r}]", field)
                     inline = tensor_pb2.Tensor(dtype=source.dtype, tensor_shape=source.shape)
-                    item.value.inline.CopyFrom(inline)
+                    item.value.inline_tensor.CopyFrom(inline)
         return found, AnswerArea(memory, use.answer_offset, use.answer_bytes) if use.answer_bytes else None
 
     def detach(self, name: bytes) -> None:
@@ -219,15 +219,16 @@ def _copy(
     if not tensor_codec.has_plain_bytes(np.empty(0, dtype)):
         raise _invalid(f"{where} is {dtype_name(source.dtype)}; such tensors travel inline", field)
     wanted = math.prod(size or 0 for size in shape) * dtype.itemsize
-    if source.size != wanted:
+    if source.size_bytes != wanted:
         raise _invalid(
-            f"{where} has {source.size} bytes in shared memory, but {dtype_name(source.dtype)} of shape {list(shape)} "
-            f"takes {wanted}",
+            f"{where} has {source.size_bytes} bytes in shared memory, but {dtype_name(source.dtype)} of shape "
+            f"{list(shape)} takes {wanted}",
             field,
         )
-    if source.offset + source.size > len(memory):
+    if source.offset + source.size_bytes > len(memory):
         raise _invalid(
-            f"{where}: {source.size} bytes at {source.offset} do not lie in a shared memory of {len(memory)} bytes",
+            f"{where}: {source.size_bytes} bytes at {source.offset} do not lie in a shared memory of "
+            f"{len(memory)} bytes",
             field,
         )
     content = buffers.take(wanted)
@@ -242,6 +243,6 @@ def _invalid(message: str, field: str) -> GradruleError:
 
 def placed_tensor(number: int, shape: Sequence[int], offset: int, size: int) -> bytes:
     """Returns the bytes of a tensor that was placed."""
-    message = tensor_pb2.SharedMemoryTensor(offset=offset, size=size, shape=tensor_codec.shape_message(shape))
+    message = tensor_pb2.SharedMemoryTensor(offset=offset, size_bytes=size, shape=tensor_codec.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]
     return message.SerializeToString()

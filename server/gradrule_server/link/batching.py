@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -74,10 +74,17 @@ class Batch:
 
 
 @dataclass(slots=True)
-class _Program:
+class _KeyLoad:
+    """The runs of one key that are under way, and how many requests they hold."""
+
     runs: int = 0
-    requests: Counter[BatchKey] = field(default_factory=Counter)
-    """Requests in these runs."""
+    requests: int = 0
+
+
+@dataclass(slots=True)
+class _Program:
+    loads: dict[BatchKey, _KeyLoad] = field(default_factory=dict)
+    """By key, where runs are under way. Requests of different keys never run together, so each key counts alone."""
     is_being_tried: bool = False
     is_proven: bool = False
     attempts: int = 0
@@ -114,10 +121,13 @@ class Batches:
         if work.batch_key is None or self.most == 1:
             return 0.0
         program = self._programs.get(work.batch_key.program)
-        if program is None or not program.is_proven or not program.runs:
+        if program is None or not program.is_proven:
+            return 0.0
+        load = program.loads.get(work.batch_key)
+        if load is None:
             return 0.0
         # Clients that were answered together come back one by one: the first of them must not run by itself.
-        if program.runs < _MOST_RUNS and self._together(work) >= min(program.requests[work.batch_key], self.most):
+        if load.runs < _MOST_RUNS and self._together(work) >= min(load.requests, self.most):
             return 0.0
         return work.submitted_at + self.delay_s
 
@@ -130,17 +140,21 @@ class Batches:
         """A run of so many requests began: of this one, and of those that were sent with it."""
         if work.batch_key is not None and self.most > 1:
             program = self._program(work.batch_key.program)
-            program.runs += 1
-            program.requests[work.batch_key] += requests
+            load = program.loads.get(work.batch_key)
+            if load is None:
+                load = program.loads[work.batch_key] = _KeyLoad()
+            load.runs += 1
+            load.requests += requests
 
     def ended(self, work: Work, requests: int) -> None:
         """A run of so many requests ended."""
         if work.batch_key is not None and self.most > 1:
             program = self._program(work.batch_key.program)
-            program.runs -= 1
-            program.requests[work.batch_key] -= requests
-            if not program.requests[work.batch_key]:
-                del program.requests[work.batch_key]
+            load = program.loads[work.batch_key]
+            load.runs -= 1
+            load.requests -= requests
+            if not load.runs:
+                del program.loads[work.batch_key]
 
     def companions(self, work: Work) -> list[Work]:
         """Returns the waiting requests that are to be sent together with one that is sent now."""
@@ -152,10 +166,10 @@ class Batches:
             return []
         # The engine tries with two whether they can run together: until then more would only keep one another waiting.
         count = self.most - 1 if program.is_proven else 1
-        size = sum(map(len, work.payload))
+        size = work.size
         chosen: list[Work] = []
         for other in same.values():
-            size += sum(map(len, other.payload))
+            size += other.size
             if len(chosen) == count or size > _MOST_BYTES:
                 break
             chosen.append(other)
@@ -180,7 +194,7 @@ class Batches:
         if found is None:
             found = self._programs[key] = _Program()
             if len(self._programs) > _MOST_PROGRAMS:
-                idle = next((name for name, program in self._programs.items() if not program.runs), key)
+                idle = next((name for name, program in self._programs.items() if not program.loads), key)
                 del self._programs[idle]
         return found
 

@@ -162,15 +162,19 @@ class Connection(asyncio.Protocol):
         recorder: OutcomeRecorder | None = None,
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
+        shared_bytes: int = 0,
     ) -> Work:
         """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`.
 
         `payload`: whole, or in parts. `suffix`: appended to the answer. `batch_key`: which others it may run with.
+        `shared_bytes`: what the request uses of a client's memory, bytes.
         """
         if self._transport is None or self._closed.is_set():
             raise EngineGone(started=False)
         parts = (payload,) if isinstance(payload, bytes) else payload
         work = Work(self, next(self._ids), kind, parts, recorder, suffix, batch_key)
+        if shared_bytes:
+            work.shared_bytes = shared_bytes
         if self._busy < self._threads and self._can_start(work):
             self._start(work)
         else:

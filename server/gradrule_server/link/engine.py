@@ -16,7 +16,7 @@ from gradrule_server.errors import Finding, error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess, EngineRefused
-from gradrule_server.link.shared_memory import ClientMemory
+from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.spares import Spares
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone, Work
@@ -246,7 +246,7 @@ class Engine:
         recorder: OutcomeRecorder | None = None,
         on_ask: Callable[[Work, bytes], None] | None = None,
         batch_key: BatchKey | None = None,
-        memory: ClientMemory | None = None,
+        memory: MemoryUse | None = None,
     ) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
         `on_ask`: called with each question of the process's. `batch_key`: which others it may run with.
@@ -275,7 +275,7 @@ class Engine:
         recorder: OutcomeRecorder | None = None,
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
-        memory: ClientMemory | None = None,
+        memory: MemoryUse | None = None,
     ) -> Work:
         """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine.
 
@@ -286,9 +286,11 @@ class Engine:
         if self._unbatched and batch_key is not None and batch_key.digest in self._unbatched:
             batch_key = None
         try:
+            shared_bytes = 0
             if memory is not None:
-                self._process.connection.attach(memory)
-            work = self._process.connection.submit(kind, payload, recorder, suffix, batch_key)
+                self._process.connection.attach(memory.memory)
+                shared_bytes = memory.size
+            work = self._process.connection.submit(kind, payload, recorder, suffix, batch_key, shared_bytes)
         except EngineGone:
             raise lost_waiting() from None
         self.used_at = work.submitted_at

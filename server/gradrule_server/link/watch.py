@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 
 from gradrule_server.link.framing import Kind
@@ -20,6 +20,8 @@ _MEMORY_SLACK = 1.125
 # TensorFlow holds the interpreter lock for seconds at most; a machine may be busy with something else for longer.
 _SILENCE_IDLE_S = 10.0
 _SILENCE_RUNNING_S = 30.0
+# A shared mapping of memory without a name in a file system: its inode, and the KiB of it that lie in memory.
+_MEMORY_FILE = re.compile(r"^\S+ ..[-x]s \S+ \S+ (\d+) +/memfd:.*\n(?:(?!Rss:).*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -34,7 +36,7 @@ class Watch:
     async def run(self) -> None:
         """Until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._look_at_memory())
+            tasks.create_task(self._check_memory())
             if self._heartbeat_s:
                 tasks.create_task(self._beat())
 
@@ -46,9 +48,9 @@ class Watch:
             # Answers that came while this loop was busy have not been read yet.
             late_s = max(0.0, loop.time() - due)
             for process in self._processes():
-                self._look_at(process, late_s)
+                self._check_heartbeat(process, late_s)
 
-    def _look_at(self, process: EngineProcess, late_s: float) -> None:
+    def _check_heartbeat(self, process: EngineProcess, late_s: float) -> None:
         connection = process.connection
         if not connection.greeting.done():
             return
@@ -64,28 +66,51 @@ class Watch:
         else:
             connection.tell(Kind.PING, b"")
 
-    async def _look_at_memory(self) -> None:
+    async def _check_memory(self) -> None:
         while True:
             await asyncio.sleep(_MEMORY_PERIOD_S)
             for process in self._processes():
-                arenas = process.arenas.held_bytes if process.arenas is not None else 0
-                if process.connection.memories is not None:
-                    arenas += process.connection.memories.held_bytes
-                process.resident_bytes = resident_bytes(process.pid, arenas)
+                await self._measure(process)
                 if self._memory_limit and process.resident_bytes > self._memory_limit * _MEMORY_SLACK:
                     _log.warning("engine %d takes %d bytes; ending it", process.pid, process.resident_bytes)
                     process.end(EndReason.MEMORY)
 
+    async def _measure(self, process: EngineProcess) -> None:
+        """Measures the memory of a process; exactly, which takes longer, if it may be over the limit."""
+        arenas, channel = process.arenas, process.connection.memories
+        anonymous, shared = resident_sizes(process.pid)
+        if self._memory_limit and anonymous + shared > self._memory_limit * _MEMORY_SLACK:
+            inodes = set() if channel is None else set(channel.inodes)
+            if arenas is not None:
+                inodes |= {arenas.outgoing.inode, arenas.incoming.inode}
+            exempt = await asyncio.to_thread(mapped_bytes, process.pid, inodes)
+        else:
+            # All pages of this memory count, whether the process has mapped them or not.
+            exempt = (0 if arenas is None else arenas.held_bytes) + (0 if channel is None else channel.held_bytes)
+        process.resident_bytes = anonymous + max(0, shared - exempt)
 
-def resident_bytes(pid: int, arenas: int) -> int:
-    """What of a process lies in memory, without files, arenas and memory of clients. 0 where that cannot be told.
 
-    What it shares with others counts: a process makes such memory alone too, and the kernel's limit leaves that out.
+def resident_sizes(pid: int) -> tuple[int, int]:
+    """Returns the bytes of a process that lie in memory: private ones, and those shared with other processes.
+
+    Files do not count. Returns zeros if the process is gone.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        # It is gone, or there is no such file system.
-        return 0
+        # The process is gone, or the system has no such files.
+        return 0, 0
     sizes = {name: int(size) * 1024 for name, size in _RESIDENT.findall(status)}
-    return sizes.get("Anon", 0) + max(0, sizes.get("Shmem", 0) - arenas)
+    return sizes.get("Anon", 0), sizes.get("Shmem", 0)
+
+
+def mapped_bytes(pid: int, inodes: Set[int]) -> int:
+    """Returns how many bytes of memory files with these inodes a process has mapped and in memory.
+
+    Takes milliseconds: the kernel walks the page tables of the process.
+    """
+    try:
+        mappings = Path(f"/proc/{pid}/smaps").read_text()
+    except OSError:
+        return 0
+    return sum(int(size) * 1024 for inode, size in _MEMORY_FILE.findall(mappings) if int(inode) in inodes)

@@ -43,6 +43,8 @@ class Work:
     """Whether the other end waits for the answer to a question."""
     is_given_up = False
     """Nobody waits for it any more, though it was sent."""
+    shared_bytes = 0
+    """What it uses of a client's shared memory, bytes."""
     ended = False
     """The engine is done with it, or never saw it and never will. (`answer` may be cancelled long before.)"""
     _timer: asyncio.TimerHandle | None = None
@@ -70,6 +72,11 @@ class Work:
         self.submitted_at = connection.loop.time()
         """Loop time at which it was handed in."""
         self.answer: asyncio.Future[bytes] = connection.loop.create_future()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the request, those in shared memory included, and of the room there for its answer."""
+        return sum(map(len, self.payload)) + self.shared_bytes
 
     def watch(self, timer: asyncio.TimerHandle | None) -> None:
         """Sets the timer that goes off if the work does not end; it takes the place of the one set before."""

@@ -111,8 +111,8 @@ def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs
     reply.rule_names.extend(rules.used)
     if task.is_kept:
         reply.override_values = override_values(prepared.table)
-        if spec.graph.HasField("inline"):
-            spec.graph.serialized = spec.graph.inline.SerializeToString(deterministic=True)
+        if spec.graph.HasField("inline_graph"):
+            spec.graph.serialized = spec.graph.inline_graph.SerializeToString(deterministic=True)
         reply.kept_spec = spec.SerializeToString()
     return reply, prepared.request
 

@@ -152,7 +152,7 @@ class Session:
             )
             for item in self._variables
         ]
-        return session_pb2.SessionStarted(variables=specs, bytes=reply.bytes)
+        return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes)
 
     async def step(
         self, request: session_pb2.StepRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def inline() -> link_pb2.BoundVariable:
-    return _variable(tensor_pb2.TensorSource(inline=tensor_codec.to_message(VALUE)))
+    return _variable(tensor_pb2.TensorSource(inline_tensor=tensor_codec.to_message(VALUE)))
 
 
 def blob() -> link_pb2.BoundVariable:

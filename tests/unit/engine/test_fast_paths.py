@@ -25,7 +25,7 @@ def _built(*disabled: str) -> BuiltProgram:
 
 def _ways(built: BuiltProgram) -> tuple[Any, bool, bool]:
     call = evaluate_pb2.EvaluateRequest()
-    call.feeds.add(name="x").value.inline.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
+    call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
     return type(built.call), built.feed_plan.arrays(call, [], {}) is not None, built.small
 
 

@@ -19,7 +19,7 @@ _FIELDS = ("feeds", "grad_ys", "tangents", "vectors")
 def _entry(name: str, content: bytes, values: int = 0) -> tensor_pb2.NamedTensor:
     tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT, tensor_content=content, float_val=[1.5] * values)
     tensor.tensor_shape.dim.add(size=-1)
-    return tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=tensor))
+    return tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline_tensor=tensor))
 
 
 def _opened(kind: Kind, message: Message) -> CutPayload:
@@ -29,7 +29,7 @@ def _opened(kind: Kind, message: Message) -> CutPayload:
 def _put_back(call: Message, opened: CutPayload) -> Message:
     """The call with all that was cut out of it."""
     for (field, index), content in opened.contents.items():
-        tensor = getattr(call, field)[index].value.inline
+        tensor = getattr(call, field)[index].value.inline_tensor
         assert not tensor.tensor_content
         tensor.tensor_content = bytes(content)
     return call
@@ -117,14 +117,16 @@ def test_small_payloads_are_not_looked_into() -> None:
 
 def test_the_content_of_a_packed_tensor_is_cut_out() -> None:
     packed = tensor_pb2.PackedTensor(dtype=tensor_pb2.DT_FLOAT, content=bytes(_LARGE))
-    entry = tensor_pb2.NamedTensor(name="x", value=tensor_pb2.TensorSource(inline=tensor_pb2.Tensor(packed=packed)))
+    entry = tensor_pb2.NamedTensor(
+        name="x", value=tensor_pb2.TensorSource(inline_tensor=tensor_pb2.Tensor(packed=packed))
+    )
     call = evaluate_pb2.EvaluateRequest(feeds=[entry])
     opened = _opened(Kind.RUN, link_pb2.RunRequest(key="k", request=call.SerializeToString()))
     assert opened.contents[("feeds", 0)].tobytes() == bytes(_LARGE)
     left = evaluate_pb2.EvaluateRequest.FromString(link_pb2.RunRequest.FromString(opened.payload).request)
-    assert left.feeds[0].value.inline.packed.dtype == tensor_pb2.DT_FLOAT
-    assert not left.feeds[0].value.inline.packed.content
+    assert left.feeds[0].value.inline_tensor.packed.dtype == tensor_pb2.DT_FLOAT
+    assert not left.feeds[0].value.inline_tensor.packed.content
     # With two contents, nobody knows whose the bytes are.
-    entry.value.inline.tensor_content = bytes(_LARGE)
+    entry.value.inline_tensor.tensor_content = bytes(_LARGE)
     call = evaluate_pb2.EvaluateRequest(feeds=[entry])
     assert not _opened(Kind.RUN, link_pb2.RunRequest(key="k", request=call.SerializeToString())).contents

@@ -26,7 +26,7 @@ def test_holes_are_zeros_and_their_pages_count_as_the_clients() -> None:
     call.shared_memory.memory = memory.name
     call.shared_memory.request_bytes = _BYTES
     source = call.feeds.add(name="x").value.shared_memory
-    source.CopyFrom(tensor_pb2.SharedMemoryTensor(size=_BYTES, dtype=tensor_pb2.DT_FLOAT))
+    source.CopyFrom(tensor_pb2.SharedMemoryTensor(size_bytes=_BYTES, dtype=tensor_pb2.DT_FLOAT))
     source.shape.dim.add(size=_BYTES // 4)
     contents, _ = AttachedMemories(ReceivedMemories(theirs)).open(call, {})
     assert not np.frombuffer(contents["feeds", 0], np.float32).any()

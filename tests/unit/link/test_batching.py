@@ -178,6 +178,25 @@ async def test_a_second_run_need_not_be_as_large_as_one_of_other_params() -> Non
     assert frames(transport)[3:] == [[b"e"]]
 
 
+async def test_a_request_does_not_wait_for_runs_of_other_params() -> None:
+    other = BatchKey("p", "others")
+    connection, transport = connected(threads=4, delay_s=60)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b")
+    submit(connection, b"c", key=other)
+    assert frames(transport) == [[b"a"], [b"b"], [b"c"]]
+
+
+async def test_bytes_in_shared_memory_count_for_the_size_of_a_run() -> None:
+    connection, transport = connected()
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"0")
+    for name in (b"1", b"2", b"3"):
+        connection.submit(Kind.RUN, name, batch_key=P, shared_bytes=3 << 20)
+    answer(connection, transport, b"0")
+    assert frames(transport)[1:] == [[b"1", b"2"]]
+
+
 async def test_nobody_waits_longer_than_allowed() -> None:
     connection, transport = connected(threads=8, delay_s=0.01)
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)

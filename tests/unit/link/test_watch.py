@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import pytest
 from gradrule_server.link import watch as watch_module
 from gradrule_server.link.framing import Arenas, Kind, pack_header
 from gradrule_server.link.process import EngineProcess
-from gradrule_server.link.watch import Watch, resident_bytes
+from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel
+from gradrule_server.link.watch import Watch, resident_sizes
 from gradrule_server.recovery.endings import EndReason
 from tests.unit.link.fake_engine import FakeProcess, Transport, connected
 
@@ -142,8 +144,8 @@ def _child(code: str, *shared: int) -> Iterator[int]:
 )
 def test_resident_bytes_are_those_of_the_process(code: str) -> None:
     with _child(code) as pid:
-        assert 200_000_000 <= resident_bytes(pid, 0) < 240_000_000
-    assert resident_bytes(pid, 0) == 0
+        assert 200_000_000 <= sum(resident_sizes(pid)) < 240_000_000
+    assert resident_sizes(pid) == (0, 0)
 
 
 async def test_what_lies_in_arenas_does_not_count_and_other_shared_memory_does(watched: Watched) -> None:
@@ -161,3 +163,49 @@ async def test_what_lies_in_arenas_does_not_count_and_other_shared_memory_does(w
         assert await _within(3, lambda: process.is_killed)
     arenas.close()
     assert arenas.held_bytes == 0
+
+
+def _client_memory(size: int) -> ClientMemory:
+    fd = os.memfd_create("client")
+    os.ftruncate(fd, size)
+    return ClientMemory(b"m" * 16, fd, size)
+
+
+@pytest.fixture
+def channel() -> Iterator[MemoryChannel]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield MemoryChannel(ours, lambda name: None)
+    ours.close()
+    theirs.close()
+
+
+async def test_detached_memory_that_a_call_still_maps_is_not_charged_to_the_engine(
+    watched: Watched, channel: MemoryChannel
+) -> None:
+    memory = _client_memory(100_000_000)
+    channel.attach(memory)
+    fill = "import mmap, sys; kept = mmap.mmap(int(sys.argv[1]), 100_000_000); kept.write(b'a' * 100_000_000)"
+    with _child(fill, memory.fd) as pid:
+        memory.close()
+        memory.release()
+        process, _ = watched(heartbeat_s=0, memory=60_000_000)
+        process.connection.memories = channel
+        process.pid = pid
+        assert await _within(3, lambda: process.resident_bytes)
+        assert not await _within(0.2, lambda: process.is_killed)
+        assert process.resident_bytes < 40_000_000
+
+
+async def test_memory_that_a_client_filled_does_not_exempt_what_the_engine_took(
+    watched: Watched, channel: MemoryChannel
+) -> None:
+    memory = _client_memory(100_000_000)
+    channel.attach(memory)
+    os.posix_fallocate(memory.fd, 0, memory.size)
+    with _child("import mmap, sys; kept = mmap.mmap(-1, 100_000_000); kept.write(b'a' * 100_000_000)") as pid:
+        process, _ = watched(heartbeat_s=0, memory=60_000_000)
+        process.connection.memories = channel
+        process.pid = pid
+        assert await _within(3, lambda: process.is_killed)
+    memory.close()
+    memory.release()

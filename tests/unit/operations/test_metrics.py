@@ -18,7 +18,7 @@ from gradrule_server.operations.sources import Quarantined, take_snapshot
 from tests.unit.operations.records import make, refusal
 from tests.unit.operations.states import sources, tenant
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs/guide/operating.md"
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:

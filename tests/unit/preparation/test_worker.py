@@ -72,7 +72,7 @@ def worked(request: link_pb2.PrepareRequest) -> tuple[bytes, Frames]:
 
 def spec(rule: str) -> program_pb2.ProgramSpec:
     found = program_pb2.ProgramSpec(fetches=["y"])
-    found.graph.inline.CopyFrom(raw.sign_graph())
+    found.graph.inline_graph.CopyFrom(raw.sign_graph())
     found.vjp.ys.append("y")
     found.vjp.xs.append("x")
     found.overrides.append(override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule=rule))

@@ -43,7 +43,7 @@ def test_bytes_are_bounded_save_for_the_last() -> None:
 
 
 def test_overrides_that_are_told_count_too() -> None:
-    told = program_pb2.Program(defaulted=["node" * 100] * 100)
+    told = program_pb2.Program(default_gradient_nodes=["node" * 100] * 100)
     assert (
         RunnableProgram(SimpleNamespace(program=told.SerializeToString(), tail=b""), Loadable("key", b"")).size
         >= told.ByteSize()

@@ -1115,7 +1115,7 @@ class RawStreamRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_CHUNK_BYTES_FIELD_NUMBER: builtins.int
-    CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """As there."""
     evaluate: builtins.bytes
@@ -1132,7 +1132,7 @@ class RawStreamRequest(google.protobuf.message.Message):
     """Bytes of a request in several messages."""
     answer_chunk_bytes: builtins.int
     """As there."""
-    chunk_bytes: builtins.int
+    total_bytes: builtins.int
     """As there."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
@@ -1150,10 +1150,10 @@ class RawStreamRequest(google.protobuf.message.Message):
         chunk: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_chunk_bytes: builtins.int = ...,
-        chunk_bytes: builtins.int = ...,
+        total_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "chunk_bytes", b"chunk_bytes", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout", "total_bytes", b"total_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel", "chunk"] | None: ...
 
 global___RawStreamRequest = RawStreamRequest
@@ -1258,13 +1258,13 @@ class RawForwardResponse(google.protobuf.message.Message):
 
     EVALUATE_FIELD_NUMBER: builtins.int
     HANDLE_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
     evaluate: builtins.bytes
     """An EvaluateResponse."""
     handle: builtins.str
     """As there."""
-    bytes: builtins.int
+    size_bytes: builtins.int
     """As there."""
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
@@ -1275,11 +1275,11 @@ class RawForwardResponse(google.protobuf.message.Message):
         *,
         evaluate: builtins.bytes = ...,
         handle: builtins.str = ...,
-        bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "evaluate", b"evaluate", "handle", b"handle", "ttl", b"ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evaluate", b"evaluate", "handle", b"handle", "size_bytes", b"size_bytes", "ttl", b"ttl"]) -> None: ...
 
 global___RawForwardResponse = RawForwardResponse
 
@@ -2256,10 +2256,10 @@ class RawGraphSource(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INLINE_FIELD_NUMBER: builtins.int
+    INLINE_GRAPH_FIELD_NUMBER: builtins.int
     SERIALIZED_FIELD_NUMBER: builtins.int
     BLOB_SHA256_FIELD_NUMBER: builtins.int
-    inline: builtins.bytes
+    inline_graph: builtins.bytes
     """A Graph."""
     serialized: builtins.bytes
     """As there."""
@@ -2268,13 +2268,13 @@ class RawGraphSource(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        inline: builtins.bytes = ...,
+        inline_graph: builtins.bytes = ...,
         serialized: builtins.bytes = ...,
         blob_sha256: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "serialized", "blob_sha256"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline_graph", "serialized", "blob_sha256"] | None: ...
 
 global___RawGraphSource = RawGraphSource
 

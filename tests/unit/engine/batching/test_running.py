@@ -74,7 +74,7 @@ class Engine:
         requests = []
         for number, feed in enumerate(feeds):
             call = evaluate_pb2.EvaluateRequest()
-            call.feeds.add(name="x").value.inline.CopyFrom(tensor_codec.to_message(np.array(feed, np.int32)))
+            call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.array(feed, np.int32)))
             request = link_pb2.RunRequest(key="k", request=call.SerializeToString())
             requests.append((number, (request.SerializeToString(),)))
         self.runner.run(99, b"".join(pack_batch(most, requests)))
@@ -82,7 +82,7 @@ class Engine:
 
     def results(self) -> dict[int, list[int]]:
         return {
-            number: tensor_codec.to_numpy(answer.outputs[0].value.inline).tolist()
+            number: tensor_codec.to_numpy(answer.outputs[0].value.inline_tensor).tolist()
             for number, answer in self.answers.items()
         }
 
