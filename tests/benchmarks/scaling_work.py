@@ -103,7 +103,7 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     """What the front end does with a program that it has not seen."""
     from gradrule.v1 import program_pb2
     from gradrule_server import graphs
-    from gradrule_server.link.shape import CallShape
+    from gradrule_server.link.messages import CallShape
     from gradrule_server.preparation.prepare import prepare
     from gradrule_server.preparation.rule_lookup import SnapshotLookup
     from gradrule_server.registry.blobs import BlobStore

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from gradrule_server.link.environment import engine_environment
+from gradrule_server.link.fork_server import engine_environment
 
 _IN_A_PROCESS = """
 import json

@@ -21,8 +21,8 @@ from gradrule_server.engine.service import EngineService, tensorflow_version
 from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.engine.tf_config import DeviceRefused, choose_device, configure_optimizer
 from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, MainCalls, serve_frames
-from gradrule_server.link.kernel import set_process_name
 from gradrule_server.link.shared_memory import ReceivedMemories
+from gradrule_server.link.system_calls import set_process_name
 from gradrule_server.link.v1 import link_pb2
 
 # The same for all engines of a fork server, so computed before the fork.

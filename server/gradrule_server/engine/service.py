@@ -23,8 +23,8 @@ from gradrule_server.engine.run import run
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
+from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.worker import PreparationService
 from gradrule_server.recovery.endings import ProgramNotLoaded

@@ -23,7 +23,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Buffer
-from gradrule_server.link.shared_memory import ReceivedMemories, lost
+from gradrule_server.link.shared_memory import ReceivedMemories, shared_memory_lost
 
 _KEPT_BYTES = 256 << 20
 _KEPT_S = 10.0
@@ -190,7 +190,7 @@ class AttachedMemories:
                 self._receive()
             memory = self._memories.get(name)
         if memory is None:
-            raise lost()
+            raise shared_memory_lost()
         return memory
 
     def _receive(self) -> None:

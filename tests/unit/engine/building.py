@@ -13,7 +13,7 @@ from gradrule.v1 import override_pb2, program_pb2
 from gradrule_server.engine.build import build
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.graphs import Limits
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import Prepared, prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule

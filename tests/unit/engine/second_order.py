@@ -15,7 +15,7 @@ from gradrule_server.engine import build, tf_private
 from gradrule_server.engine.bound_rules import BoundRule, GraphRule
 from gradrule_server.engine.differentiation import Differentiation, DifferentiationStage
 from gradrule_server.engine.graph_import import IMPORT_SCOPE, import_graph
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.preparation.prepare import prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule
 from tests.stores import no_blobs

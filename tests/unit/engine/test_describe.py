@@ -19,7 +19,7 @@ from gradrule_server.engine.graph_import import label_varying
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs import Limits
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule

@@ -18,7 +18,7 @@ from gradrule_server.engine.jit import choice as choice_module
 from gradrule_server.engine.jit.background import JitCompiler
 from gradrule_server.engine.jit.choice import JitChoice, ShapeVariant
 from gradrule_server.engine.jit.compilation import refusal_reason
-from gradrule_server.link.environment import engine_environment
+from gradrule_server.link.fork_server import engine_environment
 from gradrule_server.link.v1 import link_pb2
 
 _SLOW_S, _FAST_S = 0.01, 0.0

@@ -21,7 +21,7 @@ _NEVER = {"matplotlib", "pandas", "sklearn", "PIL", "h5py", "scipy"}
 
 
 def test_only_what_engines_use_is_imported_and_nothing_is_written(tmp_path: Path) -> None:
-    from gradrule_server.link.environment import engine_environment
+    from gradrule_server.link.fork_server import engine_environment
 
     home = tmp_path / "home"
     home.mkdir()

@@ -10,9 +10,8 @@ import pytest
 
 from gradrule.v1 import errors_pb2, override_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error, reason_name
-from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Buffer, Frame, FrameSocket, Kind
-from gradrule_server.link.shape import CallShape, read_shape, shape_message
+from gradrule_server.link.messages import CallShape, fault_message, read_call_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.preparation.front_end_lookup import FrontEndBlobs, FrontEndRules
@@ -95,7 +94,7 @@ def test_limits_and_structures_of_calls_are_the_same_on_the_other_side() -> None
     assert read_limits(link_pb2.Limits(**dataclasses.asdict(limits))) == limits
     assert {field.name for field in dataclasses.fields(CallShape)} == set(link_pb2.CallShape.DESCRIPTOR.fields_by_name)
     call = CallShape(frozenset({"a"}), frozenset({"b"}), 2, frozenset({"c"}), frozenset({"d"}), True, True, True)
-    assert read_shape(shape_message(call)) == call
+    assert read_call_shape(shape_message(call)) == call
 
 
 def test_a_rule_is_requested_once_and_listed_with_the_program() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gradrule_server.engine.sandbox import landlock, seccomp
 from gradrule_server.engine.sandbox.landlock import IOCTL_DEVICE, READ_DIR, READ_FILE, WRITE_FILE, Grant
-from gradrule_server.link.kernel import capget, capset, prctl
+from gradrule_server.link.system_calls import capget, capset, prctl
 
 _READ = READ_FILE | READ_DIR
 _USE_DEVICE = READ_FILE | WRITE_FILE | IOCTL_DEVICE

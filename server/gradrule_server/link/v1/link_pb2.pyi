@@ -1409,7 +1409,7 @@ global___Limits = Limits
 
 @typing.final
 class CallShape(google.protobuf.message.Message):
-    """The structure of calls; the fields are those of `link.shape.CallShape`."""
+    """The structure of calls; the fields are those of `link.messages.CallShape`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

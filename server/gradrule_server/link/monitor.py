@@ -25,7 +25,7 @@ _MEMORY_FILE = re.compile(r"^\S+ ..[-x]s \S+ \S+ (\d+) +/memfd:.*\n(?:(?!Rss:).*
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
-class Watch:
+class EngineMonitor:
     """Watches for as long as `run` does. `heartbeat_s`: between two pings, 0: none. `memory_limit`: bytes, 0: none."""
 
     def __init__(self, processes: Callable[[], Iterable[EngineProcess]], heartbeat_s: float, memory_limit: int) -> None:

@@ -19,12 +19,12 @@ _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 
 
 def syscall(number: int, *arguments: ctypes.c_void_p | int | None) -> int:
-    """A call by its number, with integers and addresses. `OSError` where the kernel refuses."""
+    """Makes a system call by its number, with integers and addresses. Raises `OSError`."""
     return _checked(_libc.syscall(ctypes.c_long(number), *(_word(argument) for argument in arguments)))
 
 
 def prctl(option: int, *arguments: ctypes.c_void_p | int | None) -> None:
-    """`prctl`, its missing arguments 0. `OSError` where the kernel refuses."""
+    """Calls `prctl`; missing arguments are 0. Raises `OSError`."""
     words = [_word(argument) for argument in arguments] + [ctypes.c_ulong(0)] * (4 - len(arguments))
     _checked(_libc.prctl(ctypes.c_int(option), *words))
 
@@ -36,9 +36,9 @@ def set_process_name(name: str) -> None:
 
 
 def lower_priority(nice: int) -> None:
-    """Gives the calling thread, and those that it starts, a lower priority, which it cannot take back.
+    """Lowers the priority of the calling thread, and of threads that it starts, for good.
 
-    The sandbox refuses `setpriority`, which can name other processes. `OSError` where the kernel refuses.
+    The sandbox refuses `setpriority`, because that can name other processes. Raises `OSError`.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is not None:
@@ -54,18 +54,18 @@ def adopt_orphans() -> None:
 
 
 def capget(header: ctypes.Structure, capabilities: ctypes.Structure) -> None:
-    """Reads what the process may do into `capabilities`. `OSError` where the kernel refuses."""
+    """Reads the capabilities of this process into `capabilities`. Raises `OSError`."""
     _checked(_libc.capget(address(header), address(capabilities)))
 
 
 def capset(header: ctypes.Structure, capabilities: ctypes.Structure) -> None:
-    """Leaves the process these `capabilities`. `OSError` where the kernel refuses."""
+    """Sets the capabilities of this process. Raises `OSError`."""
     _checked(_libc.capset(address(header), address(capabilities)))
 
 
-def address(thing: ctypes.Structure | ctypes.Array[ctypes.c_uint32]) -> ctypes.c_void_p:
-    """Where it lies; it must be kept alive during the call."""
-    return ctypes.cast(ctypes.byref(thing), ctypes.c_void_p)
+def address(value: ctypes.Structure | ctypes.Array[ctypes.c_uint32]) -> ctypes.c_void_p:
+    """Returns the address of an object, which must be kept alive during the call."""
+    return ctypes.cast(ctypes.byref(value), ctypes.c_void_p)
 
 
 def _word(argument: ctypes.c_void_p | int | None) -> ctypes.c_void_p | ctypes.c_ulong:
