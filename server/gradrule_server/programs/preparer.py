@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import logging
@@ -67,7 +66,7 @@ class Preparer:
     ) -> None:
         self._pool = pool
         self._crash_history = crash_history
-        self._limits = link_pb2.Limits(**dataclasses.asdict(limits))
+        self._limits = limits.to_values()
         self._blobs = blobs
         self._owner = owner
 
@@ -150,7 +149,7 @@ class Preparer:
 
         `graph`: what is blamed for crashes. `read`: reads the answer; `DecodeError` where it is none.
         """
-        task.limits.CopyFrom(self._limits)
+        task.limits.update(self._limits)
         task.blob_folder = self._blobs.folder_name
         payload = task.SerializeToString()
         asked.bytes_left += len(payload)
