@@ -1,4 +1,4 @@
-"""Forward runs that wait to be pulled back."""
+"""Keeps forward runs until they are pulled back."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
-from gradrule_server.engine.answers import write_gradient, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.build import shape_of
-from gradrule_server.engine.built import Built, Input
-from gradrule_server.engine.bulk import Contents
-from gradrule_server.engine.packing import packing_of
-from gradrule_server.engine.question import WIDTHS
-from gradrule_server.engine.run import check_size, execute, set_timings
-from gradrule_server.engine.saved import saved_bytes
-from gradrule_server.engine.split import SplitProgram
+from gradrule_server.engine.backward import TwoPartProgram
+from gradrule_server.engine.build import shape_from
+from gradrule_server.engine.derivatives import WIDTHS
+from gradrule_server.engine.large_tensors import LargeTensors
+from gradrule_server.engine.memory import saved_bytes
+from gradrule_server.engine.program import BuiltProgram, Input
+from gradrule_server.engine.response_writer import write_gradient, write_tensor
+from gradrule_server.engine.run import check_size, execute, packing_of, set_timings
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
@@ -30,12 +29,12 @@ _MAX_RELEASED = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    built: Built
-    split: SplitProgram
+    built: BuiltProgram
+    split: TwoPartProgram
     saved: Sequence[tf.Tensor]
 
 
-class Handles:
+class ForwardRuns:
     """What forward runs left, by the front end's names, until it lets go of them. Thread-safe."""
 
     def __init__(self, reader: ArgumentReader) -> None:
@@ -45,15 +44,15 @@ class Handles:
         self._lock = threading.Lock()
 
     def forward(
-        self, built: Built, request: link_pb2.ForwardRequest, contents: Contents, device: str
+        self, built: BuiltProgram, request: link_pb2.ForwardRequest, contents: LargeTensors, device: str
     ) -> link_pb2.ForwardReply:
         """Runs the forward part of a split program. `contents`: what was cut out of the request."""
-        if built.split is None:
+        if built.two_parts is None:
             raise AssertionError("the program was not built in two parts")
         started = time.monotonic_ns()
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
-        split = built.split
-        reader = self._reader.within(request.run.blob_folder)
+        split = built.two_parts
+        reader = self._reader.for_folder(request.run.blob_folder)
         packing = packing_of(call.answer_packing)
         outputs, saved = execute(
             built, lambda: split.forward(reader.arguments(built, call, request.run.params, contents=contents))
@@ -71,7 +70,7 @@ class Handles:
                 self._kept[request.handle] = _Kept(built, split, saved)
         return link_pb2.ForwardReply(response=response.SerializeToString(), kept_bytes=kept_bytes)
 
-    def pull_back(self, request: link_pb2.PullBackRequest, contents: Contents) -> evaluate_pb2.PullBackResponse:
+    def pull_back(self, request: link_pb2.PullBackRequest, contents: LargeTensors) -> evaluate_pb2.PullBackResponse:
         """Gradients; HANDLE_EXPIRED where nothing is kept under the name."""
         started = time.monotonic_ns()
         with self._lock:
@@ -82,7 +81,7 @@ class Handles:
         call = evaluate_pb2.PullBackRequest.FromString(request.request)
         stacked = call.stacked_grad_ys
         packing = packing_of(call.answer_packing)
-        grad_ys = self._grad_ys(call, contents, kept.built, self._reader.within(request.blob_folder))
+        grad_ys = self._grad_ys(call, contents, kept.built, self._reader.for_folder(request.blob_folder))
         gradients = execute(kept.built, lambda: kept.split.backward(kept.saved, grad_ys, stacked=stacked))
         check_size(gradients)
         response = evaluate_pb2.PullBackResponse()
@@ -102,7 +101,7 @@ class Handles:
 
     @staticmethod
     def _grad_ys(
-        call: evaluate_pb2.PullBackRequest, contents: Contents, built: Built, reader: ArgumentReader
+        call: evaluate_pb2.PullBackRequest, contents: LargeTensors, built: BuiltProgram, reader: ArgumentReader
     ) -> dict[int, tf.Tensor]:
         """The given upstream gradients by the index of their y. INVALID_DERIVATIVE where a name is none of the ys."""
         ys = {_canonical(spec.name): index for index, spec in enumerate(built.specs["ys"])}
@@ -114,7 +113,7 @@ class Handles:
                     errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r} {why}", field="grad_ys"
                 )
         specs = [built.specs["ys"][ys[name]] for name in given]
-        inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in specs]
+        inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape)) for spec in specs]
         tensors = reader.grad_ys(call.grad_ys, inputs, contents, stacked=call.stacked_grad_ys, built=built)
         return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
 

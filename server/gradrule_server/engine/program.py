@@ -1,4 +1,4 @@
-"""What building a program leaves: its function, what that takes, and what it returns."""
+"""Holds a built program: its function, the arguments that it takes, and the layout of its results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
+from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.feed_plan import FeedPlan
-from gradrule_server.engine.fitting import Fitting
 from gradrule_server.engine.graph_call import GraphCall
 from gradrule_server.engine.jit.choice import JitChoice
+from gradrule_server.engine.memory_check import MemoryCheck
 from gradrule_server.engine.response_writer import ResponseWriter
-from gradrule_server.engine.split import SplitProgram
 from gradrule_server.link.v1 import link_pb2
 
 
@@ -39,7 +39,7 @@ class ParamInput:
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Built:
+class BuiltProgram:
     """A function of feeds, fed grad_ys, directions and params, in this order, that returns fetches and derivatives."""
 
     function: Any = None
@@ -58,7 +58,7 @@ class Built:
     """Bytes that packed tensors of a call may have unpacked, by bytes packed, besides what every call may have."""
     small: bool = False
     """Few ops and no loops or branches: faster on the calling thread than on TensorFlow's threads."""
-    fitting: Fitting | None = None
+    memory_check: MemoryCheck | None = None
     """Whether a call fits into the engine's memory."""
     unused: list[bool] = field(default_factory=list)
     """Per input: whether the results do not depend on it, so that a call need not feed it."""
@@ -72,7 +72,7 @@ class Built:
     """Set where XLA may compile the program."""
     updates: list[str] = field(default_factory=list)
     """Variables whose new values come last among the results."""
-    split: SplitProgram | None = None
+    two_parts: TwoPartProgram | None = None
     """Set where the forward and the backward part are functions of their own; `function` is then the forward part."""
     statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
     defaulted: list[str] = field(default_factory=list)

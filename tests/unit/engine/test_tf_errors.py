@@ -5,8 +5,9 @@ from __future__ import annotations
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.engine.checks import failed_check, require_same_shape
-from gradrule_server.engine.names import IMPORT_SCOPE, readable
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.engine.runtime_checks import failed_check, require_same_shape
+from gradrule_server.engine.tf_errors import clean_message
 
 
 def test_a_kernel_s_message_loses_scopes_stacks_and_decorations() -> None:
@@ -19,13 +20,13 @@ def test_a_kernel_s_message_loses_scopes_stacks_and_decorations() -> None:
         multiply(tf.ones([2, 3]), tf.ones([2, 3]))
         raise AssertionError("the shapes do not fit")
     except tf.errors.InvalidArgumentError as cause:
-        text = readable(cause.message)
+        text = clean_message(cause.message)
     assert "Matrix size-incompatible" in text
     assert "g/" not in text and "{{" not in text and "[[" not in text and "\n" not in text
 
 
 def test_a_name_that_only_looks_like_the_scope_stays() -> None:
-    assert readable("node big/thing and g/thing") == "node big/thing and thing"
+    assert clean_message("node big/thing and g/thing") == "node big/thing and thing"
 
 
 def test_a_shape_check_fails_with_its_reason_place_and_both_shapes() -> None:

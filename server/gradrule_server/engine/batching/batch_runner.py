@@ -15,21 +15,20 @@ from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.analysis import MAX_EXAMPLES
 from gradrule_server.engine.batching.merging import (
-    Call,
+    BatchedCall,
     allowed_size,
     chunks,
-    company_of,
-    examples_of,
+    count_examples,
+    group_key_for,
     run,
     run_together,
 )
-from gradrule_server.engine.batching.proof import Proof
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.bulk import open_payload
+from gradrule_server.engine.batching.proof import BatchingProof
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.packing import packing_of
-from gradrule_server.engine.run import respond
-from gradrule_server.engine.shared_memory import SharedMemories
+from gradrule_server.engine.large_tensors import cut_large_tensors
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.run import packing_of, respond
+from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES
 from gradrule_server.link.batching import unpack_batch
@@ -52,8 +51,8 @@ class BatchRunner:
         self,
         frames: FrameSocket,
         reader: ArgumentReader,
-        memories: SharedMemories,
-        program: Callable[[str], Built],
+        memories: AttachedMemories,
+        program: Callable[[str], BuiltProgram],
         answering: _Answering,
     ) -> None:
         self._frames = frames
@@ -61,7 +60,7 @@ class BatchRunner:
         self._memories = memories
         self._program = program
         self._answering = answering
-        self._proofs: weakref.WeakKeyDictionary[Built, Proof] = weakref.WeakKeyDictionary()
+        self._proofs: weakref.WeakKeyDictionary[BuiltProgram, BatchingProof] = weakref.WeakKeyDictionary()
         self._lock = Lock()
 
     def run(self, number: int, payload: bytes | memoryview) -> None:
@@ -76,45 +75,47 @@ class BatchRunner:
     def _run_all(self, payload: bytes | memoryview, notice: link_pb2.BatchNotice) -> None:
         most, requests = unpack_batch(payload)
         most = min(most, MAX_EXAMPLES)
-        calls: list[Call] = []
-        built: Built | None = None
+        calls: list[BatchedCall] = []
+        built: BuiltProgram | None = None
         for request_id, part in requests:
             with self._answering(request_id):
-                opened = open_payload(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
+                opened = cut_large_tensors(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
                 request = link_pb2.RunRequest.FromString(opened.payload)
                 notice.key = request.key
                 built = self._program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
-                contents, room = self._memories.open(values, opened.contents)
-                reader = self._reader.within(request.blob_folder)
+                contents, answer_area = self._memories.open(values, opened.contents)
+                reader = self._reader.for_folder(request.blob_folder)
                 arguments = reader.arrays(built, values, request.params, contents)
                 packing = packing_of(values.answer_packing) if values.HasField("answer_packing") else None
-                call = Call(request_id, request.received_ns, started_ns, arguments, packing=packing, room=room)
+                call = BatchedCall(
+                    request_id, request.received_ns, started_ns, arguments, packing=packing, answer_area=answer_area
+                )
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
                 calls.append(self._placed(built, call) if may_batch else call)
         if built is not None:
             self._run(built, calls, most, notice)
 
-    def _placed(self, built: Built, call: Call) -> Call:
+    def _placed(self, built: BuiltProgram, call: BatchedCall) -> BatchedCall:
         """The call, with what it needs to run with others if it can."""
         layout = self._proof(built).analyse(built)
         if layout is None:
             return call
-        examples = examples_of(built, layout, call.arguments)
-        company = company_of(built, layout, call.arguments) if examples else None
-        return replace(call, examples=examples, company=company)
+        examples = count_examples(built, layout, call.arguments)
+        group_key = group_key_for(built, layout, call.arguments) if examples else None
+        return replace(call, examples=examples, group_key=group_key)
 
-    def _proof(self, built: Built) -> Proof:
+    def _proof(self, built: BuiltProgram) -> BatchingProof:
         with self._lock:
-            return self._proofs.setdefault(built, Proof())
+            return self._proofs.setdefault(built, BatchingProof())
 
-    def _run(self, built: Built, calls: Sequence[Call], most: int, notice: link_pb2.BatchNotice) -> None:
+    def _run(self, built: BuiltProgram, calls: Sequence[BatchedCall], most: int, notice: link_pb2.BatchNotice) -> None:
         proof = self._proof(built)
-        groups: dict[object, list[Call]] = {}
+        groups: dict[object, list[BatchedCall]] = {}
         for call in calls:
             # Those that run by themselves come first: whoever asks for that must not wait for the others.
-            groups.setdefault(call.company if call.examples else None, []).append(call)
+            groups.setdefault(call.group_key if call.examples else None, []).append(call)
         for call in groups.pop(None, []):
             self._answer_alone(built, call)
         met = False
@@ -128,7 +129,7 @@ class BatchRunner:
         elif proof.is_proven and (met or len(calls) < 2):
             notice.outcome = link_pb2.BatchNotice.OUTCOME_PROVEN
 
-    def _answer_chunk(self, built: Built, proof: Proof, calls: Sequence[Call], most: int) -> None:
+    def _answer_chunk(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall], most: int) -> None:
         layout = proof.layout
         if len(calls) == 1 or layout is None:
             for call in calls:
@@ -151,13 +152,13 @@ class BatchRunner:
             for call, results in zip(calls, parts, strict=True):
                 self._answer(built, call, results, examples)
 
-    def _answer_each(self, built: Built, proof: Proof, calls: Sequence[Call]) -> None:
+    def _answer_each(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall]) -> None:
         done = [self._answer_alone(built, call) for call in calls]
         if all(results is not None for results in done):
             with proof.lock:
                 proof.refuse("calls that succeed alone failed together")
 
-    def _answer_alone(self, built: Built, call: Call) -> Arrays | None:
+    def _answer_alone(self, built: BuiltProgram, call: BatchedCall) -> Arrays | None:
         """Runs and answers a call; returns its results, if it has any."""
         with self._answering(call.request_id):
             results = run(built, call.arguments)
@@ -165,9 +166,15 @@ class BatchRunner:
             return results
         return None
 
-    def _answer(self, built: Built, call: Call, results: Arrays, batch_size: int) -> None:
+    def _answer(self, built: BuiltProgram, call: BatchedCall, results: Arrays, batch_size: int) -> None:
         with self._answering(call.request_id):
             answer = respond(
-                built, results, call.received_ns, call.started_ns, batch_size, packing=call.packing, room=call.room
+                built,
+                results,
+                call.received_ns,
+                call.started_ns,
+                batch_size,
+                packing=call.packing,
+                answer_area=call.answer_area,
             )
             self._frames.send(Kind.RAN, call.request_id, answer)

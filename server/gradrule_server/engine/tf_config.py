@@ -1,14 +1,34 @@
-"""What TensorFlow's graph optimizer may do to a program: nothing that changes a result.
+"""Configures TensorFlow for an engine: its device and its graph optimizer.
 
-A program computes each op of its graph and of its rules as it is written, so floats are not regrouped. Left on are the
-passes that only remove, move or inline ops. Constants are still folded: not by the optimizer's pass, but by
-TensorFlow's executor, which computes the ops all of whose inputs are constant, and nothing else.
+A program computes each op of its graph and of its rules as it is written, so floats are not regrouped. The optimizer
+keeps the passes that only remove, move or inline ops. The executor, not the optimizer, computes ops whose inputs are
+all constant.
 """
 
 from __future__ import annotations
 
 import tensorflow as tf
 from tensorflow.core.protobuf import rewriter_config_pb2
+
+
+class DeviceRefused(Exception):
+    """The device that was asked for is not there; the message says what is."""
+
+
+def choose_device(wanted: str) -> str:
+    """Makes TensorFlow use `auto` (the first GPU, else the CPU), `cpu` or `gpu:N`; returns its name, like `CPU:0`."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        tf.config.set_visible_devices([], "GPU")
+        return "CPU:0"
+    index = 0 if wanted == "auto" else int(wanted.removeprefix("gpu:"))
+    if index >= len(gpus):
+        there = f"TensorFlow sees {len(gpus)} GPUs" if gpus else "TensorFlow sees no GPU"
+        raise DeviceRefused(f"device {wanted!r} was asked for, but {there}; use --device cpu or --device auto")
+    tf.config.set_visible_devices([gpus[index]], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)
+    return f"GPU:{index}"
+
 
 _PASSES_THAT_CHANGE_RESULTS = (
     # Regroups operands to bring constants together: (x + 1e8) - 1e8 becomes x, and x / 3 becomes x * (1 / 3).

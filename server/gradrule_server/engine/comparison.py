@@ -1,4 +1,4 @@
-"""Whether results are equal up to the rounding of floats."""
+"""Compares results up to the rounding of floats."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.names import IMPORT_SCOPE
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.policy.op_traits import ops_with, trait_values
 
 _VIEWS: Mapping[str, int] = {op: int(value) for op, value in trait_values("view").items() if value != "each"}
@@ -30,7 +30,7 @@ _Place: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Need:
+class MemoryNeed:
     """Bytes that a graph takes at least, and the largest tensor in it: its bytes and a text that names it."""
 
     size: int = 0
@@ -62,7 +62,7 @@ class _Graph:
     results: list[_Place] = field(default_factory=list)
 
 
-def need_of(graph: tf.Graph, results: Sequence[tf.Tensor], enough: int) -> Need:
+def estimate_need(graph: tf.Graph, results: Sequence[tf.Tensor], enough: int) -> MemoryNeed:
     """What running a graph takes. `enough`: up to this many bytes it does not matter how much."""
     return _Reader(enough).need(graph, results)
 
@@ -70,10 +70,10 @@ def need_of(graph: tf.Graph, results: Sequence[tf.Tensor], enough: int) -> Need:
 class _Reader:
     def __init__(self, enough: int) -> None:
         self._enough = enough
-        self._functions: dict[tuple[str, str], Need] = {}
+        self._functions: dict[tuple[str, str], MemoryNeed] = {}
 
-    def need(self, graph: tf.Graph, results: Sequence[tf.Tensor]) -> Need:
-        need = Need()
+    def need(self, graph: tf.Graph, results: Sequence[tf.Tensor]) -> MemoryNeed:
+        need = MemoryNeed()
         ops = graph.get_operations()
         sizes, extras = self._sizes(ops, need)
         # All tensors together are more than there ever are at a time, and most graphs take less than is enough.
@@ -82,7 +82,7 @@ class _Reader:
             need.size = _peak(_structure(ops, results, sizes, extras))
         return need
 
-    def _sizes(self, ops: Sequence[tf.Operation], need: Need) -> tuple[list[list[int]], list[int]]:
+    def _sizes(self, ops: Sequence[tf.Operation], need: MemoryNeed) -> tuple[list[list[int]], list[int]]:
         """Returns the bytes of each op's outputs, and what each op's functions take besides."""
         all_sizes: list[list[int]] = []
         extras: list[int] = []
@@ -95,7 +95,7 @@ class _Reader:
             extras.append(self._inside(op, need) if tf_private.runs_functions(op.type) else 0)
         return all_sizes, extras
 
-    def _inside(self, op: tf.Operation, need: Need) -> int:
+    def _inside(self, op: tf.Operation, need: MemoryNeed) -> int:
         """What an op's functions take besides what goes in and comes out: a loop's largest, branches' smallest."""
         taken = []
         shapes = tf_private.argument_shapes(op)
@@ -103,7 +103,7 @@ class _Reader:
             key = (name, repr(shapes))
             if key not in self._functions:
                 inner = tf_private.function_graph(name, shapes)
-                self._functions[key] = Need() if inner is None else self.need(inner, inner.outputs)
+                self._functions[key] = MemoryNeed() if inner is None else self.need(inner, inner.outputs)
             inside = self._functions[key]
             if inside.largest > need.largest:
                 need.largest, need.where = inside.largest, inside.where

@@ -1,4 +1,4 @@
-"""Gradients of nodes that are alike, built once: what is needed to tell of a program without running it."""
+"""Builds the gradients of similar nodes once, for programs that are described and never run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.names import IMPORT_SCOPE
-from gradrule_server.engine.site import Gradient
+from gradrule_server.engine.code_rules.common import Gradient
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
 
 _Key: TypeAlias = tuple[Any, ...]
 
@@ -20,7 +20,7 @@ _FOR_GRADRULE = frozenset({"_gradrule_mark", tf_private.GRADIENT_ATTR})
 _MOST_VALUE_BYTES = 4096
 
 
-class Repeats:
+class GradientCache:
     """Gives a node the gradients that were built for a node like it.
 
     What a gradient function, or a rule that is a graph, makes follows from the op's type and attributes, from types,

@@ -1,13 +1,53 @@
-"""Putting a graph into the graph that is being built."""
+"""Imports a graph into the TensorFlow graph that is being built."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
-from gradrule_server.engine.constant_search import label_varying
+from gradrule_server.engine import tf_private
+from gradrule_server.policy.op_traits import ops_with
+
+IMPORT_SCOPE = "g/"
+"""Prefix of the names of imported nodes: names that building adds cannot collide with them."""
+
+_KERNEL_ATTR = "_kernel"
+_LABEL = b"varies"
+# Known from the shape of their input alone, even where the input's values vary.
+_KNOWN_BY_SHAPE = ops_with("tells_shape")
+
+
+def label_varying(graph_def: tf_graph_pb2.GraphDef, varying: Iterable[str] = ()) -> list[str]:
+    """Labels the nodes whose values cannot be constants; returns their names.
+
+    A node without inputs that is no Const varies, and so does a node that takes a varying one. A node that stands
+    before one of its inputs may go without a label, which costs time alone.
+
+    Args:
+        graph_def: The graph. It cannot run while it has the labels.
+        varying: Names of nodes outside the graph that vary.
+    """
+    known = set(varying)
+    labelled = []
+    for node in graph_def.node:
+        sources = [source for source in node.input if not source.startswith("^")]
+        if sources:
+            varies = node.op not in _KNOWN_BY_SHAPE and any(source.partition(":")[0] in known for source in sources)
+        else:
+            varies = node.op != "Const"
+        if varies:
+            known.add(node.name)
+            node.attr[_KERNEL_ATTR].s = _LABEL
+            labelled.append(node.name)
+    return labelled
+
+
+def remove_labels(graph: tf.Graph, names: Iterable[str]) -> None:
+    """Takes the labels from ops of these names, without which the graph can run."""
+    for name in names:
+        tf_private.clear_attribute(graph.get_operation_by_name(name), _KERNEL_ATTR)
 
 
 def import_graph(

@@ -1,4 +1,4 @@
-"""Checks that are part of a built program because shapes are known only when it runs."""
+"""Checks that run inside a built function, and the limit on the size of an answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import cast
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.engine.site import Gradient
+from gradrule_server.engine.code_rules.common import Gradient
 from gradrule_server.errors import GradruleError, error
+
+# A message ends at 2 GiB; the rest is for names and for what the front end adds.
+MAX_ANSWER_BYTES = 2**31 - 2**26
+
 
 _MARKER = "gradrule-check"
 # By kind of check, what is said of what there is and of what must be.

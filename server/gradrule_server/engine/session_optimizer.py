@@ -1,4 +1,4 @@
-"""Optimisers of sessions: Keras's own, on variables that belong to one session."""
+"""Runs the optimizers of sessions: Keras's own, on variables of one session."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class StepOptimizer:
         try:
             self._optimizer: Any = getattr(keras.optimizers, message.name)(**settings)
         except (ValueError, TypeError) as cause:
-            raise _invalid(f"{message.name}: {cause}") from cause
+            raise _invalid_optimizer(f"{message.name}: {cause}") from cause
         self.identity = _identity(message)
-        self._default_rate = _known(message.name)[_LEARNING_RATE]
+        self._default_rate = _known_settings(message.name)[_LEARNING_RATE]
         self._shapes = _shapes(values)
         self._variables = {
             name: keras.Variable(value, dtype=value.dtype.name, trainable=True, name=f"v{number}")
@@ -107,26 +107,26 @@ def _settings(message: session_pb2.Optimizer) -> dict[str, float | bool | int]:
     """Settings as Keras takes them. INVALID_OPTIMIZER where it has none of the name, or not with such a value."""
     if message.name not in NAMES:
         hint = did_you_mean(message.name, NAMES)
-        raise _invalid(f"there is no optimiser {message.name!r}.{hint} There are {', '.join(NAMES)}")
-    known = _known(message.name)
+        raise _invalid_optimizer(f"there is no optimiser {message.name!r}.{hint} There are {', '.join(NAMES)}")
+    known = _known_settings(message.name)
     settings: dict[str, float | bool | int] = {}
     for name, value in message.settings.items():
         if name not in known:
-            raise _invalid(
+            raise _invalid_optimizer(
                 f"{message.name} has no setting {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
             )
         if not math.isfinite(value):
-            raise _invalid(f"{message.name}: {name} is {value}; expected a finite number")
+            raise _invalid_optimizer(f"{message.name}: {name} is {value}; expected a finite number")
         if isinstance(known[name], bool):
             if value not in (0.0, 1.0):
-                raise _invalid(f"{message.name}: {name} is a switch, 0 or 1, not {value:g}")
+                raise _invalid_optimizer(f"{message.name}: {name} is a switch, 0 or 1, not {value:g}")
             settings[name] = bool(value)
         else:
             settings[name] = value
     return settings
 
 
-def _known(name: str) -> dict[str, Any]:
+def _known_settings(name: str) -> dict[str, Any]:
     """The settings that Keras has for an optimiser, with their defaults."""
     parameters = inspect.signature(getattr(keras.optimizers, name).__init__).parameters
     return {key: parameter.default for key, parameter in parameters.items() if key not in _NOT_OFFERED}
@@ -141,5 +141,5 @@ def _bytes_of(variable: Any) -> int:
     return int(size * tf.as_dtype(variable.dtype).size)
 
 
-def _invalid(message: str) -> Exception:
+def _invalid_optimizer(message: str) -> Exception:
     return error(errors_pb2.ERROR_REASON_INVALID_OPTIMIZER, message, field="step.optimizer")

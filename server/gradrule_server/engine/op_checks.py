@@ -1,7 +1,7 @@
-"""The second line: what is about to run is held against the list of ops once more, gradients and rules included.
+"""Checks the ops of a built function against the table of reviewed ops.
 
-The first line is the front end's, which checks what was sent. This one sees what TensorFlow made of it, and asks
-TensorFlow itself how its ops are defined.
+The compile worker has checked the graph that was sent. This check sees what TensorFlow made of it, gradients and rules
+included, and compares the definitions of ops with those that were reviewed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.names import IMPORT_SCOPE
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.policy import OpReview, definition_digest, review_with_digest
 

@@ -15,8 +15,8 @@ from tensorflow.core.framework import node_def_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.constant_search import label_varying
-from gradrule_server.engine.estimate import Need, bytes_of, need_of
+from gradrule_server.engine.graph_import import label_varying
+from gradrule_server.engine.memory_estimate import MemoryNeed, bytes_of, estimate_need
 from gradrule_server.errors import error
 from gradrule_server.policy.op_traits import input_numbers
 
@@ -38,7 +38,7 @@ _Value: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 _Key: TypeAlias = tuple[_Shapes, tuple[_Value, ...]]
 
 
-class Fitting:
+class MemoryCheck:
     """Holds the calls of one built function against a limit. Thread-safe.
 
     limit: bytes; 0: none. Raises MEMORY_EXCEEDED at once where the program cannot fit, whatever is fed.
@@ -55,7 +55,7 @@ class Fitting:
         self._sizing: list[int] = []
         if limit:
             graph = function.graph
-            self._refuse(need_of(graph, function.outputs, limit))
+            self._refuse(estimate_need(graph, function.outputs, limit))
             self._ops = len(graph.get_operations())
             self._sizing = [index for index, item in enumerate(graph.inputs) if _leads_to_size(item)]
             self._open = [
@@ -113,7 +113,7 @@ class Fitting:
             elements = (elements + math.prod(shape)) * math.prod(max(abs(number), 1) for number in numbers)
         return bool(_ELEMENT_BYTES * self._ops * elements**2 <= self._limit)
 
-    def _need(self, shapes: _Shapes, values: tuple[_Value, ...]) -> Need | None:
+    def _need(self, shapes: _Shapes, values: tuple[_Value, ...]) -> MemoryNeed | None:
         """What the function takes with arguments of these shapes and values; None where they contradict it."""
         inputs = [tensor.op.name for tensor in self._function.graph.inputs]
         known = {inputs[index]: shape for index, shape in zip(self._open, shapes, strict=True)}
@@ -133,9 +133,9 @@ class Fitting:
             except ValueError:
                 # Shapes contradict one another: the call will fail of itself, and say better why.
                 return None
-            return need_of(graph, tensors, self._limit)
+            return estimate_need(graph, tensors, self._limit)
 
-    def _refuse(self, need: Need) -> None:
+    def _refuse(self, need: MemoryNeed) -> None:
         if need.size > self._limit:
             raise error(
                 errors_pb2.ERROR_REASON_MEMORY_EXCEEDED,

@@ -10,8 +10,7 @@ import pytest
 
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, tensor_pb2
-from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.weights import Weights
+from gradrule_server.engine.blobs import BlobReader, VariableCache
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.registry.blobs import folder_name
@@ -53,23 +52,23 @@ def write(folder: Path, variable: link_pb2.BoundVariable) -> None:
 def test_programs_of_one_tenant_share_tensors_and_those_of_two_do_not(
     folder: Path, variable: link_pb2.BoundVariable
 ) -> None:
-    weights = Weights(BlobReader(folder))
+    cache = VariableCache(BlobReader(folder))
     made = {}
     for name in (FIRST, ADA, GRACE):
         write(folder / name, variable)
-        made[name] = weights.of([variable], name)[0]
+        made[name] = cache.tensors([variable], name)[0]
         np.testing.assert_array_equal(made[name].numpy(), VALUE)
     assert len({id(tensor) for tensor in made.values()}) == 3
-    assert all(weights.of([variable], name)[0] is tensor for name, tensor in made.items())
+    assert all(cache.tensors([variable], name)[0] is tensor for name, tensor in made.items())
 
 
 @pytest.mark.parametrize("name", [FIRST, GRACE])
 def test_a_blob_that_only_another_tenant_has_is_none(folder: Path, name: str) -> None:
     variable = blob()
     write(folder / ADA, variable)
-    weights = Weights(BlobReader(folder))
-    held = weights.of([variable], ADA)
+    cache = VariableCache(BlobReader(folder))
+    held = cache.tensors([variable], ADA)
     with pytest.raises(GradruleError) as caught:
-        weights.of([variable], name)
+        cache.tensors([variable], name)
     assert caught.value.reason == errors_pb2.ERROR_REASON_BLOB_NOT_FOUND
     assert len(held) == 1

@@ -1,7 +1,4 @@
-"""Large tensors of a request, read where they lie: parsing a message copies each of them several times.
-
-The bytes of large tensors are cut out of the message, which is parsed without them.
-"""
+"""Cuts large tensors out of the bytes of a request, so that parsing does not copy them."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
-Contents: TypeAlias = Mapping[tuple[str, int], memoryview]
+LargeTensors: TypeAlias = Mapping[tuple[str, int], memoryview]
 """Bytes of tensors, those of packed ones as they came, by the repeated field that they came in, and their place in it.
 
 They last as long as the request.
 """
 
-_NONE_APART: Contents = MappingProxyType({})
+_NONE_APART: LargeTensors = MappingProxyType({})
 _LEAST_BYTES = 16 * 1024
 
 # Field numbers on the way from a frame's message to the call within it, and from a field of the call to the bytes.
@@ -43,11 +40,11 @@ _EVALUATE = {
 _PULL_BACK = {evaluate_pb2.PullBackRequest.GRAD_YS_FIELD_NUMBER: "grad_ys"}
 
 
-class Opened(NamedTuple):
+class CutPayload(NamedTuple):
     """A frame's message without the bytes of its large tensors, and those."""
 
     payload: bytes
-    contents: Contents
+    contents: LargeTensors
 
 
 class _Unusual(MalformedError):
@@ -58,19 +55,19 @@ _Change: TypeAlias = Callable[[memoryview, int], "bytes | memoryview | None"]
 """Of a field's value and how many of the field came before it; None drops the field."""
 
 
-def open_payload(kind: Kind, payload: bytes | memoryview) -> Opened:
+def cut_large_tensors(kind: Kind, payload: bytes | memoryview) -> CutPayload:
     """Cuts large tensors out of a large payload; any other is given back as it is."""
     if isinstance(payload, bytes):
-        return Opened(payload, _NONE_APART)
+        return CutPayload(payload, _NONE_APART)
     way = _WAYS.get(kind)
     if way is None:
-        return Opened(bytes(payload), _NONE_APART)
+        return CutPayload(bytes(payload), _NONE_APART)
     names = _PULL_BACK if kind is Kind.PULL_BACK else _EVALUATE
     contents: dict[tuple[str, int], memoryview] = {}
     try:
-        return Opened(_without_tensors(names, contents, way, payload, 0), contents)
+        return CutPayload(_without_tensors(names, contents, way, payload, 0), contents)
     except MalformedError:
-        return Opened(bytes(payload), {})
+        return CutPayload(bytes(payload), {})
 
 
 def _without_tensors(

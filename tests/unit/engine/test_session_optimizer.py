@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from gradrule import optimizers
 from gradrule.v1 import session_pb2
-from gradrule_server.engine.optimizers import NAMES, StepOptimizer
+from gradrule_server.engine.session_optimizer import NAMES, StepOptimizer
 from gradrule_server.errors import GradruleError, reason_name
 
 

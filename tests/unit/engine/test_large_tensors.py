@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from gradrule_server.engine.bulk import Opened, open_payload
+from gradrule_server.engine.large_tensors import CutPayload, cut_large_tensors
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
@@ -22,11 +22,11 @@ def _entry(name: str, content: bytes, values: int = 0) -> tensor_pb2.NamedTensor
     return tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline_tensor=tensor))
 
 
-def _opened(kind: Kind, message: Message) -> Opened:
-    return open_payload(kind, memoryview(message.SerializeToString()))
+def _opened(kind: Kind, message: Message) -> CutPayload:
+    return cut_large_tensors(kind, memoryview(message.SerializeToString()))
 
 
-def _put_back(call: Message, opened: Opened) -> Message:
+def _put_back(call: Message, opened: CutPayload) -> Message:
     """The call with all that was cut out of it."""
     for (field, index), content in opened.contents.items():
         tensor = getattr(call, field)[index].value.inline_tensor
@@ -75,7 +75,7 @@ def test_every_kind_of_call_is_opened() -> None:
     pull_back = link_pb2.PullBackRequest(handle="h", request=grad_ys.SerializeToString())
     assert dict(_opened(Kind.PULL_BACK, pull_back).contents) == {("grad_ys", 0): b"y" * _LARGE}
     compiled = link_pb2.CompileRequest(graph=b"g" * _LARGE)
-    assert _opened(Kind.COMPILE, compiled) == Opened(compiled.SerializeToString(), {})
+    assert _opened(Kind.COMPILE, compiled) == CutPayload(compiled.SerializeToString(), {})
 
 
 def _wire(number: int, value: bytes) -> bytes:
@@ -95,7 +95,7 @@ def test_a_tensor_in_several_pieces_is_left_to_the_parser(depth: int) -> None:
     for level, number in enumerate((4, 1, 2, 3, 3)):
         repeats = _wire(number, whole) + _wire(number, pieces) if level == 4 - depth else _wire(number, whole)
         whole, pieces = repeats, _wire(number, pieces)
-    opened = open_payload(Kind.RUN, memoryview(whole))
+    opened = cut_large_tensors(Kind.RUN, memoryview(whole))
     run = link_pb2.RunRequest.FromString(whole)
     left = link_pb2.RunRequest.FromString(opened.payload)
     call = evaluate_pb2.EvaluateRequest.FromString(run.request)
@@ -105,14 +105,14 @@ def test_a_tensor_in_several_pieces_is_left_to_the_parser(depth: int) -> None:
 @pytest.mark.parametrize("damage", [b"\x1a\xff\xff\xff\xff\x0f", b"\x1b", b"\xff" * 11, b"\x1a", b"\x0d\x00"])
 def test_what_is_no_message_is_still_none(damage: bytes) -> None:
     run = link_pb2.RunRequest(request=b"r" * _LARGE).SerializeToString() + damage
-    opened = open_payload(Kind.RUN, memoryview(run))
-    assert opened == Opened(run, {})
+    opened = cut_large_tensors(Kind.RUN, memoryview(run))
+    assert opened == CutPayload(run, {})
     with pytest.raises(DecodeError):
         link_pb2.RunRequest.FromString(opened.payload)
 
 
 def test_small_payloads_are_not_looked_into() -> None:
-    assert open_payload(Kind.RUN, b"\xff") == Opened(b"\xff", {})
+    assert cut_large_tensors(Kind.RUN, b"\xff") == CutPayload(b"\xff", {})
 
 
 def test_the_content_of_a_packed_tensor_is_cut_out() -> None:

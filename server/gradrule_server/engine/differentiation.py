@@ -19,10 +19,11 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
-from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.names import IMPORT_SCOPE, message_of, readable
-from gradrule_server.engine.repeats import Repeats
-from gradrule_server.engine.site import Gradient, Site, salt_of
+from gradrule_server.engine.code_rules.common import Gradient, RuleTarget, salt_for
+from gradrule_server.engine.gradient_cache import GradientCache
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.engine.runtime_checks import checked_gradient
+from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
@@ -43,7 +44,7 @@ _NO_MATCH = override_pb2.RESOLUTION_STATUS_UNSPECIFIED
 Reference = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
-class Turn(enum.Enum):
+class DifferentiationStage(enum.Enum):
     """Which differentiation of a program is built.
 
     FIRST: of ys; all overrides hold. AGAIN: of the first one's gradients; overrides for every order hold. TRANSPOSE: of
@@ -74,7 +75,7 @@ class Differentiation:
         made: Sequence[link_pb2.MadeNode] = (),
         *,
         again: bool = False,
-        repeats: Repeats | None = None,
+        gradient_cache: GradientCache | None = None,
     ) -> None:
         self._mark_count = len(marks)
         # Gradients that carry a rule of their own add to both.
@@ -87,8 +88,8 @@ class Differentiation:
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
         self._again = again
-        self._repeats = repeats
-        self._turn = Turn.FIRST
+        self._gradient_cache = gradient_cache
+        self._stage = DifferentiationStage.FIRST
         self._asked_made: set[int] = set()
         self._asked: set[int] = set()
         self._other_rank: set[int] = set()
@@ -121,34 +122,34 @@ class Differentiation:
         return sorted(self._asked_made)
 
     @contextlib.contextmanager
-    def active(self, turn: Turn = Turn.FIRST) -> Iterator[None]:
+    def active(self, stage: DifferentiationStage = DifferentiationStage.FIRST) -> Iterator[None]:
         """Within this context `_dispatch` asks this object."""
         token = _current.set(self)
-        self._turn, before = turn, self._turn
+        self._stage, before = stage, self._stage
         try:
             yield
         finally:
-            self._turn = before
+            self._stage = before
             _current.reset(token)
 
     def gradient(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         """One gradient per input of `op`."""
-        first = self._turn is Turn.FIRST
-        index = self._mark_of(op)
+        first = self._stage is DifferentiationStage.FIRST
+        index = self._find_mark(op)
         if index is None:
             name = self._public_name(op)
             if name is None:
                 return self._gradient_of_made(op, dys)
             if first and not self._inside:
                 self._defaulted[name] = None
-            return self._own(op, dys, name)
+            return self._own_gradient(op, dys, name)
         mark = self._marks[index]
         if first:
             self._asked.add(index)
-        holds = first or (mark.every_order and self._turn is Turn.AGAIN)
+        holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
         if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
             # Of a subgraph this is the IdentityN's, and leads through the inside.
-            return self._own(op, dys, mark.node)
+            return self._own_gradient(op, dys, mark.node)
         if mark.rule == _FOREIGN_GRADIENT:
             raise error(
                 errors_pb2.ERROR_REASON_FOREIGN_GRADIENT,
@@ -160,20 +161,20 @@ class Differentiation:
             )
         outputs = mark.subgraph_outputs
         rule = self._rules[mark.rule]
-        if self._repeats is not None and rule.is_local and not outputs:
-            return self._repeats.gradients(
-                op, dys, mark.rule, lambda: rule.gradients(self._site(op, mark.node), list(dys)), self._noted
+        if self._gradient_cache is not None and rule.is_local and not outputs:
+            return self._gradient_cache.gradients(
+                op, dys, mark.rule, lambda: rule.gradients(self._op_target(op, mark.node), list(dys)), self._noted_count
             )
-        site = self._subgraph_site(op, mark) if outputs else self._site(op, mark.node)
-        upstream = list(dys)[: len(site.outputs)]
-        gradients = rule.gradients(site, upstream)
+        target = self._subgraph_target(op, mark) if outputs else self._op_target(op, mark.node)
+        upstream = list(dys)[: len(target.outputs)]
+        gradients = rule.gradients(target, upstream)
         if rule.own_gradient is not None and self._again:
-            gradients = self._tie(gradients, site, upstream, rule.own_gradient)
+            gradients = self._with_own_gradient(gradients, target, upstream, rule.own_gradient)
         unseen = len(op.inputs) - outputs - len(gradients)
         return [*([None] * outputs), *gradients, *([None] * unseen)]
 
-    def _tie(
-        self, gradients: Sequence[Gradient], site: Site, dys: Sequence[Gradient], rule: BoundRule
+    def _with_own_gradient(
+        self, gradients: Sequence[Gradient], target: RuleTarget, dys: Sequence[Gradient], rule: BoundRule
     ) -> Sequence[Gradient]:
         """The gradients, as a subgraph that has a rule: its inputs are all that the rule that gave them was given."""
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -182,35 +183,35 @@ class Differentiation:
         # The rule counts on every upstream gradient being there.
         upstream = [
             tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
-            for y, dy in zip(site.outputs, dys, strict=True)
+            for y, dy in zip(target.outputs, dys, strict=True)
         ]
         results = [tf.convert_to_tensor(gradients[index]) for index in given]
-        what = f"gradient of {site.what}"
+        what = f"gradient of {target.what}"
         mark = link_pb2.MarkedNode(
-            rule=len(self._rules), node=site.node, subgraph_outputs=len(given), op_type=what, every_order=True
+            rule=len(self._rules), node=target.node, subgraph_outputs=len(given), op_type=what, every_order=True
         )
         notes: dict[str, str | int] = {tf_private.GRADIENT_ATTR: tf_private.GRADIENT_NAME, MARK_ATTR: len(self._marks)}
         self._rules.append(rule)
         self._marks.append(mark)
-        knot = tf_private.identity_n([*results, *site.inputs, *site.outputs, *upstream], notes)
-        tied = list(gradients)
-        for index, result in zip(given, knot, strict=False):
-            tied[index] = result
-        return tied
+        wrapper = tf_private.identity_n([*results, *target.inputs, *target.outputs, *upstream], notes)
+        wrapped = list(gradients)
+        for index, result in zip(given, wrapper, strict=False):
+            wrapped[index] = result
+        return wrapped
 
     def _gradient_of_made(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         """Gradients of a node that a gradient, or a rule, made."""
-        if self._turn is not Turn.FIRST:
+        if self._stage is not DifferentiationStage.FIRST:
             tf_private.watch_inside(op)
         number, rule = self._made.get(op.type, (0, _OWN_GRADIENT))
-        if self._turn is not Turn.AGAIN or op.type not in self._made:
-            return self._own(op, dys, op.name)
+        if self._stage is not DifferentiationStage.AGAIN or op.type not in self._made:
+            return self._own_gradient(op, dys, op.name)
         self._asked_made.add(number)
         if rule == _OWN_GRADIENT:
-            return self._own(op, dys, op.name)
-        return self._rules[rule].gradients(self._site(op, readable(op.name)), dys)
+            return self._own_gradient(op, dys, op.name)
+        return self._rules[rule].gradients(self._op_target(op, clean_message(op.name)), dys)
 
-    def _mark_of(self, op: tf.Operation) -> int | None:
+    def _find_mark(self, op: tf.Operation) -> int | None:
         """The number of the mark that holds for the op, if one does."""
         try:
             index: int | None = int(op.get_attr(MARK_ATTR))
@@ -234,62 +235,62 @@ class Differentiation:
             index = mark.otherwise if mark.HasField("otherwise") else None
         return None
 
-    def _site(self, op: tf.Operation, node: str) -> Site:
+    def _op_target(self, op: tf.Operation, node: str) -> RuleTarget:
         graph = tf.compat.v1.get_default_graph()
 
-        def own(dys: Sequence[Gradient]) -> Sequence[Gradient]:
-            return self._own(op, dys, node)
+        def own_gradients(dys: Sequence[Gradient]) -> Sequence[Gradient]:
+            return self._own_gradient(op, dys, node)
 
-        return Site(
+        return RuleTarget(
             node=node,
             what=op.type,
             inputs=tuple(tf_private.in_graph(graph, value) for value in op.inputs),
             outputs=tuple(tf_private.in_graph(graph, value) for value in op.outputs),
             find_ops=lambda: (op,),
-            own=own,
+            own_gradients=own_gradients,
             reference=self._reference,
-            salt=salt_of(node),
+            salt=salt_for(node),
             op=op,
         )
 
-    def _subgraph_site(self, knot: tf.Operation, mark: link_pb2.MarkedNode) -> Site:
+    def _subgraph_target(self, wrapper: tf.Operation, mark: link_pb2.MarkedNode) -> RuleTarget:
         """The subgraph that an IdentityN passes on: it takes the subgraph's outputs, then its inputs."""
         graph = tf.compat.v1.get_default_graph()
-        inputs, outputs = list(knot.inputs), mark.subgraph_outputs
+        inputs, outputs = list(wrapper.inputs), mark.subgraph_outputs
         end = outputs + mark.subgraph_inputs if mark.HasField("subgraph_inputs") else len(inputs)
         ys, xs = inputs[:outputs], inputs[outputs:end]
 
         def find_ops() -> Sequence[tf.Operation]:
             # A step's input is a difference that nothing of the forward graph uses.
-            return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _between(xs, ys)
+            return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _ops_between(xs, ys)
 
-        def own(dys: Sequence[Gradient]) -> Sequence[Gradient]:
+        def own_gradients(dys: Sequence[Gradient]) -> Sequence[Gradient]:
             # A missing upstream gradient would count as ones here.
             pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if dy is not None]
             self._inside += 1
             try:
-                return tf_private.gradients_in(knot.graph, [y for y, _ in pairs], xs, [dy for _, dy in pairs])
+                return tf_private.gradients_in(wrapper.graph, [y for y, _ in pairs], xs, [dy for _, dy in pairs])
             finally:
                 self._inside -= 1
 
-        return Site(
+        return RuleTarget(
             node=mark.node,
             what=mark.op_type,
             inputs=tuple(tf_private.in_graph(graph, value) for value in xs),
             # Behind the IdentityN, where the rule stands in the way of whoever differentiates again.
-            outputs=tuple(tf_private.in_graph(graph, value) for value in knot.outputs[: len(ys)]),
+            outputs=tuple(tf_private.in_graph(graph, value) for value in wrapper.outputs[: len(ys)]),
             find_ops=find_ops,
-            own=own,
+            own_gradients=own_gradients,
             reference=self._reference,
-            salt=salt_of(mark.node),
+            salt=salt_for(mark.node),
         )
 
-    def _own(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
+    def _own_gradient(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
         """The gradient that TensorFlow registers for the op's type; what the policy says if it registers none."""
         try:
             function = tf_private.gradient_of(op.type)
         except LookupError:
-            return self._without(
+            return self._missing_gradient(
                 op,
                 dys,
                 node,
@@ -300,7 +301,7 @@ class Differentiation:
         if function is None:
             if op.type in _GRADIENT_IS_ZERO:
                 return [None] * len(op.inputs)
-            return self._without(
+            return self._missing_gradient(
                 op,
                 dys,
                 node,
@@ -308,9 +309,9 @@ class Differentiation:
                 f"lies before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
                 known=True,
             )
-        if self._repeats is not None:
-            return self._repeats.gradients(
-                op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function), self._noted
+        if self._gradient_cache is not None:
+            return self._gradient_cache.gradients(
+                op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function), self._noted_count
             )
         return self._registered(op, dys, node, function)
 
@@ -328,12 +329,12 @@ class Differentiation:
             raise error(
                 errors_pb2.ERROR_REASON_NO_GRADIENT,
                 f"node {node!r}: TensorFlow's gradient of {op.type!r} does not work here: "
-                f"{readable(message_of(cause))}",
+                f"{clean_message(error_message(cause))}",
                 node=node,
             ) from cause
         return list(result) if isinstance(result, (list, tuple)) else [result]
 
-    def _without(
+    def _missing_gradient(
         self, op: tf.Operation, dys: Sequence[Gradient], node: str, message: str, *, known: bool
     ) -> Sequence[Gradient]:
         """What an op without a gradient gives, by the program's policy. NO_GRADIENT if that is to refuse."""
@@ -341,7 +342,7 @@ class Differentiation:
         refuses = policy in (program_pb2.NO_GRADIENT_UNSPECIFIED, program_pb2.NO_GRADIENT_ERROR)
         if refuses or (policy == program_pb2.NO_GRADIENT_DEFAULT and not known):
             raise error(errors_pb2.ERROR_REASON_NO_GRADIENT, message, node=node)
-        if self._turn is Turn.FIRST:
+        if self._stage is DifferentiationStage.FIRST:
             self._without_gradient[node] = op.type
         differentiable = [_is_differentiable(value) for value in op.inputs]
         if policy == program_pb2.NO_GRADIENT_ZERO:
@@ -355,7 +356,7 @@ class Differentiation:
             gradients[first] = checked_gradient(dy, op.inputs[first], rule="pass", node=node, index=first)
         return gradients
 
-    def _noted(self) -> int:
+    def _noted_count(self) -> int:
         """Returns how many nodes without a gradient were noted."""
         return len(self._without_gradient)
 
@@ -378,7 +379,7 @@ def _is_differentiable(value: tf.Tensor) -> bool:
     return bool(value.dtype.is_floating or value.dtype.is_complex)
 
 
-def _between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:
+def _ops_between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:
     """The ops on the way from the tensors `xs` to the tensors `ys`, producers before consumers."""
     border = {x.ref() for x in xs}
     reaches: dict[tf.Operation, bool] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradrule_server.engine.batching.common import Rule
 from gradrule_server.engine.batching.layer_ops import (
     arg_reduction,
     back_to,
@@ -50,6 +49,7 @@ from gradrule_server.engine.batching.shape_ops import (
     unpack,
     whole_slice,
 )
+from gradrule_server.engine.batching.values import Rule
 from gradrule_server.policy.op_traits import ops_with
 
 _CONV = ("strides", "dilations")
