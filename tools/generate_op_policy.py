@@ -1,6 +1,6 @@
 """Updates the table of reviewed ops for the installed TensorFlow, and writes the page that documents it.
 
-python tools/generate_op_policy.py            # writes server/gradrule_server/policy/ops.tsv and docs/ops.md
+python tools/generate_op_policy.py            # writes server/gradrule_server/policy/ops.tsv and docs/reference/ops.md
 python tools/generate_op_policy.py --check    # exit code 1 if a committed file differs
 
 Reviewed rows stay unchanged. An op that is new, or whose definition has changed, gets a row that denies it as "not
@@ -26,7 +26,7 @@ from gradrule_server.policy.op_table import NOT_REVIEWED, REMEDIES, OpReview, de
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "server/gradrule_server/policy/ops.tsv"
-PAGE = ROOT / "docs/ops.md"
+PAGE = ROOT / "docs/reference/ops.md"
 
 _INTRODUCTION = """# Which ops run
 
@@ -68,7 +68,7 @@ def current(kept: Mapping[str, OpReview], digests: Mapping[str, str]) -> list[Op
 
 
 def page(rows: Iterable[OpReview]) -> str:
-    """Returns the text of docs/ops.md."""
+    """Returns the text of docs/reference/ops.md."""
     rows = sorted(rows, key=lambda row: row.op)
     groups: dict[tuple[bool, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:

@@ -1,4 +1,4 @@
-"""The guide to writing rules: its code is run as it stands, and prints what it says it prints."""
+"""Runs the code of the guide to writing rules and compares what it prints with the comments beside it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.pages import ADDRESS, GUIDE, read_example
 from tests.service.servers import RunningServer
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs/writing-rules.md"
-_BLOCK = re.compile(r"<!-- guide: (\w+) -->\n```\w+\n(.*?)```", re.DOTALL)
 _PRINTED = re.compile(r"^\s*print\(.*\) +# (.*)$", re.MULTILINE)
-_ADDRESS = "localhost:8470"
 _RULES = ("Triangle", "RunningSum")
 
 
 def blocks(language: str) -> str:
-    found = [code for name, code in _BLOCK.findall(GUIDE.read_text(encoding="utf-8")) if name == language]
-    assert found
-    return "\n".join(found)
+    return read_example(GUIDE / "writing-rules.md", language)
 
 
 @pytest.fixture
@@ -42,7 +38,7 @@ def guide_rules(client: Any) -> Iterator[None]:
 def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     code = blocks("python")
     scope: dict[str, Any] = {}
-    exec(code.replace(_ADDRESS, server.target), scope)
+    exec(code.replace(ADDRESS, server.target), scope)
     scope["client"].close()
     # A line that prints several times lists what it prints with | in between.
     expected = [part for line in _PRINTED.findall(code) for part in line.split(" | ")]
@@ -61,8 +57,3 @@ def test_shell(server: RunningServer, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all that is claimed holds") == 2
     assert "dx, dy = 1" in done.stdout
-
-
-def test_its_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)", GUIDE.read_text(encoding="utf-8")):
-        assert (GUIDE.parent / target).exists(), target

@@ -133,7 +133,12 @@ def test_the_preset_is_the_same(explained: Explained) -> None:
 
 def test_compare_says_where_they_part(explained: Explained) -> None:
     found = explained.client.compare(
-        explained.network.graph, explained.feeds, "score", "x", {"guided": saliency.GUIDED}, finite_differences=False
+        explained.network.graph,
+        explained.feeds,
+        ys="score",
+        xs="x",
+        overrides={"guided": saliency.GUIDED},
+        finite_differences=False,
     )
     first = found.first_differences["guided"]
     last = explained.network.graph.node(explained.relus[-1])

@@ -1,4 +1,4 @@
-"""Every quick start of the README is run as it stands there, against a real server."""
+"""Runs every quick start of the README as it is written there, against a real server."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ import pytest
 
 import gradrule as gr
 from tests.contract.test_protos import Reflection
+from tests.e2e.pages import ADDRESS, README, example_names, read_example
 from tests.service.servers import RunningServer
 from tests.service.test_node_client import NODE_CLIENT, npm
 
-ROOT = Path(__file__).resolve().parents[2]
-_BLOCK = re.compile(r"<!-- quickstart: (\w+) -->\n```\w+\n(.*?)```", re.DOTALL)
-_ADDRESS = "localhost:8470"
-
 
 def blocks(language: str) -> str:
-    """All of the README's quick-start code in one language."""
-    found = [code for name, code in _BLOCK.findall((ROOT / "README.md").read_text()) if name == language]
-    assert found, f"the README has no quick start for {language}"
-    return "\n".join(found)
+    """Returns the README's quick start in one language."""
+    return read_example(README, language)
 
 
 @pytest.fixture
@@ -44,7 +39,7 @@ def without_readme_rules(client: Any) -> Any:
 @pytest.mark.usefixtures("without_readme_rules")
 def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, Any] = {}
-    exec(blocks("python").replace(_ADDRESS, server.target), scope)
+    exec(blocks("python").replace(ADDRESS, server.target), scope)
     printed = capsys.readouterr().out.splitlines()
     assert printed[:2] == ["[-1.  1.  1.]", "[0. 1. 0.]"]
     assert "QuantizeGrad" in printed[2]
@@ -52,61 +47,10 @@ def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> No
     scope["client"].close()
 
 
-def test_derivatives_are_those_beside_the_code(client: Any) -> None:
-    code = blocks("derivatives")
-    scope: dict[str, Any] = {"gr": gr, "client": client}
-    seen = 0
-    for line in code.splitlines():
-        statement, _, told = line.partition("  # ")
-        exec(statement, scope)
-        numbers = re.findall(r"-?\d+\.", told)
-        if statement.startswith("client."):
-            assert [float(number) for number in numbers] == np.ravel(eval(statement, scope)).tolist()
-            seen += 1
-    assert seen == 4
-    scope["p"].delete()
-
-
-def test_the_session_trains(client: Any) -> None:
-    scope: dict[str, Any] = {"gr": gr, "client": client}
-    exec(blocks("session"), scope)
-    assert scope["losses"][-1] == 0.0 < scope["losses"][0]
-    assert np.sign(scope["trained"].variables["w"]).ravel().tolist() == [1.0, -1.0]
-
-
-def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    scope: dict[str, Any] = {"gr": gr, "client": client}
-    code = blocks("models")
-    exec(code, scope)
-    assert scope["r"].gradients["score/kernel"].shape == (3, 2)
-    loaded = gr.load("exported")
-    assert (list(loaded.inputs), len(loaded.outputs), len(loaded.variables)) == (["image"], 1, 2)
-    seen = 0
-    for line in code.splitlines():
-        statement, _, told = line.partition("  # ")
-        if statement.startswith("client."):
-            numbers = [float(number) for number in re.findall(r"-?\d+\.\d*", told)]
-            assert numbers == np.ravel(eval(statement, scope)).tolist()
-            seen += 1
-    assert seen == 3
-
-
-def test_overrides_are_ones_that_a_server_knows(client: Any) -> None:
-    scope: dict[str, Any] = {"gr": gr}
-    exec(blocks("overrides"), scope)
-    presets = {preset.name for preset in client.list_presets()}
-    for override in scope["overrides"]:
-        if isinstance(override, gr.Preset):
-            assert override.name in presets
-        elif override.rule != "default":
-            assert client.get_rule(override.rule)
-
-
 def test_node(server: RunningServer) -> None:
     npm("run", "build")
     script = NODE_CLIENT / f"readme-{os.getpid()}.mjs"
-    script.write_text(blocks("node").replace(_ADDRESS, server.target))
+    script.write_text(blocks("node").replace(ADDRESS, server.target))
     try:
         done = subprocess.run(
             ["node", script.name], cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60, check=False
@@ -155,3 +99,10 @@ def test_grpcurl(channel: grpc.Channel) -> None:
     answer = reflection.call(channel, service, method, request)
     assert answer["gradients"][0]["x"] == "x"
     assert answer["overrides"][0]["rule"] == "ste_sign"
+
+
+def test_readme_is_short_and_has_no_other_examples() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert example_names(README) == {"python", "node", "shell", "grpcurl"}
+    assert text.count("\n```") == 2 * text.count("<!-- quickstart: ")

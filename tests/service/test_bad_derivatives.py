@@ -123,18 +123,18 @@ def test_directions_that_do_not_fit(client: Any) -> None:
     g = graph()
     for ask, word in ((client.jvp, "tangent"), (client.hvp, "vector")):
         with refused("FEED_SHAPE") as refusal:
-            ask(g, {"x": X}, {"x": np.ones(3, np.float32)}, ["y"], ["x"])
+            ask(g, {"x": X}, {"x": np.ones(3, np.float32)}, ys=["y"], xs=["x"])
         refusal.says(f"{word} of 'x'", "(3)", "(2)")
         with refused("FEED_SHAPE") as refusal:
-            ask(g, {"x": X}, {"x": np.ones((2, 1), np.float32)}, ["y"], ["x"])
+            ask(g, {"x": X}, {"x": np.ones((2, 1), np.float32)}, ys=["y"], xs=["x"])
         refusal.says("'x'", "(2, 1)")
         with refused("FEED_DTYPE") as refusal:
-            ask(g, {"x": X}, {"x": np.ones(2)}, ["y"], ["x"])
+            ask(g, {"x": X}, {"x": np.ones(2)}, ys=["y"], xs=["x"])
         with refused("INVALID_DERIVATIVE") as refusal:
-            ask(g, {"x": X, "n": 1}, {"n": 1}, ["y"], ["x", "n"])
+            ask(g, {"x": X, "n": 1}, {"n": 1}, ys=["y"], xs=["x", "n"])
         refusal.says("'n'", "leave it out")
         with refused("INVALID_DERIVATIVE") as refusal:
-            ask(g, {"x": X}, {}, ["y"], ["x"])
+            ask(g, {"x": X}, {}, ys=["y"], xs=["x"])
         refusal.says("at least one x")
 
 
@@ -175,13 +175,13 @@ def test_examples_that_are_not_there(client: Any) -> None:
     g.reduce_sum(x, name="s")
     feeds = {"x": np.ones(3, np.float32), "w": X}
     with refused("INVALID_DERIVATIVE") as refusal:
-        client.jacobian(g, feeds, ["y"], ["w"], batched=True)
+        client.jacobian(g, feeds, ys=["y"], xs=["w"], batched=True)
     refusal.says("axis 0", "(3)", "(2)")
     h = gr.Graph()
     x = h.placeholder("x", "float32", [3])
     h.reduce_sum(x, name="s")
     with refused("INVALID_DERIVATIVE") as refusal:
-        client.jacobian(h, {"x": np.ones(3, np.float32)}, ["s"], ["x"], batched=True)
+        client.jacobian(h, {"x": np.ones(3, np.float32)}, ys=["s"], xs=["x"], batched=True)
     refusal.says("'s'", "axis 0")
 
 
@@ -227,8 +227,8 @@ def test_a_jacobian_larger_than_any_message(client: Any) -> None:
     g = gr.Graph()
     g.square(g.placeholder("x", "float32", [None]), name="y")
     with refused("MESSAGE_TOO_LARGE") as refusal:
-        client.jacobian(g, {"x": np.zeros(100_000, np.float32)}, ["y"], ["x"])
+        client.jacobian(g, {"x": np.zeros(100_000, np.float32)}, ys=["y"], xs=["x"])
     refusal.says("Jacobian of 'y'", "40000000000 bytes")
     # Sizes whose product does not fit 32 bits are counted right where one of them is small.
-    found = client.jacobian(g, {"x": np.ones(300, np.float32)}, ["y"], ["x"])["y"]["x"]
+    found = client.jacobian(g, {"x": np.ones(300, np.float32)}, ys=["y"], xs=["x"])["y"]["x"]
     assert found.shape == (300, 300)

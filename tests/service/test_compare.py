@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule import _differences
+from gradrule._comparison import numeric_gradients
 from tests.service.answers import assert_close, refused
 from tests.service.graph_defs import drawn, loaded, placeholder
 
@@ -37,7 +37,7 @@ def network() -> gr.Graph:
 
 
 def compared(client: Any, overrides: Any, **more: Any) -> Any:
-    return client.compare(network(), FEEDS, ["loss"], ["x", "w", "b"], overrides, **more)
+    return client.compare(network(), FEEDS, ys=["loss"], xs=["x", "w", "b"], overrides=overrides, **more)
 
 
 def test_own_gradient_and_finite_differences_agree(either: Any) -> None:
@@ -123,7 +123,7 @@ def test_without_a_gradient_of_its_own_the_first_map_is_the_reference(either: An
     g = gr.Graph()
     g.op("RandomShuffle", g.op("Square", g.placeholder("x", "float32", [None]), name="s"), name="y")
     maps = {"one": {"RandomShuffle": "ste"}, "two": {"RandomShuffle": gr.Rule("2 * dy")}}
-    found = either.compare(g, {"x": np.arange(1, 30, dtype=np.float32)}, "y", "x", maps)
+    found = either.compare(g, {"x": np.arange(1, 30, dtype=np.float32)}, ys="y", xs="x", overrides=maps)
     assert (found.labels, found.reference) == (("one", "two"), "one")
     assert found.first_differences.keys() == {"two"} and found.first_differences["two"].tensor == "s"
     assert any("no default" in note and "RandomShuffle" in note for note in found.notes)
@@ -133,7 +133,7 @@ def test_without_a_gradient_of_its_own_the_first_map_is_the_reference(either: An
 def test_surrogates_part_from_finite_differences(client: Any) -> None:
     g = gr.Graph()
     g.op("Mul", g.op("Sign", g.placeholder("x", "float32", [None]), name="s"), 3.0, name="y")
-    found = client.compare(g, {"x": [0.5, -2.0]}, "y", "x", {"ste": {"Sign": "ste_sign"}})
+    found = client.compare(g, {"x": [0.5, -2.0]}, ys="y", xs="x", overrides={"ste": {"Sign": "ste_sign"}})
     by_label = {row.label: row for row in found.rows if row.tensor == "x"}
     assert by_label["default"].from_finite_differences == 0
     assert by_label["ste"].from_finite_differences == float("inf")
@@ -146,17 +146,19 @@ def test_upstream_gradients_weigh(either: Any) -> None:
     weights = RNG.normal(size=(3, 4)).astype(np.float32)
     upstream = g.constant(weights, name="upstream")
     for grad_ys in ({"r": weights}, [weights], {"r": upstream}, ["upstream"]):
-        found = either.compare(g, FEEDS, ["r"], ["x"], {"same": {"Relu": gr.Rule("default")}}, grad_ys=grad_ys)
+        found = either.compare(
+            g, FEEDS, ys=["r"], xs=["x"], overrides={"same": {"Relu": gr.Rule("default")}}, grad_ys=grad_ys
+        )
         (row,) = [row for row in found.rows if row.label == "default" and row.is_x]
         assert row.from_finite_differences < 1e-5
 
 
 def test_large_xs_are_measured_along_directions(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_differences, "MAX_ELEMENTS", 10)
+    monkeypatch.setattr(numeric_gradients, "MAX_ELEMENTS", 10)
     found = compared(client, {"half": {"BiasAdd": gr.Rule("(0.5 * default0, default1)")}})
     measured = found.finite_differences
     assert measured.gradients["x"] is None and measured.gradients["b"] is not None
-    assert measured.directions["x"].shape == (_differences.DIRECTIONS, 3, 5)
+    assert measured.directions["x"].shape == (numeric_gradients.DIRECTIONS, 3, 5)
     by_label = {row.label: row for row in found.rows if row.tensor == "w"}
     assert by_label["default"].from_finite_differences < 1e-5
     assert by_label["half"].from_finite_differences == pytest.approx(0.5, abs=1e-4)
@@ -167,7 +169,9 @@ def test_large_xs_are_measured_along_directions(client: Any, monkeypatch: pytest
 def test_other_types_take_steps_that_suit_them(client: Any, dtype: str, within: float) -> None:
     g = gr.Graph()
     g.op("Square", g.placeholder("x", dtype, [None]), name="y")
-    found = client.compare(g, {"x": [1.0, -0.5, 2.0]}, "y", "x", {"double": {"Square": gr.Rule("2 * default")}})
+    found = client.compare(
+        g, {"x": [1.0, -0.5, 2.0]}, ys="y", xs="x", overrides={"double": {"Square": gr.Rule("2 * default")}}
+    )
     assert found.finite_differences.dtype == dtype
     by_label = {row.label: row for row in found.rows if row.is_x}
     assert by_label["default"].from_finite_differences <= within
@@ -178,7 +182,9 @@ def test_an_op_without_float64_is_measured_in_float32(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.op("Square", g.op("FakeQuantWithMinMaxArgs", x, min=-4.0, max=4.0, num_bits=16), name="y")
-    found = client.compare(g, {"x": [1.0, -0.5, 2.0]}, "y", "x", {"ste": {"FakeQuantWithMinMaxArgs": "ste"}})
+    found = client.compare(
+        g, {"x": [1.0, -0.5, 2.0]}, ys="y", xs="x", overrides={"ste": {"FakeQuantWithMinMaxArgs": "ste"}}
+    )
     assert "float32" in found.finite_differences.how
     assert all(row.from_finite_differences < 1e-2 for row in found.rows if row.label in ("default", "ste") and row.is_x)
 
@@ -187,7 +193,7 @@ def test_what_gives_other_values_each_time_has_no_differences(client: Any) -> No
     g = gr.Graph()
     x = g.placeholder("x", "float32", [3])
     g.op("Mul", x, g.op("RandomUniform", g.constant([3]), dtype="float32"), name="y")
-    found = client.compare(g, {"x": [1.0, 2.0, 3.0]}, "y", "x", {"none": []})
+    found = client.compare(g, {"x": [1.0, 2.0, 3.0]}, ys="y", xs="x", overrides={"none": []})
     assert found.finite_differences is None
     assert any("each time" in note for note in found.notes)
 
@@ -201,12 +207,17 @@ def test_xs_inside_the_graph_and_nodes_inside_functions(client: Any) -> None:
         tf.identity(inner(tf.identity(placeholder("x"), name="middle")) * 2.0, name="y")
 
     g = loaded(drawn(build))
-    found = client.compare(g, {"x": [0.5, -1.0]}, "y", ["middle"], {"linear": {"Relu": "linearize"}})
+    found = client.compare(g, {"x": [0.5, -1.0]}, ys="y", xs=["middle"], overrides={"linear": {"Relu": "linearize"}})
     by_label = {row.label: row for row in found.rows if row.is_x}
     assert by_label["default"].from_finite_differences < 1e-6
     assert by_label["linear"].difference > 0.1
     assert found.first_differences["linear"].tensor == "middle"
-    assert client.compare(g.to_bytes(), {"x": [0.5]}, "y", "x", {"linear": {"Relu": "linearize"}}).labels[1] == "linear"
+    assert (
+        client.compare(g.to_bytes(), {"x": [0.5]}, ys="y", xs="x", overrides={"linear": {"Relu": "linearize"}}).labels[
+            1
+        ]
+        == "linear"
+    )
 
 
 def test_batch_norm_is_folded_for_all_maps(client: Any) -> None:
@@ -220,9 +231,9 @@ def test_batch_norm_is_folded_for_all_maps(client: Any) -> None:
     found = client.compare(
         g,
         {"x": RNG.normal(size=(1, 4, 4, 2)).astype(np.float32)},
-        "y",
-        "x",
-        {"lrp": gr.Preset("epsilon_plus")},
+        ys="y",
+        xs="x",
+        overrides={"lrp": gr.Preset("epsilon_plus")},
         rewrites=("fold_batch_norm",),
     )
     (row,) = [row for row in found.rows if row.is_x and row.label == "default"]
@@ -240,9 +251,9 @@ def test_refusals_name_the_map(either: Any) -> None:
     with refused("INVALID_OVERRIDE"):
         compared(either, [gr.Override("ste", op_type="Relu")])
     with refused("INVALID_DERIVATIVE"):
-        either.compare(network(), FEEDS, [], ["x"], {"a": {}})
+        either.compare(network(), FEEDS, ys=[], xs=["x"], overrides={"a": {}})
     with refused("MISSING_FEED"):
-        either.compare(network(), {"x": FEEDS["x"]}, ["loss"], ["x"], {"a": {"Relu": "linearize"}})
+        either.compare(network(), {"x": FEEDS["x"]}, ys=["loss"], xs=["x"], overrides={"a": {"Relu": "linearize"}})
 
 
 def test_a_comparison_is_data(client: Any) -> None:

@@ -40,12 +40,12 @@ def override(rule: str, order: str, **selectors: Any) -> list[gr.Override]:
 
 def test_pushing_forward_is_the_transpose_of_the_rule(either: Any) -> None:
     wanted = (2 * SIGN * CLIP * VALUES + SIGN**2) * V
-    found = either.jvp(sign_graph(), {"x": VALUES}, {"x": V}, ["y"], ["x"], overrides={"Sign": "ste_sign"})
+    found = either.jvp(sign_graph(), {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
     assert_close(found["y"], wanted)
 
 
 def test_jacobians_are_pulled_back_with_the_rule(either: Any) -> None:
-    found = either.jacobian(sign_graph(), {"x": VALUES}, ["y"], ["x"], overrides={"Sign": "ste_sign"})
+    found = either.jacobian(sign_graph(), {"x": VALUES}, ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
     assert_close(found["y"]["x"], np.diag(2 * SIGN * CLIP * VALUES + SIGN**2).astype(np.float32))
 
 
@@ -68,31 +68,43 @@ def test_params_of_a_call(either: Any) -> None:
 )
 def test_the_order_decides_whether_a_rule_holds_again(client: Any, order: str, wanted: Any) -> None:
     overrides = [gr.Override("ste_sign", op_type="Sign", order=order)]
-    found = client.hvp(sign_graph(), {"x": VALUES}, {"x": V}, ["y"], ["x"], overrides=overrides)
+    found = client.hvp(sign_graph(), {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides=overrides)
     assert_close(found["x"], wanted)
 
 
 def test_nodes_that_gradients_make(client: Any) -> None:
-    asked = (abs_graph(), {"x": VALUES}, {"x": V}, ["y"], ["x"])
-    assert_close(client.hvp(*asked)["x"], 2 * SIGN * V)
-    found = client.hvp(*asked, overrides=override("3 * dy", "all", op_type="Sign"))
+    asked: dict[str, Any] = {
+        "graph": abs_graph(),
+        "feeds": {"x": VALUES},
+        "vectors": {"x": V},
+        "ys": ["y"],
+        "xs": ["x"],
+    }
+    assert_close(client.hvp(**asked)["x"], 2 * SIGN * V)
+    found = client.hvp(**asked, overrides=override("3 * dy", "all", op_type="Sign"))
     assert_close(found["x"], (2 * SIGN + 3 * VALUES) * V)
 
 
 def test_only_an_op_type_alone_means_nodes_that_gradients_make(client: Any) -> None:
-    asked = (abs_graph(), {"x": VALUES}, {"x": V}, ["y"], ["x"])
+    asked: dict[str, Any] = {
+        "graph": abs_graph(),
+        "feeds": {"x": VALUES},
+        "vectors": {"x": V},
+        "ys": ["y"],
+        "xs": ["x"],
+    }
     named = [gr.Override(gr.Rule("3 * dy"), op_type="Sign", node="**", order="all", optional=True)]
-    assert_close(client.hvp(*asked, overrides=named)["x"], 2 * SIGN * V)
+    assert_close(client.hvp(**asked, overrides=named)["x"], 2 * SIGN * V)
     # The first that means the op type decides; `default` is the op's own gradient.
     later = gr.Override(gr.Rule("3 * dy"), op_type="Sign", order="all", optional=True)
     carved = [gr.Override("default", op_type="Sign", order="all"), later]
-    assert_close(client.hvp(*asked, overrides=carved)["x"], 2 * SIGN * V)
-    assert_close(client.hvp(*asked, overrides=[later])["x"], (2 * SIGN + 3 * VALUES) * V)
+    assert_close(client.hvp(**asked, overrides=carved)["x"], 2 * SIGN * V)
+    assert_close(client.hvp(**asked, overrides=[later])["x"], (2 * SIGN + 3 * VALUES) * V)
     # 7 · |x|' is 7 in the first differentiation, sign(x) in the second: y' = 7x + |x|.
     steep = override("7 * dy", "first", op_type="Abs")
-    assert_close(client.hvp(*asked, overrides=steep)["x"], (7 + SIGN) * V)
+    assert_close(client.hvp(**asked, overrides=steep)["x"], (7 + SIGN) * V)
     with refused("INACTIVE_OVERRIDE") as refusal:
-        client.hvp(*asked, overrides=[*steep, gr.Override("default", op_type="Sign", order="all")])
+        client.hvp(**asked, overrides=[*steep, gr.Override("default", op_type="Sign", order="all")])
     refusal.says("'Sign'", "none that a gradient makes")
 
 
@@ -100,11 +112,11 @@ def test_an_override_that_meets_no_node_of_any_differentiation(client: Any) -> N
     g = gr.Graph()
     g.square(g.placeholder("x", "float32", [None]), name="y")
     with refused("INACTIVE_OVERRIDE") as refusal:
-        client.hvp(g, {"x": VALUES}, {"x": V}, ["y"], ["x"], overrides=override("dy", "all", op_type="Sign"))
+        client.hvp(g, {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides=override("dy", "all", op_type="Sign"))
     refusal.says("'o'", "no effect")
     for order, ask in (("first", client.hvp), ("all", client.jvp)):
         with refused("UNMATCHED_OVERRIDE"):
-            ask(g, {"x": VALUES}, {"x": V}, ["y"], ["x"], overrides=override("dy", order, op_type="Sign"))
+            ask(g, {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides=override("dy", order, op_type="Sign"))
 
 
 @tf.custom_gradient
@@ -132,7 +144,9 @@ def looped(absolute: Any) -> Any:
 
 def test_nodes_that_gradients_make_in_loops_and_branches(client: Any) -> None:
     overrides = override("3 * dy", "all", op_type="Sign")
-    found = client.hvp(graph_of(looped(tf.abs)), FEEDS, {"x": VX, "w": VW}, ["y"], ["x", "w"], overrides=overrides)
+    found = client.hvp(
+        graph_of(looped(tf.abs)), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"], overrides=overrides
+    )
     by_x, by_w = Local(looped(_abs)).hvp(VX, VW)
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
@@ -161,7 +175,7 @@ def rectified(relu: Any) -> Any:
 def test_a_rule_in_a_loop(client: Any) -> None:
     graph, overrides = graph_of(rectified(tf.nn.relu)), {"Relu": "guided_relu"}
     by_x, by_w = Local(rectified(_guided_relu)).jacobian()
-    found = client.jacobian(graph, FEEDS, ["y"], ["x", "w"], overrides=overrides)["y"]
+    found = client.jacobian(graph, FEEDS, ys=["y"], xs=["x", "w"], overrides=overrides)["y"]
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
     grad_ys = np.stack([VX, -VX])
@@ -180,7 +194,7 @@ def test_a_linear_rule_in_a_loop_pushed_forward(client: Any) -> None:
 
     overrides = override("where(x > 0, dy, 0.3 * dy)", "first", op_type="Relu")
     graph = graph_of(rectified(tf.nn.relu))
-    found = client.jvp(graph, FEEDS, {"x": VX, "w": VW}, ["y"], ["x", "w"], overrides=overrides)["y"]
+    found = client.jvp(graph, FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"], overrides=overrides)["y"]
     by_x, by_w = Local(rectified(leaky)).jacobian()
     assert_close(found, np.tensordot(by_x, VX, 2) + np.tensordot(by_w, VW, 2), rtol=RTOL)
 
@@ -203,16 +217,16 @@ def test_a_region_differentiated_again(client: Any, order: str, wanted: Any) -> 
     overrides = override("5 * dy * x", order, region=gr.Region(["h"], ["k"]))
     asked = (region_graph(), {"x": VALUES})
     first = 5 * VALUES**2 + VALUES**3
-    assert_close(client.jvp(*asked, {"x": V}, ["y"], ["x"], overrides=overrides)["y"], first * V)
-    found = client.jacobian(*asked, ["y"], ["x"], overrides=overrides)["y"]["x"]
+    assert_close(client.jvp(*asked, {"x": V}, ys=["y"], xs=["x"], overrides=overrides)["y"], first * V)
+    found = client.jacobian(*asked, ys=["y"], xs=["x"], overrides=overrides)["y"]["x"]
     assert_close(found, np.diag(first).astype(np.float32))
-    assert_close(client.hvp(*asked, {"x": V}, ["y"], ["x"], overrides=overrides)["x"], wanted)
+    assert_close(client.hvp(*asked, {"x": V}, ys=["y"], xs=["x"], overrides=overrides)["x"], wanted)
 
 
 @pytest.mark.parametrize("order", ["first", "all"])
 def test_a_rule_of_a_region_that_uses_its_output(client: Any, order: str) -> None:
     overrides = override("dy * y", order, region=gr.Region(["h"], ["k"]))
-    found = client.hvp(region_graph(), {"x": VALUES}, {"x": V}, ["y"], ["x"], overrides=overrides)["x"]
+    found = client.hvp(region_graph(), {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides=overrides)["x"]
     # The first gradient is x · k + k with k = x³; again k has its own slope, or k.
     slope = VALUES**3 if order == "all" else 3 * VALUES**2
     assert_close(found, (VALUES**3 + VALUES * slope + slope) * V)
@@ -221,7 +235,7 @@ def test_a_rule_of_a_region_that_uses_its_output(client: Any, order: str) -> Non
 def test_a_rule_that_runs_the_graph_at_a_baseline(client: Any) -> None:
     """DeepLIFT's multiplier is the secant to the baseline, here 0."""
     graph = graph_of(lambda x, w: tf.matmul(tf.nn.sigmoid(tf.matmul(x, w)), w))
-    found = client.jacobian(graph, FEEDS, ["y"], ["x"], overrides={"Sigmoid": "deeplift_rescale"})["y"]["x"]
+    found = client.jacobian(graph, FEEDS, ys=["y"], xs=["x"], overrides={"Sigmoid": "deeplift_rescale"})["y"]["x"]
     hidden = X @ W
     secant = (1 / (1 + np.exp(-hidden)) - 0.5) / hidden
     wanted = np.einsum("bi,ij,ki,bc->bjck", secant, W, W, np.eye(2))
@@ -234,7 +248,7 @@ def test_an_op_without_a_second_derivative(client: Any) -> None:
 
     image = np.ones((1, 2, 2, 3), np.float32)
     with refused("NO_GRADIENT") as refusal:
-        client.hvp(loaded(drawn(build)), {"x": image}, {"x": image}, ["y"], ["x"])
+        client.hvp(loaded(drawn(build)), {"x": image}, {"x": image}, ys=["y"], xs=["x"])
     refusal.says("LRNGrad")
 
 

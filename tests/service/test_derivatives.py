@@ -24,19 +24,19 @@ def case(request: pytest.FixtureRequest) -> Any:
 
 
 def test_jacobian_vector_products(client: Any, case: Any) -> None:
-    found = client.jvp(graph_of(case), FEEDS, {"x": VX, "w": VW}, ["y"], ["x", "w"])
+    found = client.jvp(graph_of(case), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"])
     assert_close(found["y"], Local(case).jvp(VX, VW), rtol=RTOL)
 
 
 def test_jacobians(client: Any, case: Any) -> None:
-    found = client.jacobian(graph_of(case), FEEDS, ["y"], ["x", "w"])
+    found = client.jacobian(graph_of(case), FEEDS, ys=["y"], xs=["x", "w"])
     by_x, by_w = Local(case).jacobian()
     assert_close(found["y"]["x"], by_x, rtol=RTOL)
     assert_close(found["y"]["w"], by_w, rtol=RTOL)
 
 
 def test_hessian_vector_products(client: Any, case: Any) -> None:
-    found = client.hvp(graph_of(case), FEEDS, {"x": VX, "w": VW}, ["y"], ["x", "w"])
+    found = client.hvp(graph_of(case), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"])
     by_x, by_w = Local(case).hvp(VX, VW)
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
@@ -44,7 +44,7 @@ def test_hessian_vector_products(client: Any, case: Any) -> None:
 
 def test_many_pull_backs_at_once(client: Any, case: Any) -> None:
     found = client.evaluate(
-        graph_of(case), FEEDS, ["y"], ["y"], ["x", "w"], grad_ys={"y": GRAD_YS}, stacked_grad_ys=True
+        graph_of(case), FEEDS, ["y"], ys=["y"], xs=["x", "w"], grad_ys={"y": GRAD_YS}, stacked_grad_ys=True
     )
     wanted = [Local(case).gradients(grad_y) for grad_y in GRAD_YS]
     assert_close(found.gradients["x"], np.stack([by_x for by_x, _ in wanted]), rtol=RTOL)
@@ -60,10 +60,10 @@ def test_shapes_that_are_not_known_before_running(client: Any, shape: Any) -> No
     graph = loaded(drawn(build))
     feeds = {"x": X, "w": W[:2]}
     by_x = np.cos(X) * W[:2]
-    jacobian = client.jacobian(graph, feeds, ["y"], ["x"])["y"]["x"]
+    jacobian = client.jacobian(graph, feeds, ys=["y"], xs=["x"])["y"]["x"]
     assert_close(jacobian, (np.eye(6, dtype=np.float32) * by_x.ravel()).reshape(2, 3, 2, 3))
-    assert_close(client.jvp(graph, feeds, {"x": VX}, ["y"], ["x"])["y"], by_x * VX)
-    assert_close(client.hvp(graph, feeds, {"x": VX}, ["y"], ["x"])["x"], -np.sin(X) * W[:2] * VX)
+    assert_close(client.jvp(graph, feeds, {"x": VX}, ys=["y"], xs=["x"])["y"], by_x * VX)
+    assert_close(client.hvp(graph, feeds, {"x": VX}, ys=["y"], xs=["x"])["x"], -np.sin(X) * W[:2] * VX)
 
 
 def test_a_program_is_asked_for_other_derivatives(either: Any) -> None:
@@ -85,9 +85,9 @@ def test_a_program_is_asked_for_other_derivatives(either: Any) -> None:
 
 def test_derivatives_of_a_graph_on_both_clients(either: Any) -> None:
     graph, local = graph_of(plain), Local(plain)
-    assert_close(either.jvp(graph, FEEDS, {"x": VX}, ["y"], ["x"])["y"], local.jvp(VX, 0 * VW), rtol=RTOL)
-    assert_close(either.jacobian(graph, FEEDS, ["y"], ["w"])["y"]["w"], local.jacobian()[1], rtol=RTOL)
-    assert_close(either.hvp(graph, FEEDS, {"w": VW}, ["y"], ["x", "w"])["w"], local.hvp(0 * VX, VW)[1], rtol=RTOL)
+    assert_close(either.jvp(graph, FEEDS, {"x": VX}, ys=["y"], xs=["x"])["y"], local.jvp(VX, 0 * VW), rtol=RTOL)
+    assert_close(either.jacobian(graph, FEEDS, ys=["y"], xs=["w"])["y"]["w"], local.jacobian()[1], rtol=RTOL)
+    assert_close(either.hvp(graph, FEEDS, {"w": VW}, ys=["y"], xs=["x", "w"])["w"], local.hvp(0 * VX, VW)[1], rtol=RTOL)
 
 
 def layer(x: Any, w: Any) -> Any:
@@ -96,7 +96,7 @@ def layer(x: Any, w: Any) -> Any:
 
 
 def test_a_batched_jacobian(client: Any) -> None:
-    by_x = client.jacobian(graph_of(layer), FEEDS, ["y"], ["x"], batched=True)["y"]["x"]
+    by_x = client.jacobian(graph_of(layer), FEEDS, ys=["y"], xs=["x"], batched=True)["y"]["x"]
     with tf.GradientTape(persistent=True) as tape:
         x = tf.constant(X)
         tape.watch(x)
@@ -108,7 +108,7 @@ def test_per_example_gradients_are_the_jacobian_of_a_vector_of_losses(client: An
     def losses(x: Any, w: Any) -> Any:
         return tf.reduce_sum(tf.square(layer(x, w)), axis=1)
 
-    found = client.jacobian(graph_of(losses), FEEDS, ["y"], ["w"])["y"]["w"]
+    found = client.jacobian(graph_of(losses), FEEDS, ys=["y"], xs=["w"])["y"]["w"]
     assert found.shape == (2, 3, 3)
     for example, gradient in enumerate(found):
         with tf.GradientTape() as tape:
@@ -128,7 +128,7 @@ def test_any_number_of_pull_backs(client: Any, count: int) -> None:
 
 
 def test_the_jacobian_of_nothing(client: Any) -> None:
-    found = client.jacobian(graph_of(layer), {"x": X[:0], "w": W}, ["y"], ["x", "w"])["y"]
+    found = client.jacobian(graph_of(layer), {"x": X[:0], "w": W}, ys=["y"], xs=["x", "w"])["y"]
     assert found["x"].shape == (0, 3, 0, 3)
     assert found["w"].shape == (0, 3, 3, 3)
 
@@ -162,9 +162,9 @@ def test_slices_differentiated_again(client: Any) -> None:
     vector = RNG.normal(size=(5, 2)).astype(np.float32)
     feeds = {"table": table, "ids": np.int32([1, 3, 1])}
     times = np.array([[0], [2], [0], [1], [0]], np.float32)
-    found = client.hvp(embedding(), feeds, {"table": vector}, ["y"], ["table"])["table"]
+    found = client.hvp(embedding(), feeds, {"table": vector}, ys=["y"], xs=["table"])["table"]
     assert_close(dense(found), 2 * times * vector)
-    pushed = client.jvp(embedding(), feeds, {"table": vector}, ["y"], ["table"])["y"]
+    pushed = client.jvp(embedding(), feeds, {"table": vector}, ys=["y"], xs=["table"])["y"]
     assert_close(pushed, (2 * table * vector)[[1, 3, 1]])
 
 
@@ -177,16 +177,16 @@ def test_what_is_not_connected_and_what_has_no_derivatives(client: Any) -> None:
 
     graph, feeds = loaded(drawn(build)), {"x": np.float32([1, 2]), "n": np.int32([1])}
     ys, xs = ["y", "i", "z"], ["x", "n"]
-    pushed = client.jvp(graph, feeds, {"x": np.float32([1, 1])}, ys, xs)
+    pushed = client.jvp(graph, feeds, {"x": np.float32([1, 1])}, ys=ys, xs=xs)
     assert_close(pushed["y"], np.float32([2, 4]))
     assert_close(pushed["z"], np.float32([0]))
     assert pushed["i"] is None
-    found = client.jacobian(graph, feeds, ys, xs)
+    found = client.jacobian(graph, feeds, ys=ys, xs=xs)
     assert (found["i"], found["z"], found["y"]["n"]) == ({"x": None, "n": None}, {"x": None, "n": None}, None)
-    zeros = client.jacobian(graph, feeds, ["z"], ["x"], unconnected_gradients="zero")["z"]["x"]
+    zeros = client.jacobian(graph, feeds, ys=["z"], xs=["x"], unconnected_gradients="zero")["z"]["x"]
     assert_close(zeros, np.zeros((1, 2), np.float32))
-    assert client.hvp(graph, feeds, {"x": np.float32([1, 1])}, ["z"], ["x", "n"]) == {"x": None, "n": None}
-    zeros = client.hvp(graph, feeds, {"x": np.float32([1, 1])}, ["z"], ["x"], unconnected_gradients="zero")["x"]
+    assert client.hvp(graph, feeds, {"x": np.float32([1, 1])}, ys=["z"], xs=["x", "n"]) == {"x": None, "n": None}
+    zeros = client.hvp(graph, feeds, {"x": np.float32([1, 1])}, ys=["z"], xs=["x"], unconnected_gradients="zero")["x"]
     assert_close(zeros, np.zeros(2, np.float32))
 
 
@@ -213,10 +213,10 @@ def test_stop_gradients_hold_in_every_differentiation(client: Any) -> None:
 
     graph, feeds = loaded(drawn(build)), {"x": np.float32([3.0])}
     one = {"x": np.float32([1.0])}
-    assert_close(client.jvp(graph, feeds, one, ["y"], ["x"], stop_gradients=["s"])["y"], np.float32([9.0]))
-    assert_close(client.jacobian(graph, feeds, ["y"], ["x"], ["s"])["y"]["x"], np.float32([[9.0]]))
-    assert client.hvp(graph, feeds, one, ["y"], ["x"], stop_gradients=["s"])["x"] is None
-    assert_close(client.hvp(graph, feeds, one, ["y"], ["x"])["x"], np.float32([18.0]))
+    assert_close(client.jvp(graph, feeds, one, ys=["y"], xs=["x"], stop_gradients=["s"])["y"], np.float32([9.0]))
+    assert_close(client.jacobian(graph, feeds, ys=["y"], xs=["x"], stop_gradients=["s"])["y"]["x"], np.float32([[9.0]]))
+    assert client.hvp(graph, feeds, one, ys=["y"], xs=["x"], stop_gradients=["s"])["x"] is None
+    assert_close(client.hvp(graph, feeds, one, ys=["y"], xs=["x"])["x"], np.float32([18.0]))
 
 
 def test_an_intermediate_tensor_as_x_and_one_that_is_fed(client: Any) -> None:
@@ -227,13 +227,13 @@ def test_an_intermediate_tensor_as_x_and_one_that_is_fed(client: Any) -> None:
     graph, h = loaded(drawn(build)), np.sin(np.float32([0.5]))
     one = {"h": np.float32([1.0])}
     for feeds in ({"x": np.float32([0.5])}, {"h": h}):
-        assert_close(client.jvp(graph, feeds, one, ["y"], ["h"])["y"], 2 * h)
-        assert_close(client.hvp(graph, feeds, one, ["y"], ["h"])["h"], np.float32([2.0]))
-        assert_close(client.jacobian(graph, feeds, ["y"], ["h"])["y"]["h"], [2 * h])
+        assert_close(client.jvp(graph, feeds, one, ys=["y"], xs=["h"])["y"], 2 * h)
+        assert_close(client.hvp(graph, feeds, one, ys=["y"], xs=["h"])["h"], np.float32([2.0]))
+        assert_close(client.jacobian(graph, feeds, ys=["y"], xs=["h"])["y"]["h"], [2 * h])
 
 
 def test_one_x_named_twice(client: Any) -> None:
-    found = client.jvp(graph_of(plain), FEEDS, {"x": VX}, ["y", "y:0"], ["x", "x:0"])
+    found = client.jvp(graph_of(plain), FEEDS, {"x": VX}, ys=["y", "y:0"], xs=["x", "x:0"])
     wanted = Local(plain).jvp(VX, 0 * VW)
     assert_close(found["y"], wanted, rtol=RTOL)
 
@@ -247,13 +247,13 @@ def test_complex_tensors(client: Any) -> None:
     graph, x = loaded(drawn(build)), np.complex64([1 + 2j, -0.5j])
     tangent = np.complex64([0.5 - 1j, 2 + 1j])
     feeds = {"x": x}
-    pushed = client.jvp(graph, feeds, {"x": tangent}, ["z"], ["x"])["z"]
+    pushed = client.jvp(graph, feeds, {"x": tangent}, ys=["z"], xs=["x"])["z"]
     assert_close(pushed, 2 * x * tangent)
     with refused("INVALID_DERIVATIVE") as refusal:
-        client.jacobian(graph, feeds, ["z"], ["x"])
+        client.jacobian(graph, feeds, ys=["z"], xs=["x"])
     refusal.says("complex64", "real and imaginary parts")
     with refused("INVALID_DERIVATIVE") as refusal:
-        client.hvp(graph, feeds, {"x": tangent}, ["z"], ["x"])
+        client.hvp(graph, feeds, {"x": tangent}, ys=["z"], xs=["x"])
     refusal.says("complex64", "grad_y")
     with tf.GradientTape() as outer:
         value = tf.constant(x)
@@ -263,7 +263,7 @@ def test_complex_tensors(client: Any) -> None:
             y = tf.reduce_sum(tf.abs(value) ** 3)
         first = inner.gradient(y, value)
     wanted = outer.gradient(first, value, output_gradients=tf.constant(tangent)).numpy()
-    assert_close(client.hvp(graph, feeds, {"x": tangent}, ["y"], ["x"])["x"], wanted, rtol=RTOL)
+    assert_close(client.hvp(graph, feeds, {"x": tangent}, ys=["y"], xs=["x"])["x"], wanted, rtol=RTOL)
 
 
 def test_xs_in_groups(either: Any) -> None:
@@ -276,5 +276,7 @@ def test_xs_in_groups(either: Any) -> None:
         assert_close(answer.gradients["inputs"]["x"], by_x, rtol=RTOL)
         assert set(answer.gradients["all"]) == {"x", "w:0"}
     assert_close(program.jacobian(FEEDS)["y"]["weights"]["w"], local.jacobian()[1], rtol=RTOL)
-    assert_close(either.hvp(graph, FEEDS, {"x": VX}, ["y"], xs)["inputs"]["x"], local.hvp(VX, 0 * VW)[0], rtol=RTOL)
+    assert_close(
+        either.hvp(graph, FEEDS, {"x": VX}, ys=["y"], xs=xs)["inputs"]["x"], local.hvp(VX, 0 * VW)[0], rtol=RTOL
+    )
     program.delete()

@@ -116,7 +116,9 @@ def test_hessians(either: Any) -> None:
         return tf.hessians(cubic(x), x)
 
     g = gr.trace(cubic, ("float32", [2]))
-    rows = [either.hvp(g, {"x": [1.5, -0.5]}, {"x": unit}, ["output"], ["x"])["x"] for unit in np.eye(2, dtype="f")]
+    rows = [
+        either.hvp(g, {"x": [1.5, -0.5]}, {"x": unit}, ys=["output"], xs=["x"])["x"] for unit in np.eye(2, dtype="f")
+    ]
     assert_close(np.stack(rows), in_graph(local)[0])
     assert_close(np.stack(rows), np.float32([[6 * 1.5 * -0.5, 3 * 1.5**2], [3 * 1.5**2, -np.sin(-0.5)]]))
 
@@ -138,7 +140,7 @@ def test_jacobian(either: Any) -> None:
         y = x * x
     wanted = tape.jacobian(y, x).numpy().tolist()
     for g in (square(), gr.trace(lambda x: {"y": x * x}, ("float32", [2]))):
-        found = either.jacobian(g, {"x": [1.0, 2.0]}, "y", "x")["y"]["x"]
+        found = either.jacobian(g, {"x": [1.0, 2.0]}, ys="y", xs="x")["y"]["x"]
         assert found.tolist() == [[2.0, 0.0], [0.0, 4.0]] == wanted
 
 
@@ -150,7 +152,7 @@ def test_batch_jacobian(either: Any) -> None:
         y = x * x
     wanted = tape.batch_jacobian(y, x).numpy().tolist()
     for g in (square(), gr.trace(lambda x: {"y": x * x}, ("float32", [None, 2]))):
-        found = either.jacobian(g, {"x": at}, "y", "x", batched=True)["y"]["x"]
+        found = either.jacobian(g, {"x": at}, ys="y", xs="x", batched=True)["y"]["x"]
         assert found.tolist() == [[[2, 0], [0, 4]], [[6, 0], [0, 8]]] == wanted
 
 
@@ -179,7 +181,7 @@ def test_the_linear_regression(either: Any) -> None:
         variable = dense.kernel if name == kernel else dense.bias
         with tf.autodiff.ForwardAccumulator(variable.value, tf.constant(tangent)) as accumulator:
             local = accumulator.jvp(loss_fn())
-        found = either.jvp(g, {}, {name: tangent}, ["output"], [kernel, bias])["output"]
+        found = either.jvp(g, {}, {name: tangent}, ys=["output"], xs=[kernel, bias])["output"]
         assert_close(found, local.numpy())
         return found
 
@@ -213,7 +215,7 @@ def test_hessian_vector_product_of_a_variable(either: Any) -> None:
     v = tf.Variable([1.0, 2.0], name="v")
     g = gr.trace(lambda: tf.reduce_sum(v**3.0))
     assert either.evaluate(g, ys=["output"], xs=["v"]).gradients["v"].tolist() == [3.0, 12.0]
-    assert either.hvp(g, {}, {"v": [1.0, 0.0]}, ["output"], ["v"])["v"].tolist() == [6.0, 0.0]
+    assert either.hvp(g, {}, {"v": [1.0, 0.0]}, ys=["output"], xs=["v"])["v"].tolist() == [6.0, 0.0]
 
 
 @pytest.mark.parametrize("ys", [["b"], ["sum", "b"]])

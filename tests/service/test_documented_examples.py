@@ -125,7 +125,7 @@ def test_the_nested_fused_op_traced(either: Any) -> None:
     assert_close(r.outputs["output"], X**3)
     assert_close(r.gradients["x"], 3 * X**2)
     assert_close(r.gradients["x"], taped(cube_with_fused_backprop, X)[0])
-    found = either.hvp(g, {"x": X}, {"x": V}, ["output"], ["x"])["x"]
+    found = either.hvp(g, {"x": X}, {"x": V}, ys=["output"], xs=["x"])["x"]
     assert_close(found, 6 * X * V)
     assert_close(found, second_order(cube_with_fused_backprop, X, V))
 
@@ -138,7 +138,7 @@ def test_the_nested_fused_op_in_words(either: Any) -> None:
     second = gr.Rule("(7 * x0 * x2 * dy, None, 3 * x0 ** 2 * dy)")
     fused = gr.Override(gr.Rule("3 * x ** 2 * dy", gradient=second), region=gr.Region(inputs=[x], outputs=[y]))
     assert_close(either.evaluate(g, {"x": X}, ys=[y], xs=[x], overrides=[fused]).gradients["x"], 3 * X**2)
-    assert_close(either.hvp(g, {"x": X}, {"x": V}, [y], [x], overrides=[fused])["x"], 7 * X * V)
+    assert_close(either.hvp(g, {"x": X}, {"x": V}, ys=[y], xs=[x], overrides=[fused])["x"], 7 * X * V)
 
 
 POINTS = np.float32([1.0, 2.0, 3.0])

@@ -147,8 +147,8 @@ def test_other_derivatives(packing: Any, client: Any, transfer: gr.Transfer) -> 
     compare(dict(program.jvp(x, x)), dict(plain.jvp(given, given)), travel)
     compare(dict(program.hvp(x, x)), dict(plain.hvp(given, given)), travel)
     compare(dict(program.jacobian(x)), dict(plain.jacobian(given)), travel)
-    found = packing.jvp(graph(), x, x, ["loss"], ["x"])
-    compare(dict(found), dict(client.jvp(graph(), given, given, ["loss"], ["x"])), travel)
+    found = packing.jvp(graph(), x, x, ys=["loss"], xs=["x"])
+    compare(dict(found), dict(client.jvp(graph(), given, given, ys=["loss"], xs=["x"])), travel)
 
 
 def test_sessions(server: RunningServer, client: Any, transfer: gr.Transfer) -> None:
@@ -161,7 +161,7 @@ def test_sessions(server: RunningServer, client: Any, transfer: gr.Transfer) -> 
         with of.session(g) as session:
             feeds = {"x": change(values())}
             step = session.step(feeds, "loss", optimizers.SGD(1e-4))
-            result = session.evaluate(feeds, ["loss"], ["loss"], ["w"])
+            result = session.evaluate(feeds, ["loss"], ys=["loss"], xs=["w"])
             read = dict(session.read())
             session.assign({"w": np.zeros((WIDTH, 1), np.float32)})
             return [step.loss, result, read, dict(session.read())]
@@ -288,7 +288,7 @@ def test_wrong_packed_tensors_are_refused(case: str, channel: grpc.Channel, clie
         stub.Evaluate(request, timeout=30)
     refusal.says(words)
     request.feeds[0].CopyFrom(raw.feeds({"x": packed(ONES)})[0])
-    assert stub.Evaluate(request, timeout=30).outputs[0].value.inline.tensor_content == np.tanh(ONES).tobytes()
+    assert stub.Evaluate(request, timeout=30).outputs[0].value.inline_tensor.tensor_content == np.tanh(ONES).tobytes()
 
 
 def test_an_unknown_packing_of_the_answer_is_refused(channel: grpc.Channel, client: Any) -> None:
@@ -302,7 +302,7 @@ def test_an_unknown_packing_of_the_answer_is_refused(channel: grpc.Channel, clie
         stub.Evaluate(request, timeout=30)
     refusal.says("the compression 7 is unknown")
     request.answer_packing.compression = tensor_pb2.COMPRESSION_ZSTD
-    found = stub.Evaluate(request, timeout=30).outputs[0].value.inline.packed
+    found = stub.Evaluate(request, timeout=30).outputs[0].value.inline_tensor.packed
     assert zstandard.ZstdDecompressor().decompress(found.content) == np.tanh(ONES).tobytes()
 
 

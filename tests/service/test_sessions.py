@@ -242,7 +242,7 @@ def test_random_first_values_are_drawn_once(client: Any) -> None:
 def test_gradients_and_feeds_in_place_of_variables(client: Any) -> None:
     with client.session(linear(), variables={"b": [1.0, 1.0]}) as s:
         r = s.evaluate({"x": X, "t": T}, fetches=["y"], ys=["loss"], xs=["w", "x"])
-        whole = client.evaluate(linear(), {"x": X, "t": T, "b": [1.0, 1.0]}, ["y"], ["loss"], ["w", "x"])
+        whole = client.evaluate(linear(), {"x": X, "t": T, "b": [1.0, 1.0]}, ["y"], ys=["loss"], xs=["w", "x"])
         assert_close(r.outputs["y"], whole.outputs["y"])
         assert_close(r.gradients["w"], whole.gradients["w"])
         assert_close(r.gradients["x"], whole.gradients["x"])
@@ -357,7 +357,7 @@ def start() -> bytes:
     request = session_pb2.RunSessionRequest()
     request.start.graph.serialized = graph.to_bytes()
     for name, value in graph.variables.items():
-        request.start.variables.add(name=name).value.inline.CopyFrom(raw.tensor(value))
+        request.start.variables.add(name=name).value.inline_tensor.CopyFrom(raw.tensor(value))
     return request.SerializeToString()
 
 

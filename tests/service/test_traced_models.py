@@ -243,7 +243,7 @@ def test_per_example_gradients_by_a_kernel(client: Any) -> None:
     model = dense_model()
     graph = gr.from_keras(model)
     kernel = "first/kernel"
-    found = client.jacobian(graph, {"x": X}, ["last"], [kernel])["last"][kernel]
+    found = client.jacobian(graph, {"x": X}, ys=["last"], xs=[kernel])["last"][kernel]
     with tf.GradientTape() as tape:
         y = model(tf.constant(X))
     wanted = tape.jacobian(y, weights_of(model)[kernel]).numpy()

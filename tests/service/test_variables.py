@@ -246,7 +246,7 @@ def test_comparing_with_respect_to_variables(client: Any) -> None:
     w = g.variable("w", [0.5, -0.25])
     g.op("Sum", g.op("Tanh", w * g.placeholder("x", "float32", [2]), name="tanh"), [0], name="y")
     for xs in ("w", "x"):
-        found = client.compare(g, {"x": [1.0, 2.0]}, "y", xs, {"straight": {"Tanh": "Identity"}})
+        found = client.compare(g, {"x": [1.0, 2.0]}, ys="y", xs=xs, overrides={"straight": {"Tanh": "Identity"}})
         assert found.finite_differences is not None
         (difference,) = (row.from_finite_differences for row in found.rows if row.is_x and row.label == "default")
         assert difference is not None
@@ -341,10 +341,10 @@ def test_values_that_no_client_sends(channel: grpc.Channel) -> None:
     read = raw.node("y", "ReadVariableOp", "w", dtype=graph_pb2.AttrValue(type=tensor_pb2.DT_FLOAT))
     broken = raw.tensor([1.0, 2.0])
     broken.tensor_content = b"\0"
-    for value in (tensor_pb2.TensorSource(), tensor_pb2.TensorSource(inline=broken)):
+    for value in (tensor_pb2.TensorSource(), tensor_pb2.TensorSource(inline_tensor=broken)):
         message = raw.request(raw.graph(variable, read), {}, variables=[tensor_pb2.NamedTensor(name="w", value=value)])
         with refused_raw("INVALID_TENSOR"):
             raw.evaluate(channel, message)
-    twice = [tensor_pb2.NamedTensor(name="w", value=tensor_pb2.TensorSource(inline=raw.tensor([1.0, 2.0])))] * 2
+    twice = [tensor_pb2.NamedTensor(name="w", value=tensor_pb2.TensorSource(inline_tensor=raw.tensor([1.0, 2.0])))] * 2
     with refused_raw("UNKNOWN_FEED"):
         raw.evaluate(channel, raw.request(raw.graph(variable, read), {}, variables=twice))

@@ -1,4 +1,4 @@
-"""The examples in deploy/ name settings that there are, and are as hard as README's command for strangers."""
+"""The examples in deploy/ name settings that there are, and are as strict as the guide's command for strangers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from gradrule_server.settings import Settings, environment_name, flag_name, kubernetes_service_variables
+from gradrule_server.settings import PRESETS, Settings, environment_name, flag_name, kubernetes_service_variables
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted([*DEPLOY.glob("*.yaml"), *DEPLOY.glob("Dockerfile*"), DEPLOY / "README.md"])
@@ -50,7 +50,7 @@ def test_all_that_a_secret_mounts_is_used() -> None:
         assert re.search(rf"^ +- name: {name}$", text, re.MULTILINE)
 
 
-README = Path(__file__).parents[2] / "README.md"
+GUIDE = Path(__file__).parents[2] / "docs/guide/operating.md"
 
 
 def under(text: str, *keys: str) -> str:
@@ -129,7 +129,10 @@ def test_the_composition_is_as_hard_as_for_strangers() -> None:
     assert '- "127.0.0.1:' in under(own, "ports")
 
 
-def test_readme_s_command_for_strangers_is_what_is_compared_with() -> None:
-    command = re.search(r"gradrule serve --host 0\.0\.0\.0 .*", README.read_text())
+def test_guides_command_for_strangers_sets_the_same() -> None:
+    command = re.search(r"gradrule serve --host 0\.0\.0\.0 .*", GUIDE.read_text())
     assert command is not None
-    assert {"--tls-cert", "--tls-key", "--tokens", "--sandbox"} <= set(command[0].split())
+    words = command[0].split()
+    assert {"--tls-cert", "--tls-key", "--tokens"} <= set(words)
+    assert words[words.index("--for") + 1] == "strangers"
+    assert PRESETS["strangers"].values["sandbox"] == "on"

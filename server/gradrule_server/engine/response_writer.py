@@ -11,16 +11,16 @@ import tensorflow as tf
 
 from gradrule.common import tensor_codec
 from gradrule.common.tensor_packing import Packing, pack
-from gradrule.common.wire_format import varint
+from gradrule.common.wire_format import prefix, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from gradrule_server.engine import wire
+from gradrule_server.engine.derivatives import DENSE, SPARSE, UNCONNECTED, WIDTHS
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.question import DENSE, SPARSE, UNCONNECTED, WIDTHS
-from gradrule_server.engine.shared_memory import Room, write_tensor
+from gradrule_server.engine.shared_memory import AnswerArea, placed_tensor
 from gradrule_server.link.framing import Buffer
 
 if TYPE_CHECKING:
-    from gradrule_server.engine.built import Built
+    from gradrule_server.engine.program import BuiltProgram
+
 
 _EvaluateResponse = evaluate_pb2.EvaluateResponse
 _Timings = evaluate_pb2.Timings
@@ -53,10 +53,10 @@ class _Tensor(NamedTuple):
 class ResponseWriter:
     """Encodes the outputs and derivatives of a built program as the bytes of an `EvaluateResponse`. Thread-safe."""
 
-    def __init__(self, built: Built, dtypes: Sequence[tf.DType], device: str) -> None:
+    def __init__(self, built: BuiltProgram, dtypes: Sequence[tf.DType], device: str) -> None:
         self._numbers = [dtype.base_dtype.as_datatype_enum for dtype in dtypes]
         self._tree = list(_tree(built))
-        self._device = wire.field(_EvaluateResponse.DEVICE_FIELD_NUMBER, device.encode())
+        self._device = _field(_EvaluateResponse.DEVICE_FIELD_NUMBER, device.encode())
         self._is_plain = all(_is_plain(number) for number in self._numbers)
         # By the shapes of all results: what stands before each tensor's bytes, in the order of the results.
         self._kept: dict[tuple[tuple[int, ...], ...], tuple[list[bytes], bytes]] = {}
@@ -74,18 +74,18 @@ class ResponseWriter:
         started_ns: int,
         *,
         packing: Packing | None = None,
-        room: Room | None = None,
+        answer_area: AnswerArea | None = None,
     ) -> list[Buffer]:
         """Returns the parts of the message, in order; large tensors are views of the results.
 
-        queue_ns: how long the call waited. started_ns: when it was taken up. packing: how tensors are packed. room:
-        where large tensors that are not packed are written instead, as far as they find room there.
+        queue_ns: nanoseconds that the call waited. started_ns: monotonic time at which its run started. packing: how
+        tensors are packed. answer_area: takes large tensors that are not packed, as far as they fit.
         """
         found: tuple[list[bytes], bytes] | None
         if packing is not None:
             found, contents = self._packed(results, packing)
-        elif room is not None and self._is_plain:
-            return self._write_shared(results, queue_ns, started_ns, room)
+        elif answer_area is not None and self._is_plain:
+            return self._write_shared(results, queue_ns, started_ns, answer_area)
         elif self._is_plain:
             shapes = tuple([result.shape for result in results])
             found = self._kept.get(shapes)
@@ -105,16 +105,16 @@ class ResponseWriter:
             found = self._encoded(heads, [0] * len(heads))
         return self._joined(*found, contents, queue_ns, started_ns)
 
-    def _write_shared(self, results: Arrays, queue_ns: int, started_ns: int, room: Room) -> list[Buffer]:
+    def _write_shared(self, results: Arrays, queue_ns: int, started_ns: int, answer_area: AnswerArea) -> list[Buffer]:
         contents = [_content(result) for result in results]
         may_share = [tensor.shared is not None for tensor in _tensors_of(self._tree)]
-        placed = room.place([content if may else b"" for content, may in zip(contents, may_share, strict=True)])
+        placed = answer_area.place([content if may else b"" for content, may in zip(contents, may_share, strict=True)])
         heads: list[bytes] = []
         shared: list[bytes | None] = []
         for index, (number, result, offset) in enumerate(zip(self._numbers, results, placed, strict=True)):
             size = int(result.nbytes)
             heads.append(_head(number, result.shape, size))
-            shared.append(None if offset is None else write_tensor(number, result.shape, offset, size))
+            shared.append(None if offset is None else placed_tensor(number, result.shape, offset, size))
             if offset is not None:
                 contents[index] = b""
         before, rest = self._encoded(heads, list(map(len, contents)), shared)
@@ -160,11 +160,11 @@ class ResponseWriter:
             if isinstance(node, _Tensor):
                 there = shared[node.number] if shared else None
                 if there is not None:
-                    return len(wire.field(node.shared or 0, there))
+                    return len(_field(node.shared or 0, there))
                 size = len(heads[node.number]) + sizes[node.number]
-                return len(wire.tag(node.inline)) + len(varint(size)) + size
+                return len(prefix(node.inline, size)) + size
             size = sum(map(size_of, node[1]))
-            return len(wire.tag(node[0])) + len(varint(size)) + size
+            return len(prefix(node[0], size)) + size
 
         def encode(node: _Tree) -> None:
             if isinstance(node, bytes):
@@ -172,14 +172,14 @@ class ResponseWriter:
             elif isinstance(node, _Tensor):
                 there = shared[node.number] if shared else None
                 if there is not None:
-                    piece.append(wire.field(node.shared or 0, there))
+                    piece.append(_field(node.shared or 0, there))
                 else:
                     size = len(heads[node.number]) + sizes[node.number]
-                    piece.extend((wire.tag(node.inline), varint(size), heads[node.number]))
+                    piece.extend((prefix(node.inline, size), heads[node.number]))
                 before.append(b"".join(piece))
                 piece.clear()
             else:
-                piece.extend((wire.tag(node[0]), varint(sum(map(size_of, node[1])))))
+                piece.append(prefix(node[0], sum(map(size_of, node[1]))))
                 for child in node[1]:
                     encode(child)
 
@@ -188,7 +188,7 @@ class ResponseWriter:
         return before, b"".join(piece)
 
 
-def _tree(built: Built) -> Iterator[_Tree]:
+def _tree(built: BuiltProgram) -> Iterator[_Tree]:
     """Yields the fields of a program's response, the results in their order."""
     count = 0
     for name in built.outputs:
@@ -202,10 +202,10 @@ def _tree(built: Built) -> Iterator[_Tree]:
         elif built.kind in _JACOBIANS:
             block = evaluate_pb2.JacobianBlock
             y, x = names
-            head = wire.field(block.Y_FIELD_NUMBER, y.encode()) + wire.field(block.X_FIELD_NUMBER, x.encode())
+            head = _field(block.Y_FIELD_NUMBER, y.encode()) + _field(block.X_FIELD_NUMBER, x.encode())
             yield (_EvaluateResponse.JACOBIANS_FIELD_NUMBER, [head, _value(block, form, results)])
         else:
-            head = wire.field(evaluate_pb2.Gradient.X_FIELD_NUMBER, names[0].encode())
+            head = _field(evaluate_pb2.Gradient.X_FIELD_NUMBER, names[0].encode())
             value = _value(evaluate_pb2.Gradient, form, results)
             yield (_EvaluateResponse.GRADIENTS_FIELD_NUMBER, [head, value])
 
@@ -221,10 +221,10 @@ def _tensors_of(nodes: Iterable[_Tree]) -> Iterator[_Tensor]:
 
 def _named(name: str, results: Sequence[int]) -> list[_Tree]:
     """The fields of a `NamedTensor`, without a value where there is no result."""
-    encoded: _Tree = wire.field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
+    encoded: _Tree = _field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
     source = tensor_pb2.TensorSource
     tensors: list[_Tree] = [
-        _Tensor(result, source.INLINE_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
+        _Tensor(result, source.INLINE_TENSOR_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
     ]
     return [encoded, (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensors)] if results else [encoded]
 
@@ -239,7 +239,7 @@ def _value(message: Any, form: str, results: Sequence[int]) -> _Tree:
         parts: list[_Tree] = [_Tensor(result, number, None) for number, result in zip(numbers, results, strict=True)]
         return (message.SPARSE_FIELD_NUMBER, parts)
     number = message.UNCONNECTED_FIELD_NUMBER if form == UNCONNECTED else message.NOT_DIFFERENTIABLE_FIELD_NUMBER
-    return wire.field(number, b"")
+    return _field(number, b"")
 
 
 def _size_of(result: Any) -> int:
@@ -258,7 +258,7 @@ def _head(number: int, shape: Sequence[int], size: int) -> bytes:
     """A `Tensor` up to its bytes."""
     message = tensor_pb2.Tensor(tensor_shape=tensor_codec.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]
-    content = wire.tag(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER) + varint(size)
+    content = prefix(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER, size)
     return message.SerializeToString() + content
 
 
@@ -277,11 +277,14 @@ def _message(number: int, result: Any) -> bytes:
     return message.SerializeToString()
 
 
+def _field(number: int, content: bytes) -> bytes:
+    """Returns a length-delimited field."""
+    return prefix(number, len(content)) + content
+
+
 def _timings(queue_ns: int, run_ns: int) -> bytes:
-    queue = wire.field(_Timings.QUEUE_FIELD_NUMBER, _duration(queue_ns))
-    return wire.field(
-        _EvaluateResponse.TIMINGS_FIELD_NUMBER, queue + wire.field(_Timings.RUN_FIELD_NUMBER, _duration(run_ns))
-    )
+    queue = _field(_Timings.QUEUE_FIELD_NUMBER, _duration(queue_ns))
+    return _field(_EvaluateResponse.TIMINGS_FIELD_NUMBER, queue + _field(_Timings.RUN_FIELD_NUMBER, _duration(run_ns)))
 
 
 def _duration(nanoseconds: int) -> bytes:
@@ -290,3 +293,60 @@ def _duration(nanoseconds: int) -> bytes:
     if not seconds:
         return b"\x10" + varint(nanos)
     return b"\x08" + varint(seconds) + b"\x10" + varint(nanos)
+
+
+def write_derivatives(
+    response: evaluate_pb2.EvaluateResponse, built: BuiltProgram, tensors: Sequence[tf.Tensor], packing: Packing | None
+) -> None:
+    """All derivatives of a program, whose tensors come in the order of its layout."""
+    rest = iter(tensors)
+    for names, form in built.layout:
+        values = [next(rest) for _ in range(WIDTHS[form])]
+        if built.kind == evaluate_pb2.DERIVATIVE_JVP:
+            tangent = response.output_tangents.add(name=names[0])
+            if values:
+                write_tensor(tangent.value.inline_tensor, values[0], packing)
+        elif built.kind in _JACOBIANS:
+            _write_block(response.jacobians.add(y=names[0], x=names[1]), form, values, packing)
+        else:
+            write_gradient(response.gradients.add(x=names[0]), form, values, packing)
+
+
+def write_gradient(
+    message: evaluate_pb2.Gradient, form: str, values: Sequence[tf.Tensor], packing: Packing | None
+) -> None:
+    """One gradient in its form."""
+    if form == SPARSE:
+        parts = (message.sparse.values, message.sparse.indices, message.sparse.dense_shape)
+        for part, value in zip(parts, values, strict=True):
+            write_tensor(part, value, packing)
+    else:
+        _write_block(message, form, values, packing)
+
+
+def _write_block(
+    message: evaluate_pb2.Gradient | evaluate_pb2.JacobianBlock,
+    form: str,
+    values: Sequence[tf.Tensor],
+    packing: Packing | None,
+) -> None:
+    if form == DENSE:
+        write_tensor(message.dense, values[0], packing)
+    elif form == UNCONNECTED:
+        message.unconnected.SetInParent()
+    else:
+        message.not_differentiable.SetInParent()
+
+
+def write_tensor(message: tensor_pb2.Tensor, tensor: tf.Tensor, packing: Packing | None = None) -> None:
+    """A value of any type, packed where that is asked and makes it smaller."""
+    # A scalar string comes as bytes, not as an array.
+    array = np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None)
+    packed = None if packing is None else pack(tensor.dtype.as_datatype_enum, array, packing)
+    if packed is not None:
+        message.ParseFromString(b"".join(packed))
+        return
+    tensor_codec.write_message(message, array)
+    if tensor.dtype.is_quantized:
+        # In NumPy such values are plain integers.
+        message.dtype = tensor.dtype.as_datatype_enum

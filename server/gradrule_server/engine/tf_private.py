@@ -17,7 +17,8 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 
-from gradrule_server.engine.optimizer import limit_to_cpu_passes
+from gradrule_server.engine.tf_config import limit_to_cpu_passes
+from gradrule_server.policy.op_traits import ops_with
 
 GRADIENT_NAME = "gradrule"
 """The one name that gradrule itself registers; it is no tenant's rule."""
@@ -25,7 +26,7 @@ GRADIENT_NAME = "gradrule"
 GRADIENT_ATTR = "_gradient_op_type"
 """Names the registered gradient that an op has instead of its type's."""
 
-_LOOPS = frozenset({"While", "StatelessWhile"})
+_LOOPS = ops_with("loop")
 # Where TensorFlow looks for the graph of a branch.
 _BRANCHES: dict[str, Callable[[int], str]] = {
     "If": ("_true_graph", "_false_graph").__getitem__,

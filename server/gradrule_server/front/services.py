@@ -19,7 +19,7 @@ from gradrule_server.front.evaluate_stream import EvaluateStream
 from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.identity import require_admin
-from gradrule_server.link.faults import finding_message
+from gradrule_server.link.messages import finding_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.forward_handles import StreamHandles
 from gradrule_server.programs.rule_sampling import sample
@@ -224,7 +224,7 @@ class BlobServicer:
         finally:
             # Where the caller has given up a thread may still write; `close` waits for it.
             await asyncio.shield(asyncio.to_thread(upload.close))
-        return blob_pb2.UploadBlobResponse(sha256=name, size=size)
+        return blob_pb2.UploadBlobResponse(sha256=name, size_bytes=size)
 
 
 class AdminServicer:

@@ -41,9 +41,7 @@ class SessionServicer:
 
         async def report_loss(cause: GradruleError) -> None:
             if not is_loss_reported:
-                await write(
-                    session_pb2.RunSessionResponse(status=to_status(cause).SerializeToString()).SerializeToString()
-                )
+                await write(session_pb2.RunSessionResponse(status=to_status(cause)).SerializeToString())
 
         try:
             async for raw in _messages(requests, self._pipeline.draining, session.loss, report_loss):
@@ -55,7 +53,7 @@ class SessionServicer:
                     if not started:
                         raise
                     is_loss_reported = is_loss_reported or cause.reason == errors_pb2.ERROR_REASON_SESSION_LOST
-                    response.status = to_status(cause).SerializeToString()
+                    response.status.CopyFrom(to_status(cause))
                 await write(response.SerializeToString())
         finally:
             session.close()

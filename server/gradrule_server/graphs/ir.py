@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import policy
+from gradrule_server.policy.op_traits import ops_with, trait_values
 
 Limits = policy.Limits
 
@@ -22,22 +23,15 @@ ARG = "_Arg"
 # Attribute with the name of the rule, or of a gradient registered in another process, for the node.
 GRADIENT_ATTR = "_gradient_op_type"
 
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+CALLS = ops_with("call")
 
 # Control-flow ops, with their attributes that hold functions.
-CONTAINERS: dict[str, tuple[str, ...]] = {
-    "If": ("then_branch", "else_branch"),
-    "StatelessIf": ("then_branch", "else_branch"),
-    "Case": ("branches",),
-    "StatelessCase": ("branches",),
-    "While": ("cond", "body"),
-    "StatelessWhile": ("cond", "body"),
-}
-LOOPS = frozenset({"While", "StatelessWhile"})
-BRANCHES = frozenset(CONTAINERS) - LOOPS
+CONTAINERS = {op: tuple(value.split(",")) for op, value in trait_values("bodies").items()}
+LOOPS = ops_with("loop")
+BRANCHES = ops_with("branch")
 
 # Ops whose value each call must feed.
-PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
+PLACEHOLDERS = ops_with("placeholder")
 PLACEHOLDER_WITH_DEFAULT = "PlaceholderWithDefault"
 
 # Element types through which gradients pass; resources and variants (TensorLists) carry floats inside.

@@ -15,17 +15,15 @@ from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref, bodies_of
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
+from gradrule_server.policy.op_traits import ops_with
 
 FOLD_BATCH_NORM = "fold_batch_norm"
 _REWRITES = (FOLD_BATCH_NORM,)
 
-_BATCH_NORMS = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
+_BATCH_NORMS = ops_with("batch_norm")
 _LINEAR = GROUPS["@linear"]
 # Ops that compute the parameters of a normalisation.
-_ELEMENTWISE = frozenset(
-    {"Identity", "Cast", "Neg", "Rsqrt", "Sqrt", "Square", "Reciprocal", "StopGradient"}
-    | {"Add", "AddV2", "Sub", "Mul", "RealDiv", "Maximum"}
-)
+_ELEMENTWISE = ops_with("batch_norm_param")
 
 
 def check_rewrites(names: Sequence[str], findings: Findings) -> None:

@@ -12,36 +12,20 @@ from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.name_patterns import MAX_PATTERN, compile_regex, glob_regex, is_glob
+from gradrule_server.policy.op_traits import TRAITS, ops_with
 
 STEP = "@step"
 BIAS = "@bias"
 SUM = "@sum"
 
-_CONVOLUTION = frozenset({"Conv2D", "Conv3D", "DepthwiseConv2dNative"})
-_DENSE = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2"})
+GROUPS: Mapping[str, frozenset[str]] = {word: ops_with(word) for word in TRAITS if word.startswith("@")}
 
-GROUPS: Mapping[str, frozenset[str]] = {
-    "@activation": frozenset(
-        {"Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Softmax"}
-    ),
-    "@convolution": _CONVOLUTION,
-    "@dense": _DENSE,
-    "@linear": _CONVOLUTION | _DENSE,
-    "@pool": frozenset({"AvgPool", "AvgPool3D", "Mean"}),
-    # Adds are sums only if all inputs depend on the xs,
-    SUM: frozenset({"Add", "AddV2", "AddN"}),
-    # and bias adds only if one input does not.
-    BIAS: frozenset({"BiasAdd", "BiasAddV1", "Add", "AddV2"}),
-    # The comparison of a step function; a Cast of its result follows.
-    STEP: frozenset({"Greater", "GreaterEqual"}),
-}
-
-PLAIN_ADDS = frozenset({"Add", "AddV2"})
+PLAIN_ADDS = ops_with("plain_add")
 
 DEFAULT_RULE = "default"
 OWN_GRADIENT = -1
 
-# Groups with conditions beyond the op type.
+# Groups with conditions beyond the op type: a sum or bias depends on the xs, a step on what follows.
 _PATH_DEPENDENT = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
 _ALONE = frozenset({"region", "region_name"})

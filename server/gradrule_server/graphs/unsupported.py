@@ -7,6 +7,7 @@ from gradrule.common.op_definitions import OpDef
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.graphs.ir import CALLS, CONTAINERS, PLACEHOLDERS, Node
 from gradrule_server.graphs.variable_ops import KNOWN
+from gradrule_server.policy.op_traits import ops_with
 
 CONTROL_FLOW_V1 = (
     "is control flow of version 1; convert by building the graph with version 2: in a tf.function, or after "
@@ -26,7 +27,7 @@ _HANDLE = "works on a resource in a way that gradrule does not follow; feed what
 _DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed what comes out of it"
 _PYTHON = "calls a Python function of the process that made the graph; write it in TensorFlow's ops, or feed its result"
 
-_PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+_PYTHON_OPS = ops_with("python_function")
 # Resources that live for one run only.
 _TENSOR_ARRAYS = ("TensorArray",)
 
@@ -38,7 +39,7 @@ _OPS: dict[str, str] = {
 }
 
 # Ops of version 1 loops; types cannot be inferred around their cycles.
-LOOP_OPS = frozenset({"Enter", "Exit", "NextIteration", "LoopCond", "RefEnter", "RefExit", "RefNextIteration"})
+LOOP_OPS = ops_with("loop_v1")
 
 
 def why_unsupported(node: Node, op: OpDef, *, in_function: bool) -> str:

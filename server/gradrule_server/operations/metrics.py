@@ -1,7 +1,7 @@
 """Collects the metrics for Prometheus: counters of ended requests, and gauges that are read from the sources.
 
-docs/operations.md lists all metrics; a test compares. Labels have few values: RPCs, reasons, engines, caches, and a
-limited number of tenants; the others are counted as `other`.
+docs/guide/operating.md lists all metrics; a test compares. Labels have few values: RPCs, reasons, engines, caches, and
+a limited number of tenants; the others are counted as `other`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from gradrule.v1 import session_pb2
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.shared_memory import ClientMemory
+from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 
@@ -56,7 +56,7 @@ class RunOnce:
     ends_at: float
     pinned: Engine | None = None
     undo: Callable[[Engine], None] | None = None
-    memory: ClientMemory | None = None
+    memory: MemoryUse | None = None
     may_batch: bool = True
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:

@@ -18,9 +18,9 @@ from dataclasses import replace
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
+from gradrule_server.link.messages import CallShape, canonical
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.shape import CallShape, canonical
-from gradrule_server.link.shared_memory import ClientMemory
+from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_run, timing_compilation
 from gradrule_server.policy import Limits
@@ -87,7 +87,7 @@ class ProgramService:
         read: Callable[[], Awaitable[link_pb2.RawEvaluateRequest]],
         received_ns: int,
         ends_at: float,
-        used: Callable[[evaluate_pb2.SharedMemoryUse], AbstractContextManager[ClientMemory]],
+        used: Callable[[evaluate_pb2.SharedMemoryUse], AbstractContextManager[MemoryUse]],
     ) -> bytes:
         """Runs once; returns an `EvaluateResponse`'s bytes.
 
@@ -118,7 +118,7 @@ class ProgramService:
         received_ns: int,
         ends_at: float,
         structure: CallStructure,
-        memory: ClientMemory | None = None,
+        memory: MemoryUse | None = None,
     ) -> bytes:
         """`evaluate` for a call whose structure is known without parsing it."""
         done = await self._known.run(structure, raw, received_ns, ends_at, memory)

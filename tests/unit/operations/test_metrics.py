@@ -21,7 +21,7 @@ from gradrule_server.operations.sources import Quarantined, take_snapshot
 from tests.unit.operations.records import make, refusal
 from tests.unit.operations.states import sources, tenant
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs/guide/operating.md"
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -109,7 +109,7 @@ def test_all_metrics_are_documented_and_exist() -> None:
 
 
 def test_a_row_of_the_table_of_resources_is_all_that_a_tenant_gauge_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipe "I want to add a metric": `gauge` in limits.py, and a line in docs/operations.md."""
+    """Recipe "I want to add a metric": `gauge` in limits.py, and a line in docs/guide/operating.md."""
     rows = [replace(each, gauge=f"tenant_{each.name}") for each in TENANT_RESOURCES if not each.gauge]
     monkeypatch.setattr(metrics_module, "REPORTED_RESOURCES", rows)
     metrics = Metrics()

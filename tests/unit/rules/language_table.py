@@ -1,4 +1,4 @@
-"""Reads the tables of docs/expression-language.md as test cases."""
+"""Reads the tables of docs/reference/expression-language.md as test cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.unit.rules.running import SALT, Array, number_of, value_for
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "expression-language.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/expression-language.md"
 
 _SPEC = re.compile(r"(\w+) (\w+)\[([\d,]*)\]")
 _REFUSAL = re.compile(r"\*\*(\w+)\*\*(?: column (\d+))?(?:: ?(.*))?")

@@ -58,7 +58,7 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 
 class Draws:
-    """Random numbers as docs/expression-language.md defines them, by TensorFlow's public functions."""
+    """Random numbers as docs/reference/expression-language.md defines them, by TensorFlow's public functions."""
 
     def uniform(self, like: Any, seed: int, k: int = 0, dtype: str = "float64") -> Array:
         return self._draw(tf.random.stateless_uniform, like, seed, k, dtype)

@@ -1,4 +1,4 @@
-"""Tests every row of docs/expression-language.md against TensorFlow and NumPy."""
+"""Tests every row of docs/reference/expression-language.md against TensorFlow and NumPy."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ def run(options: argparse.Namespace) -> int:
         found = client.compare(
             graph,
             feeds(options),
-            options.y,
-            options.x,
-            dict(maps),
+            ys=options.y,
+            xs=options.x,
+            overrides=dict(maps),
             grad_ys=dict(options.grad_y) or None,
             finite_differences=not options.no_finite_differences,
             rewrites=options.rewrite,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from gradrule._messages.rpc_calls import NoGradient, UnconnectedGradients
 from gradrule.cli import overrides, values
 from gradrule.cli.failures import USAGE, CommandError
 
@@ -22,9 +23,9 @@ class Words(TypedDict):
     xs: list[str]
     grad_ys: dict[Any, Any] | None
     stop_gradients: list[str]
-    unconnected_gradients: str
+    unconnected_gradients: UnconnectedGradients
     overrides: list[Override | Preset] | None
-    no_gradient: str
+    no_gradient: NoGradient
     rewrites: list[str]
 
 

@@ -22,7 +22,7 @@ from gradrule.v1.tensor_pb2 import COMPRESSION_UNSPECIFIED, COMPRESSION_ZSTD, Dt
 MIN_COMPRESSED_BYTES = 1024
 """Smaller contents are not compressed: little would be gained."""
 
-# Higher levels take twice the time and make floats no smaller, see docs/compression.md.
+# Higher levels take twice the time and make floats no smaller, see docs/guide/compression.md.
 _LEVEL = 1
 _PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
 _CONTENT = PackedTensor.CONTENT_FIELD_NUMBER
@@ -89,8 +89,8 @@ def pack_feeds(request: Message, packing: Packing) -> None:
     """Packs the tensors of a call's `NamedTensor` fields, where they lie."""
     for field in ("feeds", "grad_ys", "tangents", "vectors"):
         for item in getattr(request, field, ()):
-            if item.value.HasField("inline") and not item.value.inline.HasField("packed"):
-                tensor = item.value.inline
+            if item.value.HasField("inline_tensor") and not item.value.inline_tensor.HasField("packed"):
+                tensor = item.value.inline_tensor
                 packed = pack(tensor.dtype, tensor_codec.to_numpy(tensor), packing)
                 if packed is not None:
                     tensor.ParseFromString(b"".join(packed))

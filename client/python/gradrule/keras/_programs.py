@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradrule._client import Client, Program
-from gradrule._overrides import Overrides
-from gradrule._requests import CallParams
-from gradrule._results import Result, Sparse
+from gradrule._builder.overrides import Overrides
+from gradrule._messages.request_messages import CallParams
+from gradrule._messages.rpc_calls import NoGradient
+from gradrule._results.call_results import Result, Sparse
+from gradrule._rpc.sync_client.client import Client
+from gradrule._rpc.sync_client.programs import Program
 from gradrule.errors import GradruleError, ProgramNotFoundError
 from gradrule.keras._part import Slot, TracedPart
 from gradrule.keras._selection import Keyed, overrides_of
@@ -26,7 +28,7 @@ class RemoteOptions:
     client: Callable[[], Client]
     overrides: Overrides | Keyed | None
     params: CallParams | None
-    no_gradient: str
+    no_gradient: NoGradient
     timeout: float | None
     error: GradruleError | None = None
 

@@ -8,9 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from gradrule._client import Client, connect
-from gradrule._overrides import Overrides
-from gradrule._requests import CallParams
+from gradrule._builder.overrides import Overrides
+from gradrule._messages.request_messages import CallParams
+from gradrule._messages.rpc_calls import NoGradient
+from gradrule._rpc.sync_client.client import Client, connect
 from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
 from gradrule.keras._part import traced
 from gradrule.keras._programs import RemoteOptions, RemotePart
@@ -58,7 +59,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         *,
         overrides: Overrides | Keyed | None = None,
         params: CallParams | None = None,
-        no_gradient: str = "error",
+        no_gradient: NoGradient = "error",
         timeout: float | None = None,
         name: str | None = None,
         trainable: bool = True,

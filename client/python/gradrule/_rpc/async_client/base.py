@@ -1,0 +1,186 @@
+"""Runs calls on one connection, and uploads blobs that the server lacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from gradrule._builder import blob_values
+from gradrule._messages import blob_uploads, rpc_calls
+from gradrule._messages.error_status import error_of, waiting_error
+from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._results.status_report import ServerStatus
+from gradrule._rpc import channels, deadlines
+from gradrule._rpc.async_client.sending import AsyncCallSender
+from gradrule._rpc.async_transport import CHANNEL_CLOSED, sleep
+from gradrule._rpc.call_routes import Routes
+from gradrule._rpc.shared_memory import SharedMemory
+from gradrule.errors import EngineUnavailableError, GradruleError, UnavailableError
+
+R = TypeVar("R")
+
+_HEALTH_CHECK_S = 0.1
+
+
+class AsyncClientBase:
+    """A connection to one server. Base class of `AsyncClient`, and all that programs need of it."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        target: str,
+        *,
+        token: str | None,
+        timeout: float,
+        stream: bool = True,
+        transfer: Transfer = PLAIN,
+        shared_memory: bool = True,
+    ) -> None:
+        self._channel = channel
+        self._metadata = channels.metadata(token) + transfer.metadata
+        self._transfer = transfer
+        self._timeout = timeout
+        routes = Routes(use_stream=stream)
+        self._memory = SharedMemory(is_wanted=shared_memory)
+        self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, self._closed)
+        self.target = target
+
+    async def find_missing_blobs(self, names: Iterable[str], *, timeout: float | None = None) -> list[str]:
+        """Lists the blobs that the server does not have.
+
+        Args:
+            names: SHA-256 of the blobs, in hex.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            Those of `names` whose bytes the server does not have.
+        """
+        return await self._run(blob_uploads.find_missing(names), timeout)
+
+    async def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """Sends a graph or a tensor unless the server has it.
+
+        Calls upload what the server lacks by themselves; this does it in advance.
+
+        Args:
+            value: A graph, a graph's bytes, an array or list of numbers, or a `Blob`.
+            timeout: Seconds, plus one for every 4 MiB; default: that of `connect`.
+
+        Returns:
+            The SHA-256 of its bytes, in hex.
+
+        Raises:
+            InvalidTensorError: The value is no array of numbers.
+            QuotaExceededError: The tenant's blobs take too many bytes.
+        """
+        wanted = rpc_calls.upload(value)
+        await self._follow(blob_uploads.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
+
+    async def server_status(self, *, timeout: float | None = None) -> ServerStatus:
+        """Returns the state of the server: engines, queue, caches, tenants.
+
+        Args:
+            timeout: Seconds; default: that of `connect`.
+
+        Raises:
+            PermissionDeniedError: The caller may not see it.
+        """
+        return await self._run(rpc_calls.server_status(), timeout)
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Waits until an engine is ready.
+
+        Args:
+            timeout: Seconds; default: that of `connect`.
+
+        Raises:
+            UnavailableError: The server was not reached in time.
+            EngineUnavailableError: The server was reached, but no engine was ready in time.
+        """
+        ends_at = time.monotonic() + deadlines.of_call(timeout, self._timeout)
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(channels.HEALTH_METHOD)
+        while True:
+            left = ends_at - time.monotonic()
+            try:
+                answer = await check(
+                    channels.HEALTH_REQUEST, timeout=max(left, 0.001), metadata=self._metadata, wait_for_ready=True
+                )
+            except grpc.RpcError as failure:
+                if (error := waiting_error(failure, self.target)) is not None:
+                    raise error from None
+            except CHANNEL_CLOSED as cause:
+                raise self._closed() from cause
+            else:
+                if answer == channels.HEALTH_SERVING:
+                    return
+            if left < _HEALTH_CHECK_S:
+                raise EngineUnavailableError(f"the server at {self.target!r} has no engine ready")
+            await sleep(_HEALTH_CHECK_S)
+
+    async def close(self) -> None:
+        """Closes the connection; running calls are cancelled."""
+        await self._sender.close()
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.target!r}>"
+
+    async def _run(self, call: rpc_calls.Call[R], timeout: float | None) -> R:
+        """Sends a call, and what the server turns out to lack for it. Raises what the call failed with."""
+        if call.blobs:
+            return await self._follow(blob_uploads.steps(call), timeout)
+        return await self._sender.send(call, deadlines.of_call(timeout, self._timeout))
+
+    async def _follow(
+        self, steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R], timeout: float | None
+    ) -> R:
+        """Runs the steps that a generator yields, sends it their outcomes, and returns its result."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = await self._step(step, timeout)
+                except GradruleError as refusal:
+                    step = steps.throw(refusal)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as end:
+            found: R = end.value
+            return found
+
+    async def _step(self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None) -> Any:
+        if not isinstance(step, blob_values.Upload):
+            return await self._run(step, timeout)
+        deadline = step.deadline(deadlines.of_call(timeout, self._timeout))
+        try:
+            send: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(
+                blob_values.UPLOAD_METHOD
+            )
+            return await send(step.pieces(), timeout=deadline, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except CHANNEL_CLOSED as cause:
+            raise self._closed() from cause
+
+    async def _send_blobs(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
+        await self._follow(blob_uploads.uploads(blobs), timeout)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return deadlines.of_call(timeout, self._timeout)
+
+    def _closed(self) -> UnavailableError:
+        return UnavailableError(f"the client of {self.target!r} is closed")

@@ -1,0 +1,118 @@
+"""The client, and the functions that make one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._messages.rpc_calls import NoGradient
+from gradrule._messages.session_calls import SessionOptions
+from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._rpc import channels, deadlines, security
+from gradrule._rpc.async_client.evaluation import AsyncEvaluationMethods
+from gradrule._rpc.async_client.programs import AsyncProgramMethods
+from gradrule._rpc.async_client.rules import AsyncRuleMethods
+from gradrule._rpc.async_client.sessions import AsyncSession
+from gradrule._rpc.async_transport import run_in_thread
+from gradrule._rpc.local_server import LocalServer
+
+
+def connect(
+    target: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    token: str | None = None,
+    timeout: float = 30.0,
+    insecure_token: bool = False,
+    stream: bool = True,
+    transfer: Transfer = PLAIN,
+    shared_memory: bool = True,
+) -> AsyncClient:
+    """Returns a client of a server. Sends nothing yet.
+
+    Args:
+        target: `host:port`, or a target with a scheme of gRPC, such as `unix:`.
+        credentials: What `gradrule.tls` returns, or channel credentials of gRPC; None: the connection is not encrypted.
+        token: Sent as a bearer token with each call.
+        timeout: Seconds for a call that gives none.
+        insecure_token: Allow to send the token to another machine without encryption.
+        stream: Send repeated calls of programs over one persistent stream, which takes less time for each. False: send
+            each alone, as it must be where a proxy spreads calls over several servers.
+        transfer: How tensors are transferred; default: as they are.
+        shared_memory: Put large tensors of programs' calls into memory that is shared with the server, if that runs on
+            the same host and allows it, and `transfer` does not pack them.
+
+    Raises:
+        InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
+    """
+    timeout = deadlines.seconds(timeout)
+    security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
+    address, compression = channels.address(target), transfer.grpc_compression
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options=channels.OPTIONS, compression=compression)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=channels.OPTIONS, compression=compression)
+    return AsyncClient(
+        channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer, shared_memory=shared_memory
+    )
+
+
+@contextlib.asynccontextmanager
+async def local(**settings: Any) -> AsyncIterator[AsyncClient]:
+    """Starts a server in a process of its own and stops it at the end: `async with gr.aio.local() as client`.
+
+    Needs the extra `gradrule[server]` or `gradrule[gpu]`.
+
+    Args:
+        **settings: Flags of `gradrule serve`: `device="cpu"` for `--device cpu`. By default the server listens on a
+            free port and stores its data in a temporary folder.
+
+    Yields:
+        A client of the server.
+
+    Raises:
+        InvalidParamError: The server refuses a setting.
+        UnavailableError: The server does not start for another reason.
+    """
+    server = LocalServer(settings)
+    try:
+        async with connect(await run_in_thread(server.start)) as client:
+            yield client
+    finally:
+        await run_in_thread(server.stop)
+
+
+class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncProgramMethods):
+    """A connection to a server. Made by `connect` or `local`; close it, or use it in an `async with` block.
+
+    Safe to share between tasks. Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every
+    failure is a `GradruleError`.
+    """
+
+    def session(
+        self,
+        graph: GraphLike,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        overrides: Overrides | None = None,
+        no_gradient: NoGradient = "error",
+    ) -> AsyncSession:
+        """Returns a session: `async with client.session(graph) as s`, then `await s.step(…)`.
+
+        Args:
+            graph: As in `evaluate`.
+            variables: First values of variables by name; default: those of `graph.variables`, then those that the
+                graph's initializers compute.
+            overrides: As in `evaluate`; used wherever the session differentiates.
+            no_gradient: As in `evaluate`.
+
+        Raises:
+            GradruleError: When the block begins: as in `evaluate`, or `QuotaExceededError`.
+        """
+        return AsyncSession(self, SessionOptions(graph, overrides, variables, no_gradient, self._transfer))

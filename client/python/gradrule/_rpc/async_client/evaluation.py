@@ -1,0 +1,328 @@
+"""Methods of the client that evaluate, differentiate and explain graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._comparison import compare
+from gradrule._comparison.comparisons import Comparison
+from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.transfer_options import Transfer
+from gradrule._results import call_results, explanations
+from gradrule._rpc.async_client.base import AsyncClientBase
+
+
+class AsyncEvaluationMethods(AsyncClientBase):
+    """The client's methods that take a graph and give values or gradients."""
+
+    async def evaluate(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        *,
+        ys: Names = (),
+        xs: GroupedNames = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        overrides: Overrides | None = None,
+        no_gradient: rpc_calls.NoGradient = "error",
+        rewrites: Sequence[str] = (),
+        params: CallParams | None = None,
+        dense_gradients: bool = False,
+        stacked_grad_ys: bool = False,
+        batching: bool = True,
+        jit: rpc_calls.Jit = "off",
+        transfer: Transfer | None = None,
+        timeout: float | None = None,
+    ) -> call_results.Result:
+        """Computes outputs and gradients of a graph in one call, as `Session.run` and `tf.gradients` do.
+
+        Args:
+            graph: A `Graph`, a GraphDef, or its bytes.
+            feeds: Values by tensor. Lists take the tensor's dtype; arrays must have it.
+            fetches: Tensors to return.
+            ys: Tensors to differentiate.
+            xs: Tensors with respect to which to differentiate. A dict of group names to tensors groups the gradients
+                in the same way.
+            grad_ys: Upstream gradients, by y or in the order of ys: arrays of y's dtype and shape, or names of tensors.
+                A y without one gets ones.
+            stop_gradients: Tensors that count as constants.
+            unconnected_gradients: Gradient where no y depends on x: `"none"` or `"zero"`.
+            overrides: A dict of op type to rule, or a list of `Override` and `Preset`; the first match wins.
+            no_gradient: What to do with an op on the path that has no gradient: `"error"`; `"default"` as TensorFlow
+                does; `"pass"` the upstream gradient on; `"zero"`.
+            rewrites: Changes made to the graph first. `"fold_batch_norm"` folds batch norms into the linear ops before
+                them.
+            params: Values of rules' params, by the override's label, then by param.
+            dense_gradients: Return the gradient of a gather as an array, not as a `Sparse`.
+            stacked_grad_ys: Pull back many upstream gradients at once: each array in `grad_ys` has one more axis in
+                front, all of one size, and so has each gradient.
+            batching: Let the server run calls of one program together where it has proved that no result changes.
+            jit: `"auto"` lets XLA compute calls of a program that runs often, where that is faster and equal up to
+                rounding; `"off"`.
+            transfer: How tensors are transferred in this call; default: as `connect` says.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            Outputs by fetch, gradients by x with x's dtype and shape, and the rule that each node got.
+
+        Raises:
+            InvalidGraphError: The graph cannot be read or is not valid.
+            UnknownTensorError: A name is no tensor of the graph.
+            UnmatchedOverrideError: An override matches no node.
+            InactiveOverrideError: An override matches only nodes that are not differentiated.
+            NoGradientError: An op on the path has no gradient and `no_gradient` is `"error"`.
+            ExecutionFailedError: The graph failed while it ran.
+            GradruleError: Base class of these and all other failures.
+        """
+        words = Words(
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
+            batching=batching,
+            jit=jit,
+        )
+        chosen = self._transfer if transfer is None else transfer.of_call()
+        call = rpc_calls.evaluate(graph, feeds, params, words, stacked_grad_ys, chosen)
+        return await self._run(call, timeout)
+
+    async def explain(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        *,
+        ys: Names = (),
+        xs: GroupedNames = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        overrides: Overrides | None = None,
+        no_gradient: rpc_calls.NoGradient = "error",
+        rewrites: Sequence[str] = (),
+        params: CallParams | None = None,
+        dense_gradients: bool = False,
+        timeout: float | None = None,
+    ) -> explanations.Explanation:
+        """Tells which node would get which rule, and everything that is wrong, without running the graph.
+
+        Args:
+            graph: As in `evaluate`.
+            feeds: As in `evaluate`; checked by the client, not sent.
+            fetches: As in `evaluate`.
+            ys: As in `evaluate`.
+            xs: As in `evaluate`.
+            grad_ys: As in `evaluate`; arrays are checked by the client, not sent.
+            stop_gradients: As in `evaluate`.
+            unconnected_gradients: As in `evaluate`.
+            overrides: As in `evaluate`.
+            no_gradient: As in `evaluate`.
+            rewrites: As in `evaluate`.
+            params: As in `evaluate`; checked by the client, not sent.
+            dense_gradients: As in `evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            The rule of each node, and the faults that the server found.
+
+        Raises:
+            GradruleError: The request cannot be read, or names what the graph or the overrides lack.
+        """
+        words = Words(
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
+        )
+        return await self._run(rpc_calls.explain(graph, feeds, params, words), timeout)
+
+    async def compare(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None,
+        *,
+        ys: Names,
+        xs: Names,
+        overrides: Mapping[str, Overrides | None],
+        grad_ys: GradYs | None = None,
+        finite_differences: bool = True,
+        rewrites: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> Comparison:
+        """Compares the gradients of a graph under several lists of overrides, its own, and finite differences.
+
+        Args:
+            graph: As in `evaluate`.
+            feeds: As in `evaluate`.
+            ys: As in `evaluate`.
+            xs: As in `evaluate`, without groups.
+            overrides: By label, what `evaluate` takes as `overrides`.
+            grad_ys: As in `evaluate`.
+            finite_differences: Compute them too; that takes two evaluations for each element of a small x.
+            rewrites: As in `evaluate`.
+            timeout: Seconds for each call; default: that of `connect`.
+
+        Returns:
+            The gradients, norms of the upstream gradients of all tensors on the path, and where each label first
+            differs from the default.
+
+        Raises:
+            InvalidDerivativeError: ys or xs are empty.
+            InvalidOverrideError: A label is not a string or is reserved.
+            GradruleError: A call failed; the message names the label.
+        """
+        steps = compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
+        return await self._follow(steps, timeout)
+
+    async def jvp(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None,
+        tangents: Feeds,
+        *,
+        ys: Names,
+        xs: Names,
+        stop_gradients: Names = (),
+        overrides: Overrides | None = None,
+        no_gradient: rpc_calls.NoGradient = "error",
+        rewrites: Sequence[str] = (),
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> derivatives.Tangents:
+        """Computes Jacobian-vector products: for each y the sum over xs of dy/dx · tangent.
+
+        Where an override gives a gradient, the product is the transpose of what its rule computes, taken at upstream
+        gradients of zero.
+
+        Args:
+            graph: As in `evaluate`.
+            feeds: As in `evaluate`.
+            tangents: By x, arrays of x's dtype and shape; an x without one counts as a constant.
+            ys: As in `evaluate`.
+            xs: As in `evaluate`, without groups.
+            stop_gradients: As in `evaluate`.
+            overrides: As in `evaluate`.
+            no_gradient: As in `evaluate`.
+            rewrites: As in `evaluate`.
+            params: As in `evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            By y an array of y's dtype and shape: zeros where y depends on no x with a tangent, None where y's dtype has
+            no derivatives.
+
+        Raises:
+            InvalidDerivativeError: A tangent belongs to no x.
+            GradruleError: As in `evaluate`.
+        """
+        words = Words((), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites)
+        return await self._run(self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, words)), timeout)
+
+    async def jacobian(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None,
+        *,
+        ys: Names,
+        xs: GroupedNames,
+        stop_gradients: Names = (),
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        overrides: Overrides | None = None,
+        no_gradient: rpc_calls.NoGradient = "error",
+        rewrites: Sequence[str] = (),
+        params: CallParams | None = None,
+        batched: bool = False,
+        timeout: float | None = None,
+    ) -> derivatives.Jacobians:
+        """Computes Jacobians. Each row is pulled back by itself, with the overrides.
+
+        Per-example gradients are the Jacobian of a vector of losses, one for each example: for a weight `w` its shape
+        is (examples, w's shape).
+
+        Args:
+            graph: As in `evaluate`.
+            feeds: As in `evaluate`.
+            ys: As in `evaluate`.
+            xs: As in `evaluate`.
+            stop_gradients: As in `evaluate`.
+            unconnected_gradients: As in `evaluate`.
+            overrides: As in `evaluate`.
+            no_gradient: As in `evaluate`.
+            rewrites: As in `evaluate`.
+            params: As in `evaluate`.
+            batched: Axis 0 of each y and x counts examples that do not depend on each other, as in
+                `GradientTape.batch_jacobian`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            By y, then by x, an array of shape (y's shape, x's shape), or, `batched`, (examples, rest of y's shape, rest
+            of x's shape); None where y does not depend on x.
+
+        Raises:
+            GradruleError: As in `evaluate`.
+        """
+        words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
+        call = derivatives.jacobian(graph, feeds, params, words, batched=batched)
+        return await self._run(self._transfer.applied(call), timeout)
+
+    async def hvp(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None,
+        vectors: Feeds,
+        *,
+        ys: Names,
+        xs: GroupedNames,
+        stop_gradients: Names = (),
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        overrides: Overrides | None = None,
+        no_gradient: rpc_calls.NoGradient = "error",
+        rewrites: Sequence[str] = (),
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> derivatives.Products:
+        """Computes Hessian-vector products: for each x the gradient of the sum over xs of (d sum(ys)/dx) · vector.
+
+        Overrides hold in the first differentiation, those of order `"all"` (`Override`) in the second too.
+
+        Args:
+            graph: As in `evaluate`.
+            feeds: As in `evaluate`.
+            vectors: By x, arrays of x's dtype and shape; an x without one has a vector of zeros.
+            ys: As in `evaluate`.
+            xs: As in `evaluate`.
+            stop_gradients: As in `evaluate`.
+            unconnected_gradients: As in `evaluate`.
+            overrides: As in `evaluate`.
+            no_gradient: As in `evaluate`.
+            rewrites: As in `evaluate`.
+            params: As in `evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            By x an array of x's dtype and shape, a `Sparse`, or None where there is no second derivative.
+
+        Raises:
+            InvalidDerivativeError: A vector belongs to no x.
+            GradruleError: As in `evaluate`.
+        """
+        words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
+        return await self._run(self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, words)), timeout)

@@ -1,0 +1,81 @@
+"""Forward runs that the server keeps, so that gradients can be pulled back through them any number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from gradrule._messages.forward_calls import LOST, ForwardBase
+from gradrule._messages.program_calls import ProgramBase
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs
+from gradrule._messages.transfer_options import Transfer
+from gradrule._rpc.async_client.base import AsyncClientBase
+
+
+class AsyncForwardHandle(ForwardBase):
+    """A forward run that the server keeps. Made by `AsyncProgram.forward`.
+
+    Close it, or use it in an `async with` block. If the server no longer has it (its time ran out, the engine or the
+    connection was lost), the next `vjp` runs forward again by itself.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClientBase,
+        program: ProgramBase,
+        feeds: Feeds | None,
+        params: CallParams | None,
+        ttl: float | None,
+        timeout: float | None,
+        transfer: Transfer,
+    ) -> None:
+        super().__init__(program, feeds, params, ttl, transfer)
+        self._client = client
+        self._timeout = timeout
+
+    async def vjp(
+        self, grad_ys: GradYs | None = None, *, stacked_grad_ys: bool = False, timeout: float | None = None
+    ) -> Mapping[str, Any]:
+        """Pulls upstream gradients back through the forward run.
+
+        Args:
+            grad_ys: As in `AsyncProgram.evaluate`; a y without one gets ones.
+            stacked_grad_ys: As in `AsyncProgram.evaluate`.
+            timeout: Seconds; default: that of `AsyncProgram.forward`.
+
+        Returns:
+            By x an array of x's dtype and shape, a `Sparse`, or None where no y depends on x.
+
+        Raises:
+            GradruleError: As in `AsyncProgram.evaluate`.
+        """
+        seconds = self._timeout if timeout is None else timeout
+        request = self._pull_back(grad_ys, stacked_grad_ys)
+        if self._handle:
+            try:
+                return await self._client._run(self._pulled_back(request), seconds)
+            except LOST:
+                self._handle = ""
+        await self._run_forward(seconds)
+        return await self._client._run(self._pulled_back(request), seconds)
+
+    async def close(self) -> None:
+        """Releases it on the server. A later `vjp` runs forward again."""
+        if self._handle:
+            try:
+                await self._client._run(self._closing(), self._timeout)
+            except LOST:
+                # The server has released it already.
+                return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run_forward(self, timeout: float | None) -> None:
+        await self._client._run(self._forward(), timeout)

@@ -1,0 +1,332 @@
+"""Compiled programs, and the methods of the client that make and find them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages.program_calls import ProgramBase, merged
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.transfer_options import Transfer
+from gradrule._messages.x_groups import groups_of
+from gradrule._results import call_results
+from gradrule._rpc.async_client.base import AsyncClientBase
+from gradrule._rpc.async_client.forward import AsyncForwardHandle
+from gradrule._rpc.async_pipeline import AsyncPipeline, ManyFeeds, iterate
+from gradrule.errors import InvalidParamError
+
+
+class AsyncProgramMethods(AsyncClientBase):
+    """The client's methods for programs."""
+
+    async def compile(
+        self,
+        graph: GraphLike,
+        *,
+        fetches: Names = (),
+        ys: Names = (),
+        xs: GroupedNames = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        overrides: Overrides | None = None,
+        no_gradient: rpc_calls.NoGradient = "error",
+        rewrites: Sequence[str] = (),
+        dense_gradients: bool = False,
+        batching: bool = True,
+        jit: rpc_calls.Jit = "off",
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncProgram:
+        """Compiles a program, which the server keeps until it is deleted and which calls run by its name.
+
+        Params are given in the overrides, or with each call.
+
+        Args:
+            graph: As in `evaluate`.
+            fetches: As in `evaluate`.
+            ys: As in `evaluate`.
+            xs: As in `evaluate`.
+            grad_ys: Names of tensors, by y or in the order of ys; calls give arrays.
+            stop_gradients: As in `evaluate`.
+            unconnected_gradients: As in `evaluate`.
+            overrides: As in `evaluate`.
+            no_gradient: As in `evaluate`.
+            rewrites: As in `evaluate`.
+            dense_gradients: As in `evaluate`.
+            batching: As in `evaluate`.
+            jit: As in `evaluate`.
+            name: The program's id; default: made from its content. Equal content returns the program that exists.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            The program.
+
+        Raises:
+            ProgramExistsError: `name` belongs to a program with other content.
+            QuotaExceededError: The tenant has too many programs.
+            GradruleError: As in `evaluate`.
+        """
+        words = Words(
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
+            batching=batching,
+            jit=jit,
+        )
+        message = await self._run(rpc_calls.compile_program(graph, name, words), timeout)
+        return AsyncProgram(self, message, groups_of(xs, graph))
+
+    async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:
+        """Returns the program with a name.
+
+        Args:
+            name: `programs/{id}`, or the id.
+            timeout: Seconds; default: that of `connect`.
+
+        Raises:
+            ProgramNotFoundError: There is no program with this name.
+        """
+        return AsyncProgram(self, await self._run(rpc_calls.get_program(name), timeout))
+
+    async def list_programs(self, *, timeout: float | None = None) -> list[AsyncProgram]:
+        """Lists all programs, without their `overrides` and `default_gradient_nodes`, which `program` returns.
+
+        Args:
+            timeout: Seconds for each page; default: that of `connect`.
+        """
+        messages, token = await self._run(rpc_calls.list_programs(""), timeout)
+        while token:
+            more, token = await self._run(rpc_calls.list_programs(token), timeout)
+            messages += more
+        return [AsyncProgram(self, message) for message in messages]
+
+    async def delete_program(self, name: str, *, timeout: float | None = None) -> None:
+        """Deletes a program.
+
+        Args:
+            name: `programs/{id}`, or the id.
+            timeout: Seconds; default: that of `connect`.
+
+        Raises:
+            ProgramNotFoundError: There is no program with this name.
+        """
+        await self._run(rpc_calls.delete_program(name), timeout)
+
+
+class AsyncProgram(ProgramBase):
+    """A compiled program: calls send only tensors. Made by `AsyncClient.compile` and `AsyncClient.program`."""
+
+    def __init__(self, client: AsyncClientBase, message: Any, groups: call_results.Groups = None) -> None:
+        super().__init__(message, groups)
+        self._client = client
+
+    async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> call_results.Result:
+        """Runs the program.
+
+        Args:
+            feeds: Values by tensor.
+            **named: Values by tensor, as keywords.
+
+        Returns:
+            As `evaluate`.
+        """
+        return await self.evaluate(merged(feeds, named))
+
+    async def evaluate(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        grad_ys: GradYs | None = None,
+        params: CallParams | None = None,
+        stacked_grad_ys: bool = False,
+        transfer: Transfer | None = None,
+        timeout: float | None = None,
+    ) -> call_results.Result:
+        """Runs the program.
+
+        Args:
+            feeds: Values by tensor. Lists take the tensor's dtype; arrays must have it.
+            grad_ys: Upstream gradients, by y or in the order of ys: arrays of y's dtype and shape.
+            params: Values of rules' params, by the override's label, then by param.
+            stacked_grad_ys: As in `AsyncClient.evaluate`.
+            transfer: As in `AsyncClient.evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            Outputs by fetch, and gradients by x with x's dtype and shape.
+
+        Raises:
+            MissingFeedError: A placeholder has no value.
+            UnknownFeedError: A name is no placeholder of the program.
+            FeedDtypeError: An array has another dtype than its placeholder.
+            ExecutionFailedError: The graph failed while it ran.
+            GradruleError: Base class of these and all other failures.
+        """
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
+
+    async def forward(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        params: CallParams | None = None,
+        ttl: float | None = None,
+        transfer: Transfer | None = None,
+        timeout: float | None = None,
+    ) -> AsyncForwardHandle:
+        """Runs the forward pass once; the handle's `vjp` pulls back any number of times.
+
+        `async with await program.forward(…) as handle` closes it at the end of the block.
+
+        Args:
+            feeds: As in `evaluate`.
+            params: As in `evaluate`.
+            ttl: Seconds for which the server keeps it after its last use; default, and most: a setting of the server.
+            transfer: As in `evaluate`.
+            timeout: Seconds, also for the handle's calls that give none; default: that of `connect`.
+
+        Raises:
+            InvalidParamError: `ttl` is not positive.
+            QuotaExceededError: The server keeps too many handles, or too many bytes for them.
+            GradruleError: As in `evaluate`.
+        """
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        handle = AsyncForwardHandle(self._client, self, feeds, params, ttl, timeout, chosen)
+        await handle._run_forward(timeout)
+        return handle
+
+    async def map(
+        self,
+        feeds: ManyFeeds,
+        in_flight: int = 16,
+        *,
+        params: CallParams | None = None,
+        transfer: Transfer | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[call_results.Result]:
+        """Runs the program on each of many feeds, several at a time: `async for result in program.map(batches)`.
+
+        Args:
+            feeds: What `evaluate` takes, any number of times.
+            in_flight: Most calls that run at the same time.
+            params: As in `evaluate`.
+            transfer: As in `evaluate`.
+            timeout: Seconds for each call; default: that of `connect`.
+
+        Yields:
+            Results in the order of the feeds.
+
+        Raises:
+            InvalidParamError: `in_flight` is less than 1.
+            GradruleError: The first call that failed, at its place in the order; those still running are cancelled.
+        """
+        if in_flight < 1:
+            raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        pipeline: AsyncPipeline[call_results.Result] = AsyncPipeline(self._client, timeout)
+        try:
+            async for one in iterate(feeds):
+                if len(pipeline) >= in_flight:
+                    yield await pipeline.next_result()
+                pipeline.start(rpc_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
+            while len(pipeline):
+                yield await pipeline.next_result()
+        finally:
+            await pipeline.cancel()
+
+    async def jvp(
+        self,
+        feeds: Feeds | None,
+        tangents: Feeds,
+        *,
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> derivatives.Tangents:
+        """Computes Jacobian-vector products of the program's ys and xs. Compiled at its first use.
+
+        Args:
+            feeds: As in `evaluate`.
+            tangents: As in `AsyncClient.jvp`.
+            params: As in `evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `AsyncClient.jvp`.
+
+        Raises:
+            GradruleError: As in `AsyncClient.jvp`.
+        """
+        call = derivatives.program_jvp(self._message, feeds, tangents, params)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
+
+    async def jacobian(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        params: CallParams | None = None,
+        batched: bool = False,
+        timeout: float | None = None,
+    ) -> derivatives.Jacobians:
+        """Computes Jacobians of the program's ys and xs. Compiled at its first use.
+
+        Args:
+            feeds: As in `evaluate`.
+            params: As in `evaluate`.
+            batched: As in `AsyncClient.jacobian`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `AsyncClient.jacobian`.
+
+        Raises:
+            GradruleError: As in `AsyncClient.jacobian`.
+        """
+        call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
+
+    async def hvp(
+        self,
+        feeds: Feeds | None,
+        vectors: Feeds,
+        *,
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> derivatives.Products:
+        """Computes Hessian-vector products of the program's ys and xs. Compiled at its first use.
+
+        Args:
+            feeds: As in `evaluate`.
+            vectors: As in `AsyncClient.hvp`.
+            params: As in `evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `AsyncClient.hvp`.
+
+        Raises:
+            GradruleError: As in `AsyncClient.hvp`.
+        """
+        call = derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
+
+    async def delete(self, *, timeout: float | None = None) -> None:
+        """Deletes the program from the server.
+
+        Args:
+            timeout: Seconds; default: that of `connect`.
+
+        Raises:
+            ProgramNotFoundError: It was deleted before.
+        """
+        await self._client._run(rpc_calls.delete_program(self.name), timeout)

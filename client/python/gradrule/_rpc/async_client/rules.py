@@ -1,0 +1,137 @@
+"""Methods of the client for rules: register, list, delete, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.rules import Params, Rule
+from gradrule._messages import rpc_calls
+from gradrule._results import rule_infos
+from gradrule._rpc.async_client.base import AsyncClientBase
+
+
+class AsyncRuleMethods(AsyncClientBase):
+    """The client's methods for rules and presets."""
+
+    async def create_rule(
+        self,
+        name: str,
+        expression: str | None = None,
+        *,
+        graph: GraphLike | None = None,
+        params: Params | Iterable[str] | None = None,
+        gradient: Rule | None = None,
+        description: str = "",
+        timeout: float | None = None,
+    ) -> rule_infos.RuleInfo:
+        """Registers a rule: an expression over `x, y, dy, default` and params, or a graph.
+
+        Args:
+            name: Name of the rule. Equal content under the same name returns the rule that exists.
+            expression: The gradient by x, for example `"where(abs(x) <= 1, dy, 0)"`.
+            graph: A graph that computes the gradient, instead of an expression.
+            params: Default values by name, None for a param that each use must give a value; or only names.
+            gradient: The rule for the gradient of this rule, see `Rule`.
+            description: A text for people.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            The rule as the server holds it.
+
+        Raises:
+            InvalidExpressionError: The expression cannot be read.
+            InvalidRuleError: The rule is not valid.
+            RuleExistsError: The name belongs to a rule with other content.
+        """
+        return await self._run(rpc_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
+
+    async def get_rule(self, name: str, *, timeout: float | None = None) -> rule_infos.RuleInfo:
+        """Returns the rule with a name.
+
+        Args:
+            name: Name of the rule.
+            timeout: Seconds; default: that of `connect`.
+
+        Raises:
+            UnknownRuleError: There is no rule with this name.
+        """
+        return await self._run(rpc_calls.get_rule(name), timeout)
+
+    async def list_rules(
+        self, kind: rpc_calls.RuleKind | None = None, *, timeout: float | None = None
+    ) -> list[rule_infos.RuleInfo]:
+        """Lists rules.
+
+        Args:
+            kind: `"user"`, `"builtin"` or `"op"`; None: all kinds.
+            timeout: Seconds for each page; default: that of `connect`.
+
+        Raises:
+            InvalidRuleError: There is no such kind.
+        """
+        rules, token = await self._run(rpc_calls.list_rules(kind, ""), timeout)
+        while token:
+            more, token = await self._run(rpc_calls.list_rules(kind, token), timeout)
+            rules += more
+        return rules
+
+    async def delete_rule(self, name: str, *, timeout: float | None = None) -> None:
+        """Deletes a user's rule. Programs that were compiled with it keep it.
+
+        Args:
+            name: Name of the rule.
+            timeout: Seconds; default: that of `connect`.
+
+        Raises:
+            UnknownRuleError: There is no rule with this name.
+            RuleReadOnlyError: It is a builtin rule or an op's.
+        """
+        await self._run(rpc_calls.delete_rule(name), timeout)
+
+    async def list_presets(self, *, timeout: float | None = None) -> list[rule_infos.PresetInfo]:
+        """Lists presets: named lists of overrides, for `gr.Preset`.
+
+        Args:
+            timeout: Seconds; default: that of `connect`.
+        """
+        return await self._run(rpc_calls.list_presets(), timeout)
+
+    async def sample_rule(
+        self,
+        rule: str | Rule,
+        *,
+        x: Any = None,
+        y: Any = None,
+        dy: Any = None,
+        params: Params | None = None,
+        op_type: str | None = None,
+        attrs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **more: Any,
+    ) -> rule_infos.SampleResult:
+        """Runs a rule on values, without a graph.
+
+        Lists of numbers become float32, except for inputs that the op takes as integers only; arrays keep their dtype.
+
+        Args:
+            rule: Name of a rule, or a `Rule`.
+            x: Value of the first input, of any shape.
+            y: Value of the first output; default: computed by `op_type`.
+            dy: Upstream gradient, of y's shape; default: ones.
+            params: Values of params by name; default: the rule's.
+            op_type: The op whose gradient the rule replaces.
+            attrs: Attributes of the op that do not follow from its inputs.
+            timeout: Seconds; default: that of `connect`.
+            **more: Values of further variables: `x1`, `y1`, `dy1`, `default`, ….
+
+        Returns:
+            The gradient by each input.
+
+        Raises:
+            UnknownRuleError: There is no rule with this name.
+            InvalidTensorError: A value is no array of numbers.
+        """
+        values = {"x": x, "y": y, "dy": dy, **more}
+        return await self._run(rpc_calls.sample_rule(rule, values, params, op_type, attrs), timeout)

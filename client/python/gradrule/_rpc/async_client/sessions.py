@@ -1,0 +1,197 @@
+"""Sessions: variables that the server holds while one stream is open, trained and evaluated there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from gradrule._builder import blob_values
+from gradrule._builder.graph import Graph
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, Name, Names, Words
+from gradrule._messages.rpc_calls import Call, UnconnectedGradients
+from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
+from gradrule._results import call_results
+from gradrule._rpc.async_client.base import AsyncClientBase
+from gradrule._rpc.async_transport import CHANNEL_CLOSED, AsyncSessionStream
+from gradrule.common.tensor_codec import Array
+from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
+from gradrule.optimizers import Optimizer
+
+R = TypeVar("R")
+
+
+class AsyncSession(SessionBase):
+    """Variables that the server holds: `async with client.session(graph) as s`. They are released after the block.
+
+    Only one call at a time: messages are answered one after the other.
+    """
+
+    def __init__(self, client: AsyncClientBase, options: SessionOptions) -> None:
+        super().__init__(options)
+        self._client = client
+        self._send_blobs = client._send_blobs
+        self._stream: AsyncSessionStream | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._run(self._start(), None)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the session; the server releases its variables."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    async def step(
+        self,
+        feeds: Feeds | None,
+        loss: Name,
+        optimizer: Optimizer,
+        *,
+        fetches: Names = (),
+        variables: Names = (),
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> StepResult:
+        """Updates the variables once, so that a loss becomes smaller.
+
+        Args:
+            feeds: As in `AsyncClient.evaluate`.
+            loss: A tensor; one that is not a scalar is summed.
+            optimizer: An optimizer of `gradrule.optimizers`.
+            fetches: Tensors to return, computed before the update.
+            variables: Which to update; default: all float variables that the loss depends on, except those that the
+                graph marks as not trainable.
+            params: As in `AsyncClient.evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            The loss before the update, and the fetches.
+
+        Raises:
+            InvalidOptimizerError: `optimizer` is none, or its numbers are out of range.
+            GradruleError: As in `AsyncClient.evaluate`.
+        """
+        return await self._run(self._step(feeds, loss, optimizer, variables, fetches, params), timeout)
+
+    async def evaluate(
+        self,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        *,
+        ys: Names = (),
+        xs: Names = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: UnconnectedGradients = "none",
+        params: CallParams | None = None,
+        dense_gradients: bool = False,
+        timeout: float | None = None,
+    ) -> call_results.Result:
+        """Computes outputs and gradients with the session's variables; values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `AsyncClient.evaluate`.
+            fetches: As in `AsyncClient.evaluate`.
+            ys: As in `AsyncClient.evaluate`.
+            xs: As in `AsyncClient.evaluate`, without groups; variables too.
+            grad_ys: As in `AsyncClient.evaluate`.
+            stop_gradients: As in `AsyncClient.evaluate`.
+            unconnected_gradients: As in `AsyncClient.evaluate`.
+            params: As in `AsyncClient.evaluate`.
+            dense_gradients: As in `AsyncClient.evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `AsyncClient.evaluate`.
+
+        Raises:
+            GradruleError: As in `AsyncClient.evaluate`.
+        """
+        words = Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients)
+        return await self._run(self._evaluate(feeds, words, params), timeout)
+
+    async def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:
+        """Returns values of variables.
+
+        Args:
+            names: Which; default: all.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            Arrays by variable.
+
+        Raises:
+            UnknownTensorError: A name is no variable.
+        """
+        return await self._run(self._read(names), timeout)
+
+    async def assign(self, values: Mapping[Name, Any], *, timeout: float | None = None) -> None:
+        """Assigns values to variables: to all that are given, or, after an error, to none.
+
+        Args:
+            values: Arrays by variable, of its dtype and shape.
+            timeout: Seconds; default: that of `connect`.
+
+        Raises:
+            UnknownTensorError: A name is no variable.
+            FeedDtypeError: An array has another dtype than its variable.
+            FeedShapeError: An array has another shape than its variable.
+        """
+        await self._run(self._assign(values), timeout)
+
+    async def save(self, *, timeout: float | None = None) -> Graph:
+        """Returns the graph with the variables' present values, to evaluate, or to write with its `save`.
+
+        Args:
+            timeout: Seconds; default: that of `connect`.
+        """
+        return self._saved(await self.read(timeout=timeout))
+
+    async def _run(self, call: Call[R], timeout: float | None) -> R:
+        if self._stream is None and call.method != "start":
+            raise UnavailableError("the session is not open; use it as `async with client.session(graph) as s`")
+        await self._upload(self._not_uploaded(call), timeout)
+        try:
+            return await self._exchange(call, timeout)
+        except BlobNotFoundError:
+            if not call.blobs:
+                raise
+        # A server that is short of space may have evicted them.
+        await self._upload(call.blobs, timeout)
+        return await self._exchange(call, timeout)
+
+    async def _upload(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
+        if blobs:
+            await self._send_blobs(blobs, timeout)
+            self._uploaded.update(blobs)
+
+    async def _exchange(self, call: Call[R], timeout: float | None) -> R:
+        data = self._message(call, self._client._deadline(timeout))
+        if call.method == "start":
+            # A refused start has ended its stream.
+            self.close()
+            try:
+                self._stream = AsyncSessionStream(self._client._channel, self._client._metadata)
+            except CHANNEL_CLOSED as cause:
+                raise self._client._closed() from cause
+        assert self._stream is not None
+        try:
+            answer = await self._stream.exchange(data)
+        except GradruleError:
+            raise
+        except BaseException:
+            # After an interrupt an answer may still come, which the next message would take for its own.
+            self.close()
+            raise
+        return self._decoded(call, answer)

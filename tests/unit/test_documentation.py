@@ -1,0 +1,77 @@
+"""Links and file names in the documentation lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PREFIXES = ("", "server/gradrule_server/", "client/python/", "client/python/gradrule/")
+
+
+def pages() -> list[Path]:
+    """All Markdown files of the repository."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [ROOT / name for name in listed if (ROOT / name).exists()]
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", pages(), ids=page_id)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in _LINK.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def named_files(page: Path) -> set[str]:
+    """The files and folders that a page names in code style."""
+    named = re.findall(r"`([\w./…*-]+)`", _FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {
+        name
+        for name in named
+        if re.search(r"\.(py|ts|tsv|proto|md|toml|yaml|binpb)$", name) or name.startswith(("…/", "docs/", "tests/"))
+    }
+
+
+@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(name: str) -> None:
+    named = named_files(ROOT / name)
+    assert named
+    for path in named:
+        short = path.removeprefix("…/")
+        found = any((ROOT / prefix / short).exists() for prefix in _PREFIXES)
+        # A name without a folder stands beside the folder that the sentence names.
+        found = found or ("/" not in short and any(ROOT.glob(f"server/**/{short}")))
+        assert found, path
+
+
+def test_every_guide_is_linked_from_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in _LINK.findall(text)}
+    reached = set(linked)
+    for page in linked:
+        if page.suffix == ".md" and page.is_file():
+            links = _LINK.findall(page.read_text(encoding="utf-8"))
+            reached |= {(page.parent / link.partition("#")[0]).resolve() for link in links if "://" not in link}
+    assert not {
+        page_id(page) for page in (ROOT / "docs").rglob("*.md") if page not in reached and page.parent not in reached
+    }
