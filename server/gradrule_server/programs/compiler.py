@@ -12,11 +12,10 @@ from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import RunnableProgram
-from gradrule_server.programs.compiled import CompiledProgram, compiled
+from gradrule_server.programs.compiled import CompiledProgram, RunnableProgram, join_compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Prepared, Preparer
-from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.tenant_locks import TenantLocks
@@ -205,4 +204,4 @@ class Compiler:
         reply = await recovery.run(loadable.workload, load, proves=False)
         device = self._loaded.pool.greeting.device
         finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, recovery.ends_at)
-        return RunnableProgram(compiled(prepared, finished, self._limits), loadable)
+        return RunnableProgram(join_compiled(prepared, finished, self._limits), loadable)

@@ -10,8 +10,9 @@ from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone
 from gradrule_server.operations.request_record import record_known_call
-from gradrule_server.programs.cache import KnownCall, ProgramCache, RunnableProgram, StoredKey
+from gradrule_server.programs.cache import KnownCall, ProgramCache, StoredKey
 from gradrule_server.programs.call_structure import CallStructure
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.loaded import Load, LoadedPrograms
 from gradrule_server.programs.run_modes import settings_of
 from gradrule_server.recovery.crash_history import HistoryRecorder
@@ -71,7 +72,7 @@ class KnownCalls:
             if load is None:
                 return None
             if load is not call.load:
-                call.runs_at(load)
+                call.set_load(load)
         self._loaded.crash_history.check(call.recorder.workload)
         if call.request_size != len(raw):
             call.request_size, call.prefix = len(raw), wire_format.prefix(_REQUEST, len(raw))
@@ -105,7 +106,7 @@ class KnownCalls:
         """Keeps what the call needs in the tables that forget what was not used for long."""
         call.used_at = now
         if self._cache.get_call(structure) is call:
-            self._cache.used_call(structure, call)
+            self._cache.mark_call_used(structure, call)
         if load.is_available:
             self._loaded.used(load)
         self._loaded.crash_history.record_success(call.recorder.workload)

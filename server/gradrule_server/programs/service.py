@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -19,20 +18,21 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.shape import CallShape, canonical
+from gradrule_server.link.shape import CallShape
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_run, timing_compilation
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import Inline, ProgramCache, RunnableProgram, SpecDigests, StoredKey
-from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, memory_use, structure_of
+from gradrule_server.programs.cache import InlineKey, ProgramCache, SpecDigests, StoredKey
+from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, call_shape, memory_use, structure_of
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.known_calls import KnownCalls
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Preparer
-from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.programs.run_modes import ProcessRef, RunForward, RunMode, RunOnce, may_batch
 from gradrule_server.programs.stored_programs import StoredPrograms
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
@@ -40,9 +40,6 @@ from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 
 MAX_FINDINGS = 100
-
-# An output's number that is written with zeros before it, and would go by another name in the engine.
-_PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
 
 
 class ProgramService:
@@ -187,7 +184,7 @@ class ProgramService:
                 values.shared_memory.CopyFrom(request.shared_memory)
             payload = values.SerializeToString()
         run = link_pb2.RunRequest(
-            request=payload, params=program.compiled.settings(request.params), blob_folder=self._blobs.folder_name
+            request=payload, params=program.compiled.param_settings(request.params), blob_folder=self._blobs.folder_name
         )
 
         recovery = recovery or self.recovery(how)
@@ -278,7 +275,7 @@ class ProgramService:
     ) -> tuple[RunnableProgram, bool]:
         """The program, and whether it was made just now."""
         raw = hashlib.sha256(spec).digest()
-        key = Inline(self._spec_digests.get(raw), self._rules.revision, call)
+        key = InlineKey(self._spec_digests.get(raw), self._rules.revision, call)
         found = self.cache.get(key)
         if found is not None:
             return found, False
@@ -343,33 +340,3 @@ def _blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:
     """Blobs that the call's values are."""
     values = (*request.feeds, *request.grad_ys, *request.tangents, *request.vectors)
     return [item.value.blob.sha256 for item in values if item.value.HasField("blob")]
-
-
-def call_shape(request: link_pb2.RawEvaluateRequest) -> CallShape:
-    """The structure of a call; UNKNOWN_FEED where a name is given twice, or is no name."""
-    return CallShape(
-        _names([item.name for item in request.feeds], "feeds"),
-        _names([item.name for item in request.grad_ys], "grad_ys"),
-        request.derivative,
-        _names([item.name for item in request.tangents], "tangents"),
-        _names([item.name for item in request.vectors], "vectors"),
-        request.stacked_grad_ys,
-    )
-
-
-def _names(given: Sequence[str], field: str) -> frozenset[str]:
-    """Canonical names; UNKNOWN_FEED where one is given twice, or is no name."""
-    names = [canonical(name) for name in given]
-    unique = frozenset(names)
-    if len(names) != len(unique):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, f"{field} name {twice!r} twice", node=twice, field=field)
-    for name in unique:
-        padded = _PADDED_OUTPUT.fullmatch(name)
-        if padded is not None:
-            raise error(
-                errors_pb2.ERROR_REASON_UNKNOWN_FEED,
-                f"{field} name {name!r}, which is no name of a tensor; did you mean '{padded[1]}:{padded[2]}'?",
-                field=field,
-            )
-    return unique

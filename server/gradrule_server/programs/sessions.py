@@ -19,9 +19,11 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.shape import canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, value_fault
-from gradrule_server.programs.cache import RunnableProgram, SessionKey
+from gradrule_server.programs.cache import SessionKey
+from gradrule_server.programs.call_structure import call_shape
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.run_modes import ProcessRef, RunInSession
-from gradrule_server.programs.service import ProgramService, call_shape
+from gradrule_server.programs.service import ProgramService
 from gradrule_server.quotas import Quota
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
@@ -239,7 +241,7 @@ class Session:
             self._watching.cancel()
         if self._name:
             self._manager.close(self._name)
-            self._manager.program_service.cache.forget_session(self._name)
+            self._manager.program_service.cache.remove_session(self._name)
             if self._place is not None and not self._place.is_gone:
                 ending = link_pb2.ReleaseRequest(handle=self._name)
                 self._place.engine.tell(Kind.END_SESSION, ending.SerializeToString())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from gradrule.v1 import program_pb2
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
-from gradrule_server.programs.cache import DeletedNames, ProgramCache, RunnableProgram, StoredKey
+from gradrule_server.programs.cache import ProgramCache, StoredKey
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.rules import RuleRegistry
@@ -88,7 +91,7 @@ class StoredPrograms:
         full = name if name.startswith(_PREFIX) else _PREFIX + name
         await asyncio.to_thread(self._programs.delete, full)
         self._changes.given_up(full)
-        self._cache.forget(full)
+        self._cache.remove_stored(full)
 
     def _content(self, stored: StoredProgram) -> tuple[bytes, bytes]:
         spec, snapshot = self._programs.content(stored)
@@ -109,3 +112,25 @@ class StoredPrograms:
             if key.name not in given_up:
                 self._cache.put(key, program, is_used=is_used)
         return program, True
+
+
+class DeletedNames:
+    """Tells whoever reads a program by name whether the name was given up meanwhile."""
+
+    def __init__(self) -> None:
+        self._watches: list[set[str]] = []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """The names that were given up since this context was entered."""
+        names: set[str] = set()
+        self._watches.append(names)
+        try:
+            yield names
+        finally:
+            self._watches = [watch for watch in self._watches if watch is not names]
+
+    def given_up(self, name: str) -> None:
+        """The name was given up just now."""
+        for names in self._watches:
+            names.add(name)
