@@ -76,12 +76,12 @@ def test_forgetting_a_name_forgets_its_variants() -> None:
 
 def test_names_that_are_given_up_are_told_to_whoever_watches() -> None:
     changes = DeletedNames()
-    changes.given_up("before")
-    with changes.watched() as outer:
-        with changes.watched() as inner:
-            changes.given_up("a")
-        changes.given_up("b")
-    changes.given_up("after")
+    changes.add("before")
+    with changes.watch() as outer:
+        with changes.watch() as inner:
+            changes.add("a")
+        changes.add("b")
+    changes.add("after")
     assert (outer, inner) == ({"a", "b"}, {"a"})
 
 

@@ -41,7 +41,7 @@ class FakeCompiler:
         self.gate.set()
         self.asked = 0
 
-    async def compile_to_keep(self, spec: bytes, *_: Any) -> tuple[RunnableProgram, StoredParts]:
+    async def compile_to_store(self, spec: bytes, *_: Any) -> tuple[RunnableProgram, StoredParts]:
         return await self.compile(spec), StoredParts(spec, (), b"")
 
     async def compile_stored(
