@@ -136,7 +136,7 @@ def many_dimensions() -> bytes:
 def many_values() -> bytes:
     """A feed of small numbers, each a field of its own, that claims to be larger."""
     message = raw.request(raw.sign_graph(), {})
-    feed = message.feeds.add(name="x").value.inline
+    feed = message.feeds.add(name="x").value.inline_tensor
     feed.dtype = raw.DT_FLOAT
     feed.tensor_shape.dim.add(size=2**33)
     feed.float_val.extend([1.0] * 500_000)

@@ -92,7 +92,7 @@ async def _reasons(own: grpc.aio.Channel, batch: Sequence[OpReview], place: str)
     """
     ops = [_definition(ruling.op) for ruling in batch]
     spec = program_pb2.ProgramSpec(fetches=[f"{minimal.RESULT}{number}" for number in range(len(ops))])
-    spec.graph.inline.CopyFrom(minimal.graph_of(ops, place))
+    spec.graph.inline_graph.CopyFrom(minimal.graph_of(ops, place))
     request = program_pb2.CompileProgramRequest(spec=spec, validate_only=True).SerializeToString()
     try:
         answer: bytes = await own.unary_unary(_COMPILE)(request, timeout=_DEADLINE_S)

@@ -133,7 +133,7 @@ def test_a_blob_as_a_feed_and_as_a_graph(blobs: Any, channel: grpc.Channel) -> N
     message.spec.graph.CopyFrom(rule_pb2.GraphSource(blob_sha256=name_of(graph)))
     message.feeds.add(name="x", value=_blob_tensor(values.tobytes(), [3]))
     answer = raw.evaluate(channel, message)
-    assert np.frombuffer(answer.outputs[0].value.inline.tensor_content, np.float32).tolist() == [-1.0, 1.0, 0.0]
+    assert np.frombuffer(answer.outputs[0].value.inline_tensor.tensor_content, np.float32).tolist() == [-1.0, 1.0, 0.0]
     assert answer.digests.graph == name_of(graph)
     for shape, dtype, reason in (
         ([2], tensor_pb2.DT_FLOAT, "INVALID_TENSOR"),

@@ -94,7 +94,7 @@ def test_any_grpc_client_can_send_chunks(channel: grpc.Channel) -> None:
     with opened(channel) as stream:
         for start in range(0, len(data), 100_000):
             stream.send(3, chunk=data[start : start + 100_000])
-        message = evaluate_pb2.StreamEvaluateRequest(request_id=3, chunk_bytes=len(data), answer_chunk_bytes=1)
+        message = evaluate_pb2.StreamEvaluateRequest(request_id=3, total_bytes=len(data), answer_chunk_bytes=1)
         message.evaluate.SetInParent()
         stream.send_bytes(message.SerializeToString())
         pieces = []

@@ -79,7 +79,9 @@ async def _compile_endless(engine: Engine) -> None:
 
 def _run(x: float) -> bytes:
     call = evaluate_pb2.EvaluateRequest()
-    call.feeds.add(name="x").value.inline.ParseFromString(tf.make_tensor_proto(x, tf.float32).SerializeToString())
+    call.feeds.add(name="x").value.inline_tensor.ParseFromString(
+        tf.make_tensor_proto(x, tf.float32).SerializeToString()
+    )
     return link_pb2.RunRequest(key="endless", request=call.SerializeToString()).SerializeToString()
 
 

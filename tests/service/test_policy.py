@@ -78,7 +78,7 @@ def _samples() -> dict[str, OpDef]:
 def checked(channel: grpc.Channel, graph: graph_pb2.Graph, fetches: list[str]) -> list[program_pb2.Finding]:
     """What `validate_only` finds."""
     request = program_pb2.CompileProgramRequest(validate_only=True)
-    request.spec.graph.inline.CopyFrom(graph)
+    request.spec.graph.inline_graph.CopyFrom(graph)
     request.spec.fetches.extend(fetches)
     return list(program_pb2_grpc.ProgramServiceStub(channel).CompileProgram(request, timeout=60).findings)
 

@@ -46,7 +46,7 @@ class Signature {
     this.ys = specsOf(message?.ys ?? []);
     this.xs = specsOf(message?.xs ?? []);
     this.overrides = (message?.overrides ?? []).map(resolutionOf);
-    this.defaultGradientNodes = message?.defaulted ?? [];
+    this.defaultGradientNodes = message?.defaultGradientNodes ?? [];
     this.rewritten = message?.rewritten ?? [];
   }
 }

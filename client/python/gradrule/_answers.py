@@ -30,7 +30,7 @@ _OUTPUTS = evaluate_pb2.EvaluateResponse.OUTPUTS_FIELD_NUMBER
 _GRADIENTS = evaluate_pb2.EvaluateResponse.GRADIENTS_FIELD_NUMBER
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
-_INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER
+_INLINE = tensor_pb2.TensorSource.INLINE_TENSOR_FIELD_NUMBER
 _SHARED = tensor_pb2.TensorSource.SHARED_MEMORY_FIELD_NUMBER
 _SHARED_GRADIENT = evaluate_pb2.Gradient.SHARED_MEMORY_FIELD_NUMBER
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
@@ -265,10 +265,10 @@ def _shared_tensor(data: bytes, start: int, stop: int) -> TensorPlace:
     except ValueError as cause:
         raise InvalidTensorError(f"the server's answer: {cause}") from None
     count = math.prod(shape)
-    if dtype.kind == "O" or message.size != count * dtype.itemsize:
+    if dtype.kind == "O" or message.size_bytes != count * dtype.itemsize:
         name = dtype_name(message.dtype)
         raise InvalidTensorError(
-            f"the server's answer: {message.size} bytes of shared memory do not fit {name} of shape {list(shape)}"
+            f"the server's answer: {message.size_bytes} bytes of shared memory do not fit {name} of shape {list(shape)}"
         )
     return SharedPlace(start, stop, dtype, count, shape, message.offset)
 

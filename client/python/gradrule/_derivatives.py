@@ -147,7 +147,7 @@ def _add_directions(
 def _tangents(response: evaluate_pb2.EvaluateResponse, aliases: Mapping[str, str]) -> Tangents:
     told = labels(aliases)
     found = {
-        told.get(bare(item.name), item.name): array(item.value.inline) if item.HasField("value") else None
+        told.get(bare(item.name), item.name): array(item.value.inline_tensor) if item.HasField("value") else None
         for item in response.output_tangents
     }
     return ByName(found, aliases)

@@ -176,7 +176,7 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
             raise UnknownFeedError(f"the tensor {feed.name!r} is fed twice")
         fed.add(tensor.name)
         # Arrays for a graph that came as bytes have not been compared yet.
-        dtype = feed.value.inline.dtype or feed.value.blob.dtype
+        dtype = feed.value.inline_tensor.dtype or feed.value.blob.dtype
         if tensor.number and dtype != without_ref(tensor.number):
             actual = dtype_name(dtype)
             raise FeedDtypeError(f"feeds[{feed.name!r}] is an array of {actual}, the tensor is {tensor.dtype}")
@@ -304,7 +304,7 @@ def add_named_tensor(
         if large is not None and _large.is_large(array):
             large.append(_large.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
         else:
-            tensor_codec.write_message(messages.add(name=name).value.inline, array)
+            tensor_codec.write_message(messages.add(name=name).value.inline_tensor, array)
     except ValueError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
 

@@ -171,7 +171,7 @@ class Result:
     @cached_property
     def default_gradient_nodes(self) -> list[str]:
         nodes = self._details.default_gradient_nodes
-        return list(self._answer.rest.defaulted if nodes is None else nodes)
+        return list(self._answer.rest.default_gradient_nodes if nodes is None else nodes)
 
     @cached_property
     def rewritten(self) -> list[str]:
@@ -366,7 +366,7 @@ def explanation(
     program = response.program
     return Explanation(
         overrides=resolutions(program.overrides),
-        default_gradient_nodes=list(program.defaulted),
+        default_gradient_nodes=list(program.default_gradient_nodes),
         findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
         inputs=specs(program.inputs, aliases),
         outputs=specs(program.outputs, aliases),
@@ -380,8 +380,8 @@ def explanation(
 def sample_result(response: rule_pb2.SampleRuleResponse) -> SampleResult:
     """From the answer of SampleRule."""
     return SampleResult(
-        {item.name: array(item.value.inline) if item.HasField("value") else None for item in response.gradients},
-        {item.name: array(item.value.inline) for item in response.outputs},
+        {item.name: array(item.value.inline_tensor) if item.HasField("value") else None for item in response.gradients},
+        {item.name: array(item.value.inline_tensor) for item in response.outputs},
     )
 
 
@@ -463,8 +463,8 @@ def sparse(message: tensor_pb2.SparseTensor) -> Sparse:
 
 
 def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:
-    if source.WhichOneof("source") == "inline":
-        return source.inline.SerializeToString(deterministic=True)
+    if source.WhichOneof("source") == "inline_graph":
+        return source.inline_graph.SerializeToString(deterministic=True)
     return source.serialized
 
 

@@ -49,7 +49,9 @@ def sample_request(
     for name, value in values.items():
         if value is not None:
             message = tensor_message(value, _default_type(name, value, op), name)
-            request.values.append(tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=message)))
+            request.values.append(
+                tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline_tensor=message))
+            )
     for name, value in (params or {}).items():
         request.params[name].CopyFrom(param_value(name, value))
     for name, value in (attrs or {}).items():

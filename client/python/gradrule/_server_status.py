@@ -46,7 +46,7 @@ class CacheStatus:
 
     name: str
     entries: Usage
-    bytes: Usage
+    size_bytes: Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class CompileWorkersStatus:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """How a server is doing. uptime: in seconds. tenants, quarantined: the first 1,000 of `…_count`."""
+    """How a server is doing. uptime: in seconds. tenants, quarantined_programs: the first 1,000 of `…_count`."""
 
     version: str
     tensorflow_version: str
@@ -100,8 +100,8 @@ class ServerStatus:
     caches: tuple[CacheStatus, ...]
     tenants: tuple[TenantStatus, ...]
     tenant_count: int
-    quarantined: tuple[QuarantinedProgram, ...]
-    quarantined_count: int
+    quarantined_programs: tuple[QuarantinedProgram, ...]
+    quarantined_program_count: int
     compile_workers: CompileWorkersStatus
 
 
@@ -115,14 +115,14 @@ def server_status(message: admin_pb2.ServerStatus) -> ServerStatus:
         engines=tuple(map(_engine, message.engines)),
         spare_engines=message.spare_engines,
         requests=_usage(message.requests),
-        caches=tuple(CacheStatus(item.name, _usage(item.entries), _usage(item.bytes)) for item in message.caches),
+        caches=tuple(CacheStatus(item.name, _usage(item.entries), _usage(item.size_bytes)) for item in message.caches),
         tenants=tuple(map(_tenant, message.tenants)),
         tenant_count=message.tenant_count,
-        quarantined=tuple(
+        quarantined_programs=tuple(
             QuarantinedProgram(item.digest, item.reason, item.remaining.ToNanoseconds() / 1e9)
-            for item in message.quarantined
+            for item in message.quarantined_programs
         ),
-        quarantined_count=message.quarantined_count,
+        quarantined_program_count=message.quarantined_program_count,
         compile_workers=CompileWorkersStatus(
             message.compile_workers.count,
             message.compile_workers.busy,

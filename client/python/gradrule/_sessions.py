@@ -17,7 +17,7 @@ from gradrule._requests import CallParams, Feeds, Name, Names
 from gradrule._results import Resolution, Timings
 from gradrule._sources import GraphLike
 from gradrule._specs import TensorSpec
-from gradrule._status import error_of_status, serialized
+from gradrule._status import error_from_status, serialized
 from gradrule._transfer import Transfer
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import InternalError, InvalidOptimizerError
@@ -34,9 +34,14 @@ _FLOATS = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE, Dt.D
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step gives. loss: its value before the update. outputs: arrays by fetch, from before the update too.
+    """The result of one training step.
 
-    step: how many steps the session has made. overrides: which node got which rule, with the first step of its kind.
+    Attributes:
+        loss: The loss before the update.
+        outputs: Arrays by fetch, before the update.
+        step: How many steps the session has run.
+        timings: How long the step took.
+        overrides: The rule that each node got; only with the first step of its kind.
     """
 
     loss: Array
@@ -47,7 +52,7 @@ class StepResult:
 
 
 class SessionOptions(NamedTuple):
-    """What a session is opened with."""
+    """The arguments that a session is opened with."""
 
     graph: GraphLike
     overrides: Overrides | None
@@ -71,7 +76,7 @@ class SessionBase:
 
     @property
     def variables(self) -> Mapping[str, TensorSpec]:
-        """The variables, by name."""
+        """Dtypes and shapes of the variables, by name."""
         return self._specs
 
     def _type_of(self, name: str, needed: bool) -> int:
@@ -80,7 +85,7 @@ class SessionBase:
 
     def _start(self) -> Call[None]:
         blobs = _blobs.fed(self._given)
-        # Overrides hold wherever something is differentiated, so the builder's own go along.
+        # The session differentiates later, so the overrides recorded by the builder are sent too.
         spec, _ = _requests.program_spec(self._graph, self._words, blobs)
         start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
         if isinstance(self._graph, Graph):
@@ -118,7 +123,7 @@ class SessionBase:
         )
 
         def decode(answer: session_pb2.StepResponse) -> StepResult:
-            loss_value, *outputs = [to_numpy(item.value.inline) for item in answer.outputs]
+            loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
             return StepResult(
                 loss_value,
                 _results.ByName(dict(zip(names, outputs, strict=True))),
@@ -130,7 +135,7 @@ class SessionBase:
         return Call("step", request, session_pb2.StepResponse.FromString, decode, _blobs.fed(feeds))
 
     def _trainable(self) -> list[str]:
-        """The variables that training changes, where the graph tells which it leaves alone."""
+        """Returns the variables to train; empty if the graph marks none as not trainable."""
         if not isinstance(self._graph, Graph) or not self._graph.non_trainable:
             return []
         return [
@@ -163,7 +168,7 @@ class SessionBase:
         request = session_pb2.ReadRequest(variables=_requests.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
-            return _results.ByName({item.name: to_numpy(item.value.inline) for item in answer.variables})
+            return _results.ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
 
         return Call("read", request, session_pb2.ReadResponse.FromString, decode)
 
@@ -211,7 +216,7 @@ class SessionBase:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
         kind = answer.WhichOneof("response")
         if kind == "status":
-            raise error_of_status(answer.status)
+            raise error_from_status(answer.status)
         expected = "started" if call.method == "start" else call.method
         if kind != expected:
             raise InternalError(f"the server answered a {call.method} with {kind}")

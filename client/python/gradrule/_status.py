@@ -51,12 +51,16 @@ def _error_of(call: Any) -> GradruleError:
     return of_reason(_REASONS.get(code, "INTERNAL"), call.details() or f"the call failed: {code.name}", code=code.name)
 
 
-def error_of_status(data: bytes) -> GradruleError:
-    """The typed error in the bytes of a `google.rpc.Status`, which streams answer with."""
+def error_from_status_bytes(data: bytes) -> GradruleError:
+    """Returns the typed error of a serialized status, which streams answer with."""
     try:
-        status = status_pb2.Status.FromString(data)
+        return error_from_status(status_pb2.Status.FromString(data))
     except DecodeError as cause:
         return InternalError(f"the server's answer cannot be read: {cause}")
+
+
+def error_from_status(status: status_pb2.Status) -> GradruleError:
+    """Returns the typed error of a status, which sessions answer with."""
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
     error = _from_status(status, code) or of_reason(_REASONS.get(code, "INTERNAL"), status.message, code=code.name)
     info = _unpacked(status, error_details_pb2.RequestInfo())

@@ -64,7 +64,7 @@ class Variables(MutableMapping[str, tensor_codec.Array]):
         for name, array in self._arrays.items():
             number = tensor_codec.number_of_array(array)
             if blobs is None or array.nbytes <= _blobs.MAX_INLINE_VALUE or number == tensor_pb2.DT_STRING:
-                value = tensor_pb2.TensorSource(inline=tensor_codec.to_message(array))
+                value = tensor_pb2.TensorSource(inline_tensor=tensor_codec.to_message(array))
             else:
                 if name not in self._blobs:
                     data = _blobs.data_of(array)

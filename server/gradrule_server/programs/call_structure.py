@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from gradrule.common.wire_format import MalformedError, fields, read_varint, varint
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import error
-from gradrule_server.link.shape import CallShape, canonical
+from gradrule_server.link.messages import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import SMALL_BYTES
 
@@ -37,7 +37,7 @@ _MEMORY = _FIELDS["shared_memory"].number << 3 | _LENGTH
 _NUMBERS = frozenset(_FIELDS[name].number << 3 for name in ("derivative", "stacked_grad_ys"))
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER << 3 | _LENGTH
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER << 3 | _LENGTH
-_INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER << 3 | _LENGTH
+_INLINE = tensor_pb2.TensorSource.INLINE_TENSOR_FIELD_NUMBER << 3 | _LENGTH
 _SHARED = tensor_pb2.TensorSource.SHARED_MEMORY_FIELD_NUMBER << 3 | _LENGTH
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER << 3 | _LENGTH
 _PACKED = varint(tensor_pb2.Tensor.PACKED_FIELD_NUMBER << 3 | _LENGTH)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.link.engine import Engine, lost_waiting
+from gradrule_server.link.engine import Engine, lost_before_start
+from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import Work
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.registry.blobs import BlobStore
@@ -70,7 +70,7 @@ class Load:
     engine: Engine
     generation: int
     engine_key: str
-    work: Work
+    work: EngineRequest
     ends_at: float
     """Loop time until which loading may take; see `_LOAD_S`."""
     holders: int = 0
@@ -96,7 +96,7 @@ class Load:
     def check(self) -> None:
         """Raises `EngineLost` if the process that loaded the program has ended."""
         if self.generation != self.engine.generation:
-            raise lost_waiting()
+            raise lost_before_start()
 
 
 @dataclass(slots=True)

@@ -121,7 +121,7 @@ class StreamHandles:
             raise
         self._handles[name] = handle
         self._start_timer(handle)
-        response = link_pb2.RawForwardResponse(evaluate=answer, handle=name, bytes=handle.kept_bytes)
+        response = link_pb2.RawForwardResponse(evaluate=answer, handle=name, size_bytes=handle.kept_bytes)
         response.ttl.FromNanoseconds(int(handle.ttl_s * 1e9))
         return response.SerializeToString()
 

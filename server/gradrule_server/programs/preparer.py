@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -19,8 +18,8 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import CallShape, shape_message
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.shape import CallShape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.programs.worker_questions import RegistryLookup, WorkerQuestions
@@ -58,7 +57,7 @@ class Preparer:
     ) -> None:
         self._pool = pool
         self._crash_history = crash_history
-        self._limits = link_pb2.Limits(**dataclasses.asdict(limits))
+        self._limits = limits.to_values()
         self._blobs = blobs
         self._owner = owner
 
@@ -158,7 +157,7 @@ class Preparer:
             ends_at: Loop time of the deadline; 0: none.
             read: Parses the answer; raises `DecodeError` for a damaged one.
         """
-        task.limits.CopyFrom(self._limits)
+        task.limits.update(self._limits)
         task.blob_folder = self._blobs.folder_name
         payload = task.SerializeToString()
         questions.bytes_left += len(payload)

@@ -10,7 +10,7 @@ import numpy as np
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import error
-from gradrule_server.link.shape import sampled_gradient
+from gradrule_server.link.messages import sampled_gradient
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.run_modes import RunOnce
 from gradrule_server.programs.service import ProgramService
@@ -37,7 +37,11 @@ async def sample_rule(
 
 def _inputs(request: link_pb2.RawSampleRuleRequest) -> list[tensor_pb2.Tensor]:
     """Returns the values of x, x1, …, which a worker has checked."""
-    found = {int(match[1] or 0): item.value.inline for item in request.values if (match := _INPUT.fullmatch(item.name))}
+    found = {
+        int(match[1] or 0): item.value.inline_tensor
+        for item in request.values
+        if (match := _INPUT.fullmatch(item.name))
+    }
     return [found[index] for index in sorted(found)]
 
 
@@ -51,14 +55,14 @@ def _response(answer: evaluate_pb2.EvaluateResponse, xs: list[tensor_pb2.Tensor]
     for output in answer.outputs:
         if output.name.startswith("op:"):
             index = int(output.name.removeprefix("op:"))
-            response.outputs.add(name=f"y{index or ''}").value.inline.CopyFrom(output.value.inline)
+            response.outputs.add(name=f"y{index or ''}").value.inline_tensor.CopyFrom(output.value.inline_tensor)
         else:
-            found[output.name] = output.value.inline
+            found[output.name] = output.value.inline_tensor
     for index, x in enumerate(xs):
         entry = response.gradients.add(name=f"dx{index or ''}")
         value = found.get(sampled_gradient(index))
         if value is not None:
-            entry.value.inline.CopyFrom(_shaped_like(value, x, index))
+            entry.value.inline_tensor.CopyFrom(_shaped_like(value, x, index))
     return response
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gradrule.v1 import program_pb2
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.compiler import Compiler

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.faults import fault_message
+from gradrule_server.link.engine_request import EngineRequest
+from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import Work
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rule_names import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
@@ -102,7 +102,7 @@ class WorkerQuestions:
         self._is_closed = False
         self._answering: set[asyncio.Task[None]] = set()
 
-    def answer(self, work: Work, payload: bytes) -> None:
+    def answer(self, work: EngineRequest, payload: bytes) -> None:
         """Answers a question. Raises `DecodeError` or `ValueError` for a question that no correct worker sends."""
         self.bytes_left -= len(payload)
         if len(payload) > _MAX_QUESTION_BYTES or self.bytes_left < 0:
@@ -119,7 +119,7 @@ class WorkerQuestions:
         for name in self._pinned:
             self._blobs.unpin([name])
 
-    async def _answer(self, work: Work, question: link_pb2.Question) -> None:
+    async def _answer(self, work: EngineRequest, question: link_pb2.Question) -> None:
         try:
             answer = await self._find_answer(question)
         except GradruleError as cause:

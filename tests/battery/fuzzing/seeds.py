@@ -172,7 +172,7 @@ def request(
     message = evaluate_pb2.EvaluateRequest(
         feeds=[
             tensor_pb2.NamedTensor(
-                name=name, value=tensor_pb2.TensorSource(inline=tensor_codec.to_message(np.asarray(value)))
+                name=name, value=tensor_pb2.TensorSource(inline_tensor=tensor_codec.to_message(np.asarray(value)))
             )
             for name, value in feeds.items()
         ]

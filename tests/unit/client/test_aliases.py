@@ -60,11 +60,11 @@ def test_every_word_takes_aliases() -> None:
 def test_feeds_take_the_type_of_the_aliased_tensor() -> None:
     g = aliased()
     request = _requests.evaluate_request({"image": [1, 2]}, _requests.types_of_graph(g), graph=g)
-    assert [(feed.name, feed.value.inline.dtype) for feed in request.feeds] == [("x", FLOAT)]
+    assert [(feed.name, feed.value.inline_tensor.dtype) for feed in request.feeds] == [("x", FLOAT)]
 
 
 def response() -> bytes:
-    value = tensor_pb2.TensorSource(inline=to_message([1.0]))
+    value = tensor_pb2.TensorSource(inline_tensor=to_message([1.0]))
     return evaluate_pb2.EvaluateResponse(
         outputs=[tensor_pb2.NamedTensor(name="z", value=value), tensor_pb2.NamedTensor(name="y:0", value=value)],
         gradients=[evaluate_pb2.Gradient(x="x", dense=to_message([2.0]))],

@@ -19,7 +19,7 @@ from gradrule.v1 import evaluate_pb2
 def answer(outputs: dict[str, Any], gradients: dict[str, Any], queue_ns: int = 1) -> evaluate_pb2.EvaluateResponse:
     found = evaluate_pb2.EvaluateResponse(device="CPU:0")
     for name, value in outputs.items():
-        found.outputs.add(name=name).value.inline.CopyFrom(to_message(value))
+        found.outputs.add(name=name).value.inline_tensor.CopyFrom(to_message(value))
     for x, value in gradients.items():
         gradient = found.gradients.add(x=x)
         if value is None:
@@ -111,6 +111,6 @@ def test_bytes_that_are_no_answer_are_told(reader: AnswerReader, data: bytes) ->
 
 def test_contents_that_do_not_fit_are_told(reader: AnswerReader) -> None:
     message = answer({"y": np.float32([1, 2])}, {})
-    message.outputs[0].value.inline.tensor_content = b"123"
+    message.outputs[0].value.inline_tensor.tensor_content = b"123"
     with pytest.raises(InvalidTensorError, match=r"3 bytes do not fit float32 of shape \[2\]: 8"):
         reader.read(message.SerializeToString())

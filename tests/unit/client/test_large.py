@@ -48,7 +48,7 @@ def test_a_large_array_arrives_as_it_would_in_the_message(array: np.ndarray[Any,
     assert [feed.name for feed in sent.feeds] == ["small", "x"]
     plain = _requests.evaluate_request({"x": array}, _unknown)
     assert sent.feeds[1] == plain.feeds[0]
-    np.testing.assert_array_equal(to_numpy(sent.feeds[1].value.inline), array)
+    np.testing.assert_array_equal(to_numpy(sent.feeds[1].value.inline_tensor), array)
 
 
 def test_the_memory_of_the_array_is_sent_itself() -> None:
@@ -62,7 +62,7 @@ def test_upstream_gradients_and_scalars_keep_their_fields() -> None:
     sent, large = _sent({"x": big}, grad_ys={"y": big + 1, "loss": np.float32(2)}, stacked_grad_ys=True)
     assert len(large) == 2
     assert sent.stacked_grad_ys
-    assert {item.name: to_numpy(item.value.inline).sum() for item in sent.grad_ys} == {
+    assert {item.name: to_numpy(item.value.inline_tensor).sum() for item in sent.grad_ys} == {
         "y": (big + 1).sum(),
         "loss": 2,
     }

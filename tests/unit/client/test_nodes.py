@@ -28,7 +28,7 @@ def test_a_node_of_one_output_is_that_tensor() -> None:
     assert (list(spec.fetches), list(spec.vjp.ys), list(spec.vjp.xs)) == (["y:0"], ["y:0"], ["x:0"])
     assert [(item.y, item.tensor) for item in spec.vjp.grad_ys] == [("y:0", "x:0")]
     request = _requests.evaluate_request({x: [1, 2]}, _requests.types_of_graph(g), graph=g)
-    assert (request.feeds[0].name, request.feeds[0].value.inline.dtype) == ("x:0", 1)
+    assert (request.feeds[0].name, request.feeds[0].value.inline_tensor.dtype) == ("x:0", 1)
     assert g.op("AddN", [y, x]).node.inputs == ("y", "x")
     assert g.matmul(y, x).node.inputs == ("y", "x")
     results: Any = _results.ByName({"y": 1})

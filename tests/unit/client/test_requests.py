@@ -64,12 +64,12 @@ def test_graphs_in_every_form(form: Callable[[gr.Graph], Any]) -> None:
     g = simple()
     found, _ = spec(form(g), fetches=["y"])
     assert gr.Graph.from_bytes(found.graph.serialized)._message == g._message
-    assert fed(form(g), {"x": [1, 2]}).feeds[0].value.inline.dtype == 1
+    assert fed(form(g), {"x": [1, 2]}).feeds[0].value.inline_tensor.dtype == 1
 
 
 def test_lists_take_the_tensors_type_and_arrays_keep_theirs() -> None:
     request = fed(simple(), {"x": [1, 2.5], "n": 3, "y:0": np.float32([1, 2])})
-    found = {feed.name: to_numpy(feed.value.inline) for feed in request.feeds}
+    found = {feed.name: to_numpy(feed.value.inline_tensor) for feed in request.feeds}
     assert {name: array.dtype.name for name, array in found.items()} == {"x": "float32", "n": "int64", "y:0": "float32"}
     assert found["x"].tolist() == [1.0, 2.5]
 
@@ -264,8 +264,8 @@ def test_feeds_of_bytes_that_are_no_graph_are_the_servers_to_refuse() -> None:
 
 
 def response() -> evaluate_pb2.EvaluateResponse:
-    found = evaluate_pb2.EvaluateResponse(device="CPU:0", defaulted=["a"])
-    found.outputs.add(name="y:0").value.inline.CopyFrom(to_message(np.float32([1, 2])))
+    found = evaluate_pb2.EvaluateResponse(device="CPU:0", default_gradient_nodes=["a"])
+    found.outputs.add(name="y:0").value.inline_tensor.CopyFrom(to_message(np.float32([1, 2])))
     found.gradients.add(x="a").dense.CopyFrom(to_message(np.float32([3])))
     sparse = found.gradients.add(x="b").sparse
     sparse.values.CopyFrom(to_message(np.float32([[1, 2], [3, 4], [5, 6]])))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradrule.v1 import program_pb2
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import InlineKey, KnownCall, ProgramCache, StoredKey
 from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.loaded import Loadable
@@ -45,7 +45,7 @@ def test_bytes_are_bounded_save_for_the_last() -> None:
 
 
 def test_overrides_that_are_told_count_too() -> None:
-    told = program_pb2.Program(defaulted=["node" * 100] * 100)
+    told = program_pb2.Program(default_gradient_nodes=["node" * 100] * 100)
     assert (
         RunnableProgram(SimpleNamespace(program=told.SerializeToString(), tail=b""), Loadable("key", b"")).size
         >= told.ByteSize()
