@@ -15,7 +15,7 @@ from gradrule._names import bare, near
 from gradrule._rules import Rule
 from gradrule._specs import TensorSpec
 from gradrule.common.tensor_codec import Array, to_numpy
-from gradrule.errors import Detail, InvalidTensorError, of_reason
+from gradrule.errors import Detail, InvalidTensorError, of_reason, reason_name
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 
 V = TypeVar("V")
@@ -367,7 +367,7 @@ def explanation(
     return Explanation(
         overrides=resolutions(program.overrides),
         default_gradient_nodes=list(program.default_gradient_nodes),
-        findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
+        findings=[Detail(reason_name(item.reason), item.message, item.node, item.field) for item in response.findings],
         inputs=specs(program.inputs, aliases),
         outputs=specs(program.outputs, aliases),
         ys=specs(program.ys, aliases),

@@ -494,5 +494,6 @@ class Connection(asyncio.Protocol):
 def _fault(payload: bytes) -> GradruleError:
     """The error that an engine sent. `DecodeError`, `ValueError` where it is none."""
     fault = link_pb2.Fault.FromString(payload)
-    errors_pb2.ErrorReason.Name(fault.reason)
+    for reason in (fault.reason, *(finding.reason for finding in fault.findings)):
+        errors_pb2.ErrorReason.Name(reason)
     return error_of(fault)

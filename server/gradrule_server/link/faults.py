@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradrule.v1 import errors_pb2, program_pb2
-from gradrule_server.errors import Finding, GradruleError, Resource, reason_name
+from gradrule.v1 import program_pb2
+from gradrule_server.errors import Finding, GradruleError, Resource
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
 
 
 def finding_message(finding: Finding) -> program_pb2.Finding:
     """A finding as the API and the link tell it."""
-    return program_pb2.Finding(
-        reason=reason_name(finding.reason), message=finding.message, node=finding.node, field=finding.field
-    )
+    return program_pb2.Finding(reason=finding.reason, message=finding.message, node=finding.node, field=finding.field)
 
 
 def fault_message(cause: GradruleError) -> link_pb2.Fault:
@@ -31,10 +29,9 @@ def fault_message(cause: GradruleError) -> link_pb2.Fault:
 
 def error_of(fault: link_pb2.Fault) -> GradruleError:
     """The error that an engine sent."""
-    findings = [
-        Finding(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{item.reason}"), item.message, item.node, item.field)
-        for item in fault.findings
-    ] or [Finding(fault.reason, fault.message)]
+    findings = [Finding(item.reason, item.message, item.node, item.field) for item in fault.findings] or [
+        Finding(fault.reason, fault.message)
+    ]
     if fault.not_loaded:
         return ProgramNotLoaded(findings)
     resources = [Resource(item.type, item.name) for item in fault.resources]
