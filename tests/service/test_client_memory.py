@@ -246,13 +246,13 @@ def test_a_server_that_cannot_be_reached_by_its_socket_is_sent_inline_tensors(
     taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     taken.bind("\0gradrule-test-imposter")
     taken.listen()
-    real = _shared_memory._handed_over
+    real = _shared_memory._pass_to_server
 
-    def handed_over(memory: Memory, told: evaluate_pb2.ShareMemoryResponse, seconds: float) -> Any:
+    def pass_to_server(memory: Memory, told: evaluate_pb2.ShareMemoryResponse, seconds: float) -> Any:
         told.address = "gradrule-test-nobody" if fault == "elsewhere" else "gradrule-test-imposter"
         return real(memory, told, seconds)
 
-    monkeypatch.setattr(_shared_memory, "_handed_over", handed_over)
+    monkeypatch.setattr(_shared_memory, "_pass_to_server", pass_to_server)
     monkeypatch.setattr(_shared_memory, "_HANDSHAKE_S", 0.2)
     with taken, gr.connect(server.target) as client:
         program = compiled(client)

@@ -1,4 +1,4 @@
-"""Bytes that travel once and are named by their hash ever after: large graphs, weights, arrays that are fed again."""
+"""Blobs: bytes that are sent once and then named by their SHA-256, such as large graphs, weights and repeated feeds."""
 
 from __future__ import annotations
 
@@ -23,21 +23,31 @@ Blobs: TypeAlias = "dict[str, Data]"
 
 UPLOAD_METHOD = "/gradrule.v1.BlobService/UploadBlob"
 
-# Smaller values and graphs travel with each request: asking for them by hash would save nothing.
+# Smaller values and graphs are sent with each request: to name them by hash would save nothing.
 MAX_INLINE_VALUE = 4 << 10
 MAX_INLINE_GRAPH = 1 << 20
 
 _PIECE = 1 << 20
-# What an upload may take beyond the call's timeout.
+# Added to the call's timeout for an upload.
 _SECONDS_PER_BYTE = 1 / (4 << 20)
-# A server that is short of room may have let go what it had just now.
+# A server that is short of space may evict a blob right after its upload.
 _TRIES = 3
 
 
 class Blob:
-    """An array that is sent to a server once, however often it is fed: `blob = gr.Blob(array)`, `p(x=blob)`.
+    """An array that is sent to a server once, however often it is fed: `blob = gr.Blob(array)`, `program(x=blob)`.
 
-    The array is copied. Raises `InvalidTensorError` for strings and what is no array of numbers.
+    Args:
+        array: An array or list of numbers, of any shape; copied.
+
+    Attributes:
+        number: Element type as the number of TensorFlow's `DataType`.
+        shape: Shape of the array.
+        data: The elements' bytes, row-major and little-endian.
+        sha256: SHA-256 of the bytes, in hex.
+
+    Raises:
+        InvalidTensorError: The value is no array of numbers.
     """
 
     def __init__(self, array: Any) -> None:
@@ -53,7 +63,7 @@ class Blob:
         self.sha256 = digest(self.data)
 
     def source(self) -> tensor_pb2.TensorSource:
-        """The message that names it."""
+        """Returns the message that names the blob."""
         return source(self.sha256, self.number, self.shape)
 
     def __repr__(self) -> str:
@@ -62,13 +72,13 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One upload, as clients send it."""
+    """The upload of one blob."""
 
     sha256: str
     data: Data
 
     def pieces(self) -> Iterator[bytes]:
-        """The messages of the stream."""
+        """Yields the messages of the stream."""
         view = memoryview(self.data)
         for start in range(0, max(len(view), 1), _PIECE):
             name = "" if start else self.sha256
@@ -76,30 +86,30 @@ class Upload:
             yield message.SerializeToString()
 
     def deadline(self, timeout: float) -> float:
-        """Seconds that it may take, in a call of that timeout."""
+        """Returns the seconds that the upload may take, for a call with this timeout."""
         return timeout + len(self.data) * _SECONDS_PER_BYTE
 
 
 def digest(data: Data) -> str:
-    """SHA-256 in hex."""
+    """Returns the SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def data_of(array: tensor_codec.Array) -> Data:
-    """The elements' bytes, row-major and little-endian."""
+    """Returns the elements' bytes, row-major and little-endian."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     flat: Any = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
 def source(sha256: str, number: int, shape: Iterable[int]) -> tensor_pb2.TensorSource:
-    """The message of a tensor that is a blob."""
+    """Returns the message that names a tensor by its hash."""
     blob = tensor_pb2.BlobTensor(sha256=sha256, dtype=as_dt(number), shape=tensor_codec.shape_message(shape))
     return tensor_pb2.TensorSource(blob=blob)
 
 
 def fed(*values: Any) -> Blobs:
-    """The blobs among values that a call gives, each a dict, a list or nothing."""
+    """Returns the blobs among a call's values, each argument a dict, a list or None."""
     found: Blobs = {}
     for given in values:
         items = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
@@ -108,7 +118,7 @@ def fed(*values: Any) -> Blobs:
 
 
 def find_missing(names: Iterable[str]) -> Call[list[str]]:
-    """FindMissingBlobs."""
+    """Returns the call of FindMissingBlobs."""
     from gradrule._calls import Call
 
     return Call(
@@ -120,9 +130,9 @@ def find_missing(names: Iterable[str]) -> Call[list[str]]:
 
 
 def steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
-    """What a client does one after the other to get a call's answer: the call, and what the server turns out to lack.
+    """Yields the steps that run a call: the call, and uploads of blobs that the server lacks; returns the answer.
 
-    Each step is sent its outcome, or thrown its error.
+    The caller sends each step's outcome to the generator, or throws its error.
     """
     bare = call._replace(blobs={})
     for _ in range(_TRIES):
@@ -139,7 +149,7 @@ def steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
 
 
 def uploads(blobs: Mapping[str, Data]) -> Generator[Call[Any] | Upload, Any, None]:
-    """The steps that bring blobs to a server that may have some of them."""
+    """Yields the steps that upload those blobs that the server lacks."""
     missing = yield find_missing(blobs)
     for name in missing:
         yield Upload(name, blobs[name])

@@ -1,7 +1,4 @@
-"""Every RPC as data: method, request, answer's type, and what to make of the answer.
-
-The sync and async clients differ only in how they send these.
-"""
+"""Makes the request of each RPC and says how to decode its answer; both clients send these calls."""
 
 from __future__ import annotations
 
@@ -35,25 +32,33 @@ _PAGE_SIZE = 1000
 
 
 class Call(NamedTuple, Generic[R]):
-    """One RPC, or, `on_stream`, one request of StreamEvaluate, whose method is the name of its field."""
+    """One RPC, or one request of StreamEvaluate.
+
+    Attributes:
+        method: Path of the RPC; with `on_stream` the name of the request's field.
+        request: The request, without the tensors in `large`.
+        answer: Reads the answer's bytes.
+        decode: Makes the result from what `answer` returns.
+        blobs: Bytes that the request names by their SHA-256.
+        on_stream: Whether it is a request of StreamEvaluate.
+        large: Bytes of the request that follow those of `request`.
+        reader: Reads the answer if it may be in shared memory.
+        may_share: Whether its tensors may be in shared memory; packed ones may not.
+    """
 
     method: str
     request: Message
     answer: Callable[[bytes], Any]
     decode: Callable[[Any], R]
-    # Bytes that the request names by their hash.
     blobs: Mapping[str, _blobs.Data] = MappingProxyType({})
     on_stream: bool = False
-    # Bytes of the request that follow those of the message.
     large: Sequence[wire_format.Parts] = ()
-    # What reads the answer, if that may lie in shared memory.
     reader: AnswerReader | None = None
-    # Whether its tensors may lie in shared memory: packed ones may not.
     may_share: bool = True
 
 
 def with_own_arrays(call: Call[R]) -> Call[R]:
-    """Returns the call with copies of its arrays, so that its caller may change them before it is sent."""
+    """Returns the call with copies of its arrays, so that the caller may change them before it is sent."""
     return call._replace(large=[(b"".join(parts),) for parts in call.large])
 
 
@@ -65,7 +70,7 @@ def create_rule(
     gradient: Rule | None,
     description: str,
 ) -> Call[_results.RuleInfo]:
-    """CreateRule."""
+    """Returns the call of CreateRule."""
     definition = Rule(expression, graph=graph, params=params, gradient=gradient).definition()
     rule = rule_pb2.Rule(name=_full("rules", name), definition=definition, description=description)
     return Call(
@@ -77,7 +82,7 @@ def create_rule(
 
 
 def get_rule(name: str) -> Call[_results.RuleInfo]:
-    """GetRule."""
+    """Returns the call of GetRule."""
     return Call(
         f"/{_PACKAGE}.RuleService/GetRule",
         rule_pb2.GetRuleRequest(name=name),
@@ -87,7 +92,7 @@ def get_rule(name: str) -> Call[_results.RuleInfo]:
 
 
 def list_rules(kind: str | None, token: str) -> Call[tuple[list[_results.RuleInfo], str]]:
-    """ListRules: one page and the token of the next."""
+    """Returns the call of ListRules: one page, and the token of the next."""
     if kind is not None and kind not in _KINDS:
         raise InvalidRuleError(f"a kind of rules is 'op', 'builtin' or 'user', not {kind!r}")
     wanted = rule_pb2.RULE_KIND_UNSPECIFIED if kind is None else _KINDS[kind]
@@ -100,7 +105,7 @@ def list_rules(kind: str | None, token: str) -> Call[tuple[list[_results.RuleInf
 
 
 def delete_rule(name: str) -> Call[None]:
-    """DeleteRule."""
+    """Returns the call of DeleteRule."""
     return Call(
         f"/{_PACKAGE}.RuleService/DeleteRule",
         rule_pb2.DeleteRuleRequest(name=name),
@@ -110,7 +115,7 @@ def delete_rule(name: str) -> Call[None]:
 
 
 def list_presets() -> Call[list[_results.PresetInfo]]:
-    """ListPresets."""
+    """Returns the call of ListPresets."""
     return Call(
         f"/{_PACKAGE}.RuleService/ListPresets",
         rule_pb2.ListPresetsRequest(),
@@ -126,7 +131,7 @@ def sample_rule(
     op_type: str | None,
     attrs: Mapping[str, Any] | None,
 ) -> Call[_results.SampleResult]:
-    """SampleRule."""
+    """Returns the call of SampleRule."""
     return Call(
         f"/{_PACKAGE}.RuleService/SampleRule",
         _samples.sample_request(rule, values, params, op_type, attrs),
@@ -143,7 +148,7 @@ def evaluate(
     stacked_grad_ys: bool = False,
     transfer: Transfer = PLAIN,
 ) -> Call[_results.Result]:
-    """Evaluate with an inline program."""
+    """Returns the call of Evaluate for a graph."""
     groups = groups_of(words.xs, graph)
     blobs = _blobs.fed(feeds, words.grad_ys)
     spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
@@ -156,7 +161,7 @@ def evaluate(
         params=params,
         graph=graph,
         stacked_grad_ys=stacked_grad_ys,
-        # What is to be packed must lie in the request.
+        # Tensors to be packed must be in the request.
         large=large if transfer.packing is None else None,
     )
     transfer.prepare(request)
@@ -177,7 +182,7 @@ def evaluate(
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:
-    """CompileProgram."""
+    """Returns the call of CompileProgram."""
     blobs: _blobs.Blobs = {}
     spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
     if grad_ys:
@@ -196,7 +201,7 @@ def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) 
 def explain(
     graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
 ) -> Call[_results.Explanation]:
-    """CompileProgram, only checking. What a call would give besides is checked here and not sent."""
+    """Returns the call of CompileProgram that only checks. Feeds, params and arrays are checked here and not sent."""
     blobs: _blobs.Blobs = {}
     spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
     type_of = _requests.types_of_graph(graph)
@@ -214,7 +219,7 @@ def explain(
 
 
 def get_program(name: str) -> Call[program_pb2.Program]:
-    """GetProgram."""
+    """Returns the call of GetProgram."""
     return Call(
         f"/{_PACKAGE}.ProgramService/GetProgram",
         program_pb2.GetProgramRequest(name=_full("programs", name)),
@@ -224,7 +229,7 @@ def get_program(name: str) -> Call[program_pb2.Program]:
 
 
 def list_programs(token: str) -> Call[tuple[list[program_pb2.Program], str]]:
-    """ListPrograms: one page and the token of the next."""
+    """Returns the call of ListPrograms: one page, and the token of the next."""
     return Call(
         f"/{_PACKAGE}.ProgramService/ListPrograms",
         program_pb2.ListProgramsRequest(page_size=_PAGE_SIZE, page_token=token),
@@ -234,7 +239,7 @@ def list_programs(token: str) -> Call[tuple[list[program_pb2.Program], str]]:
 
 
 def delete_program(name: str) -> Call[None]:
-    """DeleteProgram."""
+    """Returns the call of DeleteProgram."""
     return Call(
         f"/{_PACKAGE}.ProgramService/DeleteProgram",
         program_pb2.DeleteProgramRequest(name=_full("programs", name)),
@@ -244,7 +249,7 @@ def delete_program(name: str) -> Call[None]:
 
 
 def server_status() -> Call[_server_status.ServerStatus]:
-    """GetServerStatus."""
+    """Returns the call of GetServerStatus."""
     return Call(
         f"/{_PACKAGE}.AdminService/GetServerStatus",
         admin_pb2.GetServerStatusRequest(),
@@ -254,7 +259,7 @@ def server_status() -> Call[_server_status.ServerStatus]:
 
 
 def upload(value: Any) -> _blobs.Upload:
-    """What is uploaded of a graph, bytes, an array or a `gr.Blob`."""
+    """Returns the upload of a graph, bytes, an array or a `gr.Blob`."""
     if isinstance(value, _blobs.Blob):
         return _blobs.Upload(value.sha256, value.data)
     is_graph = isinstance(value, bytes | bytearray | memoryview) or not (
@@ -273,7 +278,7 @@ def evaluate_call(
     large: Sequence[wire_format.Parts] = (),
     answer: Callable[[bytes], Any] = evaluate_pb2.EvaluateResponse.FromString,
 ) -> Call[R]:
-    """Evaluate."""
+    """Returns a call of Evaluate for a request."""
     return Call(EVALUATE, request, answer, decode, blobs, large=large)
 
 

@@ -1,4 +1,4 @@
-"""Deadlines of calls."""
+"""Checks timeouts and computes deadlines of calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from gradrule.errors import InvalidParamError
 
-# Some thirty years; gRPC's clock overflows not far beyond, and the call would end at once.
+# About thirty years. With much longer timeouts gRPC's clock overflows, and calls end at once.
 _LONGEST_S = 1e9
 
 
 def seconds(timeout: Any) -> float:
-    """A timeout as gRPC takes it. Raises `InvalidParamError` unless it is a positive, finite number."""
+    """Returns a timeout as a float. Raises `InvalidParamError` unless it is a positive, finite number."""
     if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):
         number: Any = timeout
         if 0 < number < math.inf:
@@ -23,10 +23,10 @@ def seconds(timeout: Any) -> float:
 
 
 def of_call(timeout: Any, default: float) -> float:
-    """The deadline of a call: its own timeout, or the client's."""
+    """Returns the timeout of a call in seconds: its own, or the client's."""
     return default if timeout is None else seconds(timeout)
 
 
 def left(ends_at: float) -> float:
-    """Seconds until a time on the clock `time.monotonic`; gRPC ends a call without any at once."""
+    """Returns the seconds until a time on the clock `time.monotonic`, at least 1 µs."""
     return max(ends_at - time.monotonic(), 1e-6)

@@ -18,7 +18,7 @@ from gradrule.v1 import evaluate_pb2
 R = TypeVar("R")
 
 Gradients = Mapping[str, Any]
-"""By x an array, a `Sparse`, or None where there is none."""
+"""By x an array, a `Sparse`, or None where no y depends on x."""
 
 # Errors that mean that the server no longer has the handle: it says so, or the stream of the handle has ended.
 LOST = (HandleExpiredError, UnavailableError)
@@ -42,7 +42,7 @@ class ForwardBase:
         call = program._call(feeds, params, None, transfer=transfer)
         evaluate = [call.request.SerializeToString(), *(part for parts in call.large for part in parts)]
         self._request, self._blobs = evaluate_pb2.ForwardRequest(), call.blobs
-        # It may be sent again much later, when the arrays that were fed have other values.
+        # Copied, because it may be sent again later, when the caller has changed the arrays.
         self._large = (wire_format.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, [b"".join(evaluate)]),)
         if ttl is not None:
             self._request.ttl.FromNanoseconds(int(ttl * 1e9))
@@ -51,7 +51,7 @@ class ForwardBase:
 
     @property
     def outputs(self) -> Mapping[str, Array]:
-        """Arrays by fetch."""
+        """Arrays by fetch, as of the last forward run."""
         answer = self._held.evaluate.SerializeToString()
         return _results.result(answer, aliases=self._message.aliases).outputs
 

@@ -1,8 +1,7 @@
-"""Large tensors of a request, written next to its message instead of into it.
+"""Writes large tensors of a request after the bytes of its message, so that each is copied once.
 
-protobuf copies a tensor several times on the way into a message and out to bytes; first touch of fresh memory makes
-each copy cost more than the network. Repeated fields may stand in several places of a message, so large tensors
-follow the bytes of the rest, and each is copied once.
+protobuf would copy a tensor several times, each time into new memory, which takes longer than sending it. A repeated
+field may be continued at the end of a message, so the large tensors follow the bytes of the rest.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from gradrule.common.dtypes import as_dt
 from gradrule.v1 import tensor_pb2
 
 MIN_LARGE_BYTES = 64 * 1024
-"""Smaller tensors gain nothing."""
+"""Smaller tensors are written into the message."""
 
-# What stands before a tensor's bytes: its name, type and shape.
+# The name, type and shape of a tensor, before its content.
 _MAX_HEAD = 64 * 1024
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
@@ -29,12 +28,12 @@ _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 
 
 def is_large(array: tensor_codec.Array) -> bool:
-    """Whether `parts` takes the array: numbers, in contiguous little-endian order or cheap to bring into it."""
+    """Whether `parts` takes the array: large, and with contiguous little-endian elements or cheap to convert."""
     return array.nbytes >= MIN_LARGE_BYTES and tensor_codec.has_plain_bytes(array)
 
 
 def parts(field: int, name: str, array: tensor_codec.Array) -> wire_format.Parts:
-    """The bytes of one entry of a repeated field of `NamedTensor`; the array's own memory is among them.
+    """Returns the bytes of one entry of a repeated field of `NamedTensor`; the array's own memory is one part.
 
     Args:
         field: The repeated field's number in its message.
@@ -45,9 +44,14 @@ def parts(field: int, name: str, array: tensor_codec.Array) -> wire_format.Parts
 
 
 class LargeTensor(NamedTuple):
-    """A large tensor among the parts of a request: the part before its bytes, and which entry of which field it is.
+    """A large tensor among the parts of a request.
 
-    place: index of the part before its bytes.
+    Attributes:
+        place: Index of the part before its content.
+        content: Its content.
+        field: Number of the repeated field that it is an entry of.
+        name: Name of the entry.
+        tensor: Dtype and shape.
     """
 
     place: int
@@ -57,7 +61,7 @@ class LargeTensor(NamedTuple):
     tensor: tensor_pb2.Tensor
 
     def shared(self, offset: int) -> bytes:
-        """Returns the bytes of the entry for a tensor that lies in shared memory."""
+        """Returns the bytes of the entry for a tensor in shared memory."""
         place = tensor_pb2.SharedMemoryTensor(
             offset=offset, size_bytes=len(self.content), dtype=self.tensor.dtype, shape=self.tensor.tensor_shape
         )
@@ -66,7 +70,7 @@ class LargeTensor(NamedTuple):
 
 
 def tensors_in(parts: wire_format.Parts) -> Iterator[LargeTensor]:
-    """Yields the large tensors among the parts of a request, in order, as far as `head` has begun them."""
+    """Yields the large tensors among the parts of a request, in order: those that follow a `head`."""
     before: wire_format.Part = b""
     for place, content in enumerate(parts):
         if len(content) >= MIN_LARGE_BYTES and len(before) <= _MAX_HEAD:
@@ -77,7 +81,7 @@ def tensors_in(parts: wire_format.Parts) -> Iterator[LargeTensor]:
 
 
 def _described(head: bytes, size: int) -> tuple[int, str, tensor_pb2.Tensor] | None:
-    """Returns field, name, and the tensor without its bytes, of what stands before these; None where it is no head."""
+    """Returns field, name, and dtype and shape of the tensor that a `head` begins; None if the bytes are no head."""
     try:
         key, start = wire_format.read_varint(head, 0)
         total, start = wire_format.read_varint(head, start)
@@ -99,7 +103,7 @@ def _described(head: bytes, size: int) -> tuple[int, str, tensor_pb2.Tensor] | N
 
 
 def head(field: int, name: str, array: tensor_codec.Array) -> bytes:
-    """Returns what stands before the content of such an entry."""
+    """Returns the bytes before the content of an entry for an array; arguments as of `parts`."""
     tensor = tensor_pb2.Tensor(
         dtype=as_dt(tensor_codec.number_of_array(array)), tensor_shape=tensor_codec.shape_message(np.shape(array))
     ).SerializeToString() + wire_format.prefix(_CONTENT, array.nbytes)
@@ -107,7 +111,14 @@ def head(field: int, name: str, array: tensor_codec.Array) -> bytes:
 
 
 def named(field: int, name: str, head: bytes, size: int) -> bytes:
-    """Returns what stands before the content of an entry, from a tensor's bytes up to its content of `size` bytes."""
+    """Returns the bytes before the content of an entry.
+
+    Args:
+        field: The repeated field's number in its message.
+        name: The tensor's name.
+        head: Bytes of the tensor's message up to its content.
+        size: Bytes of the content.
+    """
     for number in (_INLINE, _VALUE):
         head = wire_format.prefix(number, len(head) + size) + head
     encoded = name.encode()

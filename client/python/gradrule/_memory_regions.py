@@ -1,4 +1,4 @@
-"""Memory without a name, of which regions are taken and given back by themselves."""
+"""Anonymous shared memory, divided into regions that are released when nothing refers to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = mmap.PAGESIZE
 
 
 def rounded(size: int) -> int:
-    """Returns the size of the pages that so many bytes take."""
+    """Returns a size rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
@@ -32,59 +32,59 @@ class Region:
         self.memory = memory
         self.offset = offset
         self.size = size
-        weakref.finalize(self, memory.give_back, offset, size).atexit = False
+        weakref.finalize(self, memory.release, offset, size).atexit = False
 
     def write(self, start: int, content: Any) -> None:
-        """Copies bytes into the region, from `start` bytes after its begin on."""
+        """Copies bytes into the region, from `start` bytes after its beginning."""
         size = len(content)
-        # NumPy lets other threads run while it copies.
-        there = np.frombuffer(self.memory.mapping, np.uint8, size, self.offset + start)
-        np.copyto(there, np.frombuffer(content, np.uint8))
+        # NumPy releases the GIL while it copies.
+        target = np.frombuffer(self.memory.mapping, np.uint8, size, self.offset + start)
+        np.copyto(target, np.frombuffer(content, np.uint8))
 
     def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tensor_codec.Array:
-        """Returns an array that lies at an offset of the memory, and keeps the region in use."""
+        """Returns an array at an offset of the memory, which keeps the region in use."""
         whole: _Owner = _Owner((self.size,), np.uint8, self.memory.mapping, self.offset)
         whole.region = self
         return np.ndarray(shape, dtype, whole, offset - self.offset)
 
 
 class _Owner(np.ndarray[Any, Any]):
-    """The bytes of a region. NumPy keeps it as the base of arrays in them, since it is of another type."""
+    """The bytes of a region. As it is a subclass, NumPy keeps it as the base of arrays in the region."""
 
     region: Region
 
 
 class Memory:
-    """Memory of one size, which two processes can share. Safe to share between threads. Raises `OSError`."""
+    """Memory of a fixed size that two processes can share. Safe to share between threads. Raises `OSError`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.fd = os.memfd_create("gradrule-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.fd)
         self._close.atexit = False
-        # Not every system has it, and what else is here is imported on all of them.
+        # Imported here because Windows has no fcntl.
         import fcntl
 
         os.ftruncate(self.fd, size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.mapping = mmap.mmap(self.fd, size)
-        # Where the kernel has no large pages for it, small ones must do.
+        # Without huge pages it works too.
         with contextlib.suppress(OSError):
             self.mapping.madvise(mmap.MADV_HUGEPAGE)
         self._lock = threading.Lock()
         self._free = [(0, size)]
-        # Regions may end at any time, in the middle of taking another one too.
-        self._given_back: deque[tuple[int, int]] = deque()
-        # Up to here memory was asked for, and is there.
+        # Not under the lock: a region may be released at any time, even while this thread holds it.
+        self._released: deque[tuple[int, int]] = deque()
+        # The system has reserved memory up to here.
         self._backed = 0
 
     @property
     def is_backed(self) -> bool:
-        """Whether any memory was asked for since the last `trim`."""
+        """Whether the system has reserved memory since the last `trim`."""
         return bool(self._backed)
 
     def take(self, size: int) -> Region | None:
-        """Returns a region; None where there is no room for it, or no memory."""
+        """Returns a region, or None if there is no free space or the system has no memory."""
         with self._lock:
             self._collect()
             size = rounded(size)
@@ -94,7 +94,7 @@ class Memory:
             start, end = self._free[index]
             if start + size > self._backed:
                 try:
-                    # Without this, memory that the system does not have would end the process as it is written to.
+                    # Reserve now: writing to memory that the system cannot provide would end the process.
                     os.posix_fallocate(self.fd, self._backed, start + size - self._backed)
                 except OSError:
                     return None
@@ -102,12 +102,12 @@ class Memory:
             self._free[index : index + 1] = [(start + size, end)] if start + size < end else []
         return Region(self, start, size)
 
-    def give_back(self, offset: int, size: int) -> None:
-        """Notes that a region has ended."""
-        self._given_back.append((offset, offset + size))
+    def release(self, offset: int, size: int) -> None:
+        """Records that a region is no longer in use."""
+        self._released.append((offset, offset + size))
 
     def trim(self) -> None:
-        """Gives the memory behind the last region in use back to the system."""
+        """Returns the memory behind the last region in use to the system."""
         with self._lock:
             self._collect()
             start, end = self._free[-1] if self._free else (self.size, self.size)
@@ -117,8 +117,8 @@ class Memory:
                     self._backed = start
 
     def _collect(self) -> None:
-        while self._given_back:
-            start, end = self._given_back.popleft()
+        while self._released:
+            start, end = self._released.popleft()
             index = bisect.bisect(self._free, (start, end))
             if index < len(self._free) and self._free[index][0] == end:
                 end = self._free.pop(index)[1]

@@ -1,4 +1,4 @@
-"""What the sync and async programs have in common."""
+"""The properties of compiled programs and the requests that run them, for both clients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gradrule.v1 import evaluate_pb2, program_pb2
 
 
 class ProgramBase:
-    """A compiled program, as the server described it."""
+    """A compiled program as the server described it; the base of `Program` and `AsyncProgram`."""
 
     def __init__(self, message: program_pb2.Program, groups: _results.Groups = None) -> None:
         self._message = message
         self._groups = groups
         self._overrides = _results.resolutions(message.overrides)
-        # The answer of a compiled program leaves out what the program told once.
+        # Answers of a compiled program leave out what the program's own message says.
         self._details = _results.ProgramDetails(
             dict(message.aliases), self._overrides, self.default_gradient_nodes, self.rewritten
         )
@@ -33,12 +33,12 @@ class ProgramBase:
 
     @property
     def message(self) -> program_pb2.Program:
-        """What the server told."""
+        """The server's description of the program."""
         return self._message
 
     @property
     def groups(self) -> _results.Groups:
-        """The groups that xs were given in; None where they were a plain list."""
+        """The groups that xs were given in; None if they were a plain list."""
         return self._groups
 
     @property
@@ -48,32 +48,32 @@ class ProgramBase:
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Placeholders that a call feeds, by alias or name."""
+        """Dtypes and shapes of the placeholders that a call feeds, by alias or name."""
         return _results.specs(self._message.inputs, self._message.aliases)
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """Fetches, by the names given."""
+        """Dtypes and shapes of the fetches, by the names given."""
         return _results.specs(self._message.outputs, self._message.aliases)
 
     @property
     def ys(self) -> Mapping[str, TensorSpec]:
-        """What is differentiated, by the names given."""
+        """Dtypes and shapes of the tensors that are differentiated, by the names given."""
         return _results.specs(self._message.ys, self._message.aliases)
 
     @property
     def xs(self) -> Mapping[str, TensorSpec]:
-        """With respect to what, by the names given."""
+        """Dtypes and shapes of the tensors with respect to which they are, by the names given."""
         return _results.specs(self._message.xs, self._message.aliases)
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Further names of tensors, valid wherever names are."""
+        """Names of tensors by alias; an alias is valid wherever a name is."""
         return dict(self._message.aliases)
 
     @property
     def overrides(self) -> list[_results.Resolution]:
-        """Which node got which rule."""
+        """The rule that each node got."""
         return list(self._overrides)
 
     @property
@@ -93,12 +93,12 @@ class ProgramBase:
 
     @property
     def device(self) -> str:
-        """Where it runs, `CPU:0` for example."""
+        """The device that it runs on, for example `CPU:0`."""
         return self._message.device
 
     @property
     def create_time(self) -> float:
-        """When it was compiled first, in seconds since 1970."""
+        """When it was first compiled, in seconds since 1970."""
         return self._message.create_time.ToNanoseconds() / 1e9
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class ProgramBase:
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:
-    """Feeds of a call, given as a dict, by keywords, or both."""
+    """Returns the feeds of a call that were given as a dict, by keywords, or both. Raises `UnknownFeedError`."""
     together: dict[Name, Any] = dict(feeds or {})
     for name, value in named.items():
         if name in together:

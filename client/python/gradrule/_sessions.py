@@ -34,9 +34,14 @@ _FLOATS = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE, Dt.D
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step gives. loss: its value before the update. outputs: arrays by fetch, from before the update too.
+    """The result of one training step.
 
-    step: how many steps the session has made. overrides: which node got which rule, with the first step of its kind.
+    Attributes:
+        loss: The loss before the update.
+        outputs: Arrays by fetch, before the update.
+        step: How many steps the session has run.
+        timings: How long the step took.
+        overrides: The rule that each node got; only with the first step of its kind.
     """
 
     loss: Array
@@ -47,7 +52,7 @@ class StepResult:
 
 
 class SessionOptions(NamedTuple):
-    """What a session is opened with."""
+    """The arguments that a session is opened with."""
 
     graph: GraphLike
     overrides: Overrides | None
@@ -71,7 +76,7 @@ class SessionBase:
 
     @property
     def variables(self) -> Mapping[str, TensorSpec]:
-        """The variables, by name."""
+        """Dtypes and shapes of the variables, by name."""
         return self._specs
 
     def _type_of(self, name: str, needed: bool) -> int:
@@ -80,7 +85,7 @@ class SessionBase:
 
     def _start(self) -> Call[None]:
         blobs = _blobs.fed(self._given)
-        # Overrides hold wherever something is differentiated, so the builder's own go along.
+        # The session differentiates later, so the overrides recorded by the builder are sent too.
         spec, _ = _requests.program_spec(self._graph, self._words, blobs)
         start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
         if isinstance(self._graph, Graph):
@@ -130,7 +135,7 @@ class SessionBase:
         return Call("step", request, session_pb2.StepResponse.FromString, decode, _blobs.fed(feeds))
 
     def _trainable(self) -> list[str]:
-        """The variables that training changes, where the graph tells which it leaves alone."""
+        """Returns the variables to train; empty if the graph marks none as not trainable."""
         if not isinstance(self._graph, Graph) or not self._graph.non_trainable:
             return []
         return [

@@ -1,4 +1,4 @@
-"""The messages of `StreamEvaluate`: a number, and one request or answer as bytes; large ones in chunks."""
+"""Writes and reads the messages of `StreamEvaluate`; large ones go in chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradrule.v1 import evaluate_pb2
 METHOD = "/gradrule.v1.GradientService/StreamEvaluate"
 
 CHUNK_BYTES = 1 << 20
-"""Of requests that are longer, and asked for of answers."""
+"""Bytes of a chunk. Longer requests are sent in chunks, and the server is asked to answer in chunks of this size."""
 
 GRACE_S = 2.0
 """Seconds after a call's deadline until the client gives up a server that does not answer."""
@@ -35,7 +35,11 @@ _ANSWER_CHUNKS = _REQUEST(answer_chunk_bytes=CHUNK_BYTES).SerializeToString()
 
 
 class StreamLostError(Exception):
-    """The stream ended before a request was answered; `cause` says why."""
+    """The stream ended before a request was answered.
+
+    Args:
+        cause: Why it ended.
+    """
 
     def __init__(self, cause: GradruleError) -> None:
         super().__init__(str(cause))
@@ -43,7 +47,13 @@ class StreamLostError(Exception):
 
 
 class Received(NamedTuple):
-    """One message of the server's. kind: `chunk`, `status`, or that of the request."""
+    """One message from the server.
+
+    Attributes:
+        number: Number of the request.
+        kind: `chunk`, `status`, or the kind of the request.
+        data: Bytes of the chunk, the status or the answer.
+    """
 
     number: int
     kind: str
@@ -56,9 +66,14 @@ def kind_of(call: Call[Any]) -> str:
 
 
 def messages(number: int, kind: str, parts: wire_format.Parts, size: int, timeout: float) -> bytes | Iterator[bytes]:
-    """Returns the message that a call is sent as, or, if it is long, an iterator of chunks and the one that ends it.
+    """Returns the message that sends a call, or, for a long one, its chunks and the message that ends them.
 
-    kind: see `kind_of`. parts: the request's bytes, `size` in all. timeout: seconds.
+    Args:
+        number: Number of the request.
+        kind: See `kind_of`.
+        parts: The request's bytes.
+        size: Bytes of all parts.
+        timeout: Seconds.
     """
     head = _NUMBER + wire_format.varint(number) + _timeout_field(timeout)
     field = _REQUEST_FIELDS[kind]
@@ -68,16 +83,16 @@ def messages(number: int, kind: str, parts: wire_format.Parts, size: int, timeou
 
 
 def cancellation(number: int) -> bytes:
-    """Returns the message that gives a request up."""
+    """Returns the message that cancels a request."""
     return _REQUEST(cancel=evaluate_pb2.CancelRequest(request_id=number)).SerializeToString()
 
 
 def received(data: bytes) -> Received:
-    """Reads a message of the server's. Raises `InternalError`."""
+    """Reads a message from the server. Raises `InternalError`."""
     number, kind, start, end = 0, "", 0, 0
     try:
         if len(data) > 2 and data[0] == _NUMBER[0]:
-            # As servers write it: the number, then one field to the end.
+            # Servers write the number, then one field up to the end.
             number, position = wire_format.read_varint(data, 1)
             tag, position = wire_format.read_varint(data, position)
             size, position = wire_format.read_varint(data, position)
@@ -103,7 +118,7 @@ def decoded(call: Call[R], kind: str, data: bytes) -> R:
 
 
 def _chunked(head: bytes, field: int, parts: wire_format.Parts, size: int) -> Iterator[bytes]:
-    """The same without ever holding a copy of more than one chunk."""
+    """Yields the chunks and the message that ends them, copying one chunk at a time."""
     chunk: list[wire_format.Part] = []
     room = CHUNK_BYTES
     for part in parts:

@@ -28,7 +28,7 @@ X = np.float32([1, 2])
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for what a client does after a while."""
     monkeypatch.setattr("gradrule._stream_messages.GRACE_S", 0.1)
-    monkeypatch.setattr("gradrule._rpc.sync_streams._LOOK_S", 0.05)
+    monkeypatch.setattr("gradrule._rpc.sync_streams._CHECK_S", 0.05)
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_an_interrupt_before_reading_begins_leaves_the_client_as_it_was(
 
 def test_a_reader_that_is_given_up_before_it_reads_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the others would sleep until somebody looks after the stream."""
-    monkeypatch.setattr("gradrule._rpc.sync_streams._LOOK_S", 60.0)
+    monkeypatch.setattr("gradrule._rpc.sync_streams._CHECK_S", 60.0)
     answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     class Calling:
@@ -249,8 +249,8 @@ def test_a_stream_that_is_idle_is_closed(program: Any, answering: Answering, mon
     monkeypatch.setattr("gradrule._routes.REPEATED_WITHIN_S", 0.1)
     client: Any = getattr(program, "target", program)._client
     # The async client has set its timer by now.
-    if (look := getattr(client._sender._stream._connection, "_look_whether_idle", None)) is not None:
-        client._sender._stream._connection._loop.call_soon_threadsafe(look)
+    if (check := getattr(client._sender._stream._connection, "_check_idle", None)) is not None:
+        client._sender._stream._connection._loop.call_soon_threadsafe(check)
     assert answering.ended.acquire(timeout=10)
     monkeypatch.undo()
     client._sender._routes._called_at -= 61.0
@@ -308,9 +308,9 @@ def test_answers_that_nobody_waits_for_are_read_all_the_same(answering: Answerin
         next(results)
         stream: Any = client._sender._stream
         deadline = time.monotonic() + 10
-        while stream.under_way and time.monotonic() < deadline:
+        while stream.pending_count and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert stream.under_way == 0
+        assert stream.pending_count == 0
         assert [result.gradients["x"].tolist() for result in results] == [[float(number)] for number in range(1, 8)]
 
 

@@ -12,7 +12,7 @@ from gradrule._program import ProgramBase, merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names, Words
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
-from gradrule._rpc.async_transport import AsyncPipeline, ManyFeeds, iterate
+from gradrule._rpc.async_pipeline import AsyncPipeline, ManyFeeds, iterate
 from gradrule._sources import GraphLike
 from gradrule._transfer import Transfer
 from gradrule.errors import InvalidParamError

@@ -13,7 +13,7 @@ from gradrule._program import ProgramBase, merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names, Words
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
-from gradrule._rpc.sync_transport import ManyFeeds, Pipeline, iterate
+from gradrule._rpc.sync_pipeline import ManyFeeds, Pipeline, iterate
 from gradrule._sources import GraphLike
 from gradrule._transfer import Transfer
 from gradrule.errors import InvalidParamError

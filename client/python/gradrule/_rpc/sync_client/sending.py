@@ -136,7 +136,7 @@ class CallSender:
 
     def _may_stream(self, size: int) -> bool:
         stream = self._stream
-        return self._routes.may_stream(size, stream.under_way, is_open=stream.is_open)
+        return self._routes.may_stream(size, stream.pending_count, is_open=stream.is_open)
 
     def _send_unary(self, call: _calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
         try:
