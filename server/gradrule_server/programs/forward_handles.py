@@ -65,13 +65,13 @@ class HandleManager:
     def add(self, handle: _Handle) -> None:
         """Counts a handle's bytes in. QUOTA_EXCEEDED where they are too many."""
         self._bytes_quota.reserve(handle.kept_bytes)
-        handle.place.engine.keeps(handle.place.generation, 1)
+        handle.place.engine.add_kept(handle.place.generation, 1)
 
     def remove(self, handle: _Handle) -> None:
         """Counts a handle out."""
         self._quota.release()
         self._bytes_quota.release(handle.kept_bytes)
-        handle.place.engine.keeps(handle.place.generation, -1)
+        handle.place.engine.add_kept(handle.place.generation, -1)
 
     def release(self, name: str, place: ProcessRef | None) -> None:
         """Tells the engine, if it is still the same, that it need not keep it any more; None: all of the tenant's."""
@@ -81,7 +81,7 @@ class HandleManager:
         else:
             engines = [] if place.is_gone else [place.engine]
         for engine in engines:
-            engine.tell(Kind.RELEASE, message)
+            engine.notify(Kind.RELEASE, message)
 
 
 class StreamHandles:

@@ -129,7 +129,7 @@ class Session:
         self._name = self._manager.open()
         engine = await self._manager.program_service.pool.for_session(self._manager.program_service.owner)
         self._place = ProcessRef(engine, engine.generation)
-        engine.keeps(engine.generation, 1)
+        engine.add_kept(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")
         reply = await self._assign(given, ends_at, opens=True)
         has_value = {item.spec.name for item in given}
@@ -242,8 +242,8 @@ class Session:
             self._manager.program_service.cache.forget_session(self._name)
             if self._place is not None and not self._place.is_gone:
                 ending = link_pb2.ReleaseRequest(handle=self._name)
-                self._place.engine.tell(Kind.END_SESSION, ending.SerializeToString())
-                self._place.engine.keeps(self._place.generation, -1)
+                self._place.engine.notify(Kind.END_SESSION, ending.SerializeToString())
+                self._place.engine.add_kept(self._place.generation, -1)
             self._name = ""
         self._held.close()
 
