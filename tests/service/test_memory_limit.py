@@ -12,7 +12,8 @@ _IN_A_PROCESS = """
 import json
 import numpy as np
 import tensorflow as tf
-from gradrule_server.engine.memory import limit_memory, out_of_memory
+from gradrule_server.engine.memory import limit_memory
+from gradrule_server.engine.tf_errors import out_of_memory
 
 limit_memory(2 << 30)
 found = {"small": float(tf.reduce_sum(tf.ones([1 << 26])))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import queue
 import struct
@@ -62,7 +61,7 @@ class PreparationService:
             answers.put(bytes(frame.payload))
 
     def _run_task(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
-        limits = read_limits(request.limits)
+        limits = Limits.from_values(request.limits)
         blobs = FrontEndBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
         reply: Message
         match request.WhichOneof("task"):
@@ -85,11 +84,6 @@ class PreparationService:
             case None:
                 raise DecodeError("a PREPARE without a task")
         return reply.SerializeToString()
-
-
-def read_limits(message: link_pb2.Limits) -> Limits:
-    """Reads the limits for graphs and rules."""
-    return Limits(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Limits)})
 
 
 _Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]

@@ -14,7 +14,7 @@ with without_libraries():
     import gradrule_server.engine.process
 before = {"modules": sorted({name.partition(".")[0] for name in sys.modules} | {"keras.src"} & set(sys.modules)),
           "threads": len(os.listdir("/proc/self/task"))}
-import gradrule_server.engine.optimizers
+import gradrule_server.engine.session_optimizer
 print(json.dumps(before | {"later": sorted({name.partition(".")[0] for name in sys.modules})}))
 """
 _NEVER = {"matplotlib", "pandas", "sklearn", "PIL", "h5py", "scipy"}
