@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from gradrule_server.engine.unused_libraries import without_libraries
 from gradrule_server.link import fork_protocol
-from gradrule_server.link.kernel import set_process_name
+from gradrule_server.link.system_calls import set_process_name
 
 # Shown by `ps` and `top`; the kernel keeps 15 characters.
 _FORK_SERVER_NAME, _ENGINE_NAME = "gradrule-forker", "gradrule-engine"

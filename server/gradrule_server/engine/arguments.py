@@ -12,9 +12,9 @@ import tensorflow as tf
 from gradrule.common import tensor_codec, tensor_packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.built import Built, Input
-from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.graph_call import as_array
+from gradrule_server.engine.large_tensors import LargeTensors
+from gradrule_server.engine.program import BuiltProgram, Input
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import FREE_BYTES
@@ -23,7 +23,7 @@ from gradrule_server.rules import read_param_value
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
 """Values by name; the bytes of a large one apart."""
 _Value: TypeAlias = "np.ndarray | tf.Tensor"
-_NONE_APART: Contents = MappingProxyType({})
+_NONE_APART: LargeTensors = MappingProxyType({})
 
 
 class ArgumentReader:
@@ -32,17 +32,17 @@ class ArgumentReader:
     def __init__(self, blobs: BlobReader) -> None:
         self._blobs = blobs
 
-    def within(self, blob_folder: str) -> ArgumentReader:
+    def for_folder(self, blob_folder: str) -> ArgumentReader:
         """A reader for calls whose blobs are in a folder of that folder; without a name, this one."""
-        return ArgumentReader(self._blobs.within(blob_folder)) if blob_folder else self
+        return ArgumentReader(self._blobs.for_folder(blob_folder)) if blob_folder else self
 
     def arguments(
         self,
-        built: Built,
+        built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
         state: Mapping[str, tf.Tensor] | None = None,
-        contents: Contents = _NONE_APART,
+        contents: LargeTensors = _NONE_APART,
     ) -> list[tf.Tensor]:
         """Returns the arguments of the built function as tensors.
 
@@ -58,33 +58,33 @@ class ArgumentReader:
         values = self._values(built, call, params, state, contents)
         dtypes = [item.dtype for item in (*built.inputs, *built.grad_ys, *built.directions)]
         dtypes += [tf.float64] * len(built.params)
-        if built.fitting is not None:
-            built.fitting.check(values)
+        if built.memory_check is not None:
+            built.memory_check.check(values)
         return [_as_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
     def arrays(
         self,
-        built: Built,
+        built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
-        contents: Contents = _NONE_APART,
+        contents: LargeTensors = _NONE_APART,
     ) -> Sequence[Any]:
         """As `arguments`, but returns NumPy arrays, which may share the memory of the request."""
         values = built.feed_plan.arrays(call, params, contents)
         if values is None:
             given = self._values(built, call, params, None, contents)
             values = [as_array(value) if isinstance(value, tf.Tensor) else value for value in given]
-        if built.fitting is not None:
-            built.fitting.check(values)
+        if built.memory_check is not None:
+            built.memory_check.check(values)
         return values
 
     def _values(
         self,
-        built: Built,
+        built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
         state: Mapping[str, tf.Tensor] | None,
-        contents: Contents,
+        contents: LargeTensors,
     ) -> list[_Value]:
         return [
             *self._fed(
@@ -105,10 +105,10 @@ class ArgumentReader:
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
-        contents: Contents = _NONE_APART,
+        contents: LargeTensors = _NONE_APART,
         *,
         stacked: bool,
-        built: Built,
+        built: BuiltProgram,
     ) -> list[tf.Tensor]:
         """Returns upstream gradients; stacked, they are all of one length. `built`: the program, for its limits."""
         values = self._grad_ys(given, inputs, contents, stacked=stacked, built=built)
@@ -118,10 +118,10 @@ class ArgumentReader:
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
-        contents: Contents,
+        contents: LargeTensors,
         *,
         stacked: bool,
-        built: Built,
+        built: BuiltProgram,
     ) -> list[_Value]:
         if stacked:
             inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
@@ -135,7 +135,9 @@ class ArgumentReader:
             )
         return tensors
 
-    def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built, contents: Contents) -> list[_Value]:
+    def _directions(
+        self, call: evaluate_pb2.EvaluateRequest, built: BuiltProgram, contents: LargeTensors
+    ) -> list[_Value]:
         is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
         what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
         return self._given(given, built.directions, contents, built, what=what, field=field)
@@ -144,8 +146,8 @@ class ArgumentReader:
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
-        contents: Contents,
-        built: Built,
+        contents: LargeTensors,
+        built: BuiltProgram,
         *,
         what: str,
         field: str,
@@ -265,7 +267,7 @@ def _nothing(item: Input) -> np.ndarray:
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 
-def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: Contents, max_unpacking: int) -> _Given:
+def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: LargeTensors, max_unpacking: int) -> _Given:
     """Values by name. LIMIT_EXCEEDED where packed ones would take too much memory unpacked."""
     values = [(item.value, contents.get((field, index))) for index, item in enumerate(given)]
     packed = [
@@ -295,7 +297,7 @@ def _check_unpacking(
         )
 
 
-def _renamed(by_name: _Given, built: Built) -> _Given:
+def _renamed(by_name: _Given, built: BuiltProgram) -> _Given:
     """Feeds by the names of inputs; UNKNOWN_FEED where one input is fed under two of its names."""
     if built.aliases.keys().isdisjoint(by_name):
         return by_name
@@ -322,7 +324,7 @@ def _array(
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
 
 
-def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[_Value]:
+def _params(built: BuiltProgram, settings: Iterable[link_pb2.ParamSetting]) -> list[_Value]:
     given: Mapping[tuple[int, str], rule_pb2.ParamValue] = {(item.rule, item.name): item.value for item in settings}
     read = [read_param_value(given[param.rule, param.name], param.name, "params") for param in built.params]
     return [np.asarray(value, np.float64) for value in read]

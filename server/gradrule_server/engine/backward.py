@@ -6,28 +6,29 @@ for loops' stacks and for many kernels, and takes as much memory as all of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.checks import require_bytes, require_same
-from gradrule_server.engine.derivatives import pulled_back
-from gradrule_server.engine.gradients import Differentiation
-from gradrule_server.engine.limits import MAX_ANSWER_BYTES
-from gradrule_server.engine.question import (
+from gradrule_server.engine.derivatives import (
     DENSE,
     NOT_DIFFERENTIABLE,
     SPARSE,
     UNCONNECTED,
     WIDTHS,
-    Answers,
-    Named,
-    Question,
+    Derivatives,
+    DifferentiationRequest,
+    NamedTensor,
+    build_gradients,
     checked_upstream,
 )
+from gradrule_server.engine.differentiation import Differentiation
+from gradrule_server.engine.op_checks import check_ops
+from gradrule_server.engine.runtime_checks import MAX_ANSWER_BYTES, require_bytes, require_same
 from gradrule_server.errors import error
 
 Row = Callable[[tf.Tensor], Sequence[tf.Tensor]]
@@ -41,27 +42,27 @@ class Backward:
     `layout` is that of its gradients. `shapes`: of the fed ys.
     """
 
-    def __init__(self, question: Question, fed: Sequence[int], differentiation: Differentiation) -> None:
+    def __init__(self, request: DifferentiationRequest, fed: Sequence[int], differentiation: Differentiation) -> None:
         self.fed = tuple(fed)
-        self.ys = question.ys
-        self.xs = [(x.name, x.tensor.dtype, x.tensor.shape) for x in question.xs]
+        self.ys = request.ys
+        self.xs = [(x.name, x.tensor.dtype, x.tensor.shape) for x in request.xs]
         self.layout: list[tuple[tuple[str, ...], str]] = []
         # Made here so that pulling back needs no y for its shape alone.
-        self.shapes = [tf.shape(question.ys[index].tensor) for index in fed]
+        self.shapes = [tf.shape(request.ys[index].tensor) for index in fed]
 
         def pull_back(*grad_ys: tf.Tensor) -> list[tf.Tensor]:
-            upstream = list(question.upstream)
+            upstream = list(request.upstream)
             for index, grad_y, shape in zip(self.fed, grad_ys, self.shapes, strict=True):
-                upstream[index] = checked_upstream(question.ys[index], grad_y, shape)
-            answers = Answers()
+                upstream[index] = checked_upstream(request.ys[index], grad_y, shape)
+            derivatives = Derivatives()
             with differentiation.active():
-                gradients = pulled_back(question.of(question.ys, upstream))
-            for x, gradient in zip(question.xs, gradients, strict=True):
-                answers.add_gradient(x, gradient, whole=question.dense)
-            self.layout = answers.layout
-            return answers.tensors
+                gradients = build_gradients(request.with_ys(request.ys, upstream))
+            for x, gradient in zip(request.xs, gradients, strict=True):
+                derivatives.add_gradient(x, gradient, whole=request.dense)
+            self.layout = derivatives.layout
+            return derivatives.tensors
 
-        specs = [tf.TensorSpec(question.ys[i].tensor.shape, question.ys[i].tensor.dtype) for i in self.fed]
+        specs = [tf.TensorSpec(request.ys[i].tensor.shape, request.ys[i].tensor.dtype) for i in self.fed]
         self.function: Any = tf.function(pull_back, input_signature=specs, autograph=False).get_concrete_function()
 
     @property
@@ -121,24 +122,26 @@ def row_of(stacks: Sequence[tf.Tensor]) -> Row:
     return row
 
 
-def stacked_vjp(question: Question, stacks: Sequence[tf.Tensor | None], differentiation: Differentiation) -> Answers:
+def stacked_vjp(
+    request: DifferentiationRequest, stacks: Sequence[tf.Tensor | None], differentiation: Differentiation
+) -> Derivatives:
     """Gradients for many upstream gradients at once: `stacks`, one for each fed y, have one more axis in front."""
-    fed = [index for index, stack in enumerate(stacks) if stack is not None and question.ys[index].is_differentiable]
-    backward = Backward(question, fed, differentiation)
+    fed = [index for index, stack in enumerate(stacks) if stack is not None and request.ys[index].is_differentiable]
+    backward = Backward(request, fed, differentiation)
     given = [stack for stack in stacks if stack is not None]
     count = tf.shape(given[0])[0]
     row = row_of([stack for stack in (stacks[index] for index in fed) if stack is not None])
-    return Answers(stacked_layout(backward.layout), backward.stacked(count, row, backward.captures))
+    return Derivatives(stacked_layout(backward.layout), backward.stacked(count, row, backward.captures))
 
 
-def jacobian(question: Question, differentiation: Differentiation, *, batched: bool) -> Answers:
+def jacobian(request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool) -> Derivatives:
     """For each y and x the Jacobian, of shape (y's shape, x's shape): pulled back from the rows of the identity.
 
     batched: axis 0 of all of them counts examples, none of which depends on another; the shape is (examples, rest of
     y's shape, rest of x's shape). INVALID_DERIVATIVE where a y is complex, or has other examples than an x.
     """
-    answers = Answers()
-    for y in question.ys:
+    derivatives = Derivatives()
+    for y in request.ys:
         if y.tensor.dtype.is_complex:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
@@ -146,21 +149,28 @@ def jacobian(question: Question, differentiation: Differentiation, *, batched: b
                 f"imaginary parts",
                 field="ys",
             )
-        _jacobians_of(y, question, differentiation, answers, batched=batched)
-    return answers
+        _jacobians_of(y, request, differentiation, derivatives, batched=batched)
+    return derivatives
 
 
 def _jacobians_of(
-    y: Named, question: Question, differentiation: Differentiation, answers: Answers, *, batched: bool
+    y: NamedTensor,
+    request: DifferentiationRequest,
+    differentiation: Differentiation,
+    derivatives: Derivatives,
+    *,
+    batched: bool,
 ) -> None:
     """Adds the Jacobians of one y."""
     if not y.is_differentiable:
-        for x in question.xs:
-            answers.add((y.name, x.name), NOT_DIFFERENTIABLE)
+        for x in request.xs:
+            derivatives.add((y.name, x.name), NOT_DIFFERENTIABLE)
         return
-    for value in (y, *(x for x in question.xs if x.is_differentiable)) if batched else ():
+    for value in (y, *(x for x in request.xs if x.is_differentiable)) if batched else ():
         _require_examples(value, y)
-    about_y = Question(question.graph, [y], question.xs, [None], question.stop_gradients, unconnected_is_zero=False)
+    about_y = DifferentiationRequest(
+        request.graph, [y], request.xs, [None], request.stop_gradients, unconnected_is_zero=False
+    )
     backward = Backward(about_y, [0], differentiation)
     shape = tf.shape(y.tensor)
     examples = shape[:1] if batched else tf.zeros([0], tf.int32)
@@ -169,7 +179,7 @@ def _jacobians_of(
     size = tf.add_n(
         [
             tf.size(x.tensor, out_type=tf.int64) * x.tensor.dtype.size
-            for x, (_, form) in zip(question.xs, backward.layout, strict=True)
+            for x, (_, form) in zip(request.xs, backward.layout, strict=True)
             if WIDTHS[form]
         ]
         or [tf.constant(0, tf.int64)]
@@ -183,18 +193,18 @@ def _jacobians_of(
         return [unit]
 
     stacks = iter(backward.stacked(count, row, backward.captures))
-    for x, (_, form) in zip(question.xs, backward.layout, strict=True):
+    for x, (_, form) in zip(request.xs, backward.layout, strict=True):
         names = (y.name, x.name)
         if WIDTHS[form]:
-            answers.add(names, DENSE, [_laid_out(next(stacks), y, x, batched=batched)])
-        elif form == UNCONNECTED and question.unconnected_is_zero:
+            derivatives.add(names, DENSE, [_laid_out(next(stacks), y, x, batched=batched)])
+        elif form == UNCONNECTED and request.unconnected_is_zero:
             zeros = tf.zeros(_jacobian_shape(y, x, batched=batched), x.tensor.dtype)
-            answers.add(names, DENSE, [zeros])
+            derivatives.add(names, DENSE, [zeros])
         else:
-            answers.add(names, form)
+            derivatives.add(names, form)
 
 
-def _laid_out(stack: tf.Tensor, y: Named, x: Named, *, batched: bool) -> tf.Tensor:
+def _laid_out(stack: tf.Tensor, y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:
     """From (elements of y, x's shape) to the Jacobian's shape."""
     if batched:
         rank = tf.rank(stack)
@@ -206,11 +216,11 @@ def _laid_out(stack: tf.Tensor, y: Named, x: Named, *, batched: bool) -> tf.Tens
     return tf.reshape(stack, _jacobian_shape(y, x, batched=batched))
 
 
-def _jacobian_shape(y: Named, x: Named, *, batched: bool) -> tf.Tensor:
+def _jacobian_shape(y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:
     return tf.concat([tf.shape(y.tensor), tf.shape(x.tensor)[1 if batched else 0 :]], 0)
 
 
-def _require_examples(value: Named, y: Named) -> None:
+def _require_examples(value: NamedTensor, y: NamedTensor) -> None:
     """INVALID_DERIVATIVE for a tensor without an axis that could count examples, or with others than the y's."""
     shape, examples = value.tensor.shape, y.tensor.shape
     fits = shape.rank != 0 and (not shape.rank or not examples.rank or shape[:1].is_compatible_with(examples[:1]))
@@ -221,3 +231,90 @@ def _require_examples(value: Named, y: Named) -> None:
             f"examples, and all have as many",
             field="xs" if value is not y else "ys",
         )
+
+
+Layout = list[tuple[tuple[str, ...], str]]
+
+
+class TwoPartProgram:
+    """Forward and backward part of a vector-Jacobian product as functions of their own. Thread-safe.
+
+    What `forward` saves stays on the device; it is a list of tensors, some of them TensorLists and optionals, whose
+    meaning is this object's. Params are arguments of the forward part, and saved where the backward part needs them.
+    """
+
+    def __init__(self, function: Any, output_count: int, backward: Backward, *, trusted: bool) -> None:
+        self._function = function
+        self._output_count = output_count
+        self._backward = backward
+        self._trusted = trusted
+        self._pull_backs: dict[bool, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def layout(self) -> Layout:
+        """Of a single pull-back's tensors: x and form (`request.WIDTHS` tensors each)."""
+        return self._backward.layout
+
+    @property
+    def stacked_layout(self) -> Layout:
+        """Of many pull-backs at once: dense where there is a gradient at all."""
+        return stacked_layout(self._backward.layout)
+
+    def forward(self, arguments: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Takes what `BuiltProgram.function` takes; returns the fetches, and what pulling back needs."""
+        results = list(self._function(*arguments))
+        return results[: self._output_count], results[self._output_count :]
+
+    def backward(
+        self, saved: Sequence[tf.Tensor], grad_ys: Mapping[int, tf.Tensor], *, stacked: bool = False
+    ) -> list[tf.Tensor]:
+        """The tensors of `layout`, or of `stacked_layout`.
+
+        grad_ys: by index among the ys, of the y's type; a y without one gets ones. stacked: all of them have one more
+        axis in front, of one size. Raises INVALID_DERIVATIVE; TensorFlow's error of a failed check where a shape is
+        not the y's (FEED_SHAPE, see `checks.failed_check`).
+        """
+        fed, ys = self._backward.fed, self._backward.ys
+        given = [grad_ys[index] for index in fed if index in grad_ys]
+        if stacked and not given:
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                "many pull-backs at once take their number from grad_ys, and none is given",
+                field="grad_ys",
+            )
+        count = tf.shape(given[0])[:1] if stacked else tf.zeros([0], tf.int32)
+        values = []
+        # What is saved begins with the shapes of the ys.
+        for index, shape in zip(fed, saved, strict=False):
+            value = grad_ys.get(index)
+            if value is None:
+                checked_upstream(ys[index], None)
+                value = tf.ones(tf.concat([count, shape], 0), ys[index].tensor.dtype)
+            values.append(value)
+        # Tracing one and the same function in two threads is not safe.
+        with self._lock:
+            function = self._pull_backs.get(stacked)
+            if function is None:
+                function = self._pull_backs[stacked] = self._traced(saved, stacked=stacked)
+        return list(function(*values, *saved))
+
+    def _traced(self, saved: Sequence[tf.Tensor], *, stacked: bool) -> Any:
+        backward, count = self._backward, len(self._backward.fed)
+
+        def pull_back(*arguments: tf.Tensor) -> list[tf.Tensor]:
+            values, captures = list(arguments[:count]), arguments[2 * count :]
+            if not stacked:
+                return backward.once(values, captures)
+            return backward.stacked(tf.shape(values[0])[0], row_of(values), captures)
+
+        specs = [self._spec(index, stacked=stacked) for index in backward.fed]
+        specs += [tf.TensorSpec(None, value.dtype) for value in saved]
+        function = tf.function(pull_back, input_signature=specs, autograph=False).get_concrete_function()
+        if not self._trusted:
+            check_ops(function.graph)
+        return function
+
+    def _spec(self, index: int, *, stacked: bool) -> tf.TensorSpec:
+        y = self._backward.ys[index].tensor
+        return tf.TensorSpec(tf.TensorShape([None]).concatenate(y.shape) if stacked else y.shape, y.dtype)

@@ -1,18 +1,24 @@
-"""Blobs as the engine reads them: files of a folder, mapped."""
+"""Reads tensors from blobs, and keeps the values of variables on the device."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import threading
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import missing_blobs
 
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -25,7 +31,7 @@ class BlobReader:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def within(self, name: str) -> BlobReader:
+    def for_folder(self, name: str) -> BlobReader:
         """The blobs in a folder of that folder; without a name, these. INTERNAL for what is no name of one."""
         if not name:
             return self
@@ -78,3 +84,52 @@ class BlobReader:
 
 def _invalid(message: str, field: str) -> GradruleError:
     return error(errors_pb2.ERROR_REASON_INVALID_TENSOR, message, field=field)
+
+
+_Key = tuple[str, str, int, tuple[int, ...]]
+
+
+class VariableCache:
+    """Tensors by whose they are, hash, element type and shape, for as long as a program holds them. Thread-safe.
+
+    Tenants, whose blobs lie in different folders, share none: nobody learns from the speed what another has.
+    """
+
+    def __init__(self, blobs: BlobReader) -> None:
+        self._blobs = blobs
+        self._lock = threading.Lock()
+        self._kept: weakref.WeakValueDictionary[_Key, tf.Tensor] = weakref.WeakValueDictionary()
+
+    def tensors(self, variables: Sequence[link_pb2.BoundVariable], blob_folder: str = "") -> list[tf.Tensor]:
+        """The tensor of each variable. `blob_folder`: where its caller's blobs are. BLOB_NOT_FOUND, INVALID_TENSOR."""
+        blobs = self._blobs.for_folder(blob_folder)
+        return [self._tensor(item, blob_folder, blobs) for item in variables]
+
+    def _tensor(self, variable: link_pb2.BoundVariable, blob_folder: str, blobs: BlobReader) -> tf.Tensor:
+        value, what = variable.value, f"variable {variable.spec.name!r}"
+        if value.HasField("blob"):
+            key = (blob_folder, value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
+        else:
+            content = value.inline_tensor.SerializeToString(deterministic=True)
+            digest = hashlib.sha256(content).hexdigest()
+            key = (blob_folder, digest, value.inline_tensor.dtype, _sizes(value.inline_tensor.tensor_shape))
+        with self._lock:
+            tensor = self._kept.get(key)
+            if tensor is None:
+                try:
+                    is_blob = value.HasField("blob")
+                    array = (
+                        blobs.array(value.blob, what, "spec.variables")
+                        if is_blob
+                        else tensor_codec.to_numpy(value.inline_tensor)
+                    )
+                except ValueError as cause:
+                    raise error(
+                        errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field="spec.variables"
+                    ) from cause
+                tensor = self._kept[key] = tf.constant(array, dtype=tf.as_dtype(variable.spec.dtype))
+        return tensor
+
+
+def _sizes(shape: tensor_pb2.TensorShape) -> tuple[int, ...]:
+    return tuple(dim.size for dim in shape.dim)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.graph_call import as_array
+from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
-    from gradrule_server.engine.built import Built, Input
+    from gradrule_server.engine.program import BuiltProgram, Input
 
 
 class _Slot(NamedTuple):
@@ -30,7 +30,7 @@ class _Slot(NamedTuple):
 class FeedPlan:
     """The arguments of a built function by the names that calls use, worked out once per program. Thread-safe."""
 
-    def __init__(self, built: Built, *, is_used: bool = True) -> None:
+    def __init__(self, built: BuiltProgram, *, is_used: bool = True) -> None:
         self._max_rank = built.max_rank
         self._template: list[Any] = []
         self._required = 0
@@ -65,7 +65,7 @@ class FeedPlan:
         return self._template[place] is not None and array is self._template[place]
 
     def arrays(
-        self, call: evaluate_pb2.EvaluateRequest, params: Iterable[link_pb2.ParamSetting], contents: Contents
+        self, call: evaluate_pb2.EvaluateRequest, params: Iterable[link_pb2.ParamSetting], contents: LargeTensors
     ) -> Sequence[Any] | None:
         """Returns the arguments as NumPy arrays; None where anything is not as usual, which need not be wrong.
 

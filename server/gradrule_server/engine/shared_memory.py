@@ -1,26 +1,111 @@
-"""Tensors in memory that a client shares: read from there, and written there.
+"""Buffers that tensors are copied into: each is used again once nothing refers to it, and given up after a while.
 
-The client may change its memory at any time, so every tensor is copied before anything looks at its values.
+The first write to a new page costs several times as much as copying to one that is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
-from gradrule_server.engine.bulk import Contents
-from gradrule_server.engine.copy_buffers import CopyBuffers
+from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Buffer
-from gradrule_server.link.shared_memory import ReceivedMemories, lost
+from gradrule_server.link.shared_memory import ReceivedMemories, shared_memory_lost
+
+_KEPT_BYTES = 256 << 20
+_KEPT_S = 10.0
+# Smaller buffers cost little.
+_LEAST_KEPT_BYTES = 1 << 20
+_ROUND = 1 << 20
+
+
+class CopyBuffers:
+    """Hands out buffers, aligned to pages. Thread-safe."""
+
+    def __init__(self) -> None:
+        # What is referred to by nothing may be so in any thread, in the middle of anything.
+        self._returned: deque[mmap.mmap] = deque()
+        self._free: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._was_used = False
+        # Buffers handed out, less those collected since.
+        self._out = 0
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Returns a buffer of so many bytes, with any content. `MemoryError`."""
+        if size < _LEAST_KEPT_BYTES:
+            return np.empty(size, np.uint8)
+        length = -(-size // _ROUND) * _ROUND
+        with self._lock:
+            self._was_used = True
+            self._collect()
+            found = next((each for each in self._free if length <= len(each) <= 2 * length), None)
+            if found is not None:
+                self._free.remove(found)
+        memory = _new(length) if found is None else found
+        with self._lock:
+            self._out += 1
+        whole = np.frombuffer(memory, np.uint8)
+        # Arrays made of it keep it as their base, since it is of another type.
+        buffer: NDArray[np.uint8] = _Buffer(size, np.uint8, whole)
+        weakref.finalize(buffer, self._give_back, memory).atexit = False
+        return buffer
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        self._returned.append(memory)
+
+    def _collect(self) -> None:
+        kept = sum(map(len, self._free))
+        while self._returned:
+            memory = self._returned.popleft()
+            self._out -= 1
+            kept += len(memory)
+            if kept <= _KEPT_BYTES:
+                self._free.append(memory)
+            else:
+                kept -= len(memory)
+        if self._timer is None and (self._free or self._was_used or self._out):
+            self._timer = threading.Timer(_KEPT_S, self._expire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self) -> None:
+        with self._lock:
+            self._timer = None
+            was_used, self._was_used = self._was_used, False
+            # Those returned since the last call too: nothing else may ever collect them.
+            self._collect()
+            if not was_used:
+                self._free.clear()
+
+
+class _Buffer(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """The bytes of a buffer."""
+
+
+def _new(length: int) -> mmap.mmap:
+    try:
+        memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as cause:
+        raise MemoryError(f"no memory for a tensor of {length} bytes") from cause
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
 
 _FIELDS = ("feeds", "grad_ys", "tangents", "vectors")
 # Of a client's memory that is no larger nothing is gained.
@@ -28,7 +113,7 @@ _LEAST_BYTES = 64 * 1024
 _PAGE = mmap.PAGESIZE
 
 
-class Room:
+class AnswerArea:
     """Where the tensors of one answer may be written."""
 
     def __init__(self, memory: mmap.mmap, offset: int, size: int) -> None:
@@ -51,7 +136,7 @@ class Room:
         return start
 
 
-class SharedMemories:
+class AttachedMemories:
     """The memories of this engine's clients, by name. Thread-safe. `received`: where they come from; None: nowhere."""
 
     def __init__(self, received: ReceivedMemories | None) -> None:
@@ -60,7 +145,9 @@ class SharedMemories:
         self._buffers = CopyBuffers()
         self._lock = threading.Lock()
 
-    def open(self, call: evaluate_pb2.EvaluateRequest, contents: Contents) -> tuple[Contents, Room | None]:
+    def open(
+        self, call: evaluate_pb2.EvaluateRequest, contents: LargeTensors
+    ) -> tuple[LargeTensors, AnswerArea | None]:
         """Replaces tensors in shared memory by inline ones whose bytes are apart, as those of large tensors are.
 
         Returns the bytes of tensors, with those of `contents`, and the room for the answer. INVALID_TENSOR,
@@ -88,7 +175,7 @@ class SharedMemories:
                     found[field, index] = _copy(memory, source, self._buffers, f"{field}[{item.name!r}]", field)
                     inline = tensor_pb2.Tensor(dtype=source.dtype, tensor_shape=source.shape)
                     item.value.inline_tensor.CopyFrom(inline)
-        return found, Room(memory, use.answer_offset, use.answer_bytes) if use.answer_bytes else None
+        return found, AnswerArea(memory, use.answer_offset, use.answer_bytes) if use.answer_bytes else None
 
     def detach(self, name: bytes) -> None:
         """Gives a memory up; calls that use it go on."""
@@ -103,7 +190,7 @@ class SharedMemories:
                 self._receive()
             memory = self._memories.get(name)
         if memory is None:
-            raise lost()
+            raise shared_memory_lost()
         return memory
 
     def _receive(self) -> None:
@@ -154,7 +241,7 @@ def _invalid(message: str, field: str) -> GradruleError:
     return error(errors_pb2.ERROR_REASON_INVALID_TENSOR, message, field=field)
 
 
-def write_tensor(number: int, shape: Sequence[int], offset: int, size: int) -> bytes:
+def placed_tensor(number: int, shape: Sequence[int], offset: int, size: int) -> bytes:
     """Returns the bytes of a tensor that was placed."""
     message = tensor_pb2.SharedMemoryTensor(offset=offset, size_bytes=size, shape=tensor_codec.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]

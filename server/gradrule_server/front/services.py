@@ -15,7 +15,7 @@ from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod,
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.streams import Multiplexed
-from gradrule_server.link.faults import finding_message
+from gradrule_server.link.messages import finding_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.forward_handles import StreamHandles
 from gradrule_server.programs.rule_sampling import sample

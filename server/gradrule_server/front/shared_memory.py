@@ -29,7 +29,7 @@ from gradrule_server.front.shared_memory_connections import (
 )
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.link import arena
-from gradrule_server.link.shared_memory import NAME_BYTES, ClientMemory, MemoryUse, NotShareable, lost
+from gradrule_server.link.shared_memory import NAME_BYTES, ClientMemory, MemoryUse, NotShareable, shared_memory_lost
 
 _log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class SharedMemoryServer:
         key = caller.tenant.name, use.memory
         connection = self._connections.get(key)
         if connection is None:
-            raise lost()
+            raise shared_memory_lost()
         memory = connection.memory
         if use.answer_offset + use.answer_bytes > memory.size or use.request_bytes > memory.size:
             raise error(
@@ -168,7 +168,7 @@ class SharedMemoryServer:
         if not memory.reserve_answer(use.answer_offset, use.answer_bytes):
             # An earlier attempt of this call may still run and would write into this one's answer.
             self._end_connection(key)
-            raise lost()
+            raise shared_memory_lost()
         try:
             byte_counter.take_in(caller, size)
         except BaseException:

@@ -19,7 +19,7 @@ from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
     from gradrule_server.link.arena import Chunk
-    from gradrule_server.link.work import Work
+    from gradrule_server.link.engine_request import EngineRequest
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class BatchKey(NamedTuple):
 class Batch:
     """Requests that were sent together. The engine is done with them when it sends its BATCH_NOTICE."""
 
-    works: Sequence[Work]
+    works: Sequence[EngineRequest]
     chunk: Chunk | None = None
     """Where their payloads lie, if they are large."""
 
@@ -100,15 +100,15 @@ class Batches:
 
     most: int = 1
     delay_s: float = 0.0
-    _waiting: dict[BatchKey, dict[int, Work]] = field(default_factory=dict)
+    _waiting: dict[BatchKey, dict[int, EngineRequest]] = field(default_factory=dict)
     _programs: OrderedDict[str, _Program] = field(default_factory=OrderedDict)
 
-    def add(self, work: Work) -> None:
+    def add(self, work: EngineRequest) -> None:
         """The request waits from now on."""
         if work.batch_key is not None and self.most > 1:
             self._waiting.setdefault(work.batch_key, {})[work.id] = work
 
-    def remove(self, work: Work) -> None:
+    def remove(self, work: EngineRequest) -> None:
         """The request does not wait any more."""
         same = self._waiting.get(work.batch_key) if work.batch_key is not None else None
         if same is not None:
@@ -116,7 +116,7 @@ class Batches:
             if not same:
                 del self._waiting[work.batch_key]  # type: ignore[arg-type]
 
-    def held_until(self, work: Work) -> float:
+    def held_until(self, work: EngineRequest) -> float:
         """Returns the loop time until which a request waits although a thread is free; 0: it need not."""
         if work.batch_key is None or self.most == 1:
             return 0.0
@@ -131,12 +131,12 @@ class Batches:
             return 0.0
         return work.submitted_at + self.delay_s
 
-    def _together(self, work: Work) -> int:
+    def _together(self, work: EngineRequest) -> int:
         """Returns how many requests would be sent with this one, which may wait or not, itself included."""
         same = self._waiting.get(work.batch_key, {}) if work.batch_key is not None else {}
         return len(same) + (work.id not in same)
 
-    def started(self, work: Work, requests: int) -> None:
+    def started(self, work: EngineRequest, requests: int) -> None:
         """A run of so many requests began: of this one, and of those that were sent with it."""
         if work.batch_key is not None and self.most > 1:
             program = self._program(work.batch_key.program)
@@ -146,7 +146,7 @@ class Batches:
             load.runs += 1
             load.requests += requests
 
-    def ended(self, work: Work, requests: int) -> None:
+    def ended(self, work: EngineRequest, requests: int) -> None:
         """A run of so many requests ended."""
         if work.batch_key is not None and self.most > 1:
             program = self._program(work.batch_key.program)
@@ -156,7 +156,7 @@ class Batches:
             if not load.runs:
                 del program.loads[work.batch_key]
 
-    def companions(self, work: Work) -> list[Work]:
+    def companions(self, work: EngineRequest) -> list[EngineRequest]:
         """Returns the waiting requests that are to be sent together with one that is sent now."""
         same = self._waiting.get(work.batch_key) if work.batch_key is not None else None
         if not same:
@@ -167,7 +167,7 @@ class Batches:
         # The engine tries with two whether they can run together: until then more would only keep one another waiting.
         count = self.most - 1 if program.is_proven else 1
         size = work.size
-        chosen: list[Work] = []
+        chosen: list[EngineRequest] = []
         for other in same.values():
             size += other.size
             if len(chosen) == count or size > _MOST_BYTES:
@@ -197,6 +197,32 @@ class Batches:
                 idle = next((name for name, program in self._programs.items() if not program.loads), key)
                 del self._programs[idle]
         return found
+
+
+@dataclass(slots=True)
+class JitState:
+    """The programs of an engine that XLA compiles or runs, by their keys.
+
+    Attributes:
+        compiling: Programs that XLA compiles now.
+        chosen: Programs of which calls run with XLA.
+    """
+
+    compiling: set[str] = field(default_factory=set)
+    chosen: set[str] = field(default_factory=set)
+
+    def apply(self, notice: link_pb2.JitNotice) -> None:
+        """Applies a notice of the engine."""
+        self.compiling.discard(notice.key)
+        if notice.outcome == link_pb2.JitNotice.OUTCOME_COMPILING:
+            self.compiling.add(notice.key)
+        elif notice.outcome == link_pb2.JitNotice.OUTCOME_CHOSEN:
+            self.chosen.add(notice.key)
+            _log.info("calls of program %s run with XLA", notice.key)
+        elif notice.outcome == link_pb2.JitNotice.OUTCOME_UNSPECIFIED:
+            self.chosen.discard(notice.key)
+        elif notice.outcome == link_pb2.JitNotice.OUTCOME_REFUSED:
+            _log.info("program %s runs without XLA: %s", notice.key, notice.reason)
 
 
 def pack_batch(most: int, requests: Sequence[tuple[int, Sequence[bytes]]]) -> list[bytes]:

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, cast
 
 from google.protobuf.message import DecodeError
 
-from gradrule.v1 import errors_pb2
-from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
-from gradrule_server.link.batching import Batch, Batches, BatchKey, pack_batch
-from gradrule_server.link.faults import error_of
+from gradrule_server.link.batching import Batch, Batches, BatchKey, JitState, pack_batch
+from gradrule_server.link.engine_request import ConnectionLost, EngineRequest
 from gradrule_server.link.framing import (
     HEADER_BYTES,
     Arenas,
@@ -30,10 +28,9 @@ from gradrule_server.link.framing import (
     unpack_header,
     unpack_place,
 )
-from gradrule_server.link.jit import JitState
-from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel, lost
+from gradrule_server.link.messages import read_fault
+from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel, shared_memory_lost
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import EngineGone, Work
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 
 if TYPE_CHECKING:
@@ -87,15 +84,15 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._unsent: list[bytes] = []
         self._ids = itertools.count(1)
-        self._waiting: dict[int, Work] = {}
-        self._running: dict[int, Work] = {}
+        self._waiting: dict[int, EngineRequest] = {}
+        self._running: dict[int, EngineRequest] = {}
         self._compiling = False
         self.compiling_since = 0.0
         """Loop time at which the last program began to be compiled."""
         self._closed = asyncio.Event()
         self.process: EngineProcess | None = None
         """The process at the other end, once it serves: whoever has a request of its can learn how it ended."""
-        self.lost: tuple[Work, ...] = ()
+        self.lost: tuple[EngineRequest, ...] = ()
         """Requests that ran when the other end went."""
         self.lost_batches: tuple[Batch, ...] = ()
         """Requests that were sent together and that the engine was not done with then, though it may have answered."""
@@ -163,16 +160,16 @@ class Connection(asyncio.Protocol):
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
         shared_bytes: int = 0,
-    ) -> Work:
+    ) -> EngineRequest:
         """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`.
 
         `payload`: whole, or in parts. `suffix`: appended to the answer. `batch_key`: which others it may run with.
         `shared_bytes`: what the request uses of a client's memory, bytes.
         """
         if self._transport is None or self._closed.is_set():
-            raise EngineGone(started=False)
+            raise ConnectionLost(started=False)
         parts = (payload,) if isinstance(payload, bytes) else payload
-        work = Work(self, next(self._ids), kind, parts, recorder, suffix, batch_key)
+        work = EngineRequest(self, next(self._ids), kind, parts, recorder, suffix, batch_key)
         if shared_bytes:
             work.shared_bytes = shared_bytes
         if self._busy < self._threads and self._can_start(work):
@@ -186,14 +183,14 @@ class Connection(asyncio.Protocol):
     def attach(self, memory: ClientMemory) -> None:
         """Passes memory of a client on, before a request that uses it. SHARED_MEMORY_LOST where that fails."""
         if self.memories is None or self.is_closed:
-            raise lost()
+            raise shared_memory_lost()
         self.memories.attach(memory)
 
-    def is_waiting(self, work: Work) -> bool:
+    def is_waiting(self, work: EngineRequest) -> bool:
         """Whether a request has not been sent yet."""
         return work.id in self._waiting
 
-    def drop(self, work: Work) -> bool:
+    def drop(self, work: EngineRequest) -> bool:
         """Takes back a request that still waits; False where it has been sent."""
         if self._waiting.pop(work.id, None) is None:
             return False
@@ -202,7 +199,7 @@ class Connection(asyncio.Protocol):
         work.end()
         return True
 
-    def answer_question(self, work: Work, payload: bytes) -> None:
+    def answer_question(self, work: EngineRequest, payload: bytes) -> None:
         """Sends the answer to what the other end asked while it works on a request."""
         work.is_asking = False
         if not (self.is_closed or work.ended):
@@ -272,10 +269,10 @@ class Connection(asyncio.Protocol):
             for work in works.values():
                 work.end()
                 if not work.answer.done():
-                    work.answer.set_exception(EngineGone(started=started))
+                    work.answer.set_exception(ConnectionLost(started=started))
             works.clear()
         if not self.greeting.done():
-            self.greeting.set_exception(EngineGone(started=True))
+            self.greeting.set_exception(ConnectionLost(started=True))
         # A greeting that nobody waits for must not be reported as an exception that was never retrieved.
         if not self.greeting.cancelled():
             self.greeting.exception()
@@ -289,7 +286,7 @@ class Connection(asyncio.Protocol):
         if self.on_lost is not None:
             self.on_lost()
 
-    def _can_start(self, work: Work) -> bool:
+    def _can_start(self, work: EngineRequest) -> bool:
         # An engine compiles one program at a time, and the others would keep its threads from running.
         if self._busy >= self._threads or (work.kind is Kind.COMPILE and self._compiling):
             return False
@@ -308,7 +305,7 @@ class Connection(asyncio.Protocol):
         self._holding = None
         self._start_waiting()
 
-    def _start(self, work: Work) -> None:
+    def _start(self, work: EngineRequest) -> None:
         batches = self._batches
         others = batches.companions(work) if self._waiting else ()
         self._busy += 1
@@ -329,7 +326,7 @@ class Connection(asyncio.Protocol):
             self._write_one(Kind.PLACED, work.id, pack_place(work.kind, work.chunk))
         work.payload = ()
 
-    def _start_together(self, works: list[Work]) -> None:
+    def _start_together(self, works: list[EngineRequest]) -> None:
         number, now = next(self._ids), self.loop.time()
         batch = self._runs[number] = Batch(works)
         parts = pack_batch(self._batches.most, [(work.id, work.payload) for work in works])
@@ -404,7 +401,7 @@ class Connection(asyncio.Protocol):
         self._arenas_were_used()
         return self._arenas.outgoing.place(payload)
 
-    def _check_question(self, work: Work) -> None:
+    def _check_question(self, work: EngineRequest) -> None:
         """Raises `ValueError` where a process asks without waiting for answers, which would pile up here."""
         if work.is_asking:
             raise ValueError("a question before the last one was answered")
@@ -446,7 +443,7 @@ class Connection(asyncio.Protocol):
             self._end_run(request_id)
             return
         if kind is Kind.JIT_NOTICE:
-            self.jit.learn(link_pb2.JitNotice.FromString(bytes(view)))
+            self.jit.apply(link_pb2.JitNotice.FromString(bytes(view)))
             return
         if kind is Kind.FAULT and request_id in self._runs:
             self._fail_run(request_id, view)
@@ -471,7 +468,7 @@ class Connection(asyncio.Protocol):
         if work.chunk is not None and self._arenas is not None:
             self._arenas.outgoing.release(work.chunk)
         # What makes no sense raises here, where the work still ends with the connection.
-        fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
+        fault = read_fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]
         work.end()
         if work.batch is None:
@@ -489,10 +486,3 @@ class Connection(asyncio.Protocol):
             work.answer.set_exception(fault)
         else:
             work.answer.set_result(payload)
-
-
-def _fault(payload: bytes) -> GradruleError:
-    """The error that an engine sent. `DecodeError`, `ValueError` where it is none."""
-    fault = link_pb2.Fault.FromString(payload)
-    errors_pb2.ErrorReason.Name(fault.reason)
-    return error_of(fault)

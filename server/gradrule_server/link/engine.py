@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, error
 from gradrule_server.link.batching import BatchKey
+from gradrule_server.link.engine_request import ConnectionLost, EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.spares import Spares
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import EngineGone, Work
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost
 
@@ -244,7 +244,7 @@ class Engine:
         payload: bytes,
         ends_at: float,
         recorder: OutcomeRecorder | None = None,
-        on_ask: Callable[[Work, bytes], None] | None = None,
+        on_ask: Callable[[EngineRequest, bytes], None] | None = None,
         batch_key: BatchKey | None = None,
         memory: MemoryUse | None = None,
     ) -> bytes:
@@ -265,7 +265,7 @@ class Engine:
         except asyncio.CancelledError:
             self.abandon(work, ends_at)
             raise
-        except EngineGone as gone:
+        except ConnectionLost as gone:
             raise await self.lost(work, gone) from None
 
     def submit(
@@ -276,13 +276,13 @@ class Engine:
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
         memory: MemoryUse | None = None,
-    ) -> Work:
+    ) -> EngineRequest:
         """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine.
 
         `memory`: of a client, which the request uses.
         """
         if self._process is None:
-            raise unavailable()
+            raise engine_unavailable()
         if self._unbatched and batch_key is not None and batch_key.digest in self._unbatched:
             batch_key = None
         try:
@@ -291,12 +291,12 @@ class Engine:
                 self._process.connection.attach(memory.memory)
                 shared_bytes = memory.size
             work = self._process.connection.submit(kind, payload, recorder, suffix, batch_key, shared_bytes)
-        except EngineGone:
-            raise lost_waiting() from None
+        except ConnectionLost:
+            raise lost_before_start() from None
         self.used_at = work.submitted_at
         return work
 
-    def abandon(self, work: Work, ends_at: float) -> None:
+    def abandon(self, work: EngineRequest, ends_at: float) -> None:
         """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended soon.
 
         It is an overrun only where `ends_at` has passed by then: whoever cancels may have had enough of a good program.
@@ -307,21 +307,21 @@ class Engine:
         loop = asyncio.get_running_loop()
         # Once the deadline has passed, or where nobody else loses anything, there is nothing to wait for.
         patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
-        work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
+        work.set_timer(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
 
-    def _end_given_up(self, work: Work, ends_at: float) -> None:
+    def _end_given_up(self, work: EngineRequest, ends_at: float) -> None:
         """Ends the engine, unless others keep something in it and the request holds up nobody before its deadline."""
         loop = asyncio.get_running_loop()
         if work.batch is not None and not work.batch.is_given_up:
             # Somebody waits for another request of the same run.
-            work.watch(loop.call_later(_OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
+            work.set_timer(loop.call_later(_OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
         elif self.kept and not work.connection.waiting and loop.time() < ends_at and not work.ended:
             due = min(ends_at + _OVERRUN_GRACE_S, loop.time() + _CANCEL_PATIENCE_S)
-            work.watch(loop.call_at(due, self._end_given_up, work, ends_at))
+            work.set_timer(loop.call_at(due, self._end_given_up, work, ends_at))
         else:
             self._end_overrun(work, ends_at)
 
-    def limit(self, work: Work, ends_at: float, least_s: float) -> None:
+    def limit(self, work: EngineRequest, ends_at: float, least_s: float) -> None:
         """Somebody waits for it, or does again: only where it runs after `ends_at`, and has for so long, it overran."""
         loop = asyncio.get_running_loop()
         work.is_given_up = False
@@ -331,17 +331,17 @@ class Engine:
             if work.ended:
                 return
             if loop.time() < due:
-                work.watch(loop.call_at(due, look))
+                work.set_timer(loop.call_at(due, look))
             else:
                 self._end_overrun(work, ends_at)
 
         look()
 
-    async def lost(self, work: Work, gone: EngineGone) -> EngineLost:
+    async def lost(self, work: EngineRequest, gone: ConnectionLost) -> EngineLost:
         """The error of a request whose engine is gone."""
         process = work.connection.process
         if not gone.started or process is None:
-            return lost_waiting()
+            return lost_before_start()
         try:
             ending = await process.wait_ended()
         except asyncio.CancelledError:
@@ -408,7 +408,7 @@ class Engine:
             if work.is_given_up and work.recorder is not None:
                 work.recorder.record_engine_loss(_lost(process, ending))
 
-    def _end_overrun(self, work: Work, ends_at: float) -> None:
+    def _end_overrun(self, work: EngineRequest, ends_at: float) -> None:
         process = self._process
         if process is None or process is not work.connection.process or work.ended or work.started_at is None:
             return
@@ -423,7 +423,7 @@ class Engine:
             work.recorder.record_overrun(now - work.started_at)
 
 
-def unavailable() -> Exception:
+def engine_unavailable() -> Exception:
     """There is no engine. ENGINE_UNAVAILABLE."""
     return error(
         errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
@@ -432,7 +432,7 @@ def unavailable() -> Exception:
     )
 
 
-def lost_waiting() -> EngineLost:
+def lost_before_start() -> EngineLost:
     """The engine is gone, and the request had not started."""
     return EngineLost(
         [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the engine died before it took the request up")],

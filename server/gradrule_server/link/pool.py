@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
-from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, Use, unavailable
-from gradrule_server.link.oom import OOM_KILLS
+from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, Use, engine_unavailable
+from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.spares import Spares
+from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.watch import Watch
 from gradrule_server.link.workers import CompileWorkers
 from gradrule_server.tenant_locks import TenantLocks
 
@@ -75,7 +75,7 @@ class EnginePool:
         self._was_ready = False
         self._change = asyncio.Event()
         self._device = options.device
-        self._watch = Watch(lambda: self._spares.processes, heartbeat_s, options.memory_limit)
+        self._watch = EngineMonitor(lambda: self._spares.processes, heartbeat_s, options.memory_limit)
         self._tasks: list[asyncio.Task[None]] = []
         self.workers = CompileWorkers(self._spares, lambda: self.max_engines)
         """Processes that read graphs. They come on top of the engines, and are at most as many."""
@@ -307,7 +307,7 @@ async def _within(seconds: float) -> AsyncIterator[None]:
     except TimeoutError:
         if not limit.expired():
             raise
-        raise unavailable() from None
+        raise engine_unavailable() from None
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -144,11 +144,11 @@ class MemoryChannel:
         if memory in self._attached:
             return
         if memory.is_closed:
-            raise lost()
+            raise shared_memory_lost()
         try:
             socket.send_fds(self._socket, [memory.name], [memory.fd])
         except OSError:
-            raise lost() from None
+            raise shared_memory_lost() from None
         self._attached.add(memory)
         memory.holders.add(self)
 
@@ -183,7 +183,7 @@ class ReceivedMemories:
         return None
 
 
-def lost() -> GradruleError:
+def shared_memory_lost() -> GradruleError:
     """SHARED_MEMORY_LOST."""
     return error(
         errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.link.shape import CallShape, canonical
+from gradrule_server.link.messages import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec

@@ -14,7 +14,7 @@ import numpy as np
 from gradrule.common import op_definitions, op_inference, tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, did_you_mean, error
-from gradrule_server.link.shape import sampled_gradient
+from gradrule_server.link.messages import sampled_gradient
 from gradrule_server.policy import NodeLimits, tensor_fault
 from gradrule_server.preparation.overrides import INLINE_RULE, OverrideTable
 from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup

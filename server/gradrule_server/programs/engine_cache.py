@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.link.engine import Engine, lost_waiting
+from gradrule_server.link.engine import Engine, lost_before_start
+from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import Work
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.registry.blobs import BlobStore
@@ -62,7 +62,7 @@ class Load:
     engine: Engine
     generation: int
     engine_key: str
-    work: Work
+    work: EngineRequest
     ends_at: float
     """Loop time until which it may take; see `_LOAD_S`."""
     holders: int = 0
@@ -88,7 +88,7 @@ class Load:
     def check(self) -> None:
         """`EngineLost` where the engine that had it is gone."""
         if self.generation != self.engine.generation:
-            raise lost_waiting()
+            raise lost_before_start()
 
 
 @dataclass(slots=True)

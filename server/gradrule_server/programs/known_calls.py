@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from gradrule.common import wire_format
+from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import EngineGone
 from gradrule_server.operations.request_record import record_known_call
 from gradrule_server.programs.cache import KnownCall, ProgramCache, RunnableProgram, StoredKey
 from gradrule_server.programs.call_structure import CallStructure
@@ -87,7 +87,7 @@ class KnownCalls:
             except asyncio.CancelledError:
                 load.engine.abandon(work, ends_at)
                 raise
-            except EngineGone as gone:
+            except ConnectionLost as gone:
                 return await load.engine.lost(work, gone)
         except EngineLost as lost:
             return lost

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from gradrule_server.errors import GradruleError
-from gradrule_server.link.engine import Engine, lost_waiting, unavailable
+from gradrule_server.link.engine import Engine, engine_unavailable, lost_before_start
+from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import EngineGone
 from gradrule_server.programs.engine_cache import EngineProgramCache, Load, Loadable
 from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
 from gradrule_server.registry.blobs import BlobStore
@@ -104,11 +104,11 @@ class LoadedPrograms:
             await asyncio.wait([load.work.answer], timeout=_SLOW_COMPILE_S)
             waits = load.work.connection.is_waiting(load.work)
             if waits and load.engine.has_compiled_for(_SLOW_COMPILE_S) and self._has_way_around(load.engine):
-                raise lost_waiting()
+                raise lost_before_start()
         try:
             # Several callers may wait for one load; one that gives up must not take it from the others.
             answer = load.work.answer.result() if load.is_over else await asyncio.shield(load.work.answer)
-        except EngineGone as gone:
+        except ConnectionLost as gone:
             raise await load.engine.lost(load.work, gone) from None
         load.check()
         return answer
@@ -133,7 +133,7 @@ class LoadedPrograms:
             return engines[0]
         ready = [engine for engine in engines if engine.is_ready]
         if not ready:
-            raise unavailable()
+            raise engine_unavailable()
         having = [engine for engine in ready if self._has(engine, program.key)]
         best = min(having, key=lambda engine: (engine.is_extra, engine.load), default=None)
         if best is not None and best.has_room:

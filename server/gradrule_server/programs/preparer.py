@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import logging
@@ -19,12 +18,11 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.faults import fault_message
+from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import CallShape, fault_message, shape_message
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.shape import CallShape, shape_message
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import Work
 from gradrule_server.policy import Limits
 from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.recovery.call_recovery import culprit_error
@@ -68,7 +66,7 @@ class Preparer:
     ) -> None:
         self._pool = pool
         self._crash_history = crash_history
-        self._limits = link_pb2.Limits(**dataclasses.asdict(limits))
+        self._limits = limits.to_values()
         self._blobs = blobs
         self._owner = owner
 
@@ -151,7 +149,7 @@ class Preparer:
 
         `graph`: what is blamed for crashes. `read`: reads the answer; `DecodeError` where it is none.
         """
-        task.limits.CopyFrom(self._limits)
+        task.limits.update(self._limits)
         task.blob_folder = self._blobs.folder_name
         payload = task.SerializeToString()
         asked.bytes_left += len(payload)
@@ -222,7 +220,7 @@ class _Asked:
         self._is_closed = False
         self._answering: set[asyncio.Task[None]] = set()
 
-    def answer(self, work: Work, payload: bytes) -> None:
+    def answer(self, work: EngineRequest, payload: bytes) -> None:
         """Answers a question. Raises `DecodeError` or `ValueError` for what no worker asks."""
         self.bytes_left -= len(payload)
         if len(payload) > _MOST_QUESTION_BYTES or self.bytes_left < 0:
@@ -251,7 +249,7 @@ class _Asked:
             raise DecodeError("it contradicts itself")
         return Prepared(message, answer[start:])
 
-    async def _answer(self, work: Work, question: link_pb2.Question) -> None:
+    async def _answer(self, work: EngineRequest, question: link_pb2.Question) -> None:
         try:
             told = await self._told(question)
         except GradruleError as cause:

@@ -10,7 +10,7 @@ import numpy as np
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import error
-from gradrule_server.link.shape import sampled_gradient
+from gradrule_server.link.messages import sampled_gradient
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.programs.run_modes import RunOnce

@@ -18,8 +18,8 @@ from dataclasses import replace
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
+from gradrule_server.link.messages import CallShape, canonical
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.shape import CallShape, canonical
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_run, timing_compilation

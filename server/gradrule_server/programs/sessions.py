@@ -16,7 +16,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tens
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.shape import canonical
+from gradrule_server.link.messages import canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, value_fault
 from gradrule_server.programs.cache import RunnableProgram, SessionKey

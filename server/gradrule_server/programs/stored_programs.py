@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gradrule.v1 import program_pb2
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import DeletedNames, ProgramCache, RunnableProgram, StoredKey
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.rule_lookup import RegistryLookup

@@ -14,7 +14,7 @@ from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from tests.service.graph_defs import drawn, loaded
 from tests.unit.engine.building import prepared
 

@@ -17,7 +17,7 @@ from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
 from gradrule_server.engine.graph_call import FunctionCall, SessionCall, graph_call
 from gradrule_server.engine.run import run
-from gradrule_server.engine.shared_memory import SharedMemories
+from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
 from tests.service.graph_defs import drawn, loaded
@@ -42,7 +42,7 @@ def answer(graph: gr.Graph, feeds: dict[str, Any], **derivative: Any) -> evaluat
     for name, value in feeds.items():
         call.feeds.add(name=name).value.inline_tensor.CopyFrom(value)
     request = link_pb2.RunRequest(request=call.SerializeToString())
-    parts = run(built, request, {}, ArgumentReader(BlobReader(None)), SharedMemories(None))
+    parts = run(built, request, {}, ArgumentReader(BlobReader(None)), AttachedMemories(None))
     return evaluate_pb2.EvaluateResponse.FromString(b"".join(parts))
 
 

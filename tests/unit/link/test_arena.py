@@ -14,8 +14,8 @@ import pytest
 
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outgoing, make_arena
 from gradrule_server.link.connection import Connection
+from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Arenas, Frame, FrameSocket, Kind, pack_header, pack_place
-from gradrule_server.link.work import EngineGone
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SIZE = 256 * _PAGE
@@ -185,7 +185,7 @@ async def test_a_payload_that_cannot_be_read_ends_the_connection_and_its_caller_
 
         monkeypatch.setattr(link.arenas.incoming, "read", fails)
         link.engine.send(Kind.RAN, frame.request_id, bytes(LEAST_PLACED_BYTES))
-        with pytest.raises(EngineGone):
+        with pytest.raises(ConnectionLost):
             await work.answer
         assert "no such memory" in caplog.text
 
@@ -218,7 +218,7 @@ async def test_an_engine_that_lies_loses_its_connection_and_callers_are_told(pla
         frame = await link.received()
         link.theirs.sendall(pack_header(Kind.PLACED, frame.request_id, len(place)) + place)
         for work in works:
-            with pytest.raises(EngineGone):
+            with pytest.raises(ConnectionLost):
                 await asyncio.wait_for(work.answer, 10)
         assert link.connection.is_closed
 

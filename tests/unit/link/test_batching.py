@@ -11,10 +11,10 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.faults import fault_message
+from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Kind, pack_header
+from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import EngineGone
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, Overruns, Transport
 
 P, Q = BatchKey("p"), BatchKey("q")
@@ -227,7 +227,7 @@ async def test_a_lost_engine_tells_all_requests_of_a_run() -> None:
     connection.connection_lost(None)
     assert len(connection.lost) == 2
     for work in works[1:]:
-        with pytest.raises(EngineGone) as gone:
+        with pytest.raises(ConnectionLost) as gone:
             await work.answer
         assert gone.value.started
 
@@ -256,7 +256,7 @@ async def test_a_program_whose_calls_ended_an_engine_together_runs_them_alone_fr
     answer(connection, transport, b"d")
     assert frames(transport) == [[b"d"], [b"e"]]
     for work in works[1:]:
-        with pytest.raises(EngineGone):
+        with pytest.raises(ConnectionLost):
             await work.answer
 
 
@@ -374,7 +374,7 @@ async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_do
     process = engine.fake
     process.die(CRASH)
     # The request that ran beside was not alone: nobody may blame it for this end.
-    with pytest.raises(EngineGone) as gone:
+    with pytest.raises(ConnectionLost) as gone:
         await beside.answer
     assert not (await engine.lost(beside, gone.value)).ran_alone
     assert process.crash_report.present == {"the one", "other"}
@@ -396,7 +396,7 @@ async def test_a_program_whose_xla_code_ended_an_engine_is_not_compiled_again() 
     work = engine.submit(Kind.RUN, b"a", batch_key=BatchKey("bad/1"))
     assert engine.sent(Kind.RUN) == [b"a"]
     engine.fake.die(CRASH)
-    with pytest.raises(EngineGone):
+    with pytest.raises(ConnectionLost):
         await work.answer
     engine.start_another()
     notices = [link_pb2.JitNotice.FromString(payload) for payload in engine.sent(Kind.JIT_NOTICE)]

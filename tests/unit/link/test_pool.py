@@ -16,10 +16,10 @@ from gradrule_server.link import pool as pool_module
 from gradrule_server.link import spares as spares_module
 from gradrule_server.link.engine import EngineRefused, Use
 from gradrule_server.link.framing import Kind, pack_header
+from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.watch import Watch
 from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -393,7 +393,7 @@ async def test_a_stop_ends_all_though_the_watch_had_died(starter: Starter, monke
     async def fails(_: object) -> None:
         raise RuntimeError("no /proc")
 
-    monkeypatch.setattr(Watch, "run", fails)
+    monkeypatch.setattr(EngineMonitor, "run", fails)
     pool = _pool(engines=2)
     await pool.start()
     await _until(lambda: pool.spares_ready)

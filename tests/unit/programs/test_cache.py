@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradrule.v1 import program_pb2
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import DeletedNames, Inline, KnownCall, ProgramCache, RunnableProgram, StoredKey
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.recovery.crash_history import CrashHistory, HistoryRecorder

@@ -17,8 +17,8 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link import spares as spares_module
-from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import fault_message
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2

@@ -15,7 +15,7 @@ import pytest
 from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache, RunnableProgram
 from gradrule_server.programs.compiler import Compiler, StoredParts

@@ -1289,6 +1289,22 @@ class PrepareRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LimitsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     LIMITS_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     PROGRAM_FIELD_NUMBER: builtins.int
@@ -1301,8 +1317,8 @@ class PrepareRequest(google.protobuf.message.Message):
     sample: builtins.bytes
     """Writes the call that samples a rule, from the bytes of a `gradrule.v1.SampleRuleRequest` → the bytes of a `gradrule.v1.EvaluateRequest`."""
     @property
-    def limits(self) -> global___Limits:
-        """What graphs may be."""
+    def limits(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Limits on graphs: the values of `gradrule_server.limits.Limits` by their names."""
 
     @property
     def program(self) -> global___ProgramTask:
@@ -1323,7 +1339,7 @@ class PrepareRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        limits: global___Limits | None = ...,
+        limits: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         blob_folder: builtins.str = ...,
         program: global___ProgramTask | None = ...,
         finish: global___FinishTask | None = ...,
@@ -1331,85 +1347,15 @@ class PrepareRequest(google.protobuf.message.Message):
         rule: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
         sample: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["finish", b"finish", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
+    def HasField(self, field_name: typing.Literal["finish", b"finish", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "finish", b"finish", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["task", b"task"]) -> typing.Literal["program", "finish", "variables", "rule", "sample"] | None: ...
 
 global___PrepareRequest = PrepareRequest
 
 @typing.final
-class Limits(google.protobuf.message.Message):
-    """What graphs may be; the fields are those of `policy.Limits`."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TRUSTED_FIELD_NUMBER: builtins.int
-    RANK_FIELD_NUMBER: builtins.int
-    NODE_OUTPUTS_FIELD_NUMBER: builtins.int
-    LISTED_OUTPUTS_FIELD_NUMBER: builtins.int
-    CONSTANT_BYTES_FIELD_NUMBER: builtins.int
-    UNPACKING_FIELD_NUMBER: builtins.int
-    NODES_FIELD_NUMBER: builtins.int
-    INLINED_NODES_FIELD_NUMBER: builtins.int
-    INLINED_BYTES_FIELD_NUMBER: builtins.int
-    CALL_DEPTH_FIELD_NUMBER: builtins.int
-    GRAPH_BYTES_FIELD_NUMBER: builtins.int
-    ATTR_BYTES_FIELD_NUMBER: builtins.int
-    SELECTIONS_FIELD_NUMBER: builtins.int
-    ENGINE_BYTES_FIELD_NUMBER: builtins.int
-    trusted: builtins.bool
-    """As there."""
-    rank: builtins.int
-    """As there."""
-    node_outputs: builtins.int
-    """As there."""
-    listed_outputs: builtins.int
-    """As there."""
-    constant_bytes: builtins.int
-    """As there."""
-    unpacking: builtins.int
-    """As there."""
-    nodes: builtins.int
-    """As there."""
-    inlined_nodes: builtins.int
-    """As there."""
-    inlined_bytes: builtins.int
-    """As there."""
-    call_depth: builtins.int
-    """As there."""
-    graph_bytes: builtins.int
-    """As there."""
-    attr_bytes: builtins.int
-    """As there."""
-    selections: builtins.int
-    """As there."""
-    engine_bytes: builtins.int
-    """As there."""
-    def __init__(
-        self,
-        *,
-        trusted: builtins.bool = ...,
-        rank: builtins.int = ...,
-        node_outputs: builtins.int = ...,
-        listed_outputs: builtins.int = ...,
-        constant_bytes: builtins.int = ...,
-        unpacking: builtins.int = ...,
-        nodes: builtins.int = ...,
-        inlined_nodes: builtins.int = ...,
-        inlined_bytes: builtins.int = ...,
-        call_depth: builtins.int = ...,
-        graph_bytes: builtins.int = ...,
-        attr_bytes: builtins.int = ...,
-        selections: builtins.int = ...,
-        engine_bytes: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attr_bytes", b"attr_bytes", "call_depth", b"call_depth", "constant_bytes", b"constant_bytes", "engine_bytes", b"engine_bytes", "graph_bytes", b"graph_bytes", "inlined_bytes", b"inlined_bytes", "inlined_nodes", b"inlined_nodes", "listed_outputs", b"listed_outputs", "node_outputs", b"node_outputs", "nodes", b"nodes", "rank", b"rank", "selections", b"selections", "trusted", b"trusted", "unpacking", b"unpacking"]) -> None: ...
-
-global___Limits = Limits
-
-@typing.final
 class CallShape(google.protobuf.message.Message):
-    """The structure of calls; the fields are those of `link.shape.CallShape`."""
+    """The structure of calls; the fields are those of `link.messages.CallShape`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
