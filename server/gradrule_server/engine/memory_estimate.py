@@ -3,7 +3,7 @@
 The estimate of a graph is the sum of its inputs, constants and results, and of the other tensors that exist at the same
 time, at the worst moment, if ops run depth first, which takes less memory than TensorFlow's own order. It is a lower
 bound: unknown sizes count as 0; an op that can reuse the memory of an input takes none; a tensor of which only the
-shape is used takes none; a loop counts as one iteration, a branch as its smallest function. So a program that is refused
+shape is used takes none; a loop counts as one iteration, a branch as its smallest function. A refused program
 cannot fit. A program that is not refused may still not fit: then it ends at the engine's memory limit.
 """
 
