@@ -22,8 +22,8 @@ import grpc.aio
 import numpy as np
 
 import gradrule as gr
-from gradrule._program import ProgramBase
-from gradrule._status import serialized
+from gradrule._messages.error_status import serialized
+from gradrule._messages.program_calls import ProgramBase
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 

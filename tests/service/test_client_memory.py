@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _shared_memory
-from gradrule._memory_regions import Memory
+from gradrule._rpc import shared_memory
+from gradrule.common.memory_regions import Memory
 from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc, tensor_pb2
 from tests.battery.processes import engines
 from tests.service.answers import refused_raw
@@ -228,7 +228,7 @@ def test_a_killed_server_and_a_killed_engine_cost_no_result(tmp_path: Path) -> N
 
 def test_a_server_without_it_is_sent_inline_tensors(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of an older release. One that has it off answers with the same code."""
-    monkeypatch.setattr(_shared_memory, "METHOD", "/gradrule.v1.GradientService/NotThere")
+    monkeypatch.setattr(shared_memory, "METHOD", "/gradrule.v1.GradientService/NotThere")
     with gr.connect(server.target) as client:
         program = compiled(client)
         for seed in range(2):
@@ -246,14 +246,14 @@ def test_a_server_that_cannot_be_reached_by_its_socket_is_sent_inline_tensors(
     taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     taken.bind("\0gradrule-test-imposter")
     taken.listen()
-    real = _shared_memory._pass_to_server
+    real = shared_memory._pass_to_server
 
     def pass_to_server(memory: Memory, told: evaluate_pb2.ShareMemoryResponse, seconds: float) -> Any:
         told.address = "gradrule-test-nobody" if fault == "elsewhere" else "gradrule-test-imposter"
         return real(memory, told, seconds)
 
-    monkeypatch.setattr(_shared_memory, "_pass_to_server", pass_to_server)
-    monkeypatch.setattr(_shared_memory, "_HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(shared_memory, "_pass_to_server", pass_to_server)
+    monkeypatch.setattr(shared_memory, "_HANDSHAKE_S", 0.2)
     with taken, gr.connect(server.target) as client:
         program = compiled(client)
         for seed in range(2):
@@ -444,7 +444,7 @@ def test_wrong_requests_get_typed_errors(hostile: Hostile, client: gr.Client, ki
 
 
 def _error_of(failure: grpc.RpcError) -> gr.errors.GradruleError:
-    from gradrule._status import error_of
+    from gradrule._messages.error_status import error_of
 
     return error_of(failure)
 

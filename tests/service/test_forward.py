@@ -17,7 +17,7 @@ import tensorflow as tf
 from google.rpc import status_pb2
 
 import gradrule as gr
-from gradrule._status import error_from_status
+from gradrule._messages.error_status import error_from_status
 from gradrule.v1 import evaluate_pb2
 from tests.service import raw
 from tests.service.answers import assert_close, refused

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _stream_messages
-from gradrule._rpc import sync_streams
+from gradrule._rpc import stream_messages, sync_streams
 from gradrule.v1 import evaluate_pb2
 from tests.service import blocking
 from tests.service.test_client_faults import interrupt_after
@@ -27,7 +26,7 @@ X = np.float32([1, 2])
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for what a client does after a while."""
-    monkeypatch.setattr("gradrule._stream_messages.GRACE_S", 0.1)
+    monkeypatch.setattr("gradrule._rpc.stream_messages.GRACE_S", 0.1)
     monkeypatch.setattr("gradrule._rpc.sync_streams._CHECK_S", 0.05)
 
 
@@ -113,7 +112,7 @@ def test_a_call_whose_stream_is_lost_is_sent_again(
     answering.on_stream = lose_the_first
     # The next stream is not opened at once.
     assert [way(program), way(program)] == ["alone", "alone"]
-    monkeypatch.setattr("gradrule._routes._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("gradrule._rpc.call_routes._FIRST_PAUSE_S", 0.0)
     client: Any = getattr(program, "target", program)._client
     client._sender._routes._not_before = 0.0
     assert way(program) == "stream"
@@ -240,13 +239,13 @@ def _answer(number: int) -> bytes:
 
 def test_fields_of_later_servers_do_not_hide_the_answer() -> None:
     """The API changes by addition only."""
-    answer = _stream_messages.received(_answer(7))
-    assert _stream_messages.received(_answer(7) + b"\xa2\x06\x03new") == answer == (7, "evaluate", b"")
+    answer = stream_messages.received(_answer(7))
+    assert stream_messages.received(_answer(7) + b"\xa2\x06\x03new") == answer == (7, "evaluate", b"")
 
 
 def test_a_stream_that_is_idle_is_closed(program: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     streaming(program)
-    monkeypatch.setattr("gradrule._routes.REPEATED_WITHIN_S", 0.1)
+    monkeypatch.setattr("gradrule._rpc.call_routes.REPEATED_WITHIN_S", 0.1)
     client: Any = getattr(program, "target", program)._client
     # The async client has set its timer by now.
     if (check := getattr(client._sender._stream._connection, "_check_idle", None)) is not None:
@@ -317,7 +316,7 @@ def test_answers_that_nobody_waits_for_are_read_all_the_same(answering: Answerin
 def test_long_requests_and_answers_go_in_chunks(
     program: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradrule._routes.Routes.must_chunk", lambda self, size: size > MIB)
+    monkeypatch.setattr("gradrule._rpc.call_routes.Routes.must_chunk", lambda self, size: size > MIB)
     for _ in range(2):
         x = np.arange(MIB, dtype=np.float32)
         result = program(x=x)
@@ -328,7 +327,7 @@ def test_long_requests_and_answers_go_in_chunks(
 def test_a_call_in_chunks_whose_stream_is_lost_is_sent_again(
     program: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradrule._routes.Routes.must_chunk", lambda self, size: size > MIB)
+    monkeypatch.setattr("gradrule._rpc.call_routes.Routes.must_chunk", lambda self, size: size > MIB)
 
     def lose_the_first(number: int, request: Any, context: Any) -> bytes:
         if number == 1:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule._samples import sample_request
+from gradrule._messages.sample_requests import sample_request
 from gradrule.common.dtypes import dtype_name
 
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule._requests import Words, program_spec
+from gradrule._messages.request_messages import Words, program_spec
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2
 from gradrule_server.engine import build as describing
 from gradrule_server.engine import tf_private

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gradrule._memory_regions import Memory
+from gradrule.common.memory_regions import Memory
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Caller

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import gradrule as gr
-from gradrule._server_status import Usage, server_status
+from gradrule._results.status_report import Usage, server_status
 from gradrule.cli import output
 from gradrule.cli.status import bytes_text, drawn, duration_text, size_text, usage_text
 from gradrule_server import __version__

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Generic, TypeAlias, TypeVar
 
-from gradrule._calls import Call
-from gradrule._requests import Feeds
+from gradrule._messages.request_messages import Feeds
+from gradrule._messages.rpc_calls import Call
 from gradrule._rpc.async_client.base import AsyncClientBase
 
 R = TypeVar("R")

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _routes, _stream_messages
-from gradrule._calls import Call
-from gradrule._status import error_of
-from gradrule._stream_messages import StreamLostError, decoded
+from gradrule._messages.error_status import error_of
+from gradrule._messages.rpc_calls import Call
+from gradrule._rpc import call_routes, stream_messages
+from gradrule._rpc.stream_messages import StreamLostError, decoded
 from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
@@ -36,7 +36,7 @@ class AsyncStream:
     """
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
-        self._open: Callable[..., Any] = channel.stream_stream(_stream_messages.METHOD)
+        self._open: Callable[..., Any] = channel.stream_stream(stream_messages.METHOD)
         self._metadata = metadata
         self._closed = closed
         self._connection: AsyncConnection | None = None
@@ -70,8 +70,8 @@ class AsyncStream:
             except grpc.aio.UsageError as cause:
                 raise self._closed() from cause
         connection = self._connection
-        number, future = connection.send(_stream_messages.kind_of(call), parts, size, timeout)
-        late = asyncio.get_running_loop().call_later(timeout + _stream_messages.GRACE_S, _expire, future, timeout)
+        number, future = connection.send(stream_messages.kind_of(call), parts, size, timeout)
+        late = asyncio.get_running_loop().call_later(timeout + stream_messages.GRACE_S, _expire, future, timeout)
         try:
             kind, data = await future
         finally:
@@ -105,14 +105,14 @@ class AsyncConnection:
         self._call = open_stream(metadata=metadata)
         self._reader = asyncio.ensure_future(self._read())
         self._writer = asyncio.ensure_future(self._write())
-        self._idle = self._loop.call_later(_routes.REPEATED_WITHIN_S, self._check_idle)
+        self._idle = self._loop.call_later(call_routes.REPEATED_WITHIN_S, self._check_idle)
 
     def send(
         self, kind: str, parts: wire_format.Parts, size: int, timeout: float
     ) -> tuple[int, asyncio.Future[_Answer]]:
         """Sends a request."""
         number = next(self._numbers)
-        message = _stream_messages.messages(number, kind, parts, size, timeout)
+        message = stream_messages.messages(number, kind, parts, size, timeout)
         future: asyncio.Future[_Answer] = self._loop.create_future()
         # asyncio logs failures that nobody reads; a caller that was cancelled does not read its own.
         future.add_done_callback(_retrieve)
@@ -130,7 +130,7 @@ class AsyncConnection:
         """Cancels a request, unless it is answered."""
         self._pieces.pop(number, None)
         if self.waiting.pop(number, None) is not None and not self.ended:
-            self._outgoing.append((0, _stream_messages.cancellation(number)))
+            self._outgoing.append((0, stream_messages.cancellation(number)))
             self._wake_writer()
 
     async def close(self) -> None:
@@ -141,11 +141,11 @@ class AsyncConnection:
 
     def _check_idle(self) -> None:
         idle_s = self._loop.time() - self._used_at
-        if not self.waiting and not self._keeps_handles and idle_s >= _routes.REPEATED_WITHIN_S:
+        if not self.waiting and not self._keeps_handles and idle_s >= call_routes.REPEATED_WITHIN_S:
             self.ended = True
             self._wake_writer()
         elif not self.ended:
-            left_s = max(_routes.REPEATED_WITHIN_S - idle_s, 1.0)
+            left_s = max(call_routes.REPEATED_WITHIN_S - idle_s, 1.0)
             self._idle = self._loop.call_later(left_s, self._check_idle)
 
     def _wake_writer(self) -> None:
@@ -187,7 +187,7 @@ class AsyncConnection:
         failure: GradruleError = UnavailableError("the server ended the stream")
         try:
             while (data := await self._call.read()) is not grpc.aio.EOF:
-                self._deliver(_stream_messages.received(data))
+                self._deliver(stream_messages.received(data))
             if await self._call.code() is not grpc.StatusCode.OK:
                 failure = UnavailableError(await self._call.details() or "the stream broke")
         except grpc.RpcError as cause:
@@ -207,7 +207,7 @@ class AsyncConnection:
         self._pieces.clear()
         self._wake_writer()
 
-    def _deliver(self, message: _stream_messages.Received) -> None:
+    def _deliver(self, message: stream_messages.Received) -> None:
         number, kind, data = message
         future = self.waiting.get(number)
         if future is None:

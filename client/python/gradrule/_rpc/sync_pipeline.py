@@ -8,13 +8,13 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import grpc
 
-from gradrule._calls import Call
-from gradrule._requests import Feeds
+from gradrule._messages.error_status import error_of, message_parts, parsed
+from gradrule._messages.request_messages import Feeds
+from gradrule._messages.rpc_calls import Call
+from gradrule._rpc.stream_messages import StreamLostError
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.sending import CallSender
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED
-from gradrule._status import error_of, message_parts, parsed
-from gradrule._stream_messages import StreamLostError
 from gradrule.errors import BlobNotFoundError, CancelledError, GradruleError, MessageTooLargeError
 
 R = TypeVar("R")

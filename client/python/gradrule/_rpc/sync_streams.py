@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gradrule import _routes, _stream_messages
-from gradrule._calls import Call
-from gradrule._status import error_of
-from gradrule._stream_messages import StreamLostError, decoded
+from gradrule._messages.error_status import error_of
+from gradrule._messages.rpc_calls import Call
+from gradrule._rpc import call_routes, stream_messages
+from gradrule._rpc.stream_messages import StreamLostError, decoded
 from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
@@ -61,7 +61,7 @@ class Stream:
     """
 
     def __init__(self, channel: grpc.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
-        self._open: Callable[..., Any] = channel.stream_stream(_stream_messages.METHOD)
+        self._open: Callable[..., Any] = channel.stream_stream(stream_messages.METHOD)
         self._metadata = metadata
         self._closed = closed
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class Stream:
 
     def start(self, call: Call[Any], parts: wire_format.Parts, size: int, timeout: float) -> Started:
         """Sends a call without waiting for its answer. Arguments and errors: as of `run`."""
-        kind = _stream_messages.kind_of(call)
+        kind = stream_messages.kind_of(call)
         connection = self._connected()
         return Started(connection, connection.send(kind, parts, size, timeout), call, timeout)
 
@@ -174,9 +174,9 @@ class Connection:
     def send(self, kind: str, parts: wire_format.Parts, size: int, timeout: float) -> Pending:
         """Sends a request. Raises `StreamLostError` where the stream has ended."""
         number = next(self._numbers)
-        message = _stream_messages.messages(number, kind, parts, size, timeout)
+        message = stream_messages.messages(number, kind, parts, size, timeout)
         now = time.monotonic()
-        pending = Pending(number, now + timeout + _stream_messages.GRACE_S)
+        pending = Pending(number, now + timeout + stream_messages.GRACE_S)
         with self._lock:
             if self.ended:
                 raise StreamLostError(UnavailableError("the stream has just ended"))
@@ -218,7 +218,7 @@ class Connection:
             if self._waiting.pop(pending.number, None) is None:
                 return
             self._complete(pending, None, CancelledError("the call was cancelled"))
-        self._outgoing.put(_stream_messages.cancellation(pending.number))
+        self._outgoing.put(stream_messages.cancellation(pending.number))
         # If its caller was just woken to read, another must read instead.
         self._wake_reader(but=pending)
 
@@ -264,7 +264,7 @@ class Connection:
 
     def _read_message(self) -> None:
         try:
-            self._deliver(_stream_messages.received(next(self._call)))
+            self._deliver(stream_messages.received(next(self._call)))
         except StopIteration:
             self._end(UnavailableError("the server ended the stream"))
         except grpc.RpcError as cause:
@@ -273,7 +273,7 @@ class Connection:
             self._call.cancel()
             self._end(failure)
 
-    def _deliver(self, message: _stream_messages.Received) -> None:
+    def _deliver(self, message: stream_messages.Received) -> None:
         pending = self._waiting.get(message.number)
         if pending is None:
             return
@@ -328,7 +328,9 @@ class Connection:
                 reader = self._reader
                 unread = next(iter(self._waiting.values()), None) if reader is None else None
                 is_idle = (
-                    not self._waiting and not self._keeps_handles and now - self._used_at > _routes.REPEATED_WITHIN_S
+                    not self._waiting
+                    and not self._keeps_handles
+                    and now - self._used_at > call_routes.REPEATED_WITHIN_S
                 )
                 if is_idle:
                     self.ended = True

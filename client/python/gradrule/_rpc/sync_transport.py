@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gradrule._sessions import METHOD
-from gradrule._status import error_of
+from gradrule._messages.error_status import error_of
+from gradrule._messages.session_calls import METHOD
 from gradrule.errors import UnavailableError
 
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from gradrule.cli.connection import connect, finish, seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gradrule._server_status import EngineStatus, ServerStatus, TenantStatus, Usage
+    from gradrule._results.status_report import EngineStatus, ServerStatus, TenantStatus, Usage
 
 _INTERVAL_S = 1.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradrule import _calls, _results
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.rules import Params, Rule
+from gradrule._messages import rpc_calls
+from gradrule._results import rule_infos
 from gradrule._rpc.async_client.base import AsyncClientBase
-from gradrule._rules import Params, Rule
-from gradrule._sources import GraphLike
 
 
 class AsyncRuleMethods(AsyncClientBase):
@@ -24,7 +25,7 @@ class AsyncRuleMethods(AsyncClientBase):
         gradient: Rule | None = None,
         description: str = "",
         timeout: float | None = None,
-    ) -> _results.RuleInfo:
+    ) -> rule_infos.RuleInfo:
         """Registers a rule: an expression over `x, y, dy, default` and params, or a graph.
 
         Args:
@@ -44,9 +45,9 @@ class AsyncRuleMethods(AsyncClientBase):
             InvalidRuleError: The rule is not valid.
             RuleExistsError: The name belongs to a rule with other content.
         """
-        return await self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
+        return await self._run(rpc_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
-    async def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
+    async def get_rule(self, name: str, *, timeout: float | None = None) -> rule_infos.RuleInfo:
         """Returns the rule with a name.
 
         Args:
@@ -56,11 +57,11 @@ class AsyncRuleMethods(AsyncClientBase):
         Raises:
             UnknownRuleError: There is no rule with this name.
         """
-        return await self._run(_calls.get_rule(name), timeout)
+        return await self._run(rpc_calls.get_rule(name), timeout)
 
     async def list_rules(
-        self, kind: _calls.RuleKind | None = None, *, timeout: float | None = None
-    ) -> list[_results.RuleInfo]:
+        self, kind: rpc_calls.RuleKind | None = None, *, timeout: float | None = None
+    ) -> list[rule_infos.RuleInfo]:
         """Lists rules.
 
         Args:
@@ -70,9 +71,9 @@ class AsyncRuleMethods(AsyncClientBase):
         Raises:
             InvalidRuleError: There is no such kind.
         """
-        rules, token = await self._run(_calls.list_rules(kind, ""), timeout)
+        rules, token = await self._run(rpc_calls.list_rules(kind, ""), timeout)
         while token:
-            more, token = await self._run(_calls.list_rules(kind, token), timeout)
+            more, token = await self._run(rpc_calls.list_rules(kind, token), timeout)
             rules += more
         return rules
 
@@ -87,15 +88,15 @@ class AsyncRuleMethods(AsyncClientBase):
             UnknownRuleError: There is no rule with this name.
             RuleReadOnlyError: It is a builtin rule or an op's.
         """
-        await self._run(_calls.delete_rule(name), timeout)
+        await self._run(rpc_calls.delete_rule(name), timeout)
 
-    async def list_presets(self, *, timeout: float | None = None) -> list[_results.PresetInfo]:
+    async def list_presets(self, *, timeout: float | None = None) -> list[rule_infos.PresetInfo]:
         """Lists presets: named lists of overrides, for `gr.Preset`.
 
         Args:
             timeout: Seconds; default: that of `connect`.
         """
-        return await self._run(_calls.list_presets(), timeout)
+        return await self._run(rpc_calls.list_presets(), timeout)
 
     async def sample_rule(
         self,
@@ -109,7 +110,7 @@ class AsyncRuleMethods(AsyncClientBase):
         attrs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         **more: Any,
-    ) -> _results.SampleResult:
+    ) -> rule_infos.SampleResult:
         """Runs a rule on values, without a graph.
 
         Lists of numbers become float32, except for inputs that the op takes as integers only; arrays keep their dtype.
@@ -133,4 +134,4 @@ class AsyncRuleMethods(AsyncClientBase):
             InvalidTensorError: A value is no array of numbers.
         """
         values = {"x": x, "y": y, "dy": dy, **more}
-        return await self._run(_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
+        return await self._run(rpc_calls.sample_rule(rule, values, params, op_type, attrs), timeout)

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradrule import _calls, _results
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.rules import Params, Rule
+from gradrule._messages import rpc_calls
+from gradrule._results import rule_infos
 from gradrule._rpc.sync_client.base import ClientBase
-from gradrule._rules import Params, Rule
-from gradrule._sources import GraphLike
 
 
 class RuleMethods(ClientBase):
@@ -25,7 +26,7 @@ class RuleMethods(ClientBase):
         gradient: Rule | None = None,
         description: str = "",
         timeout: float | None = None,
-    ) -> _results.RuleInfo:
+    ) -> rule_infos.RuleInfo:
         """Registers a rule: an expression over `x, y, dy, default` and params, or a graph.
 
         Args:
@@ -45,9 +46,9 @@ class RuleMethods(ClientBase):
             InvalidRuleError: The rule is not valid.
             RuleExistsError: The name belongs to a rule with other content.
         """
-        return self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
+        return self._run(rpc_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
-    def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
+    def get_rule(self, name: str, *, timeout: float | None = None) -> rule_infos.RuleInfo:
         """Returns the rule with a name.
 
         Args:
@@ -57,11 +58,11 @@ class RuleMethods(ClientBase):
         Raises:
             UnknownRuleError: There is no rule with this name.
         """
-        return self._run(_calls.get_rule(name), timeout)
+        return self._run(rpc_calls.get_rule(name), timeout)
 
     def list_rules(
-        self, kind: _calls.RuleKind | None = None, *, timeout: float | None = None
-    ) -> list[_results.RuleInfo]:
+        self, kind: rpc_calls.RuleKind | None = None, *, timeout: float | None = None
+    ) -> list[rule_infos.RuleInfo]:
         """Lists rules.
 
         Args:
@@ -71,9 +72,9 @@ class RuleMethods(ClientBase):
         Raises:
             InvalidRuleError: There is no such kind.
         """
-        rules, token = self._run(_calls.list_rules(kind, ""), timeout)
+        rules, token = self._run(rpc_calls.list_rules(kind, ""), timeout)
         while token:
-            more, token = self._run(_calls.list_rules(kind, token), timeout)
+            more, token = self._run(rpc_calls.list_rules(kind, token), timeout)
             rules += more
         return rules
 
@@ -88,15 +89,15 @@ class RuleMethods(ClientBase):
             UnknownRuleError: There is no rule with this name.
             RuleReadOnlyError: It is a builtin rule or an op's.
         """
-        self._run(_calls.delete_rule(name), timeout)
+        self._run(rpc_calls.delete_rule(name), timeout)
 
-    def list_presets(self, *, timeout: float | None = None) -> list[_results.PresetInfo]:
+    def list_presets(self, *, timeout: float | None = None) -> list[rule_infos.PresetInfo]:
         """Lists presets: named lists of overrides, for `gr.Preset`.
 
         Args:
             timeout: Seconds; default: that of `connect`.
         """
-        return self._run(_calls.list_presets(), timeout)
+        return self._run(rpc_calls.list_presets(), timeout)
 
     def sample_rule(
         self,
@@ -110,7 +111,7 @@ class RuleMethods(ClientBase):
         attrs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         **more: Any,
-    ) -> _results.SampleResult:
+    ) -> rule_infos.SampleResult:
         """Runs a rule on values, without a graph.
 
         Lists of numbers become float32, except for inputs that the op takes as integers only; arrays keep their dtype.
@@ -134,4 +135,4 @@ class RuleMethods(ClientBase):
             InvalidTensorError: A value is no array of numbers.
         """
         values = {"x": x, "y": y, "dy": dy, **more}
-        return self._run(_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
+        return self._run(rpc_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
