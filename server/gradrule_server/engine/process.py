@@ -1,4 +1,4 @@
-"""An engine process, after its fork: enters the sandbox, greets the front end, then serves frames."""
+"""Runs an engine process after its fork: enters the sandbox, sends its greeting, then serves frames."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _OOM_SCORE_ADJ = 1000
 
 
 def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
-    """Serves until the front end closes the socket `link`, whatever runs then. Returns the exit code of the process.
+    """Serves frames until the front end closes the socket `link`.
 
     Args:
         flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`, `--jit-after`,
             `--disabled-fast-paths`.
         link: Descriptor of a connected stream socket.
-        arenas: Descriptors of the shared memory that the engine reads and writes, and of the socket by which memory of
-            clients comes; empty where there is none.
+        arenas: Descriptors of the shared memory that the engine reads, of the one that it writes, and of the socket
+            over which it receives memory of clients; empty if there is none.
 
     Returns:
-        0 once the socket was closed, 3 where the engine cannot run as asked, 1 after an unexpected error.
+        The exit code: 0 once the socket was closed, 3 if the engine cannot run as requested, 1 after another error.
     """
     options = _parse(flags)
     _be_first_to_end()
@@ -75,7 +75,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     configure_optimizer()
     limit_memory(options.memory_limit)
     calls: MainCalls = queue.SimpleQueue()
-    # A name is that of the thread that sets it, and that of the main thread is the process's.
+    # The name of the process is that of its main thread, so the main thread has to set it.
     service = EngineService(
         frames,
         device,
@@ -95,7 +95,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
 
 
 def _be_first_to_end() -> None:
-    """Has the kernel end engines before the front end when memory runs out: only an engine can be replaced."""
+    """Makes the kernel end engines before the front end when memory runs out: only an engine can be replaced."""
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
     except OSError as cause:
