@@ -1,4 +1,4 @@
-"""Who is let in: tokens, JSON Web Tokens, certificates, and what is said to all others."""
+"""Authentication by tokens, JSON Web Tokens and certificates, and what unauthenticated callers get."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def is_let_in(guarded: Guarded, token: str | None) -> bool:
+def is_accepted(guarded: Guarded, token: str | None) -> bool:
     with guarded.connect(token=token) as client:
         try:
             client.get_rule("ste")
@@ -51,14 +51,14 @@ def is_let_in(guarded: Guarded, token: str | None) -> bool:
 # Tokens.
 
 
-def test_a_token_opens_the_door(guarded: Guarded) -> None:
+def test_valid_token_is_accepted(guarded: Guarded) -> None:
     token = guarded.new_token("ada")
     with guarded.connect(token=token) as client:
         assert client.evaluate(sign(), feeds=X, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
     assert token not in guarded.tokens.read_text()
 
 
-def test_the_asynchronous_client_too(guarded: Guarded) -> None:
+def test_async_client_sends_its_token(guarded: Guarded) -> None:
     async def call() -> Any:
         client = gr.aio.connect(
             guarded.running.target, credentials=gr.tls(guarded.authority.file), token=guarded.web_token("ada")
@@ -70,7 +70,7 @@ def test_the_asynchronous_client_too(guarded: Guarded) -> None:
 
 
 @provokes("UNAUTHENTICATED")
-def test_whoever_has_none_learns_nothing(guarded: Guarded) -> None:
+def test_callers_without_credentials_learn_nothing(guarded: Guarded) -> None:
     token = guarded.new_token("ada", "--expires", "2020-01-01T00:00:00Z")
     said = set()
     for wrong in (None, "gr_" + "x" * 43, token, "a.b.c", guarded.web_token("ada", exp=now() - HOUR)):
@@ -105,7 +105,7 @@ def raw_sha(data: bytes) -> str:
         [("x-authorization", "Bearer {}")],
     ],
 )
-def test_headers_that_are_no_bearer_token(guarded: Guarded, headers: list[tuple[str, str]]) -> None:
+def test_headers_without_a_bearer_token_are_refused(guarded: Guarded, headers: list[tuple[str, str]]) -> None:
     metadata = [(key, value.format(guarded.web_token("ada"))) for key, value in headers]
     with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
         method: Any = channel.unary_unary("/gradrule.v1.RuleService/ListRules")
@@ -114,35 +114,35 @@ def test_headers_that_are_no_bearer_token(guarded: Guarded, headers: list[tuple[
             method(b"", metadata=metadata, timeout=20)
 
 
-def test_a_large_request_without_a_credential_is_not_read(guarded: Guarded) -> None:
+def test_large_request_without_credential_is_not_read(guarded: Guarded) -> None:
     with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
         started = time.monotonic()
         with refused_raw("UNAUTHENTICATED"):
-            # Larger than the largest message: whoever reads it says so.
+            # Larger than the largest message: reading it would be another error.
             raw.send(channel, "GradientService/Evaluate", bytes(80 << 20))
         assert time.monotonic() - started < 10
 
 
-def test_a_token_that_is_taken_back_holds_no_longer(guarded: Guarded) -> None:
+def test_withdrawn_token_is_refused(guarded: Guarded) -> None:
     token, other = guarded.new_token("brief"), guarded.new_token("lasting")
-    assert wait_until(lambda: is_let_in(guarded, token) or None, "the new token")
+    assert wait_until(lambda: is_accepted(guarded, token) or None, "the new token")
     with guarded.connect(token=token) as client, client.session(variables_graph()) as session:
         shown = token_command("list", "--file", str(guarded.tokens))
         number = next(line.split()[0] for line in shown.splitlines() if line.split()[1] == "brief")
         assert "brief" in token_command("revoke", number, "--file", str(guarded.tokens))
-        wait_until(lambda: None if is_let_in(guarded, token) else True, "the token's end")
+        wait_until(lambda: None if is_accepted(guarded, token) else True, "the token's end")
         # A stream that it opened ends with it.
         with refused("UNAUTHENTICATED"):
             session.read(["w"])
-    assert is_let_in(guarded, other)
+    assert is_accepted(guarded, other)
 
 
 @pytest.mark.parametrize("path", ["GradientService/StreamEvaluate", "SessionService/RunSession"])
-def test_quiet_streams_end_with_what_opened_them(guarded: Guarded, path: str) -> None:
+def test_idle_streams_end_with_their_credential(guarded: Guarded, path: str) -> None:
     taken, staying = guarded.new_token("brief"), guarded.new_token("lasting")
     # The file is read as a whole: what was written last is known last.
-    assert wait_until(lambda: is_let_in(guarded, staying) or None, "the new tokens")
-    # Ten seconds late are let in.
+    assert wait_until(lambda: is_accepted(guarded, staying) or None, "the new tokens")
+    # Tokens are accepted up to ten seconds late.
     expiring = guarded.web_token("brief", exp=now() - datetime.timedelta(seconds=5))
     over = threading.Event()
 
@@ -175,20 +175,20 @@ def variables_graph() -> gr.Graph:
     return g
 
 
-def test_a_file_of_tokens_that_is_broken_meanwhile_lets_nobody_in(guarded: Guarded) -> None:
+def test_broken_token_file_refuses_all_tokens(guarded: Guarded) -> None:
     token = guarded.new_token("ada")
-    assert wait_until(lambda: is_let_in(guarded, token) or None, "the new token")
+    assert wait_until(lambda: is_accepted(guarded, token) or None, "the new token")
     good = guarded.tokens.read_text()
     guarded.tokens.write_text("nonsense\n")
     try:
-        wait_until(lambda: not is_let_in(guarded, token) or None, "no token")
+        wait_until(lambda: not is_accepted(guarded, token) or None, "no token")
         wait_until(lambda: "lines are no tokens" in guarded.running.log.read_text() or None, "a line in the log")
     finally:
         guarded.tokens.write_text(good)
-    wait_until(lambda: is_let_in(guarded, token) or None, "the token")
+    wait_until(lambda: is_accepted(guarded, token) or None, "the token")
 
 
-def test_the_commands_of_tokens(tmp_path: Path) -> None:
+def test_token_commands(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     first = token_command("new", "--tenant", "ada", "--file", str(file)).strip()
     second = token_command("new", "--tenant", "ada", "--admin", "--expires", "30d", "--file", str(file)).strip()
@@ -210,7 +210,7 @@ def test_the_commands_of_tokens(tmp_path: Path) -> None:
 
 
 @provokes("PERMISSION_DENIED")
-def test_administration_is_for_administrators(guarded: Guarded) -> None:
+def test_only_administrators_may_administrate(guarded: Guarded) -> None:
     for token in (guarded.new_token("ops", "--admin"), guarded.web_token("root")):
         with guarded.connect(token=token) as client:
             assert "default" in {tenant.name for tenant in client.server_status().tenants}
@@ -226,8 +226,8 @@ def test_administration_is_for_administrators(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ES256", "RS256", "EdDSA"])
-def test_a_web_token_opens_the_door(guarded: Guarded, algorithm: str) -> None:
-    assert is_let_in(guarded, guarded.web_token("ada", algorithm=algorithm))
+def test_valid_web_token_is_accepted(guarded: Guarded, algorithm: str) -> None:
+    assert is_accepted(guarded, guarded.web_token("ada", algorithm=algorithm))
 
 
 @pytest.mark.parametrize(
@@ -259,50 +259,50 @@ def test_a_web_token_opens_the_door(guarded: Guarded, algorithm: str) -> None:
         "sub of two lines",
     ],
 )
-def test_web_tokens_that_are_none_for_this_server(guarded: Guarded, changed: dict[str, Any]) -> None:
-    assert not is_let_in(guarded, guarded.web_token("ada", **changed))
+def test_web_tokens_for_other_servers_are_refused(guarded: Guarded, changed: dict[str, Any]) -> None:
+    assert not is_accepted(guarded, guarded.web_token("ada", **changed))
 
 
-def test_web_tokens_that_nobody_signed_whom_the_server_knows(guarded: Guarded) -> None:
+def test_web_tokens_with_unknown_signatures_are_refused(guarded: Guarded) -> None:
     claims = jwt.decode(guarded.web_token("ada"), options={"verify_signature": False})
-    assert not is_let_in(guarded, unsigned(claims))
-    assert not is_let_in(guarded, jwt.encode(claims, ec.generate_private_key(ec.SECP256R1()), "ES256"))
+    assert not is_accepted(guarded, unsigned(claims))
+    assert not is_accepted(guarded, jwt.encode(claims, ec.generate_private_key(ec.SECP256R1()), "ES256"))
     # The public key, taken for a secret: the oldest trick there is.
     public = guarded.keys["RS256"].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     head, body, _ = guarded.web_token("ada", algorithm="RS256").split(".")
     head = unsigned({}).split(".")[0] if not head else jwt.utils.base64url_encode(b'{"alg":"HS256"}').decode()
     signature = hmac.new(public, f"{head}.{body}".encode(), hashlib.sha256).digest()
-    assert not is_let_in(guarded, f"{head}.{body}.{jwt.utils.base64url_encode(signature).decode()}")
+    assert not is_accepted(guarded, f"{head}.{body}.{jwt.utils.base64url_encode(signature).decode()}")
     # What was signed stays as it is.
     head, body, end = guarded.web_token("ada").split(".")
     other = jwt.utils.base64url_encode(json.dumps(claims | {"sub": "grace"}).encode()).decode()
-    assert not is_let_in(guarded, f"{head}.{other}.{end}")
+    assert not is_accepted(guarded, f"{head}.{other}.{end}")
 
 
 # TLS.
 
 
-def test_only_tls_is_spoken(guarded: Guarded) -> None:
+def test_plaintext_is_refused_on_a_tls_port(guarded: Guarded) -> None:
     token = guarded.web_token("ada")
     with gr.connect(guarded.running.target, token=token, timeout=3) as client, refused("UNAVAILABLE"):
         client.get_rule("ste")
 
 
-def test_a_server_that_nobody_vouches_for_gets_no_token(guarded: Guarded, tmp_path: Path) -> None:
+def test_untrusted_server_gets_no_token(guarded: Guarded, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     words = {"credentials": gr.tls(other.file), "token": guarded.web_token("ada"), "timeout": 3.0}
     with gr.connect(guarded.running.target, **words) as client, refused("UNAVAILABLE"):
         client.get_rule("ste")
 
 
-def test_health_stays_open(guarded: Guarded) -> None:
+def test_health_needs_no_credential(guarded: Guarded) -> None:
     with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(service="gradrule.v1.GradientService"), timeout=20)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_the_command_line_with_tls_and_token(
+def test_command_line_with_tls_and_token(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from gradrule.cli.main import main
@@ -323,7 +323,7 @@ def test_the_command_line_with_tls_and_token(
 
 
 @pytest.mark.parametrize("target", ["gradrule.example:8470", "dns:///10.0.0.1:8470", "ipv4:127.0.0.1:1,10.0.0.1:2"])
-def test_a_token_does_not_leave_this_machine_unencrypted(target: str) -> None:
+def test_token_is_not_sent_to_other_hosts_unencrypted(target: str) -> None:
     with pytest.raises(gr.errors.InvalidParamError, match="unencrypted"):
         gr.connect(target, token="t")
     gr.connect(target, token="t", insecure_token=True).close()
@@ -336,12 +336,12 @@ def test_a_token_does_not_leave_this_machine_unencrypted(target: str) -> None:
 @pytest.mark.parametrize(
     "target", ["localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/tmp/s", "dns:///localhost:1", "::1"]
 )
-def test_on_this_machine_it_may(target: str) -> None:
+def test_token_may_be_sent_unencrypted_on_this_host(target: str) -> None:
     gr.connect(target, token="t").close()
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\n", "\N{SNOWMAN}"])
-def test_texts_that_are_no_token(token: str) -> None:
+def test_malformed_tokens_are_refused_by_the_client(token: str) -> None:
     with pytest.raises(gr.errors.InvalidParamError, match="token"):
         gr.connect("localhost:1", token=token)
 
@@ -393,7 +393,7 @@ def test_client_certificates_and_renewal(tmp_path: Path) -> None:
         assert running.terminate() == 0
 
 
-def test_connections_are_bounded(tmp_path: Path) -> None:
+def test_connections_are_limited(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     signed = authority.server("server")
     flags = [f"--tls-cert={signed.certificate}", f"--tls-key={signed.key}", "--handshake-timeout-s=1"]
@@ -411,14 +411,14 @@ def test_connections_are_bounded(tmp_path: Path) -> None:
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             seen: list[grpc.ChannelConnectivity] = []
             channel.subscribe(seen.append)
-            # Whoever is told to connect anew does so, and no call is lost.
+            # Clients that are asked to reconnect do so, and no call is lost.
             ends_at = time.monotonic() + 4
             while time.monotonic() < ends_at:
                 method(b"", timeout=20)
             assert seen.count(grpc.ChannelConnectivity.READY) > 1
 
 
-def test_who_falls_silent_gives_its_place_to_the_next(tmp_path: Path) -> None:
+def test_dead_connection_makes_room_for_the_next(tmp_path: Path) -> None:
     flags = ["--max-connections=1", "--max-connection-streams=7", "--keepalive-s=1", "--keepalive-timeout-s=1"]
     with running_server(tmp_path, flags) as running:
         host, _, port = running.target.rpartition(":")

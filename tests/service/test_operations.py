@@ -1,4 +1,4 @@
-"""What people who run a server see of it: metrics, traces, logs, the audit log, its status."""
+"""What operators see of a server: metrics, traces, logs, the audit log, the status."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Watched:
         return wait_until(probe, "line in the log")
 
     def audited(self, count: int = 0) -> list[dict[str, Any]]:
-        """What the audit log holds, once that are so many lines."""
+        """Returns the lines of the audit log once there are `count` of them."""
 
         def probe() -> list[dict[str, Any]] | None:
             *lines, rest = self.audit.read_text().split("\n")
@@ -122,7 +122,7 @@ def sign() -> gr.Graph:
     return g
 
 
-def test_metrics_before_and_after(watched: Watched) -> None:
+def test_metrics_count_requests(watched: Watched) -> None:
     before = watched.metrics()
     program = watched.client.compile(sign(), ys="y", xs="x", overrides={"Sign": "ste"})
     for _ in range(5):
@@ -156,12 +156,12 @@ def test_metrics_before_and_after(watched: Watched) -> None:
     assert sample(after, "requests_in_flight") == 0
 
 
-def test_metrics_are_at_one_place_only(watched: Watched) -> None:
+def test_metrics_are_served_at_one_path_only(watched: Watched) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(watched.metrics_url.replace("/metrics", "/"), timeout=10)
 
 
-def test_an_engine_that_dies_shows_up(watched: Watched) -> None:
+def test_ended_engine_shows_in_metrics_and_audit_log(watched: Watched) -> None:
     def restarts() -> float:
         return sum(value for name, value in watched.metrics().items() if "engine_restarts_total" in name)
 
@@ -174,7 +174,7 @@ def test_an_engine_that_dies_shows_up(watched: Watched) -> None:
     assert status.pid not in (None, engine)
 
 
-def test_the_audit_log(watched: Watched) -> None:
+def test_audit_log(watched: Watched) -> None:
     before = len(watched.audited())
     client = watched.client
     made = client.create_rule("Audited", "2 * dy")
@@ -210,7 +210,7 @@ def call(watched: Watched, method: str, data: bytes, *metadata: tuple[str, str])
         return done.code(), dict(done.trailing_metadata())
 
 
-def test_request_ids_come_back_and_are_in_the_log(watched: Watched) -> None:
+def test_request_ids_are_returned_and_logged(watched: Watched) -> None:
     data = raw.request(raw.sign_graph()).SerializeToString()
     code, trailers = call(watched, "GradientService/Evaluate", data, ("x-request-id", "mine-1"))
     assert (code, trailers["x-request-id"]) == (grpc.StatusCode.OK, "mine-1")
@@ -223,7 +223,7 @@ def test_request_ids_come_back_and_are_in_the_log(watched: Watched) -> None:
         assert line["run_seconds"] > 0
 
 
-def test_an_error_tells_the_id(watched: Watched) -> None:
+def test_error_holds_the_request_id(watched: Watched) -> None:
     with refused("UNKNOWN_RULE") as refusal:
         watched.client.get_rule("nobody")
     (line,) = (line for line in watched.log() if line.get("request_id") == refusal.error.request_id)
@@ -231,7 +231,7 @@ def test_an_error_tells_the_id(watched: Watched) -> None:
     assert "nobody" in line["message"]
 
 
-def test_requests_of_a_stream_have_ids_of_their_own(watched: Watched) -> None:
+def test_requests_of_a_stream_have_their_own_ids(watched: Watched) -> None:
     with watched.client.compile(sign(), ys="y", xs="x").forward({"x": [1.0]}) as handle:
         handle.vjp()
     parts = [
@@ -243,7 +243,7 @@ def test_requests_of_a_stream_have_ids_of_their_own(watched: Watched) -> None:
     assert len(parts) == len(set(parts)) > 2 * len(streams)
 
 
-def test_no_line_of_the_log_can_be_forged(watched: Watched) -> None:
+def test_log_lines_cannot_be_forged(watched: Watched) -> None:
     with refused("UNKNOWN_RULE"):
         watched.client.get_rule(HOSTILE)
     with pytest.raises(gr.GradruleError):
@@ -254,7 +254,7 @@ def test_no_line_of_the_log_can_be_forged(watched: Watched) -> None:
     assert any("forged" in line["message"] for line in watched.log())
 
 
-def test_neither_tensors_nor_tokens_are_in_the_log(watched: Watched) -> None:
+def test_log_holds_neither_tensors_nor_tokens(watched: Watched) -> None:
     with gr.connect(watched.server.target, token="t0ken-of-mine") as client:
         client.evaluate(sign(), {"x": [-1234567.0]}, fetches=["y"])
         with refused("MISSING_FEED"):
@@ -286,7 +286,7 @@ def test_a_trace_covers_front_end_and_engine(watched: Watched) -> None:
     assert any(line.get("trace_id") == trace_id for line in watched.log())
 
 
-def test_the_status(watched: Watched) -> None:
+def test_status(watched: Watched) -> None:
     status = watched.client.server_status()
     assert status.ready
     assert status.version == gr.__version__
@@ -298,7 +298,7 @@ def test_the_status(watched: Watched) -> None:
     assert [tenant.name for tenant in status.tenants] == ["default"]
 
 
-def test_the_status_on_the_command_line(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_on_the_command_line(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--target", watched.server.target, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["engines"][0]["pid"] == watched.server.engine_pid()
@@ -309,7 +309,7 @@ def test_the_status_on_the_command_line(watched: Watched, capsys: pytest.Capture
     assert str(watched.server.engine_pid()) in text
 
 
-def test_the_live_table_follows_until_it_is_interrupted(watched: Watched) -> None:
+def test_live_status_table_updates_until_interrupted(watched: Watched) -> None:
     import pty
 
     ours, theirs = pty.openpty()
@@ -337,7 +337,7 @@ def test_the_live_table_follows_until_it_is_interrupted(watched: Watched) -> Non
         os.close(ours)
 
 
-def test_metrics_and_status_are_off_unless_asked_for(server: RunningServer, tmp_path: Path) -> None:
+def test_metrics_and_status_are_off_by_default(server: RunningServer, tmp_path: Path) -> None:
     with running_server(tmp_path, ["--no-admin", "--log-format", "text"]) as plain, gr.connect(plain.target) as client:
         with refused("UNSUPPORTED"):
             client.server_status()
@@ -350,8 +350,8 @@ def test_metrics_and_status_are_off_unless_asked_for(server: RunningServer, tmp_
         assert all(line.isprintable() for line in text.split("\n"))
 
 
-def test_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
-    """Neither callers nor the end; and whoever has no credential is nobody's tenant."""
+def test_unread_log_delays_neither_callers_nor_shutdown(tmp_path: Path) -> None:
+    """Nobody reads the log here. Callers without credentials have no tenant."""
     tokens, audit = tmp_path / "tokens", tmp_path / "audit.jsonl"
     token = token_command("new", "--tenant", "default", "--file", str(tokens)).strip()
     flags = ("--port", "0", "--data-dir", str(tmp_path / "registry"), "--spares", "0", "--log-level", "debug")
@@ -390,7 +390,7 @@ def test_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
         (["--audit-log", "/nowhere/at/all"], ["/nowhere/at/all"]),
     ],
 )
-def test_settings_that_are_refused(flags: list[str], words: list[str], tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(flags: list[str], words: list[str], tmp_path: Path) -> None:
     ended = subprocess.run(
         serve_command("--port", "0", "--data-dir", str(tmp_path), *flags),
         capture_output=True,
@@ -405,7 +405,7 @@ def test_settings_that_are_refused(flags: list[str], words: list[str], tmp_path:
         assert word in ended.stderr
 
 
-def test_a_port_for_metrics_that_is_taken(watched: Watched, tmp_path: Path) -> None:
+def test_metrics_port_in_use_is_reported(watched: Watched, tmp_path: Path) -> None:
     taken = watched.metrics_url.removesuffix("/metrics").rpartition(":")[2]
     ended = subprocess.run(
         serve_command("--port", "0", "--data-dir", str(tmp_path), "--metrics-port", taken),

@@ -110,11 +110,11 @@ async def _until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_large_values_arrive_whole_side_by_side_and_their_memory_is_given_back(front: Front) -> None:
-    front.runner.run(_large_values_arrive_whole_side_by_side_and_their_memory_is_given_back(front.pool))
+def test_large_values_arrive_concurrently_and_their_memory_is_released(front: Front) -> None:
+    front.runner.run(_send_large_values_concurrently(front.pool))
 
 
-async def _large_values_arrive_whole_side_by_side_and_their_memory_is_given_back(pool: EnginePool) -> None:
+async def _send_large_values_concurrently(pool: EnginePool) -> None:
     pid = pool.engines[0].pid
     assert pid is not None
     before = _shared_bytes(pid)
@@ -127,11 +127,11 @@ async def _large_values_arrive_whole_side_by_side_and_their_memory_is_given_back
     await _until(lambda: _shared_bytes(pid) <= before)
 
 
-def test_values_that_are_kept_do_not_change_with_the_next_request(front: Front) -> None:
-    front.runner.run(_values_that_are_kept_do_not_change_with_the_next_request(front.pool))
+def test_stored_values_do_not_change_with_the_next_request(front: Front) -> None:
+    front.runner.run(_store_values_and_send_another_request(front.pool))
 
 
-async def _values_that_are_kept_do_not_change_with_the_next_request(pool: EnginePool) -> None:
+async def _store_values_and_send_another_request(pool: EnginePool) -> None:
     size = 4 * _MEBIBYTE
     spec = tensor_pb2.TensorSpec(name="v", dtype=tensor_pb2.DT_FLOAT)
     variable = link_pb2.BoundVariable(spec=spec)
@@ -152,12 +152,12 @@ async def _values_that_are_kept_do_not_change_with_the_next_request(pool: Engine
     assert [(float(item.min()), float(item.max())) for item in found] == [(7, 7), (6, 6)]
 
 
-def test_a_killed_engine_leaves_nothing(front: Front) -> None:
+def test_killed_engine_leaves_no_descriptors_or_files(front: Front) -> None:
     """Not in the front end's table of files, and not in the file system's."""
-    front.runner.run(_a_killed_engine_leaves_nothing(front.pool))
+    front.runner.run(_kill_engine_twice(front.pool))
 
 
-async def _a_killed_engine_leaves_nothing(pool: EnginePool) -> None:
+async def _kill_engine_twice(pool: EnginePool) -> None:
     descriptors, names = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
     mapped = Path("/proc/self/maps").read_text().count("memfd:gradrule")
     engine = pool.engines[0]
@@ -178,17 +178,17 @@ async def _a_killed_engine_leaves_nothing(pool: EnginePool) -> None:
     assert Path("/proc/self/maps").read_text().count("memfd:gradrule") == mapped
 
 
-def test_without_shared_memory_all_goes_through_the_socket(front_without: Front) -> None:
+def test_without_shared_memory_values_travel_through_the_socket(front_without: Front) -> None:
     values = np.arange(_MEBIBYTE, dtype=np.float32)
     answer = front_without.runner.run(_ask(front_without.pool, Kind.RUN, _run(values)))
     np.testing.assert_array_equal(_values(answer), 2 * values)
 
 
-def test_a_request_that_the_engine_has_no_room_for_is_refused_and_the_next_one_is_not(front_without: Front) -> None:
-    front_without.runner.run(_a_request_that_the_engine_has_no_room_for_is_refused(front_without.pool))
+def test_request_beyond_the_memory_limit_is_refused_and_the_next_one_runs(front_without: Front) -> None:
+    front_without.runner.run(_send_too_large_request_then_small_one(front_without.pool))
 
 
-async def _a_request_that_the_engine_has_no_room_for_is_refused(pool: EnginePool) -> None:
+async def _send_too_large_request_then_small_one(pool: EnginePool) -> None:
     pid = pool.engines[0].pid
     # Of its limit, the engine itself takes some.
     with pytest.raises(GradruleError) as caught:

@@ -1,4 +1,4 @@
-"""Many requests over one stream: answers as they are ready, failures that end nothing, cancelling, draining."""
+"""Many requests on one stream: order of answers, errors, cancelling, draining."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def output(answer: evaluate_pb2.StreamEvaluateResponse) -> float:
     return float(np.frombuffer(content, np.float32)[0])
 
 
-def test_many_requests_under_way_each_get_their_own_answer(stream: RawStream) -> None:
+def test_concurrent_requests_each_get_their_answer(stream: RawStream) -> None:
     values = {number: (-1.0) ** number * number for number in range(200)}
     for number, value in values.items():
         stream.send(number, evaluate=sign_of(value))
@@ -60,7 +60,7 @@ def test_many_requests_under_way_each_get_their_own_answer(stream: RawStream) ->
     assert answers == {number: float(np.sign(value)) for number, value in values.items()}
 
 
-def test_a_stream_that_says_it_is_done_gets_all_answers_and_ends_well(stream: RawStream) -> None:
+def test_half_closed_stream_gets_all_answers_and_ends_with_ok(stream: RawStream) -> None:
     for number in range(5):
         stream.send(number, evaluate=sign_of(number))
     stream.end()
@@ -70,7 +70,7 @@ def test_a_stream_that_says_it_is_done_gets_all_answers_and_ends_well(stream: Ra
     assert stream.call.code() is grpc.StatusCode.OK
 
 
-def test_the_answer_is_that_of_a_call(stream: RawStream, channel: grpc.Channel) -> None:
+def test_answer_equals_that_of_a_unary_call(stream: RawStream, channel: grpc.Channel) -> None:
     request = raw.request(raw.sign_graph(), {"x": raw.tensor([-2.0, 0.5, 3.0])}, vjp=raw.vjp())
     expected = raw.evaluate(channel, request)
     stream.send(1, evaluate=request)
@@ -80,7 +80,7 @@ def test_the_answer_is_that_of_a_call(stream: RawStream, channel: grpc.Channel) 
     assert got == expected
 
 
-def test_a_request_that_fails_ends_nothing(stream: RawStream) -> None:
+def test_failed_request_does_not_end_the_stream(stream: RawStream) -> None:
     stream.send(1, evaluate=evaluate_pb2.EvaluateRequest(program="programs/none"))
     assert reason(stream.receive()) == "PROGRAM_NOT_FOUND"
     stream.send(2, evaluate=sign_of(3.0))
@@ -97,7 +97,7 @@ def test_a_request_that_fails_ends_nothing(stream: RawStream) -> None:
         (b"\x08\x09\x12\x02\xff\xff", 9),
     ],
 )
-def test_garbage_is_told_and_ends_nothing(stream: RawStream, data: bytes, number: int) -> None:
+def test_malformed_message_is_reported_and_does_not_end_the_stream(stream: RawStream, data: bytes, number: int) -> None:
     stream.send_bytes(data)
     answer = stream.receive()
     assert (answer.request_id, reason(answer)) == (number, "MALFORMED_REQUEST")
@@ -105,7 +105,7 @@ def test_garbage_is_told_and_ends_nothing(stream: RawStream, data: bytes, number
     assert output(stream.receive()) == 1.0
 
 
-def test_an_id_that_is_taken_is_refused(stream: RawStream) -> None:
+def test_id_in_use_is_refused(stream: RawStream) -> None:
     stream.send(5, evaluate=staying())
     stream.send(5, evaluate=sign_of(1.0))
     assert reason(stream.receive()) == "MALFORMED_REQUEST"
@@ -115,7 +115,7 @@ def test_an_id_that_is_taken_is_refused(stream: RawStream) -> None:
     assert output(stream.receive()) == 1.0
 
 
-def test_a_slow_request_holds_up_nothing_and_can_be_given_up(stream: RawStream) -> None:
+def test_slow_request_delays_no_other_and_can_be_cancelled(stream: RawStream) -> None:
     stream.send(1, evaluate=staying())
     stream.send(2, evaluate=sign_of(-4.0))
     answer = stream.receive()
@@ -128,14 +128,14 @@ def test_a_slow_request_holds_up_nothing_and_can_be_given_up(stream: RawStream) 
     assert output(stream.receive()) == 1.0
 
 
-def test_each_request_has_a_deadline_of_its_own(stream: RawStream) -> None:
+def test_each_request_has_its_own_deadline(stream: RawStream) -> None:
     request = evaluate_pb2.StreamEvaluateRequest(request_id=1, evaluate=staying())
     request.timeout.FromMilliseconds(300)
     stream.send_bytes(request.SerializeToString())
     assert reason(stream.receive()) == "DEADLINE_EXCEEDED"
 
 
-def test_answers_that_nobody_reads_do_not_pile_up(tmp_path: Path) -> None:
+def test_unread_answers_do_not_accumulate(tmp_path: Path) -> None:
     """Each is of 4 MB: after some of them the stream is not read any more, and goes on as soon as they are."""
     count = 300
     graph = drawn(lambda: tf.negative(tf.ones([1_000_000]), name="y")).SerializeToString()
@@ -150,7 +150,7 @@ def test_answers_that_nobody_reads_do_not_pile_up(tmp_path: Path) -> None:
         assert {stream.receive().request_id for _ in range(1, count)} == set(range(1, count))
 
 
-def test_a_server_that_goes_away_finishes_what_is_under_way_and_ends_streams(tmp_path: Path) -> None:
+def test_stopping_server_finishes_requests_and_ends_streams(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel, opened(channel) as stream:
         stream.send(1, evaluate=sign_of(2.0))
         assert output(stream.receive()) == 1.0
@@ -164,7 +164,7 @@ def test_a_server_that_goes_away_finishes_what_is_under_way_and_ends_streams(tmp
         assert time.monotonic() - started < 15.0
 
 
-def test_a_client_that_leaves_leaves_nothing_running(tmp_path: Path) -> None:
+def test_client_that_disconnects_leaves_nothing_running(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel:
         before = server.wait_for_engine()
         with opened(channel) as stream:

@@ -1,4 +1,4 @@
-"""Doors without a server: their tenants, and contexts that note how calls end."""
+"""Request pipelines without a server, with fake tenants and contexts that record how calls end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Aborted(Exception):
 
 
 class FakeTenants:
-    """Tenants that have nothing but quotas."""
+    """Fake tenants that have only quotas."""
 
     def __init__(self, streams: int = 1) -> None:
         self.tenants: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def create_admission(max_requests: int) -> Admission:
 
 
 class Context:
-    """A caller that waits `remaining` seconds, or as long as the server likes."""
+    """A fake gRPC context, with `remaining` seconds until the deadline; None: no deadline."""
 
     def __init__(self, remaining: float | None = None) -> None:
         self.request = b""
@@ -93,7 +93,7 @@ class Context:
         self.callbacks.append(callback)
 
     def done(self) -> None:
-        """The client has read all."""
+        """Calls the done callbacks, as gRPC does when the client has read everything."""
         for callback in self.callbacks:
             callback(self)
 
@@ -104,7 +104,7 @@ class Context:
         return self.request
 
     async def write(self, _: bytes) -> None:
-        """Nobody reads."""
+        """Never returns, like a write to a client that does not read."""
         await asyncio.Event().wait()
 
     async def abort(self, code: grpc.StatusCode, _: str, trailing_metadata: tuple[tuple[str, bytes], ...]) -> None:

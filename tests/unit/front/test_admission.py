@@ -1,4 +1,4 @@
-"""Who is let in when it is full."""
+"""Which requests are admitted when the server is full."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fill(pipeline: Admission, share: InFlight, count: int, size: int = 0) -> Non
         pipeline.admit(share, size)
 
 
-def test_one_alone_gets_all() -> None:
+def test_single_tenant_may_use_the_whole_server() -> None:
     pipeline, one = admission(), InFlight()
     fill(pipeline, one, 8)
     assert "--max-concurrent-requests" in refused(pipeline, one)
@@ -34,14 +34,14 @@ def test_one_alone_gets_all() -> None:
     assert pipeline.in_flight == one.requests == 8
 
 
-def test_a_tenant_gets_no_more_than_its_quota() -> None:
+def test_tenant_is_limited_to_its_quota() -> None:
     pipeline, one = admission(of_one=3), InFlight()
     fill(pipeline, one, 3)
     assert "--tenant-requests" in refused(pipeline, one)
     fill(pipeline, InFlight(), 3)
 
 
-def test_whoever_came_first_does_not_keep_others_out() -> None:
+def test_first_tenant_does_not_keep_others_out() -> None:
     pipeline, greedy, modest = admission(), InFlight(), InFlight()
     fill(pipeline, greedy, 8)
     # Two are here now: each may have half.
@@ -53,7 +53,7 @@ def test_whoever_came_first_does_not_keep_others_out() -> None:
     fill(pipeline, greedy, 1)
 
 
-def test_fair_shares_have_an_end() -> None:
+def test_fair_shares_are_limited() -> None:
     pipeline = admission()
     for _ in range(8):
         fill(pipeline, InFlight(), 1)
@@ -61,7 +61,7 @@ def test_fair_shares_have_an_end() -> None:
     refused(pipeline, InFlight())
 
 
-def test_never_more_than_twice_the_whole() -> None:
+def test_server_is_never_filled_beyond_twice_its_limit() -> None:
     pipeline, first = admission(), InFlight()
     fill(pipeline, first, 8)
     for others in range(1, 40):
@@ -72,7 +72,7 @@ def test_never_more_than_twice_the_whole() -> None:
     assert pipeline.in_flight <= 16
 
 
-def test_bytes_are_shared_as_requests_are() -> None:
+def test_bytes_are_shared_like_requests() -> None:
     pipeline, greedy, modest = admission(100), InFlight(), InFlight()
     fill(pipeline, greedy, 8, 100)
     assert "--max-bytes-in-flight" in refused(pipeline, greedy, 1)
@@ -84,7 +84,7 @@ def test_bytes_are_shared_as_requests_are() -> None:
     pipeline.admit(greedy, 400)
 
 
-def test_one_tenant_s_answers_refuse_nobody_else() -> None:
+def test_answers_of_one_tenant_do_not_refuse_others() -> None:
     pipeline, greedy, modest = admission(100), InFlight(), InFlight()
     # An answer that is alone may be of any size, and its client need not read it.
     pipeline.admit_bytes(greedy, 100_000)
@@ -97,7 +97,7 @@ def test_one_tenant_s_answers_refuse_nobody_else() -> None:
     assert "--max-bytes-in-flight" in refused(pipeline, modest, 1)
 
 
-def test_what_is_alone_may_be_of_any_size() -> None:
+def test_only_request_of_a_tenant_may_have_any_size() -> None:
     pipeline, one = admission(size_of_one=50), InFlight()
     pipeline.admit(one, 5000)
     assert "--tenant-bytes-in-flight" in refused(admission_with(one, size_of_one=50), one, 1)
@@ -112,7 +112,7 @@ def admission_with(share: InFlight, size_of_one: int) -> Admission:
     return pipeline
 
 
-def test_a_refusal_counts_nothing() -> None:
+def test_refused_request_is_not_counted() -> None:
     pipeline, one = admission(1), InFlight()
     fill(pipeline, one, 1)
     for _ in range(5):

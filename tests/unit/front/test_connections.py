@@ -1,4 +1,4 @@
-"""What clients may hold: connections without a credential, and messages that they do not finish."""
+"""Limits on unauthenticated connections and on bytes of unfinished messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Sockets:
-    """Sockets that exist only here, and those that were closed."""
+    """Fake sockets, and a record of those that were closed."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.clock = Clock()
@@ -60,7 +60,7 @@ class Sockets:
         self._open[peer].received += size
 
     def check(self, seconds: float = 1.0) -> None:
-        """Looks after so many seconds."""
+        """Checks the connections after some seconds."""
         self.clock.now += seconds
         self.watch.check(dict(self._open), self.clock.now)
         for peer in self.closed:
@@ -77,7 +77,7 @@ class FakeSocket:
         self._closed.append(self._peer)
 
 
-def test_the_oldest_connections_without_a_credential_are_closed() -> None:
+def test_oldest_unauthenticated_connections_are_closed() -> None:
     sockets = Sockets(ConnectionLimits(unauthenticated=3))
     peers = []
     for _ in range(5):
@@ -93,7 +93,7 @@ def test_the_oldest_connections_without_a_credential_are_closed() -> None:
     assert len(sockets.closed) == 2
 
 
-def test_a_network_of_ipv6_counts_as_one_address() -> None:
+def test_ipv6_network_counts_as_one_address() -> None:
     sockets = Sockets(ConnectionLimits(unauthenticated=3))
     for number in range(9):
         sockets.open(f"2001:db8::{number + 1:x}")
@@ -101,7 +101,7 @@ def test_a_network_of_ipv6_counts_as_one_address() -> None:
     assert len(sockets.closed) == 6
 
 
-def test_addresses_may_have_fewer_where_there_are_many_connections() -> None:
+def test_addresses_may_have_fewer_connections_when_the_server_is_crowded() -> None:
     sockets = Sockets(ConnectionLimits(connections=40, unauthenticated=16))
     for number in range(1, 5):
         for _ in range(10):
@@ -110,7 +110,7 @@ def test_addresses_may_have_fewer_where_there_are_many_connections() -> None:
     assert len(sockets.closed) == 4 * 8
 
 
-def test_connections_without_a_credential_and_a_call_end() -> None:
+def test_unauthenticated_connections_without_a_call_are_closed() -> None:
     sockets = Sockets(ConnectionLimits(unauthenticated_s=60))
     silent = sockets.open()[1]
     watching, _ = sockets.open()
@@ -125,7 +125,7 @@ def test_connections_without_a_credential_and_a_call_end() -> None:
     assert sockets.closed == [silent]
 
 
-def test_unfinished_messages_are_bounded() -> None:
+def test_unfinished_messages_are_limited() -> None:
     sockets = Sockets(ConnectionLimits(connection_bytes=10 * MIB, address_bytes=15 * MIB))
     stranger, of_stranger = sockets.open("192.0.2.2")
     large, of_large = sockets.open("192.0.2.3")
@@ -142,7 +142,7 @@ def test_unfinished_messages_are_bounded() -> None:
     assert set(sockets.closed) == {of_stranger, of_large, several[2][1]}
 
 
-def test_messages_that_are_finished_do_not_count() -> None:
+def test_finished_messages_do_not_count() -> None:
     sockets = Sockets(ConnectionLimits(connection_bytes=MIB))
     connection, peer = sockets.open()
     connection.is_authenticated = True
@@ -159,7 +159,7 @@ def test_messages_that_are_finished_do_not_count() -> None:
     assert connection.unfinished < MIB // 4
 
 
-def test_what_calls_held_is_forgotten_with_them() -> None:
+def test_bytes_of_ended_calls_do_not_count() -> None:
     sockets = Sockets(ConnectionLimits(connection_bytes=10 * MIB))
     connection, peer = sockets.open()
     connection.is_authenticated = True
@@ -172,7 +172,7 @@ def test_what_calls_held_is_forgotten_with_them() -> None:
     assert not sockets.closed
 
 
-def test_a_message_that_makes_no_progress_ends_its_connection() -> None:
+def test_connection_with_a_stalled_message_is_closed() -> None:
     sockets = Sockets(ConnectionLimits(stall_s=10))
     stuck, of_stuck = sockets.open()
     going, of_going = sockets.open()
@@ -193,7 +193,7 @@ def test_a_message_that_makes_no_progress_ends_its_connection() -> None:
 
 @asynccontextmanager
 async def serving(limits: ConnectionLimits, check_every_s: float = 1.0) -> AsyncIterator[str]:
-    """A front end with a stream that reads and says nothing."""
+    """A server with a stream that reads and sends nothing."""
     watch = ConnectionWatch(limits, check_every_s=check_every_s)
     server = GrpcServer(ConnectionSettings(64 * MIB, 8192, limits.connections, 100, 10.0, 30.0, 20.0, 0.0, 1.0), watch)
     pipeline = RequestPipeline(
@@ -219,7 +219,7 @@ async def serving(limits: ConnectionLimits, check_every_s: float = 1.0) -> Async
         await server.drain(0)
 
 
-async def test_connections_are_looked_at_again_after_a_file_could_not_be_opened(
+async def test_checks_continue_after_a_file_could_not_be_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There may be no descriptor left for the file that tells how much memory the process takes."""
@@ -237,17 +237,17 @@ async def test_connections_are_looked_at_again_after_a_file_could_not_be_opened(
         await asyncio.wait_for(again.wait(), 10)
 
 
-async def test_strangers_do_not_keep_new_clients_out() -> None:
+async def test_unauthenticated_connections_do_not_keep_new_clients_out() -> None:
     async with serving(ConnectionLimits(connections=60, unauthenticated=20)) as target, AsyncExitStack() as stack:
         for _ in range(80):
             _, writer = await stack.enter_async_context(wire.connected(target))
             writer.write(wire.PREFACE + wire.settings())
         client = await stack.enter_async_context(grpc.aio.insecure_channel(target))
-        # On the server as it was, this waits until its deadline.
+        # Without the limit, this call waits until its deadline.
         assert await client.unary_unary(CHECK)(b"", timeout=20, wait_for_ready=True) == b"\x08\x01"
 
 
-async def test_silent_strangers_are_closed() -> None:
+async def test_idle_unauthenticated_connections_are_closed() -> None:
     async with serving(ConnectionLimits(unauthenticated_s=0.2)) as target, wire.connected(target) as (reader, writer):
         writer.write(wire.PREFACE + wire.settings() + wire.call(wire.headers(CHECK), wire.message(b"")))
         assert (await wire.read_answer(reader)).status == 0
@@ -255,7 +255,7 @@ async def test_silent_strangers_are_closed() -> None:
 
 
 @pytest.mark.parametrize("path", [REFLECTION, "/s/m"])
-async def test_unfinished_messages_end_their_connection(path: str) -> None:
+async def test_connection_with_too_many_unfinished_bytes_is_closed(path: str) -> None:
     """How much is sent before the next check depends on the machine, so all of it together is little enough."""
     async with serving(ConnectionLimits(connection_bytes=8 * MIB), check_every_s=0.1) as target:
         sent, has_closed = await send_unfinished(target, path, streams=10, size=4 * MIB, hold_s=250)
@@ -263,12 +263,12 @@ async def test_unfinished_messages_end_their_connection(path: str) -> None:
         assert MIB // 2 < sent < 300 * MIB
 
 
-async def test_a_message_that_is_not_finished_ends_its_connection() -> None:
+async def test_connection_with_an_unfinished_message_is_closed() -> None:
     async with serving(ConnectionLimits(stall_s=0.5)) as target:
         assert await send_unfinished(target, "/s/m", streams=1, size=MIB, hold_s=250) == (MIB - 1, True)
 
 
-async def test_health_is_told_though_others_ask_without_a_message() -> None:
+async def test_health_is_answered_while_others_send_no_message() -> None:
     limits = ConnectionLimits(unauthenticated=100)
     async with serving(limits) as target, AsyncExitStack() as stack:
         # As many as the server reads at a time, and more, on some connections.
@@ -283,7 +283,7 @@ async def test_health_is_told_though_others_ask_without_a_message() -> None:
             assert await client.unary_unary(CHECK)(b"", timeout=20) == b"\x08\x01"
 
 
-async def test_watchers_of_one_connection_are_bounded() -> None:
+async def test_watchers_of_one_connection_are_limited() -> None:
     async with serving(ConnectionLimits()) as target, AsyncExitStack() as stack:
         client = await stack.enter_async_context(grpc.aio.insecure_channel(target))
         watching: list[Any] = [client.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(16)]

@@ -1,4 +1,4 @@
-"""Requests side by side on one stream: what their answers take while they wait, and what becomes of failures."""
+"""Concurrent requests of one stream: which bytes are counted, chunks, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import NOT_RUN, EngineRun, current
 from tests.unit.front.pipelines import Aborted, Context, create_pipeline, stream
 
-# Three fit into what doors have room for.
+# Three such answers fit into the limits of `create_pipeline`.
 SIZE = 300_000
 
 
@@ -127,7 +127,7 @@ def counted(share: InFlight) -> int:
     return answers
 
 
-async def test_answers_that_wait_are_counted_once_each() -> None:
+async def test_waiting_answers_are_counted_once() -> None:
     context = Reads()
     opened = Opened(context, large)
     await opened.ask(1, 2, 3)
@@ -140,7 +140,7 @@ async def test_answers_that_wait_are_counted_once_each() -> None:
     await opened.end()
 
 
-async def test_an_answer_for_which_there_is_no_room_is_refused_and_ends_nothing() -> None:
+async def test_answer_without_room_is_refused_and_the_stream_continues() -> None:
     context = Reads()
     opened = Opened(context, large)
     await opened.ask(1, 2, 3, 4, 5)
@@ -154,7 +154,7 @@ async def test_an_answer_for_which_there_is_no_room_is_refused_and_ends_nothing(
     assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
-async def test_answers_of_a_stream_that_is_given_up_count_no_longer() -> None:
+async def test_answers_of_a_cancelled_stream_are_not_counted() -> None:
     context = Reads()
     opened = Opened(context, large)
     await opened.ask(1, 2, 3)
@@ -165,7 +165,7 @@ async def test_answers_of_a_stream_that_is_given_up_count_no_longer() -> None:
     assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
-async def test_an_answer_that_waits_holds_nothing_else_of_its_request() -> None:
+async def test_waiting_answer_keeps_nothing_else_of_its_request() -> None:
     class EngineAnswer:
         """What the engine answered."""
 
@@ -190,7 +190,7 @@ def _no_run(_: object) -> EngineRun:
     return NOT_RUN
 
 
-async def test_answers_that_cannot_be_written_count_no_longer() -> None:
+async def test_answers_that_cannot_be_written_are_not_counted() -> None:
     context = Reads(broken=True)
     opened = Opened(context, large)
     await opened.ask(1, 2, 3)
@@ -199,7 +199,7 @@ async def test_answers_that_cannot_be_written_count_no_longer() -> None:
     assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
-async def test_answers_of_a_stream_that_nobody_reads_count_no_longer() -> None:
+async def test_answers_of_an_unread_stream_are_released_at_its_end() -> None:
     context = Context()
     opened = Opened(context, large, stall_s=0.2)
     await opened.ask(1, 2, 3)
@@ -211,7 +211,7 @@ async def test_answers_of_a_stream_that_nobody_reads_count_no_longer() -> None:
     assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
-async def test_an_answer_that_comes_though_it_was_given_up_counts_no_longer() -> None:
+async def test_answer_of_a_cancelled_request_is_not_counted() -> None:
     async def stubborn(_: Call[Any]) -> bytes:
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
@@ -224,7 +224,7 @@ async def test_an_answer_that_comes_though_it_was_given_up_counts_no_longer() ->
     assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
-async def test_an_answer_that_is_there_as_its_stream_ends_counts_no_longer() -> None:
+async def test_answer_ready_at_the_end_of_its_stream_is_not_counted() -> None:
     for steps in range(40):
         context = Reads()
         opened = Opened(context, large)
@@ -236,7 +236,7 @@ async def test_an_answer_that_is_there_as_its_stream_ends_counts_no_longer() -> 
         assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0), steps
 
 
-async def test_a_failure_that_cannot_be_told_is_an_incident_and_ends_nothing() -> None:
+async def test_error_that_cannot_be_reported_becomes_an_incident() -> None:
     async def fails(_: Call[Any]) -> bytes:
         # No UTF-8: no status can hold it.
         raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "\ud800")
@@ -290,7 +290,7 @@ def last(number: int, chunk_bytes: int, answer_chunk_bytes: int = 0) -> link_pb2
     )
 
 
-async def test_a_request_in_chunks_is_one_request_and_its_answer_comes_in_chunks() -> None:
+async def test_chunked_request_gets_a_chunked_answer() -> None:
     request = evaluate_pb2.EvaluateRequest(program="programs/" + "p" * 200_000).SerializeToString()
     context = Pieces()
     opened = Opened(context, size_of)
@@ -306,7 +306,7 @@ async def test_a_request_in_chunks_is_one_request_and_its_answer_comes_in_chunks
     assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
-async def test_an_answer_in_chunks_counts_until_the_last_is_written() -> None:
+async def test_chunked_answer_counts_until_its_last_chunk_is_written() -> None:
     class ReadsTwo(Context):
         """A client that reads two messages and no more."""
 
@@ -326,7 +326,7 @@ async def test_an_answer_in_chunks_counts_until_the_last_is_written() -> None:
     assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
-async def test_chunks_for_which_there_is_no_room_are_refused_once() -> None:
+async def test_chunks_without_room_are_refused_once() -> None:
     context = Pieces()
     opened = Opened(context, size_of)
     await opened.ask_for(*(chunk(1, bytes(SIZE)) for _ in range(5)))
@@ -340,7 +340,7 @@ async def test_chunks_for_which_there_is_no_room_are_refused_once() -> None:
     await opened.end()
 
 
-async def test_chunks_that_do_not_all_come_are_told() -> None:
+async def test_missing_chunks_are_reported() -> None:
     context = Pieces()
     opened = Opened(context, size_of)
     await opened.ask_for(chunk(1, b"a"), last(1, 2), last(2, 3), chunk(3, b"a", timeout_s=0.01), last(4, 0))
@@ -354,7 +354,7 @@ async def test_chunks_that_do_not_all_come_are_told() -> None:
     await opened.end()
 
 
-async def test_a_request_in_chunks_can_be_given_up() -> None:
+async def test_chunked_request_can_be_cancelled() -> None:
     context = Pieces()
     opened = Opened(context, size_of)
     cancel = evaluate_pb2.CancelRequest(request_id=1).SerializeToString()
@@ -367,7 +367,7 @@ async def test_a_request_in_chunks_can_be_given_up() -> None:
     assert opened.in_flight.size == 0
 
 
-async def test_no_more_than_so_many_requests_arrive_at_a_time() -> None:
+async def test_chunked_requests_at_a_time_are_limited() -> None:
     context = Pieces()
     opened = Opened(context, size_of)
     await opened.ask_for(*(chunk(number, b"") for number in range(40)))
@@ -375,7 +375,7 @@ async def test_no_more_than_so_many_requests_arrive_at_a_time() -> None:
     await opened.end()
 
 
-async def test_requests_that_were_refused_keep_no_others_from_arriving() -> None:
+async def test_refused_requests_do_not_keep_others_from_arriving() -> None:
     """Clients send no more of a request that was refused."""
     context = Pieces()
     opened = Opened(context, size_of)
@@ -389,7 +389,7 @@ async def test_requests_that_were_refused_keep_no_others_from_arriving() -> None
     await opened.end()
 
 
-async def test_a_request_beyond_those_that_may_arrive_is_answered_once() -> None:
+async def test_request_beyond_the_limit_is_answered_once() -> None:
     context = Pieces()
     opened = Opened(context, size_of)
     await opened.ask_for(*(chunk(number, b"a") for number in range(33)), chunk(32, b"b"), last(32, 2))
@@ -397,7 +397,7 @@ async def test_a_request_beyond_those_that_may_arrive_is_answered_once() -> None
     await opened.end()
 
 
-async def test_the_id_of_a_refused_request_can_be_taken_again() -> None:
+async def test_id_of_a_refused_request_can_be_used_again() -> None:
     context = Pieces()
     opened = Opened(context, size_of)
     await opened.ask_for(chunk(1, b"a"), *(chunk(2, bytes(SIZE)) for _ in range(5)))
@@ -407,7 +407,7 @@ async def test_the_id_of_a_refused_request_can_be_taken_again() -> None:
     await opened.end()
 
 
-async def test_a_request_that_has_arrived_and_waits_for_others_is_answered_once() -> None:
+async def test_complete_request_that_waits_is_answered_once() -> None:
     release = asyncio.Event()
 
     async def slow(call: Call[Any]) -> bytes:
@@ -430,7 +430,7 @@ async def test_a_request_that_has_arrived_and_waits_for_others_is_answered_once(
     assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
-async def test_a_request_whose_only_chunk_was_empty_is_answered_once() -> None:
+async def test_request_with_one_empty_chunk_is_answered_once() -> None:
     context = Pieces()
     opened = Opened(context, size_of)
     await opened.ask_for(chunk(1, b"", timeout_s=0.02), last(1, 0))
@@ -439,7 +439,7 @@ async def test_a_request_whose_only_chunk_was_empty_is_answered_once() -> None:
     await opened.end()
 
 
-async def test_no_request_may_arrive_for_longer_than_a_request_may_take() -> None:
+async def test_request_must_arrive_within_the_longest_deadline() -> None:
     context = Pieces()
     opened = Opened(context, size_of, max_deadline_s=0.02)
     await opened.ask_for(chunk(1, b"a", timeout_s=1e6))
@@ -449,7 +449,7 @@ async def test_no_request_may_arrive_for_longer_than_a_request_may_take() -> Non
     await opened.end()
 
 
-async def test_small_chunks_take_little_more_than_is_counted() -> None:
+async def test_small_chunks_take_little_more_memory_than_is_counted() -> None:
     counted = 0
 
     def reserve_bytes(_: Any, size: int) -> None:
@@ -470,7 +470,7 @@ async def test_small_chunks_take_little_more_than_is_counted() -> None:
     assert (await chunks.join(1, b""))[0] == b"".join(number.to_bytes(2, "big") for number in range(30_000))
 
 
-async def test_a_failure_names_the_request_by_which_the_log_has_it() -> None:
+async def test_error_names_the_request_id_of_the_log() -> None:
     async def fails(_: Call[Any]) -> bytes:
         raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, "no")
 

@@ -1,4 +1,4 @@
-"""Health, asked by clients that do not read, that do not end, and that are many; over real connections."""
+"""The health service with clients that do not read, do not finish requests, or are many; over real connections."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def eventually(check: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_what_is_said_and_watched() -> None:
+async def test_statuses_can_be_checked_and_watched() -> None:
     health = Health()
     async with serving(health) as target, stub(target) as client:
         assert (await client.Check(asked())).status == SERVING
@@ -81,7 +81,7 @@ async def test_what_is_said_and_watched() -> None:
         assert (await client.Check(asked())).status == NOT_SERVING
 
 
-async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
+async def test_watcher_that_does_not_read_delays_no_other() -> None:
     health = Health()
     health.set("", NOT_SERVING)
     async with serving(health) as target, stub(target) as client, not_reading(target):
@@ -92,7 +92,7 @@ async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
         assert (await client.Check(asked(), timeout=5)).status == SERVING
 
 
-async def test_a_watcher_that_does_not_read_is_dropped() -> None:
+async def test_watcher_that_does_not_read_is_disconnected() -> None:
     health = Health(max_watchers=2, stall_s=0.5)
     async with serving(health) as target, stub(target) as client, not_reading(target, 2) as reader:
         with pytest.raises(grpc.RpcError) as caught:
@@ -101,16 +101,16 @@ async def test_a_watcher_that_does_not_read_is_dropped() -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await wire.drained(reader, 5)
 
-        async def is_let_in() -> bool:
+        async def is_accepted() -> bool:
             try:
                 return bool((await client.Watch(asked()).read()).status == SERVING)
             except grpc.RpcError:
                 return False
 
-        await eventually(is_let_in)
+        await eventually(is_accepted)
 
 
-async def test_a_request_that_does_not_end_is_not_waited_for() -> None:
+async def test_unfinished_request_times_out() -> None:
     async with serving(Health(request_s=0.3)) as target, grpc.aio.insecure_channel(target) as channel:
 
         async def never() -> AsyncIterator[bytes]:
@@ -129,7 +129,7 @@ async def test_a_request_that_does_not_end_is_not_waited_for() -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_the_server_ends_though_watchers_do_not_read() -> None:
+async def test_server_stops_although_watchers_do_not_read() -> None:
     connections = ConnectionSettings(4096, 8192, 16, 100, 10.0, 30.0, 20.0, 0.0, 1.0)
     server = GrpcServer(connections)
     port = await server.start("127.0.0.1:0", None)
@@ -141,6 +141,6 @@ async def test_the_server_ends_though_watchers_do_not_read() -> None:
         assert (await watched.read()).status == SERVING
         server.set_ready(True)
         draining = asyncio.ensure_future(server.drain(1.0))
-        # Whoever reads is told, and the end comes when it is due.
+        # A watcher that reads gets the status, and the server stops in time.
         assert (await asyncio.wait_for(watched.read(), 5)).status == NOT_SERVING
         await asyncio.wait_for(draining, 5)

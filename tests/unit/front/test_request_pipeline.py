@@ -1,4 +1,4 @@
-"""What every call goes through: admission, parsing, deadline; against a context that notes how the call ended."""
+"""The steps of every call, with a context that records how the call ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Withdrawn(Authenticator):
         return False
 
 
-async def test_a_call_that_takes_too_long_is_cancelled_and_says_so() -> None:
+async def test_call_past_its_deadline_is_cancelled_with_a_reason() -> None:
     ends: list[str] = []
 
     async def slow(_: Call[Any]) -> bytes:
@@ -44,7 +44,7 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("fault", [TypeError, TimeoutError])
-async def test_a_fault_of_a_method_s_own_is_not_taken_for_a_deadline(fault: type[Exception]) -> None:
+async def test_timeout_error_of_a_method_is_not_reported_as_deadline(fault: type[Exception]) -> None:
     async def broken(_: Call[Any]) -> bytes:
         raise fault
 
@@ -54,7 +54,7 @@ async def test_a_fault_of_a_method_s_own_is_not_taken_for_a_deadline(fault: type
     assert context.reason == "INTERNAL"
 
 
-async def test_no_more_than_so_many_at_a_time() -> None:
+async def test_requests_at_a_time_are_limited() -> None:
     gate = asyncio.Event()
 
     async def waits(_: Call[Any]) -> bytes:
@@ -89,7 +89,7 @@ class CompressedContext(Context):
         self.has_metadata = True
 
 
-async def test_an_answer_that_there_is_no_memory_for_is_refused_before_its_metadata() -> None:
+async def test_answer_without_room_is_refused_before_its_metadata() -> None:
     async def large(_: Call[Any]) -> bytes:
         return bytes(250_000)
 
@@ -105,14 +105,14 @@ async def test_an_answer_that_there_is_no_memory_for_is_refused_before_its_metad
     assert refused.reason == "OVERLOADED" and not refused.has_metadata
 
 
-async def test_a_session_s_message_is_parsed_once_it_is_let_in() -> None:
+async def test_session_message_is_parsed_after_admission() -> None:
     gate = asyncio.Event()
 
     async def waits(_: Call[Any]) -> bytes:
         await gate.wait()
         return b""
 
-    # A start that is none: whoever looks into it says so.
+    # Bytes that cannot be parsed as a start: parsing them fails.
     async def start() -> AsyncIterator[bytes]:
         yield b"\x0a\x02\xff\xff"
 
@@ -130,7 +130,7 @@ async def test_a_session_s_message_is_parsed_once_it_is_let_in() -> None:
         await first
 
 
-async def test_bytes_that_are_no_request() -> None:
+async def test_malformed_request_is_refused() -> None:
     async def never(_: Call[Any]) -> bytes:
         raise AssertionError
 
@@ -140,7 +140,7 @@ async def test_bytes_that_are_no_request() -> None:
     assert context.reason == "MALFORMED_REQUEST"
 
 
-async def test_a_stream_ends_with_its_credential_at_the_next_request() -> None:
+async def test_stream_ends_at_the_next_request_after_its_credential_was_withdrawn() -> None:
     async def some() -> AsyncIterator[bytes]:
         yield b"request"
 
@@ -154,7 +154,7 @@ async def test_a_stream_ends_with_its_credential_at_the_next_request() -> None:
     assert context.reason == "UNAUTHENTICATED"
 
 
-async def test_a_stream_ends_with_its_credential_though_it_is_quiet() -> None:
+async def test_idle_stream_ends_after_its_credential_was_withdrawn() -> None:
     async def quiet(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
         await asyncio.Event().wait()
 
@@ -169,7 +169,7 @@ async def test_a_stream_ends_with_its_credential_though_it_is_quiet() -> None:
     still.cancel()
 
 
-async def test_a_stream_whose_client_does_not_read_ends() -> None:
+async def test_stream_ends_if_its_client_does_not_read() -> None:
     ends: list[str] = []
 
     async def writes(_: Caller, __: AsyncIterator[bytes], write: Any) -> None:
@@ -184,14 +184,14 @@ async def test_a_stream_whose_client_does_not_read_ends() -> None:
     assert (context.reason, ends) == ("DEADLINE_EXCEEDED", ["ended"])
 
 
-async def test_a_stream_that_is_quiet_goes_on() -> None:
+async def test_idle_stream_stays_open() -> None:
     async def quiet(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
         await asyncio.sleep(0.2)
 
     await stream(create_pipeline(stall_s=0.02), quiet, Context())
 
 
-async def test_no_more_than_so_many_streams() -> None:
+async def test_streams_of_a_tenant_are_limited() -> None:
     gate = asyncio.Event()
 
     async def waits(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
@@ -219,7 +219,7 @@ async def test_answers_count_until_they_are_read() -> None:
 
     pipeline, first = create_pipeline(), Context()
     await call(pipeline, large, first)
-    # Whoever has answers to read gets no more than fit beside them.
+    # Unread answers leave less room for further answers.
     for _ in range(2):
         refused = Context()
         with pytest.raises(Aborted):
@@ -230,14 +230,14 @@ async def test_answers_count_until_they_are_read() -> None:
     await call(pipeline, large, Context())
 
 
-async def test_an_answer_that_is_alone_may_be_of_any_size() -> None:
+async def test_only_answer_of_a_tenant_may_have_any_size() -> None:
     async def huge(_: Call[Any]) -> bytes:
         return bytes(10**7)
 
     assert len(await call(create_pipeline(), huge, Context())) == 10**7
 
 
-async def test_an_answer_on_a_stream_counts_though_the_stream_has_ended() -> None:
+async def test_unread_answer_counts_after_its_stream_has_ended() -> None:
     async def writes(_: Caller, __: AsyncIterator[bytes], write: Any) -> None:
         await write(bytes(10**6 + 1))
 

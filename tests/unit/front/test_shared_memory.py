@@ -1,4 +1,4 @@
-"""Memory that clients share, as the front end takes it and finds it again."""
+"""The server side of shared memory: keys, hand-over, use by calls, release."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from gradrule_server.quotas import Quota
 _MEBIBYTE = 1 << 20
 
 
-class Around:
-    """Tenants and admission, which note what is counted."""
+class Counters:
+    """Fake tenants and byte counter that record what is counted."""
 
     def __init__(self) -> None:
         self.entered = 0
@@ -53,7 +53,7 @@ def caller_of(name: str) -> Caller:
 
 
 @contextmanager
-def sharing(around: Around, max_bytes: int = 1 << 30) -> Iterator[SharedMemoryServer]:
+def sharing(around: Counters, max_bytes: int = 1 << 30) -> Iterator[SharedMemoryServer]:
     memories = SharedMemoryServer(around, max_bytes)
     memories.start()
     try:
@@ -74,18 +74,18 @@ async def handed_over(memories: SharedMemoryServer, caller: Caller, memory: Memo
     return connection, await loop.sock_recv(connection, 4096)
 
 
-def test_none_is_taken_where_it_is_off() -> None:
+def test_no_memory_is_accepted_if_disabled() -> None:
     async def run() -> None:
-        with sharing(Around(), 0) as memories, pytest.raises(GradruleError) as caught:
+        with sharing(Counters(), 0) as memories, pytest.raises(GradruleError) as caught:
             memories.issue_keys(caller_of("a"))
         assert caught.value.reason == errors_pb2.ERROR_REASON_UNSUPPORTED
 
     asyncio.run(run())
 
 
-def test_memory_counts_while_it_is_there_and_calls_count_while_they_run() -> None:
+def test_memory_counts_until_closed_and_calls_until_ended() -> None:
     async def run() -> None:
-        around, caller = Around(), caller_of("a")
+        around, caller = Counters(), caller_of("a")
         with sharing(around) as memories, closing(memories):
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             use = evaluate_pb2.SharedMemoryUse(memory=answer[1:], request_bytes=10, answer_bytes=5)
@@ -109,11 +109,11 @@ def test_memory_counts_while_it_is_there_and_calls_count_while_they_run() -> Non
     asyncio.run(run())
 
 
-def test_a_call_that_is_cancelled_takes_its_memory_with_it() -> None:
+def test_cancelled_call_closes_its_memory() -> None:
     """An engine may still write into it."""
 
     async def run() -> None:
-        around, caller = Around(), caller_of("a")
+        around, caller = Counters(), caller_of("a")
         with sharing(around) as memories:
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             use = evaluate_pb2.SharedMemoryUse(memory=answer[1:])
@@ -130,7 +130,7 @@ def test_two_calls_at_once_never_write_their_answers_into_one_region() -> None:
     """gRPC sends a call again while its first attempt may still run."""
 
     async def run() -> None:
-        around, caller = Around(), caller_of("a")
+        around, caller = Counters(), caller_of("a")
         with sharing(around) as memories:
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             first = evaluate_pb2.SharedMemoryUse(memory=answer[1:], answer_bytes=100)
@@ -152,9 +152,9 @@ def test_two_calls_at_once_never_write_their_answers_into_one_region() -> None:
     asyncio.run(run())
 
 
-def test_a_tenant_has_few_keys_at_a_time_and_closing_leaves_nothing() -> None:
+def test_keys_of_a_tenant_are_limited_and_closing_leaves_nothing() -> None:
     async def run() -> None:
-        around, caller = Around(), caller_of("a")
+        around, caller = Counters(), caller_of("a")
         before = len(os.listdir("/proc/self/fd"))
         with sharing(around) as memories:
             for _ in range(40):
@@ -176,7 +176,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def slow_to_close() -> Iterator[socket.socket]:
-    """A TCP socket that blocks whoever closes it last, since what was sent is never read."""
+    """A TCP socket whose last close blocks, since the sent bytes are never read."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sender = socket.create_connection(listener.getsockname())
@@ -188,18 +188,18 @@ def slow_to_close() -> Iterator[socket.socket]:
         sender.setblocking(True)
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3))
         with sender, peer:
-            # As this is closed, whoever waits need not wait any longer.
+            # Closing the peer ends the wait of a blocked close.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             yield sender
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_descriptors_that_are_slow_to_close_do_not_stop_the_loop(is_read: bool) -> None:
+def test_slow_closing_descriptors_do_not_block_the_loop(is_read: bool) -> None:
     """Neither where they come with a wrong key, nor where they come when memory has been taken."""
 
     async def run() -> None:
         caller = caller_of("a")
-        with slow_to_close() as slow, sharing(Around()) as memories:
+        with slow_to_close() as slow, sharing(Counters()) as memories:
             if is_read:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 connection.connect("\0" + memories.address)
@@ -216,7 +216,7 @@ def test_descriptors_that_are_slow_to_close_do_not_stop_the_loop(is_read: bool) 
                 await asyncio.sleep(0.001)
                 now = time.monotonic()
                 longest, last = max(longest, now - last), now
-            # Whoever closes it waits for three seconds.
+            # Closing the descriptor takes three seconds.
             assert longest < 2
             # Others are served meanwhile.
             other, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
@@ -226,9 +226,9 @@ def test_descriptors_that_are_slow_to_close_do_not_stop_the_loop(is_read: bool) 
     asyncio.run(run())
 
 
-def test_without_free_descriptors_the_loop_rests_and_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_accepting_pauses_when_no_descriptor_is_free(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        with sharing(Around()) as memories, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        with sharing(Counters()) as memories, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             listener = memories._listener
             assert listener is not None
             accept = Mock(side_effect=OSError(errno.EMFILE, "too many"))
@@ -257,7 +257,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
 
 def test_memory_is_released_as_soon_as_a_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        around, caller = Around(), caller_of("a")
+        around, caller = Counters(), caller_of("a")
         with sharing(around) as memories:
             before = len(os.listdir("/proc/self/fd"))
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
@@ -275,7 +275,7 @@ def test_memory_is_released_as_soon_as_a_thread_can_start(monkeypatch: pytest.Mo
 def test_connections_wait_until_a_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         loop, caller = asyncio.get_running_loop(), caller_of("a")
-        with sharing(Around()) as memories:
+        with sharing(Counters()) as memories:
             offer = memories.issue_keys(caller)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                 connection.setblocking(False)
@@ -291,7 +291,7 @@ def test_connections_wait_until_a_thread_can_start(monkeypatch: pytest.MonkeyPat
 
 def test_closing_releases_memory_that_waits_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        around, caller = Around(), caller_of("a")
+        around, caller = Counters(), caller_of("a")
         before = len(os.listdir("/proc/self/fd"))
         with sharing(around) as memories:
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))

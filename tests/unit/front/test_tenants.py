@@ -1,4 +1,4 @@
-"""Tenants come when they call and go when many are idle; what they have is counted all the same."""
+"""Tenants are loaded at their first call and unloaded when many are idle; their quotas stay correct."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[SharedResources]:
-    """What tenants share, the engine apart, which none of these tests asks for anything."""
-    engine: Any = SimpleNamespace(on_filled=[])
+    """Shared resources with a fake engine pool, which these tests do not use."""
+    pool: Any = SimpleNamespace(on_filled=[], on_removed=[])
     with contextlib.closing(Store(tmp_path)) as store:
         blobs = BlobStore(tmp_path / "blobs", 1000)
         yield SharedResources(
             store,
             blobs,
-            LoadedPrograms(engine, blobs, 10, 1000),
+            LoadedPrograms(pool, blobs, 10, 1000),
             graphs.Limits(nodes=10, inlined_nodes=10, call_depth=2, graph_bytes=100),
             server={resource.name: 6 for resource in QUOTA_RESOURCES} | {"registry_bytes": 60},
             tenant={resource.name: 4 for resource in QUOTA_RESOURCES} | {"registry_bytes": 40},
@@ -65,19 +65,19 @@ def pass_by(found: Tenants, tenant: Tenant) -> None:
 
 @pytest.fixture
 def trimming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle tenants are looked for at each call, and few may stay."""
+    """Searches for idle tenants at each call, and keeps few."""
     monkeypatch.setattr(module, "_TRIM_EVERY_S", 0.0)
     monkeypatch.setattr(module, "_MAX_IDLE", 5)
 
 
-async def test_those_who_call_at_once_get_the_same_tenant(found: Tenants) -> None:
+async def test_concurrent_callers_get_the_same_tenant(found: Tenants) -> None:
     one, other = await asyncio.gather(found.load("ada"), found.load("ada"))
     assert one is other is found.get_loaded("ada")
     assert found.get_loaded("grace") is None
     assert await found.load("default") is found.default
 
 
-async def test_whoever_gives_up_does_not_take_it_from_others(found: Tenants) -> None:
+async def test_cancelled_caller_does_not_cancel_the_loading_for_others(found: Tenants) -> None:
     first = asyncio.ensure_future(found.load("ada"))
     second = asyncio.ensure_future(found.load("ada"))
     await asyncio.sleep(0)
@@ -86,7 +86,7 @@ async def test_whoever_gives_up_does_not_take_it_from_others(found: Tenants) -> 
 
 
 @pytest.mark.usefixtures("trimming")
-async def test_a_thousand_tenants_are_not_kept_for_ever(found: Tenants) -> None:
+async def test_idle_tenants_are_unloaded(found: Tenants) -> None:
     busy = await found.load("busy")
     found.retain(busy)
     pass_by(found, found.default)
@@ -98,7 +98,7 @@ async def test_a_thousand_tenants_are_not_kept_for_ever(found: Tenants) -> None:
 
 
 @pytest.mark.usefixtures("trimming")
-async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: SharedResources) -> None:
+async def test_reloaded_tenant_has_its_stored_rules_and_programs(found: Tenants, shared: SharedResources) -> None:
     ada = await found.load("ada")
     ada.rules.create("Mine", DEFINITION, "")
     ada.quotas["rules"].reserve(2)
@@ -118,7 +118,7 @@ async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared
 
 
 @pytest.mark.usefixtures("trimming")
-async def test_programs_of_all_tenants_calls_and_sessions_are_bounded_together(found: Tenants) -> None:
+async def test_programs_of_all_tenants_are_limited_together(found: Tenants) -> None:
     program: Any = SimpleNamespace(size=400)
     for name in ("ada", "bob"):
         tenant = await found.load(name)
@@ -130,9 +130,7 @@ async def test_programs_of_all_tenants_calls_and_sessions_are_bounded_together(f
     assert found.cache_usage()[:2] == (2, 800)
 
 
-async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(
-    shared: SharedResources, trimming: None
-) -> None:
+async def test_bytes_of_rules_are_limited_and_counted_after_reloading(shared: SharedResources, trimming: None) -> None:
     size = DEFINITION.ByteSize()
     server, tenant = ({**whole, "registry_bytes": 0} for whole in (shared.server, shared.tenant))
     server["registry_bytes"], tenant["registry_bytes"] = 5 * size, 3 * size
@@ -171,7 +169,7 @@ async def fill_up(found: Tenants) -> None:
     assert "--max-rules" in refusals[0].message
 
 
-async def test_what_ships_is_told_to_those_who_are_there_and_who_come(found: Tenants) -> None:
+async def test_read_only_rules_reach_loaded_and_new_tenants(found: Tenants) -> None:
     ada = await found.load("ada")
     found.set_read_only(READ_ONLY.with_op_rules(["Sign"]))
     grace = await found.load("grace")

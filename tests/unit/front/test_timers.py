@@ -1,4 +1,4 @@
-"""Deadlines of requests: who is ended, and with what."""
+"""Deadlines: which requests are cancelled, and with which error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def work(deadlines: Deadlines, seconds: float, takes_s: float) -> str:
     return "done"
 
 
-async def test_what_runs_past_its_deadline_is_ended_and_nothing_else() -> None:
+async def test_only_requests_past_their_deadline_are_cancelled() -> None:
     deadlines = Deadlines()
     # A later deadline is watched first, so the timer must be set anew for the earlier one.
     found: object = await asyncio.gather(
@@ -29,18 +29,18 @@ async def test_what_runs_past_its_deadline_is_ended_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1])
-async def test_a_deadline_that_has_passed_ends_what_waits(seconds: float) -> None:
+async def test_passed_deadline_cancels_a_waiting_request(seconds: float) -> None:
     assert await work(Deadlines(), seconds, 60) == "DEADLINE_EXCEEDED"
 
 
-async def test_a_deadline_is_never_early() -> None:
+async def test_deadline_is_never_early() -> None:
     loop = asyncio.get_running_loop()
     began = loop.time()
     assert await work(Deadlines(), 0.1, 60) == "DEADLINE_EXCEEDED"
     assert loop.time() - began >= 0.1
 
 
-async def test_a_caller_that_gives_up_is_no_deadline() -> None:
+async def test_cancelled_caller_gets_no_deadline_error() -> None:
     task = asyncio.create_task(work(Deadlines(), 60, 60))
     await asyncio.sleep(0)
     task.cancel()
@@ -48,7 +48,7 @@ async def test_a_caller_that_gives_up_is_no_deadline() -> None:
         await task
 
 
-async def test_who_is_cancelled_at_the_deadline_too_stays_cancelled() -> None:
+async def test_request_cancelled_at_its_deadline_stays_cancelled() -> None:
     deadlines = Deadlines()
 
     async def held() -> None:
@@ -56,7 +56,7 @@ async def test_who_is_cancelled_at_the_deadline_too_stays_cancelled() -> None:
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                # The deadline has passed, and the caller gives up before that is known.
+                # The deadline has passed, and the caller is cancelled before that is noticed.
                 task.cancel()
                 raise
 
@@ -65,7 +65,7 @@ async def test_who_is_cancelled_at_the_deadline_too_stays_cancelled() -> None:
         await task
 
 
-async def test_other_failures_stay_what_they_are() -> None:
+async def test_other_errors_are_not_changed() -> None:
     deadlines = Deadlines()
 
     async def fails() -> None:
@@ -79,13 +79,13 @@ async def test_other_failures_stay_what_they_are() -> None:
         await fails()
 
 
-async def test_nothing_is_kept_of_what_has_ended() -> None:
+async def test_ended_requests_leave_nothing() -> None:
     deadlines = Deadlines()
     await asyncio.gather(*(work(deadlines, 30 + number, 0) for number in range(50)), work(deadlines, 0.02, 60))
     assert not deadlines._steps
 
 
-async def test_deadlines_after_a_quiet_time_are_kept() -> None:
+async def test_deadlines_work_after_an_idle_time() -> None:
     deadlines = Deadlines()
     assert await work(deadlines, 0.02, 0) == "done"
     # The timer of the first one runs out, and nothing is left to wait for.

@@ -1,4 +1,4 @@
-"""Files of certificates that gRPC would take without a word and then not use."""
+"""Certificate files that gRPC would accept silently and then not use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradrule_server.front.tls import CertificateError, Certificates
 from tests.service.certificates import Authority
 
 
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_unusable_files_are_reported(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     one, other = authority.server("one"), authority.server("other")
     Certificates(one.certificate, one.key, authority.file)
@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
 def test_a_renewed_certificate_is_read_before_a_client_connects(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever renews it learns at once what is wrong with it."""
+    """Problems of the new files are logged at once."""
     authority = Authority(tmp_path, "authority")
     one, other = authority.server("one"), authority.server("other")
     certificates = Certificates(one.certificate, one.key, None)

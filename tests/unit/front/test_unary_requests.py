@@ -1,4 +1,4 @@
-"""Unary calls whose request does not come, or slowly, and whose answer is not read; over real connections."""
+"""Unary calls whose request is missing or slow, or whose answer is not read; over real connections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MESSAGE = 1_000_000
 
 
 class FakeTenants:
-    """One tenant that has nothing."""
+    """One fake tenant without quotas."""
 
     def __init__(self) -> None:
         self.tenant: Any = SimpleNamespace(name="default", in_flight=InFlight(), quotas={})
@@ -100,7 +100,7 @@ async def refused(call: Any) -> str:
     return info.reason
 
 
-async def test_a_request_that_does_not_come_is_counted_and_ends() -> None:
+async def test_missing_request_is_counted_and_times_out() -> None:
     served = Served(requests=1, deadline_s=1.0)
     async with served.running() as method:
         slow = method(never())
@@ -111,7 +111,7 @@ async def test_a_request_that_does_not_come_is_counted_and_ends() -> None:
     assert (served.tenants.tenant.in_flight.requests, served.tenants.tenant.in_flight.size) == (0, 0)
 
 
-async def test_a_half_request_is_counted_and_ends() -> None:
+async def test_incomplete_request_is_counted_and_times_out() -> None:
     served = Served(deadline_s=1.0)
     async with served.running(), wire.connected(served.target) as (_, writer):
         half = wire.frame(wire.DATA, 0, 1, wire.message(bytes(1000))[:500])
@@ -121,13 +121,13 @@ async def test_a_half_request_is_counted_and_ends() -> None:
         await served.has_in_flight(0)
 
 
-async def test_no_request_is_none() -> None:
+async def test_call_without_a_message_is_malformed() -> None:
     served = Served()
     async with served.running() as method:
         assert await refused(method(of(), timeout=30)) == "MALFORMED_REQUEST"
 
 
-async def test_requests_that_come_slowly_count_as_large_ones() -> None:
+async def test_slow_requests_count_as_the_largest_message() -> None:
     served = Served()
     served.pipeline._unary_requests = UnaryRequests(served.admission, ConnectionWatch(), 0.1)
     share = served.tenants.tenant.in_flight
@@ -146,7 +146,7 @@ async def test_requests_that_come_slowly_count_as_large_ones() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_request_that_is_too_large_beside_others_is_refused() -> None:
+async def test_request_too_large_beside_others_is_refused() -> None:
     served = Served()
     async with served.running() as method:
         served.admission.adjust_bytes(served.tenants.tenant.in_flight, MESSAGE)
@@ -157,7 +157,7 @@ async def test_a_request_that_is_too_large_beside_others_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stall_s", [0.4, 60.0])
-async def test_an_answer_that_is_not_read_takes_its_connection_with_it(stall_s: float) -> None:
+async def test_connection_with_an_unread_answer_is_closed(stall_s: float) -> None:
     served = Served(stall_s=stall_s)
     share = served.tenants.tenant.in_flight
     request = rule_pb2.GetRuleRequest(name="x" * 1000).SerializeToString()
@@ -168,7 +168,7 @@ async def test_an_answer_that_is_not_read_takes_its_connection_with_it(stall_s: 
         async with asyncio.timeout(10):
             while share.size != len(request) or share.requests:
                 await asyncio.sleep(0.01)
-        # Nobody else's connection ends.
+        # No other connection is closed.
         assert await method(of(request)) == request
         assert await wire.drained(reader, 3.0) is (stall_s < 3)
         if stall_s < 3:
@@ -180,7 +180,7 @@ async def test_an_answer_that_is_not_read_takes_its_connection_with_it(stall_s: 
         assert await method(of(request)) == request
 
 
-async def test_a_read_that_is_given_up_ends_by_itself() -> None:
+async def test_abandoned_read_ends_with_its_call() -> None:
     """grpc.aio never frees what belongs to a read that is cancelled."""
     message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -203,7 +203,7 @@ async def test_a_read_that_is_given_up_ends_by_itself() -> None:
     message.set_result(b"")
 
 
-async def test_a_message_of_a_stream_that_is_given_up_ends_by_itself() -> None:
+async def test_abandoned_read_of_a_stream_ends_with_its_call() -> None:
     message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     class Requests:

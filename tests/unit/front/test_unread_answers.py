@@ -1,4 +1,4 @@
-"""Clients that read slowly, and those that do not."""
+"""Clients that read slowly or not at all."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Client:
 
 
 @pytest.mark.parametrize(("size", "stalls"), [(MIB, False), (1000, True)])
-async def test_a_large_message_has_more_time(size: int, stalls: bool) -> None:
+async def test_large_message_gets_more_time(size: int, stalls: bool) -> None:
     client = Client(bytes_per_s=size / 0.5, stall_s=0.1)
     await client.writer.write(bytes(size))
     assert client.is_stalled is stalls
     client.writer.close()
 
 
-async def test_a_small_message_after_a_large_one_has_no_more_time_than_any() -> None:
+async def test_small_message_after_a_large_one_gets_no_more_time() -> None:
     client = Client(bytes_per_s=1e9, stall_s=0.1)
     await client.writer.write(bytes(10 * MIB))
     client.bytes_per_s = 1000.0
