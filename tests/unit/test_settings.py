@@ -137,7 +137,7 @@ def refused(argv: list[str], environ: dict[str, str]) -> str:
     return message
 
 
-def test_the_cases_here_cover_every_setting() -> None:
+def test_cases_cover_every_setting() -> None:
     assert OTHER_VALUES.keys() == Settings.model_fields.keys()
 
 
@@ -161,7 +161,7 @@ def test_flag_beats_environment_beats_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["requests", "rules", "blob_bytes"])
-def test_a_tenant_has_a_quarter_where_there_are_several(name: str) -> None:
+def test_share_of_a_tenant_is_a_quarter_with_credentials(name: str) -> None:
     whole = {"requests": 256, "rules": 10_000, "blob_bytes": 8 << 30}[name]
     assert Settings.load([], {}).tenant_limit(name) == whole
     assert Settings.load(["--tokens", "/t"], {}).tenant_limit(name) == whole // 4
@@ -170,7 +170,7 @@ def test_a_tenant_has_a_quarter_where_there_are_several(name: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
-def test_tokens_may_come_unencrypted_from_this_machine(host: str) -> None:
+def test_tokens_may_be_sent_unencrypted_on_this_machine(host: str) -> None:
     assert Settings.load(["--tokens", "/t", "--host", host], {}).takes_tokens
 
 
@@ -196,7 +196,7 @@ def test_default_data_dir(environ: dict[str, str], folder: str) -> None:
     assert Settings.load([], environ).data_dir == Path(folder)
 
 
-def test_without_a_home_folder_the_data_folder_must_be_named(
+def test_data_dir_is_required_without_home_directory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_home() -> Path:
@@ -244,13 +244,13 @@ def test_without_a_home_folder_the_data_folder_must_be_named(
         (["--port", "x"], {"GRADRULE_DEVICE": "tpu"}, ["--port 'x'", "GRADRULE_DEVICE 'tpu'"]),
     ],
 )
-def test_what_is_refused(argv: list[str], environ: dict[str, str], parts: list[str]) -> None:
+def test_wrong_settings_are_refused(argv: list[str], environ: dict[str, str], parts: list[str]) -> None:
     message = refused(argv, environ)
     for part in parts:
         assert part in message
 
 
-def test_other_variables_are_not_ours() -> None:
+def test_variables_of_clients_and_others_are_ignored() -> None:
     others = {"GRADRULER": "1", "PORT": "2", "MY_GRADRULE_PORT": "3", "GRADRULE_TOKEN": "t", "GRADRULE_TLS_CA": "/ca"}
     assert Settings.load([], others).port == 8470
 
@@ -271,24 +271,24 @@ KUBERNETES = {
 }
 
 
-def test_what_kubernetes_tells_of_services_is_no_setting() -> None:
+def test_variables_of_kubernetes_services_are_ignored() -> None:
     settings = Settings.load([], KUBERNETES | {"GRADRULE_ENGINES": "3", "HOME": "/root"})
     assert settings == Settings.load(["--engines", "3"], {})
     assert kubernetes_service_variables(KUBERNETES | {"GRADRULE_ENGINES": "3", "SERVICE_HOST": "x"}) == sorted(
         KUBERNETES
     )
-    # What a person may have meant is still read, or refused.
+    # Values that a person may have set are still read, or refused.
     assert kubernetes_service_variables({"GRADRULE_PORT": "8471", "GRADRULE_METRICS_PORT": "1"}) == []
     assert Settings.load([], {"GRADRULE_PORT": "8471"}).port == 8471
     assert "GRADRULE_SERVICE" in refused([], {"GRADRULE_SERVICE": "x"})
     assert "GRADRULE_PORT 'http://a'" in refused([], {"GRADRULE_PORT": "http://a"})
 
 
-def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         Settings.load(["--help"], {"HOME": "/home/100%s"})
     assert end.value.code == 0
-    # argparse wraps where it likes; words do not care.
+    # argparse wraps lines; compare words only.
     text = " ".join(capsys.readouterr().out.split())
     for name, info in Settings.model_fields.items():
         assert flag_name(name) in text
@@ -299,7 +299,7 @@ def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[default: /home/100%s/.local/share/gradrule]" in text
 
 
-def test_a_tenant_has_room_for_its_sessions_beside_its_programs() -> None:
+def test_max_engines_must_exceed_engines() -> None:
     assert Settings.load(["--engines", "2", "--max-engines", "3"], {}).max_engines == 3
     for flags, said in (
         (["--engines", "2", "--max-engines", "2"], "--engines (2)"),
