@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from gradrule_server.commands import registry
+from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
 from gradrule_server.settings import (
     Settings,
     SettingsError,
@@ -15,13 +17,12 @@ from gradrule_server.settings import (
     kubernetes_service_variables,
 )
 
-OTHER_VALUES = {
+OTHER_VALUES: dict[str, Any] = {
     "host": "0.0.0.0",
     "port": 0,
     "device": "gpu:1",
     "data_dir": Path("/srv/rules"),
     "max_message_bytes": 2048,
-    "max_concurrent_requests": 3,
     "default_deadline_s": 1.5,
     "max_deadline_s": 40.0,
     "engine_threads": 2,
@@ -37,46 +38,11 @@ OTHER_VALUES = {
     "quarantine_s": 20.5,
     "program_cache": 5,
     "program_cache_bytes": 4096,
-    "max_handle_bytes": 14,
-    "max_handles": 15,
     "handle_ttl_s": 16.5,
     "drain_s": 0.0,
-    "max_nodes": 7,
-    "max_inlined_nodes": 8,
-    "max_call_depth": 9,
-    "max_selections": 36,
-    "max_rules": 10,
-    "max_programs": 11,
-    "max_registry_bytes": 36,
-    "max_blob_bytes": 12,
-    "max_graph_bytes": 13,
-    "max_sessions": 17,
-    "max_session_bytes": 18,
     "trust": "full",
     "sandbox": "off",
-    "max_node_outputs": 33,
-    "max_constant_bytes": 34,
-    "max_unpacking": 35,
-    "max_rank": 36,
-    "max_inlined_bytes": 37,
-    "max_streams": 19,
-    "max_bytes_in_flight": 20,
     "tenant_share": 0.5,
-    "tenant_requests": 21,
-    "tenant_bytes_in_flight": 22,
-    "tenant_streams": 23,
-    "max_shared_bytes": 40,
-    "tenant_shared_bytes": 41,
-    "tenant_rules": 24,
-    "tenant_programs": 25,
-    "tenant_registry_bytes": 37,
-    "tenant_sessions": 26,
-    "tenant_session_bytes": 27,
-    "tenant_handles": 28,
-    "tenant_handle_bytes": 29,
-    "tenant_blob_bytes": 30,
-    "max_blobs": 38,
-    "tenant_blobs": 39,
     "tls_cert": Path("/run/tls.crt"),
     "tls_key": Path("/run/tls.key"),
     "tls_client_ca": Path("/run/ca.crt"),
@@ -109,6 +75,14 @@ OTHER_VALUES = {
     "log_format": "json",
     "log_level": "debug",
 }
+
+# The settings of `limits.py` accept any number.
+_LIMITS = (
+    *(f"max_{name}" for name in GRAPH_LIMIT_FLAGS),
+    *(resource.max_setting for resource in TENANT_RESOURCES),
+    *(resource.tenant_setting for resource in TENANT_RESOURCES),
+)
+OTHER_VALUES |= {name: number for number, name in enumerate(_LIMITS, 3001)}
 
 SWITCHES = {name for name, value in OTHER_VALUES.items() if isinstance(value, bool)}
 
