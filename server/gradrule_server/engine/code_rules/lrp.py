@@ -131,7 +131,7 @@ def lrp_norm(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
     calculated_in = wide(y.dtype)
     ratio = _ratio(*(tf.cast(value, calculated_in) for value in (dys[0], y, params["eps"])))
     own = target.own_gradients([tf.cast(ratio, y.dtype)])
-    # The quotient overflows float16 where y is 0: inputs of 0, as they usually are there, get 0 all the same.
+    # The quotient overflows float16 where y is 0; inputs are usually 0 there, and get 0.
     return [
         None if gradient is None else tf.math.multiply_no_nan(dense(gradient), x)
         for x, gradient in zip(target.inputs, own, strict=True)

@@ -31,7 +31,7 @@ def rectgrad(
     position = tf.clip_by_value(tf.cast(params["q"], tf.float64), 0.0, 100.0) * tf.cast(last, tf.float64) / 100
     from_top = tf.clip_by_value(last - tf.cast(tf.floor(position), tf.int64), 0, last)
     descending, _ = tf.math.top_k(flat, tf.cast(size, tf.int32))
-    # One column more, so that samples without elements have something to gather.
+    # One more column, so that gathering works for samples without elements.
     threshold = tf.gather(tf.pad(descending, [[0, 0], [0, 1]]), from_top, axis=1)
     passed = tf.reshape(flat > threshold[:, tf.newaxis], shape)
     return [tf.where(passed, dy, tf.zeros_like(dy))]
@@ -55,12 +55,12 @@ def deeplift_rescale(
     default = dense(target.own_gradients([dy])[0])
     if default is None:
         default = tf.zeros_like(x)
-    # Divides by 1 where the quotient is not used: what is chosen away would be NaN in the derivative of this.
+    # Divides by 1 where the quotient is not used: a NaN there would reach the derivative of this rule.
     slope = y_change / tf.where(near, tf.ones_like(x), x_change)
     return [tf.where(near, default, dy * slope)]
 
 
-# By op type: average pooling, what that calls its data, and its gradient.
+# By op type: average pooling, the name of its input, and its gradient.
 _AVERAGES = {
     "MaxPool": (tf.raw_ops.AvgPool, "value", tf.raw_ops.AvgPoolGrad),
     "MaxPool3D": (tf.raw_ops.AvgPool3D, "input", tf.raw_ops.AvgPool3DGrad),
@@ -68,7 +68,7 @@ _AVERAGES = {
 
 
 class _AveragePool:
-    """Average pooling over the windows of a max pooling; of what padding adds nothing is counted."""
+    """Average pooling over the windows of a max pooling; padding does not count."""
 
     def __init__(self, target: RuleTarget, rule: str) -> None:
         op = target.ops[0]
@@ -88,11 +88,11 @@ class _AveragePool:
         }
 
     def apply(self, x: tf.Tensor) -> tf.Tensor:
-        """The mean of each window."""
+        """Returns the mean of each window."""
         return self._forward(**{self._data: x}, **self._attributes)
 
     def transposed(self, x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
-        """`dy` spread evenly over each window, of the shape of x."""
+        """Spreads `dy` evenly over each window; returns it in the shape of x."""
         return self._backward(orig_input_shape=tf.shape(x), grad=dy, **self._attributes)
 
 
@@ -152,6 +152,6 @@ def eigh_lorentzian(
 
 
 def _folded(gradient: tf.Tensor) -> tf.Tensor:
-    """The gradient for the lower triangle, each element taking along its mirror image."""
+    """Returns the gradient for the lower triangle: each element plus its mirror image."""
     both = tf.linalg.band_part(gradient + tf.linalg.adjoint(gradient), -1, 0)
     return tf.linalg.set_diag(both, tf.linalg.diag_part(both) / 2)
