@@ -230,7 +230,7 @@ def dense(gradient: Any, like: tf.Tensor) -> tf.Tensor:
 
 @contextlib.contextmanager
 def _watched(graph: tf.Graph) -> Iterator[None]:
-    """The gradients of nodes that are made in this context will be asked of gradrule."""
+    """Makes TensorFlow call gradrule for the gradients of nodes that are created within the context."""
     before = len(graph.get_operations())
     yield
     tf_private.watch(graph.get_operations()[before:])

@@ -159,7 +159,7 @@ def _results(op: tf.Operation, inputs: list[Value]) -> list[Value]:
     if op.type in _SHAPE_OPS:
         return _checked_numbers(op, _of_shapes(op, inputs, shapes))
     if tf_private.runs_functions(op.type):
-        raise NotPerExample("runs functions, which are not looked into")
+        raise NotPerExample("runs functions, which are not analysed")
     for value in inputs:
         if isinstance(value, Mixed):
             return [value] * len(shapes)

@@ -120,7 +120,7 @@ def whole_slice(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> 
 
 
 def _keeps_axis_0(begin: Value, end: Value, strides: Value, rows: int, attr: Attr) -> None:
-    """`NotPerExample` unless a strided slice takes the whole of axis 0."""
+    """Raises `NotPerExample` unless a strided slice takes the whole of axis 0."""
     first, last, steps = (list(numbers_of(value).flat) for value in (begin, end, strides))
     if any(isinstance(number, Extent) for number in (*first, *last[1:], *steps)):
         raise NotPerExample("slices by the number of examples")

@@ -222,7 +222,7 @@ def batched(value: Value, *, least_rank: int = 1) -> PerExample:
 
 
 def require_uniform(*values: Value) -> None:
-    """`NotPerExample` where one of the values depends on the batch."""
+    """Raises `NotPerExample` if one of the values depends on the batch."""
     if not all(isinstance(value, Uniform) for value in values):
         raise NotPerExample("has the batch in an input where it mixes examples")
 
@@ -251,7 +251,7 @@ def tail_of(shape: Shape | None) -> Shape:
 
 
 def require_same_rows(value: Value, like: PerExample) -> None:
-    """`NotPerExample` where the value has another number of rows per example, or is the number of examples."""
+    """Raises `NotPerExample` if the value has another number of rows per example, or is the number of examples."""
     if isinstance(value, PerExample):
         if value.rows != like.rows:
             raise NotPerExample("combines tensors of different numbers of rows per example")

@@ -121,7 +121,7 @@ def _sum_to(r: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 def feedback_alignment(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """dx = Bᵀdy with a fixed random B in place of W; weights and bias get their own gradients.
+    """Returns dx = Bᵀdy with a fixed random B in place of W; weights and bias get their own gradients.
 
     Lillicrap et al. 2014, arXiv:1411.0247 (2016, doi:10.1038/ncomms13276), where B is uniform too, in a range tuned per
     experiment. Here its deviation is 1/sqrt(n), n = how many outputs one input feeds, so that dx is about as large as

@@ -13,7 +13,7 @@ from gradrule_server.engine.code_rules.common import RuleTarget, dense, not_appl
 def rectgrad(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """dy where y·dy > percentile_q(y·dy), else 0; the percentile is each sample's own (axis 0 counts samples).
+    """Returns dy where y·dy > percentile_q(y·dy), else 0; the percentile is each sample's own (axis 0 counts samples).
 
     Kim et al. 2019, arXiv:1902.04893. Percentiles as NumPy's, linear between order statistics. The comparison is
     strict: equal elements stay or go together, q = 100 passes nothing, and neither does a tensor of rank 1, whose
@@ -40,7 +40,7 @@ def rectgrad(
 def deeplift_rescale(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """dy·(y−y₀)/(x−x₀), and the op's own gradient where abs(x−x₀) ≤ eps.
+    """Returns dy·(y−y₀)/(x−x₀), and the op's own gradient where abs(x−x₀) ≤ eps.
 
     x₀, y₀: what x and y are where all xs of the program are `baseline`. Shrikumar et al. 2017, arXiv:1704.02685, the
     rescale rule; its code takes the gradient below 1e-7.
@@ -99,7 +99,7 @@ class _AveragePool:
 def maxpool_as_avgpool(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """The gradient of average pooling over the same windows, which does not look at x.
+    """Returns the gradient of average pooling over the same windows, which does not depend on x.
 
     Lucid, smoothed_maxpool_grad ("avg").
     """
@@ -110,7 +110,7 @@ def maxpool_as_avgpool(
 def maxpool_smooth(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """The gradient of avg(x²)/(eps + avg(abs(x))), a smooth relative of the maximum, over the same windows.
+    """Returns the gradient of avg(x²)/(eps + avg(abs(x))), a smooth variant of the maximum, over the same windows.
 
     2x·avgᵀ(dy/d) − sgn(x)·avgᵀ(dy·avg(x²)/d²) with d = eps + avg(abs(x)), sgn(0) = 0. Lucid, smoothed_maxpool_grad
     ("L2"), eps 0.01. An x of 0 gets 0; so does a window of zeros where eps is 0. 16-bit types: calculated in float32.
@@ -128,7 +128,7 @@ def maxpool_smooth(
 def eigh_lorentzian(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """SelfAdjointEigV2's own gradient with 1/(eⱼ−eᵢ) replaced by d/(d²+eps), d = eⱼ−eᵢ.
+    """Returns SelfAdjointEigV2's own gradient with 1/(eⱼ−eᵢ) replaced by d/(d²+eps), d = eⱼ−eᵢ.
 
     v·(diag(de) + F∘(vᴴdv))·vᴴ with Fᵢⱼ = d/(d²+eps) and 0 on the diagonal; as the op reads the lower triangle only, the
     result is folded there. Matrices: the last two axes. Lorentzian broadening: Liao et al. 2019, arXiv:1903.09650.

@@ -1,4 +1,4 @@
-"""Compiles programs with XLA in the background, one at a time, and tells the front end.
+"""Compiles programs with XLA in the background, one at a time, and reports to the front end.
 
 The front end must know what is being compiled: where that ends the engine, its next process does not try it again.
 """
