@@ -20,7 +20,8 @@ from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
 from gradrule_server.engine.service import EngineService, tensorflow_version
 from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.engine.tf_config import DeviceRefused, choose_device, configure_optimizer
-from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, MainCalls, serve_frames
+from gradrule_server.link.arena import Arenas
+from gradrule_server.link.framing import LINK_VERSION, FrameSocket, Kind, MainCalls, serve_frames
 from gradrule_server.link.shared_memory import ReceivedMemories
 from gradrule_server.link.system_calls import set_process_name
 from gradrule_server.link.v1 import link_pb2
@@ -53,7 +54,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     """
     options = _parse(flags)
     _be_first_to_end()
-    frames = FrameSocket(socket.socket(fileno=link), Arenas.of(arenas[1], arenas[0]) if arenas else None)
+    frames = FrameSocket(socket.socket(fileno=link), Arenas.from_descriptors(arenas[1], arenas[0]) if arenas else None)
     memories = AttachedMemories(ReceivedMemories(socket.socket(fileno=arenas[2])) if arenas else None)
     try:
         sandbox = enter(options.sandbox, options.blobs)
