@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.link.engine import Engine, lost_before_start
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
+from gradrule_server.recovery.endings import lost_before_start
 from gradrule_server.registry.blobs import BlobStore
 
 # Bytes of a node and its gradient in the engine, in TensorFlow's graphs before and after optimizing. Measured: from
@@ -193,7 +194,7 @@ class EngineProgramCache:
             self._loads.move_to_end(program.key)
         load.holders += 1
         if load.holders == 1:
-            self._engine.limit(load.work, load.ends_at, _LOAD_S)
+            self._engine.limit_run(load.work, load.ends_at, _LOAD_S)
         try:
             self._drop_surplus()
             yield load
@@ -259,7 +260,7 @@ class EngineProgramCache:
 
     def _unload(self, load: Load) -> None:
         self.forget(load)
-        self._engine.tell(Kind.UNLOAD, link_pb2.UnloadRequest(key=load.engine_key).SerializeToString())
+        self._engine.notify(Kind.UNLOAD, link_pb2.UnloadRequest(key=load.engine_key).SerializeToString())
 
     def _update_count(self) -> None:
         if self._generation == self._engine.generation:

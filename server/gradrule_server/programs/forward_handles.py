@@ -67,13 +67,13 @@ class HandleManager:
     def add(self, handle: _Handle) -> None:
         """Adds a handle's bytes. Raises QUOTA_EXCEEDED if they are too many."""
         self._bytes_quota.reserve(handle.kept_bytes)
-        handle.process.engine.keeps(handle.process.generation, 1)
+        handle.process.engine.add_kept(handle.process.generation, 1)
 
     def remove(self, handle: _Handle) -> None:
         """Removes a handle and its bytes."""
         self._quota.release()
         self._bytes_quota.release(handle.kept_bytes)
-        handle.process.engine.keeps(handle.process.generation, -1)
+        handle.process.engine.add_kept(handle.process.generation, -1)
 
     def release(self, name: str, process: ProcessRef | None) -> None:
         """Tells the engine to drop a forward run. `process`: None: tells all engines of the tenant."""
@@ -83,7 +83,7 @@ class HandleManager:
         else:
             engines = [] if process.is_gone else [process.engine]
         for engine in engines:
-            engine.tell(Kind.RELEASE, message)
+            engine.notify(Kind.RELEASE, message)
 
 
 class StreamHandles:

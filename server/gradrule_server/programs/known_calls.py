@@ -89,7 +89,7 @@ class KnownCalls:
                 load.engine.abandon(work, ends_at)
                 raise
             except ConnectionLost as gone:
-                return await load.engine.lost(work, gone)
+                return await load.engine.loss_error(work, gone)
         except EngineLost as lost:
             return lost
         except ProgramNotLoaded:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from gradrule_server.errors import GradruleError
-from gradrule_server.link.engine import Engine, engine_unavailable, lost_before_start
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.programs.engine_cache import EngineProgramCache, Load, Loadable
 from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
+from gradrule_server.recovery.endings import engine_unavailable, lost_before_start
 from gradrule_server.registry.blobs import BlobStore
 
 __all__ = ["Load", "Loadable", "LoadedPrograms"]
@@ -60,7 +61,9 @@ class LoadedPrograms:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._warming: set[asyncio.Task[None]] = set()
+        self._caches: dict[Engine, EngineProgramCache] = {}
         pool.on_filled.append(self._warm)
+        pool.on_removed.append(self._drop_cache)
 
     def __len__(self) -> int:
         """Returns the number of loaded programs; a program in two engines counts twice."""
@@ -119,7 +122,7 @@ class LoadedPrograms:
             # Several callers may wait for one load; one that is cancelled must not cancel the load.
             answer = load.work.answer.result() if load.is_done else await asyncio.shield(load.work.answer)
         except ConnectionLost as gone:
-            raise await load.engine.lost(load.work, gone) from None
+            raise await load.engine.loss_error(load.work, gone) from None
         load.check()
         return answer
 
@@ -128,10 +131,16 @@ class LoadedPrograms:
         self._cache_of(load.engine).forget(load)
 
     def _cache_of(self, engine: Engine) -> EngineProgramCache:
-        # The engine refers to its cache, which refers to it: a table of caches would keep ended engines alive.
-        if not isinstance(engine.shelf, EngineProgramCache):
-            engine.shelf = EngineProgramCache(engine, self._blobs, self._capacity, self._capacity_bytes)
-        return engine.shelf
+        cache = self._caches.get(engine)
+        if cache is None:
+            cache = EngineProgramCache(engine, self._blobs, self._capacity, self._capacity_bytes)
+            # The pool reports the removal of an engine once: what is added later would never be removed.
+            if not engine.is_removed:
+                self._caches[engine] = cache
+        return cache
+
+    def _drop_cache(self, engine: Engine) -> None:
+        self._caches.pop(engine, None)
 
     def _best(self, program: Loadable) -> Engine:
         """Returns the least busy engine that has the program, or a less busy one if all that have it are busy.

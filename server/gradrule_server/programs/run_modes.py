@@ -78,7 +78,7 @@ class RunForward:
     pinned: Engine | None = None
 
     def undo(self, engine: Engine) -> None:
-        engine.tell(Kind.RELEASE, link_pb2.ReleaseRequest(handle=self.handle).SerializeToString())
+        engine.notify(Kind.RELEASE, link_pb2.ReleaseRequest(handle=self.handle).SerializeToString())
 
     async def run(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
         request = link_pb2.ForwardRequest(run=run, handle=self.handle)

@@ -131,7 +131,7 @@ class Session:
         self._name = self._manager.open()
         engine = await self._manager.program_service.pool.for_session(self._manager.program_service.owner)
         self._process = ProcessRef(engine, engine.generation)
-        engine.keeps(engine.generation, 1)
+        engine.add_kept(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")
         reply = await self._assign(given, ends_at, opens=True)
         has_value = {item.spec.name for item in given}
@@ -248,8 +248,8 @@ class Session:
             self._manager.program_service.cache.remove_session(self._name)
             if self._process is not None and not self._process.is_gone:
                 ending = link_pb2.ReleaseRequest(handle=self._name)
-                self._process.engine.tell(Kind.END_SESSION, ending.SerializeToString())
-                self._process.engine.keeps(self._process.generation, -1)
+                self._process.engine.notify(Kind.END_SESSION, ending.SerializeToString())
+                self._process.engine.add_kept(self._process.generation, -1)
             self._name = ""
         self._pinned_blobs.close()
 

@@ -289,7 +289,7 @@ async def test_a_program_goes_where_it_is_until_that_engine_is_busy(blobs: BlobS
 async def test_what_is_new_goes_where_nothing_is_kept(blobs: BlobStore) -> None:
     here, there = FakeEngine(), FakeEngine(index=1)
     loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
-    here.keeps(here.generation, 1)
+    here.add_kept(here.generation, 1)
     with loaded.hold(program("a")) as found:
         assert found.engine is there
 
@@ -399,7 +399,7 @@ async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobSt
     other = asyncio.create_task(_compile(loaded, "a"))
     extra.answer(await extra.next(Kind.COMPILE), Kind.COMPILED)
     await other
-    extra.keeps(extra.generation, 1)
+    extra.add_kept(extra.generation, 1)
     engine.answer(sent, Kind.COMPILED)
     await slow
     await asyncio.sleep(0.3)
@@ -408,7 +408,7 @@ async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobSt
     new = asyncio.create_task(_compile(loaded, "b"))
     engine.answer(await engine.next(Kind.COMPILE, 2), Kind.COMPILED)
     assert await new == 0
-    extra.keeps(extra.generation, -1)
+    extra.add_kept(extra.generation, -1)
     async with asyncio.timeout(5):
         while extra in pool.engines:
             await asyncio.sleep(0.01)

@@ -80,9 +80,9 @@ class Preset:
         self.name, self.label, self.optional, self.params = name, label, optional, params
         self.order = _order(order)
 
-    def message(self) -> override_pb2.Override:
+    def message(self) -> override_pb2.GradientOverride:
         """Returns the override as a message."""
-        message = override_pb2.Override(
+        message = override_pb2.GradientOverride(
             preset=override_pb2.PresetChoice(name=self.name),
             label=self.label or "",
             optional=self.optional,
@@ -199,10 +199,10 @@ class Override:
         for field, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, field, value)
 
-    def message(self) -> override_pb2.Override:
+    def message(self) -> override_pb2.GradientOverride:
         """Returns the override as a message."""
         params = dict(self.params or {})
-        message = override_pb2.Override(
+        message = override_pb2.GradientOverride(
             selector=self.selector,
             label=self.label or "",
             optional=self.optional,
@@ -220,7 +220,7 @@ class Override:
 Overrides: TypeAlias = "Mapping[str, OverrideValue] | Sequence[Override | Preset] | Override | Preset"
 
 
-def override_messages(overrides: Overrides | None) -> list[override_pb2.Override]:
+def override_messages(overrides: Overrides | None) -> list[override_pb2.GradientOverride]:
     """Converts a dict by op type, or a list of `Override` and `Preset`, to messages in order.
 
     Raises:
@@ -248,7 +248,7 @@ def override_messages(overrides: Overrides | None) -> list[override_pb2.Override
     return messages
 
 
-def label_of(message: override_pb2.Override) -> str:
+def label_of(message: override_pb2.GradientOverride) -> str:
     """Returns the label that the server gives to an override; empty if none of its parts gives one."""
     selector = message.selector
     return (
