@@ -77,7 +77,7 @@ def test_ops_in_loops_and_branches_of_gradients_use_gradrule() -> None:
         before = len(graph.get_operations())
         (gradient,) = tf.gradients(y, x)
         for op in graph.get_operations()[before:]:
-            tf_private.watch_inside(op)
+            tf_private.use_gradrule_gradients_inside(op)
             bodies = {"StatelessWhile": ["_body_graph", "_cond_graph"], "StatelessIf": ["_true_graph", "_false_graph"]}
             for attribute in bodies.get(op.type, ()):
                 inner = getattr(op, attribute).get_operations()
