@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradrule import _results
+from gradrule._results import rule_infos
 from gradrule.cli.rules import examples, text
 from gradrule.cli.rules.gallery import FAMILIES
 from gradrule.v1 import rule_pb2
@@ -44,25 +44,25 @@ are independent of each other.
 """
 
 
-def rules() -> list[_results.RuleInfo]:
+def rules() -> list[rule_infos.RuleInfo]:
     """All builtin rules, as clients see them."""
-    found: list[_results.RuleInfo] = []
+    found: list[rule_infos.RuleInfo] = []
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
         try:
             registry, token = RuleRegistry(store, ()), ""
             while True:
                 page, token = registry.list(rule_pb2.RULE_KIND_BUILTIN, 1000, token)
-                found += [_results.rule_info(to_proto(entry)) for entry in page]
+                found += [rule_infos.rule_info(to_proto(entry)) for entry in page]
                 if not token:
                     return found
         finally:
             store.close()
 
 
-def presets() -> list[_results.PresetInfo]:
+def presets() -> list[rule_infos.PresetInfo]:
     """All presets, as clients see them."""
-    return [_results.preset_info(preset_messages.to_proto(preset)) for preset in PRESETS]
+    return [rule_infos.preset_info(preset_messages.to_proto(preset)) for preset in PRESETS]
 
 
 def reference(peers: dict[str, Any] | None) -> str:
@@ -84,24 +84,24 @@ def reference(peers: dict[str, Any] | None) -> str:
     return "".join(parts)
 
 
-def _rule_row(rule: _results.RuleInfo) -> list[str]:
+def _rule_row(rule: rule_infos.RuleInfo) -> list[str]:
     names = f"**{rule.name}**" + "".join(f"<br>{alias}" for alias in rule.aliases)
     marks = " ".join(filter(None, ["**True**" if rule.true_gradient else "", "**S**" if rule.per_sample else ""]))
     ops = ", ".join(rule.op_types) or "any op, regions"
     return [names, _code(text.formula(rule)), _params(rule.param_infos), ops, rule.reference, marks]
 
 
-def _notes(members: Iterable[_results.RuleInfo]) -> str:
+def _notes(members: Iterable[rule_infos.RuleInfo]) -> str:
     lines = [f"- **{rule.name}**: {rule.description} {_code(examples.of_rule(rule).flag)}\n" for rule in members]
     return "".join(["\n", *lines])
 
 
-def _preset_row(preset: _results.PresetInfo) -> list[str]:
+def _preset_row(preset: rule_infos.PresetInfo) -> list[str]:
     overrides = "<br>".join(_code(line) for line in preset.overrides)
     return [f"**{preset.name}**", overrides, _params(preset.params), preset.description, preset.reference]
 
 
-def _params(infos: Sequence[_results.ParamInfo]) -> str:
+def _params(infos: Sequence[rule_infos.ParamInfo]) -> str:
     cells = []
     for info in infos:
         value = "" if info.default is None else f" = {text.number(info.default)}"

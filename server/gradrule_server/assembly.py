@@ -17,9 +17,9 @@ from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwt_verifier import JwtVerifier
 from gradrule_server.identity.token_file import TokenFile
 from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES, Limits
-from gradrule_server.link.memory import available_memory, share_of_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.system_memory import available_memory, memory_share
 from gradrule_server.operations.operations import OperationsSettings
 from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
@@ -247,4 +247,4 @@ def _memory_limit(settings: Settings) -> int:
     # One share for each process of one tenant: its engines for programs, one for sessions or a trial, and a compile
     # worker. Processes of several tenants together can exceed the memory of the machine; the kernel then ends the
     # largest engine, never the front end (see `engine.process`). Shares for all tenants would be too small to use.
-    return share_of_memory(settings.engines + 2) if given == "auto" else int(given)
+    return memory_share(settings.engines + 2) if given == "auto" else int(given)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,16 @@ class Limits(NodeLimits):
     attr_bytes: int = 4 * _MIB
     selections: int = _limit(10_000_000, "Maximum of a program's number of nodes times its number of overrides.")
     engine_bytes: int = 0
+
+    def to_values(self) -> dict[str, int]:
+        """Returns the values by name, to be sent to another process."""
+        return {name: int(value) for name, value in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, int]) -> Limits:
+        """Returns the limits that `to_values` of another process described."""
+        numbers = {name: value for name, value in values.items() if name != "trusted"}
+        return cls(bool(values["trusted"]), **numbers)
 
 
 GRAPH_LIMIT_FLAGS: dict[str, tuple[Any, LimitFlag]] = {

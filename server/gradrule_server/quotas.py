@@ -110,9 +110,9 @@ class Quota:
             self._within.adjust(amount)
 
     def _refusal(self, amount: int) -> str:
-        whose = "the server keeps for all callers" if self._within is None else "one tenant may have"
-        wanted = f", and {amount} more are asked for" if amount > 1 else ""
+        scope = "all tenants together may have" if self._within is None else "one tenant may have"
+        requested = f" and {amount} more are requested" if amount > 1 else ""
         return (
-            f"there are {self._used} {self._what}{wanted}; {whose} at most {self.limit}. Give up some, or raise "
-            f"the server's {self.setting}"
+            f"{self._used} {self._what} are in use{requested}; {scope} at most {self.limit}. Free some of them, or "
+            f"raise the server's {self.setting}"
         )

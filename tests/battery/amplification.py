@@ -136,7 +136,7 @@ def many_dimensions() -> bytes:
 def many_values() -> bytes:
     """A feed of small numbers, each a field of its own, that claims to be larger."""
     message = raw.request(raw.sign_graph(), {})
-    feed = message.feeds.add(name="x").value.inline
+    feed = message.feeds.add(name="x").value.inline_tensor
     feed.dtype = raw.DT_FLOAT
     feed.tensor_shape.dim.add(size=2**33)
     feed.float_val.extend([1.0] * 500_000)
@@ -166,7 +166,7 @@ def many_params() -> bytes:
 def many_selectors() -> bytes:
     """Overrides each of which matches every node."""
     nodes = [raw.placeholder()] + [raw.node(f"n{i}", "Sign", "x") for i in range(2_000)]
-    override = override_pb2.Override(selector=override_pb2.Selector(node="**"), rule="Identity", optional=True)
+    override = override_pb2.GradientOverride(selector=override_pb2.Selector(node="**"), rule="Identity", optional=True)
     overrides = [override] * 2_000
     return raw.request(
         raw.graph(*nodes), fetches=["n0"], vjp=program_pb2.Vjp(ys=["n0"], xs=["x"]), overrides=overrides

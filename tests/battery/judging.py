@@ -61,7 +61,7 @@ def of_answer(kind: type[Message], data: bytes) -> Judgement:
         if kind_of_answer is None:
             return _fault("an answer of a stream that holds nothing")
         if kind_of_answer == "status":
-            return of_status(message.status, None)
+            return of_status(message.status.SerializeToString(), None)
     return GOOD
 
 

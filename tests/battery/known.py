@@ -32,7 +32,7 @@ def wrong(number: int, answer: bytes) -> str:
     """What is wrong with the answer to `request(number)`; empty where nothing is."""
     message = evaluate_pb2.EvaluateResponse.FromString(answer)
     values = np.asarray(_values(number), np.float32)
-    got = [message.outputs[0].value.inline, message.gradients[0].dense] if message.gradients else []
+    got = [message.outputs[0].value.inline_tensor, message.gradients[0].dense] if message.gradients else []
     if len(got) != 2:
         return f"request {number}: {len(message.outputs)} outputs, {len(message.gradients)} gradients"
     for name, tensor, wanted in zip(("y", "dy/dx"), got, (np.sign(values), values), strict=True):

@@ -45,7 +45,9 @@ def another_callers() -> Lie:
 def a_little_off(answer: bytes) -> bytes:
     """A thousandth is added to all that was computed in float32."""
     message = evaluate_pb2.EvaluateResponse.FromString(answer)
-    tensors = [output.value.inline for output in message.outputs] + [gradient.dense for gradient in message.gradients]
+    tensors = [output.value.inline_tensor for output in message.outputs] + [
+        gradient.dense for gradient in message.gradients
+    ]
     for tensor in tensors:
         if tensor.tensor_content and len(tensor.tensor_content) % 4 == 0:
             values = np.frombuffer(tensor.tensor_content, np.float32)

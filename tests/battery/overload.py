@@ -122,7 +122,7 @@ async def _request(target: str) -> bytes:
     finally:
         await client.close()
     message = evaluate_pb2.EvaluateRequest(program=program.name, feeds=raw.feeds({"x": raw.tensor(x)}))
-    value = message.feeds.add(name="turns").value.inline
+    value = message.feeds.add(name="turns").value.inline_tensor
     value.CopyFrom(tensor_codec.to_message(np.int32(turns)))
     return message.SerializeToString()
 

@@ -131,7 +131,7 @@ def _endless_loops(client: gr.Client) -> Requests:
     request = evaluate_pb2.EvaluateRequest()
     request.spec.graph.serialized = endless.graph_def().SerializeToString()
     request.spec.fetches.append("y")
-    request.feeds.add(name="x").value.inline.CopyFrom(raw.tensor(endless.STAYS))
+    request.feeds.add(name="x").value.inline_tensor.CopyFrom(raw.tensor(endless.STAYS))
     return itertools.repeat(request.SerializeToString())
 
 
@@ -145,7 +145,7 @@ def _long_chains(client: gr.Client) -> Requests:
         request.spec.fetches.append(f"y{number}")
         request.spec.vjp.ys.append(f"y{number}")
         request.spec.vjp.xs.append("n0")
-        request.feeds.add(name="n0").value.inline.CopyFrom(raw.tensor(1.0))
+        request.feeds.add(name="n0").value.inline_tensor.CopyFrom(raw.tensor(1.0))
         yield request.SerializeToString()
 
 
@@ -158,7 +158,7 @@ def _filling(client: gr.Client) -> Requests:
     request = evaluate_pb2.EvaluateRequest()
     request.spec.graph.serialized = g.to_bytes()
     request.spec.fetches.append("y")
-    request.feeds.add(name="x").value.inline.CopyFrom(raw.tensor(1.0))
+    request.feeds.add(name="x").value.inline_tensor.CopyFrom(raw.tensor(1.0))
     return itertools.repeat(request.SerializeToString())
 
 

@@ -22,8 +22,8 @@ import grpc.aio
 import numpy as np
 
 import gradrule as gr
-from gradrule._program import ProgramBase
-from gradrule._status import serialized
+from gradrule._messages.error_status import serialized
+from gradrule._messages.program_calls import ProgramBase
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
@@ -46,7 +46,7 @@ def program() -> program_pb2.Program:
 def answer(feeds: dict[str, Any]) -> bytes:
     """Returns the bytes of an answer: a loss, and gradients of the feeds' shapes."""
     response = evaluate_pb2.EvaluateResponse(device="CPU:0")
-    tensor_codec.write_message(response.outputs.add(name="loss").value.inline, np.asarray(np.float32(1)))
+    tensor_codec.write_message(response.outputs.add(name="loss").value.inline_tensor, np.asarray(np.float32(1)))
     for name, array in feeds.items():
         tensor_codec.write_message(response.gradients.add(x=name).dense, array)
     for part in (response.timings.queue, response.timings.run):

@@ -44,7 +44,7 @@ def _by_rule(rule: str) -> Callable[[tf.Tensor], Any]:
     from gradrule.v1 import program_pb2
     from gradrule_server.engine.build import build
     from gradrule_server.graphs import Limits
-    from gradrule_server.link.shape import CallShape
+    from gradrule_server.link.messages import CallShape
     from gradrule_server.preparation.prepare import prepare
     from tests.stores import no_blobs
 

@@ -103,7 +103,7 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     """What the front end does with a program that it has not seen."""
     from gradrule.v1 import program_pb2
     from gradrule_server import graphs
-    from gradrule_server.link.shape import CallShape
+    from gradrule_server.link.messages import CallShape
     from gradrule_server.preparation.prepare import prepare
     from gradrule_server.preparation.rule_lookup import SnapshotLookup
     from gradrule_server.registry.blobs import BlobStore
@@ -132,7 +132,7 @@ def _runs(call: Callable[[], object]) -> dict[str, dict[str, float]]:
 def engine(folder: Path) -> dict[str, dict[str, float]]:
     """What the engine does with what the front end sends."""
     from gradrule_server.engine.build import build
-    from gradrule_server.engine.optimizer import configure_optimizer
+    from gradrule_server.engine.tf_config import configure_optimizer
     from gradrule_server.link.v1 import link_pb2
 
     configure_optimizer()

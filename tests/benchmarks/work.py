@@ -53,7 +53,7 @@ class Work:
 
     def _with_feeds(self, request: evaluate_pb2.EvaluateRequest) -> bytes:
         for name, value in self.feeds.items():
-            request.feeds.add(name=name).value.inline.CopyFrom(tensor_codec.to_message(value))
+            request.feeds.add(name=name).value.inline_tensor.CopyFrom(tensor_codec.to_message(value))
         return request.SerializeToString()
 
 

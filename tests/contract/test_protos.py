@@ -217,7 +217,7 @@ def test_reflection_serves_all_services(channel: grpc.Channel) -> None:
 
 SIGN = {
     "graph": {
-        "inline": {
+        "inlineGraph": {
             "node": [
                 {"name": "x", "op": "Placeholder", "attr": {"dtype": {"type": "DT_FLOAT"}}},
                 {"name": "y", "op": "Sign", "input": ["x"]},
@@ -239,7 +239,7 @@ def test_json_through_reflection_alone(channel: grpc.Channel) -> None:
         channel,
         "gradrule.v1.GradientService",
         "Evaluate",
-        {"spec": SIGN, "feeds": [{"name": "x", "value": {"inline": value}}]},
+        {"spec": SIGN, "feeds": [{"name": "x", "value": {"inlineTensor": value}}]},
     )
     import base64
     import struct

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine.code_rules import CODE_RULES
-from gradrule_server.engine.site import Site
+from gradrule_server.engine.code_rules.common import RuleTarget
 from tests.rules.code_cases import SALT, Case
 from tests.rules.code_layers import Array, Build
 
@@ -18,7 +18,7 @@ from tests.rules.code_layers import Array, Build
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 
 
-def site_of(build: Build, operands: Sequence[tf.Tensor]) -> Site:
+def site_of(build: Build, operands: Sequence[tf.Tensor]) -> RuleTarget:
     """A site of the current graph."""
     ops = build(*operands)
     *_, last = ops
@@ -31,7 +31,9 @@ def site_of(build: Build, operands: Sequence[tf.Tensor]) -> Site:
         return tf.gradients(last.outputs, list(operands), list(dys))
 
     what = "+".join(op.type for op in ops)
-    return Site("layer/node", what, tuple(operands), tuple(last.outputs), lambda: tuple(ops), own, reference, SALT)
+    return RuleTarget(
+        "layer/node", what, tuple(operands), tuple(last.outputs), lambda: tuple(ops), own, reference, SALT
+    )
 
 
 def evaluate(

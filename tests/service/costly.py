@@ -58,7 +58,7 @@ def nested_calls() -> program_pb2.ProgramSpec:
     call.attr["Tin"].list.type.append(raw.DT_FLOAT)
     call.attr["Tout"].list.type.append(raw.DT_FLOAT)
     spec = program_pb2.ProgramSpec(fetches=["y"])
-    spec.graph.inline.CopyFrom(graph)
+    spec.graph.inline_graph.CopyFrom(graph)
     return spec
 
 

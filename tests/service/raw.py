@@ -44,7 +44,8 @@ def tensor(values: Any) -> tensor_pb2.Tensor:
 def feeds(given: Mapping[str, tensor_pb2.Tensor]) -> list[tensor_pb2.NamedTensor]:
     """Feeds of a request."""
     return [
-        tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=value)) for name, value in given.items()
+        tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline_tensor=value))
+        for name, value in given.items()
     ]
 
 
@@ -57,7 +58,7 @@ def request(
     if isinstance(of, bytes):
         message.spec.graph.serialized = of
     else:
-        message.spec.graph.inline.CopyFrom(of)
+        message.spec.graph.inline_graph.CopyFrom(of)
     return message
 
 
@@ -80,4 +81,4 @@ def send(channel: grpc.Channel, method: str, data: bytes, timeout: float = TIMEO
 def assert_healthy(channel: grpc.Channel) -> None:
     """A good request gets its right answer."""
     answer = evaluate(channel, request(sign_graph(), {"x": tensor([-2.0, 3.0])}))
-    assert np.frombuffer(answer.outputs[0].value.inline.tensor_content, np.float32).tolist() == [-1.0, 1.0]
+    assert np.frombuffer(answer.outputs[0].value.inline_tensor.tensor_content, np.float32).tolist() == [-1.0, 1.0]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 
 from gradrule.v1 import evaluate_pb2
 
@@ -55,5 +55,5 @@ def reason(answer: Any) -> str:
     if answer.WhichOneof("response") != "status":
         return ""
     info = error_details_pb2.ErrorInfo()
-    assert status_pb2.Status.FromString(answer.status).details[0].Unpack(info)
+    assert answer.status.details[0].Unpack(info)
     return str(info.reason)

@@ -208,7 +208,7 @@ def test_unknown_feed(either: Any) -> None:
 @fine
 def test_feed_twice(channel: grpc.Channel) -> None:
     message = raw.request(raw.sign_graph())
-    message.feeds.add(name="x:0").value.inline.CopyFrom(raw.tensor([1.0]))
+    message.feeds.add(name="x:0").value.inline_tensor.CopyFrom(raw.tensor([1.0]))
     with refused_raw("UNKNOWN_FEED") as refusal:
         raw.evaluate(channel, message)
     refusal.says("x", "twice")

@@ -158,7 +158,7 @@ def test_a_call_that_asks_for_it_runs_alone(client: Any, channel: Any, threads: 
     def call(x: np.ndarray) -> evaluate_pb2.EvaluateResponse:
         request = evaluate_pb2.EvaluateRequest(program=program.name)
         request.batching.allowed = False
-        feed = request.feeds.add(name="x").value.inline
+        feed = request.feeds.add(name="x").value.inline_tensor
         feed.dtype = tensor_pb2.Dt.DT_FLOAT
         feed.tensor_content = x.tobytes()
         for size in x.shape:
@@ -177,7 +177,7 @@ def test_a_call_of_an_inline_program_that_asks_for_it_runs_alone(channel: Any, t
         request.spec.graph.serialized = graph
         request.spec.fetches.append("y")
         request.batching.allowed = is_allowed
-        feed = request.feeds.add(name="x").value.inline
+        feed = request.feeds.add(name="x").value.inline_tensor
         feed.dtype = tensor_pb2.Dt.DT_FLOAT
         feed.tensor_content = x.tobytes()
         for size in x.shape:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _blobs
+from gradrule._builder import blob_values
 from gradrule.v1 import blob_pb2, blob_pb2_grpc, program_pb2, rule_pb2, tensor_pb2
 from tests.service import raw
 from tests.service.answers import refused_raw
@@ -104,7 +104,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(server: RunningServer, blobs: 
 
 
 def _blob_tensor(data: bytes, shape: list[int], dtype: Any = tensor_pb2.DT_FLOAT) -> tensor_pb2.TensorSource:
-    return _blobs.source(name_of(data), dtype, shape)
+    return blob_values.source(name_of(data), dtype, shape)
 
 
 @provokes("BLOB_NOT_FOUND")
@@ -112,7 +112,7 @@ def _blob_tensor(data: bytes, shape: list[int], dtype: Any = tensor_pb2.DT_FLOAT
 def test_blobs_that_are_not_there(channel: grpc.Channel) -> None:
     message = raw.request(raw.sign_graph(), {})
     names = [name_of(f"never {number}".encode()) for number in range(2)]
-    message.feeds.add(name="x", value=_blobs.source(names[0], tensor_pb2.DT_FLOAT, [1]))
+    message.feeds.add(name="x", value=blob_values.source(names[0], tensor_pb2.DT_FLOAT, [1]))
     with refused_raw("BLOB_NOT_FOUND") as refusal:
         raw.evaluate(channel, message)
     refusal.says(names[0])
@@ -133,7 +133,7 @@ def test_a_blob_as_a_feed_and_as_a_graph(blobs: Any, channel: grpc.Channel) -> N
     message.spec.graph.CopyFrom(rule_pb2.GraphSource(blob_sha256=name_of(graph)))
     message.feeds.add(name="x", value=_blob_tensor(values.tobytes(), [3]))
     answer = raw.evaluate(channel, message)
-    assert np.frombuffer(answer.outputs[0].value.inline.tensor_content, np.float32).tolist() == [-1.0, 1.0, 0.0]
+    assert np.frombuffer(answer.outputs[0].value.inline_tensor.tensor_content, np.float32).tolist() == [-1.0, 1.0, 0.0]
     assert answer.digests.graph == name_of(graph)
     for shape, dtype, reason in (
         ([2], tensor_pb2.DT_FLOAT, "INVALID_TENSOR"),

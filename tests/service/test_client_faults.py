@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _channel
+from gradrule._rpc import channels
 from tests.service.answers import assert_close, refused
 from tests.service.servers import RunningServer, running_server
 
@@ -150,7 +150,7 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
 
 
 def test_a_deadline_holds_for_the_writing_too(standing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradrule._stream_messages.GRACE_S", 0.1)
+    monkeypatch.setattr("gradrule._rpc.stream_messages.GRACE_S", 0.1)
     big = np.zeros(6_000_000, np.float32)
 
     async def body() -> None:
@@ -253,8 +253,8 @@ def test_an_asynchronous_session_without_its_server(tmp_path: Path) -> None:
 def test_a_server_that_answers_no_ping_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long before the deadline, though its machine is there and takes all that is sent."""
     waits = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
-    quick = [(name, 200 if name in waits else value) for name, value in _channel.OPTIONS]
-    monkeypatch.setattr(_channel, "OPTIONS", quick)
+    quick = [(name, 200 if name in waits else value) for name, value in channels.OPTIONS]
+    monkeypatch.setattr(channels, "OPTIONS", quick)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as taken:
 
         def greet() -> None:

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _shared_memory
-from gradrule._memory_regions import Memory
+from gradrule._rpc import shared_memory
+from gradrule.common.memory_regions import Memory
 from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc, tensor_pb2
 from tests.battery.processes import engines
 from tests.service.answers import refused_raw
@@ -228,7 +228,7 @@ def test_a_killed_server_and_a_killed_engine_cost_no_result(tmp_path: Path) -> N
 
 def test_a_server_without_it_is_sent_inline_tensors(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of an older release. One that has it off answers with the same code."""
-    monkeypatch.setattr(_shared_memory, "METHOD", "/gradrule.v1.GradientService/NotThere")
+    monkeypatch.setattr(shared_memory, "METHOD", "/gradrule.v1.GradientService/NotThere")
     with gr.connect(server.target) as client:
         program = compiled(client)
         for seed in range(2):
@@ -246,14 +246,14 @@ def test_a_server_that_cannot_be_reached_by_its_socket_is_sent_inline_tensors(
     taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     taken.bind("\0gradrule-test-imposter")
     taken.listen()
-    real = _shared_memory._handed_over
+    real = shared_memory._pass_to_server
 
-    def handed_over(memory: Memory, told: evaluate_pb2.ShareMemoryResponse, seconds: float) -> Any:
+    def pass_to_server(memory: Memory, told: evaluate_pb2.ShareMemoryResponse, seconds: float) -> Any:
         told.address = "gradrule-test-nobody" if fault == "elsewhere" else "gradrule-test-imposter"
         return real(memory, told, seconds)
 
-    monkeypatch.setattr(_shared_memory, "_handed_over", handed_over)
-    monkeypatch.setattr(_shared_memory, "_HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(shared_memory, "_pass_to_server", pass_to_server)
+    monkeypatch.setattr(shared_memory, "_HANDSHAKE_S", 0.2)
     with taken, gr.connect(server.target) as client:
         program = compiled(client)
         for seed in range(2):
@@ -401,8 +401,10 @@ def test_memory_that_is_sealed_cannot_be_cut_off(hostile: Hostile, client: gr.Cl
         os.ftruncate(fd, 0)
     program = compiled(client).name
     # Without the memory's pages, which come back as zeros.
-    answer = hostile.evaluate(program, {"size": 4096, "shape": shape(1024)}, {"memory": name, "request_bytes": 4096})
-    assert answer.outputs[0].value.inline.tensor_content == bytes(4096)
+    answer = hostile.evaluate(
+        program, {"size_bytes": 4096, "shape": shape(1024)}, {"memory": name, "request_bytes": 4096}
+    )
+    assert answer.outputs[0].value.inline_tensor.tensor_content == bytes(4096)
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -410,8 +412,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "no name": ({}, {"memory": b""}, "SHARED_MEMORY_LOST", "does not have the shared memory"),
     "beyond the end": ({"offset": 4 * _MEBIBYTE - 4}, {}, "INVALID_TENSOR", "do not lie in a shared memory"),
     "wrapping offset": ({"offset": 2**64 - 8}, {}, "INVALID_TENSOR", "do not lie in a shared memory"),
-    "huge": ({"size": 2**62, "shape": shape(2**60)}, {"request_bytes": 2**63}, "INVALID_TENSOR", "bytes"),
-    "other size": ({"size": 8}, {}, "INVALID_TENSOR", "takes 4096"),
+    "huge": ({"size_bytes": 2**62, "shape": shape(2**60)}, {"request_bytes": 2**63}, "INVALID_TENSOR", "bytes"),
+    "other size": ({"size_bytes": 8}, {}, "INVALID_TENSOR", "takes 4096"),
     "more than told": ({}, {"request_bytes": 4095}, "INVALID_TENSOR", "request_bytes"),
     "unknown shape": ({"shape": tensor_pb2.TensorShape(unknown_rank=True)}, {}, "INVALID_TENSOR", "shape"),
     "negative shape": ({"shape": shape(-1, -1024)}, {}, "INVALID_TENSOR", "shape"),
@@ -429,7 +431,7 @@ def test_wrong_requests_get_typed_errors(hostile: Hostile, client: gr.Client, ki
     program = compiled(client)
     name, _ = hostile.memory()
     right: tuple[dict[str, Any], dict[str, Any]] = (
-        {"size": 4096, "shape": shape(1024)},
+        {"size_bytes": 4096, "shape": shape(1024)},
         {"memory": name, "request_bytes": 4096},
     )
     with pytest.raises(grpc.RpcError) as caught:
@@ -438,11 +440,11 @@ def test_wrong_requests_get_typed_errors(hostile: Hostile, client: gr.Client, ki
     assert failure.reason == reason
     assert message in str(failure)
     answer = hostile.evaluate(program.name, *right)
-    assert answer.outputs[0].value.inline.tensor_content == bytes(4096)
+    assert answer.outputs[0].value.inline_tensor.tensor_content == bytes(4096)
 
 
 def _error_of(failure: grpc.RpcError) -> gr.errors.GradruleError:
-    from gradrule._status import error_of
+    from gradrule._messages.error_status import error_of
 
     return error_of(failure)
 
@@ -461,7 +463,7 @@ def test_memory_of_another_tenant_and_of_a_client_that_has_gone_is_unknown(guard
             theirs = compiled(thief).name
             use = {"memory": attached.name, "request_bytes": 4096}
             with refused_raw("SHARED_MEMORY_LOST"):
-                stolen.evaluate(theirs, {"size": 4096, "shape": shape(1024)}, use)
+                stolen.evaluate(theirs, {"size_bytes": 4096, "shape": shape(1024)}, use)
             stolen.close()
         check(program(x=x), x)
         owner._memory._attached = None
@@ -473,7 +475,7 @@ def test_elsewhere_tensors_in_shared_memory_are_refused(hostile: Hostile, client
     program = compiled(client)
     request = evaluate_pb2.EvaluateRequest(program=program.name)
     request.feeds.add(name="x").value.shared_memory.CopyFrom(
-        tensor_pb2.SharedMemoryTensor(size=4096, shape=shape(1024), dtype=tensor_pb2.DT_FLOAT)
+        tensor_pb2.SharedMemoryTensor(size_bytes=4096, shape=shape(1024), dtype=tensor_pb2.DT_FLOAT)
     )
     with pytest.raises(grpc.RpcError) as caught:
         hostile._stub.Evaluate(request, timeout=30)
@@ -497,5 +499,5 @@ def test_quotas_count_shared_memory(tmp_path: Path) -> None:
             name = wait_until(lambda: other.memory_if_allowed(200 * _MEBIBYTE), "end of the first client's memory")
             use = {"memory": name, "request_bytes": 4096, "answer_bytes": 100 * _MEBIBYTE}
             with pytest.raises(grpc.RpcError) as caught:
-                other.evaluate(program.name, {"size": 4096, "shape": shape(1024)}, use)
+                other.evaluate(program.name, {"size_bytes": 4096, "shape": shape(1024)}, use)
             assert _error_of(caught.value).reason == "OVERLOADED"

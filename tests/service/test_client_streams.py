@@ -73,7 +73,7 @@ def test_a_feed_above_the_servers_limit_goes_in_chunks_by_itself(client: gr.Clie
 
 
 def test_chunks_both_ways(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradrule._routes.Routes.must_chunk", lambda self, size: size > MIB)
+    monkeypatch.setattr("gradrule._rpc.call_routes.Routes.must_chunk", lambda self, size: size > MIB)
     x = np.arange(3 * MIB // 4 + 5, dtype=np.float32) % 100
     for _ in range(2):
         np.testing.assert_array_equal(program(x=x).gradients["x"], 2 * x)
@@ -94,7 +94,7 @@ def test_any_grpc_client_can_send_chunks(channel: grpc.Channel) -> None:
     with opened(channel) as stream:
         for start in range(0, len(data), 100_000):
             stream.send(3, chunk=data[start : start + 100_000])
-        message = evaluate_pb2.StreamEvaluateRequest(request_id=3, chunk_bytes=len(data), answer_chunk_bytes=1)
+        message = evaluate_pb2.StreamEvaluateRequest(request_id=3, total_bytes=len(data), answer_chunk_bytes=1)
         message.evaluate.SetInParent()
         stream.send_bytes(message.SerializeToString())
         pieces = []

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule import _differences
+from gradrule._comparison import numeric_gradients
 from tests.service.answers import assert_close, refused
 from tests.service.graph_defs import drawn, loaded, placeholder
 
@@ -154,11 +154,11 @@ def test_upstream_gradients_weigh(either: Any) -> None:
 
 
 def test_large_xs_are_measured_along_directions(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_differences, "MAX_ELEMENTS", 10)
+    monkeypatch.setattr(numeric_gradients, "MAX_ELEMENTS", 10)
     found = compared(client, {"half": {"BiasAdd": gr.Rule("(0.5 * default0, default1)")}})
     measured = found.finite_differences
     assert measured.gradients["x"] is None and measured.gradients["b"] is not None
-    assert measured.directions["x"].shape == (_differences.DIRECTIONS, 3, 5)
+    assert measured.directions["x"].shape == (numeric_gradients.DIRECTIONS, 3, 5)
     by_label = {row.label: row for row in found.rows if row.tensor == "w"}
     assert by_label["default"].from_finite_differences < 1e-5
     assert by_label["half"].from_finite_differences == pytest.approx(0.5, abs=1e-4)

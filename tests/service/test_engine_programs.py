@@ -42,7 +42,7 @@ def test_a_name_that_changes_hands_while_its_old_program_is_read(tmp_path: Path)
         def evaluate() -> tuple[float, str]:
             request = evaluate_pb2.EvaluateRequest(program="programs/p", feeds=raw.feeds({"x": raw.tensor([1.0])}))
             answer = raw.evaluate(channel, request, 120.0)
-            value = np.frombuffer(answer.outputs[0].value.inline.tensor_content, np.float32)
+            value = np.frombuffer(answer.outputs[0].value.inline_tensor.tensor_content, np.float32)
             return float(value[0]), answer.digests.program
 
         with futures.ThreadPoolExecutor() as pool:

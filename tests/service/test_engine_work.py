@@ -160,5 +160,5 @@ def test_a_quantised_fetch_keeps_its_type(narrow_channel: grpc.Channel) -> None:
         tensor_shape=tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=2)]),
     )
     request = raw.request(raw.graph(raw.placeholder(dtype=tensor_pb2.DT_INT8), cast), {"x": x})
-    output = raw.evaluate(narrow_channel, request).outputs[0].value.inline
+    output = raw.evaluate(narrow_channel, request).outputs[0].value.inline_tensor
     assert (output.dtype, output.tensor_content) == (tensor_pb2.DT_QINT8, b"\x01\xfe")

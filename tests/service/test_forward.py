@@ -14,9 +14,10 @@ import grpc
 import numpy as np
 import pytest
 import tensorflow as tf
+from google.rpc import status_pb2
 
 import gradrule as gr
-from gradrule._status import error_of_status
+from gradrule._messages.error_status import error_from_status
 from gradrule.v1 import evaluate_pb2
 from tests.service import raw
 from tests.service.answers import assert_close, refused
@@ -139,15 +140,16 @@ def test_a_handle_lapses_after_its_last_use(small: RunningServer) -> None:
         answer = stream.receive().forward
         assert answer.ttl.ToNanoseconds() == 5e7
 
-        def lapsed() -> bytes | None:
+        def lapsed() -> status_pb2.Status | None:
             # Each look starts the 50 ms anew.
             time.sleep(0.1)
             stream.send(2, pull_back=evaluate_pb2.PullBackRequest(handle=answer.handle))
-            return stream.receive().status or None
+            response = stream.receive()
+            return response.status if response.HasField("status") else None
 
         status = wait_until(lapsed, "the handle to lapse")
         with refused("HANDLE_EXPIRED") as refusal:
-            raise error_of_status(status)
+            raise error_from_status(status)
         refusal.says(answer.handle, "run forward again")
 
 

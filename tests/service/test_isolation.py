@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from google.rpc import status_pb2
 
 import gradrule as gr
 from gradrule.v1 import session_pb2
@@ -219,7 +218,7 @@ def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
     told = session_pb2.RunSessionResponse.FromString(next(stream))
     outgoing.set()
     assert reason(told) == "SESSION_LOST"
-    message = status_pb2.Status.FromString(told.status).message
+    message = told.status.message
     assert "SIGKILL" in message
     assert "the last step that was completed is 0" in message
 

@@ -21,8 +21,8 @@ ATTEMPTS = 12
 # Starts a server whose engines get memory as it was left.
 UNFILLED = """
 import sys
-from gradrule_server.link import environment, fork_server
-filled = environment.engine_environment
+from gradrule_server.link import fork_server
+filled = fork_server.engine_environment
 def unfilled():
     return {k: v for k, v in filled().items() if k not in ("GLIBC_TUNABLES", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR")}
 fork_server.engine_environment = unfilled

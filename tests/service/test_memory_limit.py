@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 
-from gradrule_server.link.environment import engine_environment
+from gradrule_server.link.fork_server import engine_environment
 
 _IN_A_PROCESS = """
 import json
 import numpy as np
 import tensorflow as tf
-from gradrule_server.engine.memory import limit_memory, out_of_memory
+from gradrule_server.engine.memory import limit_memory
+from gradrule_server.engine.tf_errors import out_of_memory
 
 limit_memory(2 << 30)
 found = {"small": float(tf.reduce_sum(tf.ones([1 << 26])))}

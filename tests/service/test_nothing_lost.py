@@ -98,7 +98,7 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
         check_kept(first, ada)
         # As it was before it was changed, beside it.
         assert stat.S_IMODE((old / "gradrule.db.v1").stat().st_mode) == 0o600
-        assert "in order" in command("registry", "check", "--data-dir", str(old))
+        assert "no problems found" in command("registry", "check", "--data-dir", str(old))
 
         stop = threading.Event()
         acknowledged: list[str] = []
@@ -122,7 +122,7 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
 
     shutil.rmtree(old)
     assert "no registry" in command("registry", "check", "--data-dir", str(old), code=1)
-    assert "brought back" in command("registry", "restore", str(copy), "--data-dir", str(old))
+    assert "restored to" in command("registry", "restore", str(copy), "--data-dir", str(old))
     assert "registry already" in command("registry", "restore", str(copy), "--data-dir", str(old), code=1)
 
     with running_server(tmp_path / "server", flags) as running, tenants.clients(running) as (first, ada):
@@ -158,7 +158,7 @@ def test_a_registry_that_was_killed_while_it_was_written(tmp_path: Path) -> None
         wait_until(lambda: len(acknowledged) >= 50 or None, "fifty rules")
         running.kill()
         worker.join()
-    assert "in order" in command("registry", "check", "--data-dir", str(tmp_path / "registry"))
+    assert "no problems found" in command("registry", "check", "--data-dir", str(tmp_path / "registry"))
     database = sqlite3.connect(tmp_path / "registry" / "gradrule.db")
     names = {name for (name,) in database.execute("SELECT name FROM rules")}
     database.close()
@@ -185,12 +185,12 @@ def check_not_begun_anew(folder: Path) -> None:
     assert f"{data / 'gradrule.db'} is gone" in line
     assert "`gradrule registry new --data-dir" in line
     assert "empty registry" in command("registry", "new", "--data-dir", str(data))
-    assert "in order: 0 rules" in command("registry", "check", "--data-dir", str(data))
+    assert "no problems found: 0 rules" in command("registry", "check", "--data-dir", str(data))
 
 
 def test_what_is_damaged_is_told(old: Path, tmp_path: Path) -> None:
     data = ["--data-dir", str(old)]
-    assert "in order" in command("registry", "check", *data)
+    assert "no problems found" in command("registry", "check", *data)
     with sqlite3.connect(old / "gradrule.db") as database:
         database.execute("DELETE FROM meta")
     database.close()

@@ -288,7 +288,7 @@ def test_wrong_packed_tensors_are_refused(case: str, channel: grpc.Channel, clie
         stub.Evaluate(request, timeout=30)
     refusal.says(words)
     request.feeds[0].CopyFrom(raw.feeds({"x": packed(ONES)})[0])
-    assert stub.Evaluate(request, timeout=30).outputs[0].value.inline.tensor_content == np.tanh(ONES).tobytes()
+    assert stub.Evaluate(request, timeout=30).outputs[0].value.inline_tensor.tensor_content == np.tanh(ONES).tobytes()
 
 
 def test_an_unknown_packing_of_the_answer_is_refused(channel: grpc.Channel, client: Any) -> None:
@@ -302,7 +302,7 @@ def test_an_unknown_packing_of_the_answer_is_refused(channel: grpc.Channel, clie
         stub.Evaluate(request, timeout=30)
     refusal.says("the compression 7 is unknown")
     request.answer_packing.compression = tensor_pb2.COMPRESSION_ZSTD
-    found = stub.Evaluate(request, timeout=30).outputs[0].value.inline.packed
+    found = stub.Evaluate(request, timeout=30).outputs[0].value.inline_tensor.packed
     assert zstandard.ZstdDecompressor().decompress(found.content) == np.tanh(ONES).tobytes()
 
 

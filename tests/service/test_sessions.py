@@ -357,7 +357,7 @@ def start() -> bytes:
     request = session_pb2.RunSessionRequest()
     request.start.graph.serialized = graph.to_bytes()
     for name, value in graph.variables.items():
-        request.start.variables.add(name=name).value.inline.CopyFrom(raw.tensor(value))
+        request.start.variables.add(name=name).value.inline_tensor.CopyFrom(raw.tensor(value))
     return request.SerializeToString()
 
 

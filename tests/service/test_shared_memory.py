@@ -84,7 +84,7 @@ async def _compile(pool: EnginePool) -> None:
 
 def _run(values: np.ndarray) -> link_pb2.RunRequest:
     call = evaluate_pb2.EvaluateRequest()
-    inline = call.feeds.add(name="x").value.inline
+    inline = call.feeds.add(name="x").value.inline_tensor
     inline.dtype = tensor_pb2.DT_FLOAT
     inline.tensor_shape.CopyFrom(tensor_codec.shape_message(values.shape))
     # Without TensorFlow's own message in between, which is another two copies.
@@ -94,7 +94,7 @@ def _run(values: np.ndarray) -> link_pb2.RunRequest:
 
 def _values(answer: bytes) -> np.ndarray:
     response = evaluate_pb2.EvaluateResponse.FromString(answer)
-    content = response.outputs[0].value.inline.tensor_content
+    content = response.outputs[0].value.inline_tensor.tensor_content
     return np.frombuffer(content, np.float32)
 
 
@@ -135,7 +135,7 @@ async def _values_that_are_kept_do_not_change_with_the_next_request(pool: Engine
     size = 4 * _MEBIBYTE
     spec = tensor_pb2.TensorSpec(name="v", dtype=tensor_pb2.DT_FLOAT)
     variable = link_pb2.BoundVariable(spec=spec)
-    variable.value.inline.ParseFromString(tf.make_tensor_proto(np.full(size, 7, np.float32)).SerializeToString())
+    variable.value.inline_tensor.ParseFromString(tf.make_tensor_proto(np.full(size, 7, np.float32)).SerializeToString())
     assign = link_pb2.SessionAssign(variables=[variable], opens=True)
     opened = link_pb2.SessionRequest(session="s", assign=assign, max_bytes=1 << 30)
     await _ask(pool, Kind.SESSION, opened)
@@ -148,7 +148,7 @@ async def _values_that_are_kept_do_not_change_with_the_next_request(pool: Engine
         await _ask(pool, Kind.RUN, _run(np.full(size, value, np.float32)))
     read = link_pb2.SessionRequest(session="s", read=link_pb2.SessionRead(variables=["v", "w"]), max_bytes=1 << 30)
     reply = link_pb2.SessionReply.FromString(await _ask(pool, Kind.SESSION, read))
-    found = [np.frombuffer(item.value.inline.tensor_content, np.float32) for item in reply.variables]
+    found = [np.frombuffer(item.value.inline_tensor.tensor_content, np.float32) for item in reply.variables]
     assert [(float(item.min()), float(item.max())) for item in found] == [(7, 7), (6, 6)]
 
 

@@ -48,7 +48,7 @@ def await_rest(server: RunningServer) -> None:
 
 def output(answer: evaluate_pb2.StreamEvaluateResponse) -> float:
     assert reason(answer) == ""
-    content = answer.evaluate.outputs[0].value.inline.tensor_content
+    content = answer.evaluate.outputs[0].value.inline_tensor.tensor_content
     return float(np.frombuffer(content, np.float32)[0])
 
 

@@ -341,10 +341,10 @@ def test_values_that_no_client_sends(channel: grpc.Channel) -> None:
     read = raw.node("y", "ReadVariableOp", "w", dtype=graph_pb2.AttrValue(type=tensor_pb2.DT_FLOAT))
     broken = raw.tensor([1.0, 2.0])
     broken.tensor_content = b"\0"
-    for value in (tensor_pb2.TensorSource(), tensor_pb2.TensorSource(inline=broken)):
+    for value in (tensor_pb2.TensorSource(), tensor_pb2.TensorSource(inline_tensor=broken)):
         message = raw.request(raw.graph(variable, read), {}, variables=[tensor_pb2.NamedTensor(name="w", value=value)])
         with refused_raw("INVALID_TENSOR"):
             raw.evaluate(channel, message)
-    twice = [tensor_pb2.NamedTensor(name="w", value=tensor_pb2.TensorSource(inline=raw.tensor([1.0, 2.0])))] * 2
+    twice = [tensor_pb2.NamedTensor(name="w", value=tensor_pb2.TensorSource(inline_tensor=raw.tensor([1.0, 2.0])))] * 2
     with refused_raw("UNKNOWN_FEED"):
         raw.evaluate(channel, raw.request(raw.graph(variable, read), {}, variables=twice))

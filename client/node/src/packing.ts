@@ -79,7 +79,7 @@ export function packs({ compression, wireDtype }: Transfer): boolean {
 /** Packs the tensors of a request, where they lie, and asks for an answer that is packed. */
 export async function packRequest(request: EvaluateRequest, transfer: Transfer): Promise<void> {
   for (const { value } of [...request.feeds, ...request.gradYs]) {
-    if (value?.source.case === "inline") value.source.value = await packed(value.source.value, transfer);
+    if (value?.source.case === "inlineTensor") value.source.value = await packed(value.source.value, transfer);
   }
   request.answerPacking = create(PackingSchema, {
     compression: transfer.compression === "zstd" ? Compression.ZSTD : Compression.UNSPECIFIED,
@@ -91,7 +91,7 @@ export async function packRequest(request: EvaluateRequest, transfer: Transfer):
 export async function unpackResponse(response: EvaluateResponse, { keepWireDtype = false }: Transfer): Promise<void> {
   const unpack = (message: TensorMessage): Promise<TensorMessage> => unpacked(message, keepWireDtype);
   for (const { value } of response.outputs) {
-    if (value?.source.case === "inline") value.source.value = await unpack(value.source.value);
+    if (value?.source.case === "inlineTensor") value.source.value = await unpack(value.source.value);
   }
   for (const { value } of response.gradients) {
     if (value.case === "dense") {

@@ -86,7 +86,7 @@ export function evaluationOf(message: EvaluateResponse): Evaluation {
     gradients: Object.fromEntries(gradients.map(([x, { value }]) => [x, value])),
     gradientKinds: Object.fromEntries(gradients.map(([x, { kind }]) => [x, kind])),
     overrides: message.overrides.map(resolutionOf),
-    defaultGradientNodes: message.defaulted,
+    defaultGradientNodes: message.defaultGradientNodes,
     timings: { queue: seconds(queue), compile: seconds(compile), run: seconds(run) },
     device: message.device,
     digests: digestsOf(message.digests),

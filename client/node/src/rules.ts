@@ -188,7 +188,7 @@ function paramInfoOf({ name, defaultValue, description, range }: RuleParam): Par
 
 function graphOf({ source }: GraphSource): Graph | null {
   if (source.case === "serialized") return Graph.fromBytes(source.value);
-  return source.case === "inline" ? Graph.fromBytes(toBinary(GraphSchema, source.value)) : null;
+  return source.case === "inlineGraph" ? Graph.fromBytes(toBinary(GraphSchema, source.value)) : null;
 }
 
 function paramOf({ value }: ParamValue): number | Tensor | null {

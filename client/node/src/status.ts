@@ -12,9 +12,10 @@ import {
   ErrorInfoSchema,
   ResourceInfoSchema,
   RetryInfoSchema,
-  StatusSchema,
-} from "./gen/google/rpc/status_pb.js";
-import type { BadRequest_FieldViolation, ErrorInfo, Status } from "./gen/google/rpc/status_pb.js";
+} from "./gen/google/rpc/error_details_pb.js";
+import type { BadRequest_FieldViolation, ErrorInfo } from "./gen/google/rpc/error_details_pb.js";
+import { StatusSchema } from "./gen/google/rpc/status_pb.js";
+import type { Status } from "./gen/google/rpc/status_pb.js";
 
 const NODE = "node:";
 

@@ -23,7 +23,7 @@ const IDLE_MS = 1_000;
 // The server keeps the deadline; this is for one that no longer answers.
 const GRACE_MS = 2_000;
 
-const REQUEST = { id: 1, evaluate: 2, cancel: 6, timeout: 7, chunk: 8, answerChunkBytes: 9, chunkBytes: 10 };
+const REQUEST = { id: 1, evaluate: 2, cancel: 6, timeout: 7, chunk: 8, answerChunkBytes: 9, totalBytes: 10 };
 const RESPONSE = { id: 1, evaluate: 2, chunk: 6, status: 15 };
 
 /** How a call on a stream ended. `lost`: the stream ended before the call was answered. */
@@ -171,7 +171,7 @@ class Connection {
       if (!isTaken) await new Promise<void>((resolve) => this.whenDrained(resolve));
       if (!this.pending.has(id)) return;
     }
-    last.tag(REQUEST.chunkBytes, WireType.Varint).uint64(BigInt(request.length));
+    last.tag(REQUEST.totalBytes, WireType.Varint).uint64(BigInt(request.length));
     this.write(last.tag(REQUEST.evaluate, WireType.LengthDelimited).bytes(new Uint8Array()));
   }
 

@@ -149,12 +149,12 @@ function filled<T>(given: readonly T[], shape: readonly number[], parts: number,
 
 /** The message of a tensor with its name. */
 export function namedTensor(name: string, value: Tensor): MessageInitShape<typeof NamedTensorSchema> {
-  return { name, value: { source: { case: "inline", value: tensorMessage(value) } } };
+  return { name, value: { source: { case: "inlineTensor", value: tensorMessage(value) } } };
 }
 
 /** The tensor in a named message, or null where it has no value. */
 export function namedTensorOf(message: NamedTensor): Tensor | null {
-  return message.value?.source.case === "inline" ? tensorOf(message.value.source.value) : null;
+  return message.value?.source.case === "inlineTensor" ? tensorOf(message.value.source.value) : null;
 }
 
 export function sparseOf(message: SparseTensor): Sparse {

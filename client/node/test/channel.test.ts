@@ -10,7 +10,8 @@ import { anyPack } from "@bufbuild/protobuf/wkt";
 import { Metadata, Server, ServerCredentials, status as Code } from "@grpc/grpc-js";
 import type { ServerUnaryCall, sendUnaryData } from "@grpc/grpc-js";
 
-import * as rpc from "../src/gen/google/rpc/status_pb.js";
+import * as rpc from "../src/gen/google/rpc/error_details_pb.js";
+import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
 import { GetRuleResponseSchema } from "../src/gen/gradrule/v1/rule_pb.js";
 import { GradruleError, REASONS, connect, errors } from "../src/index.js";
 import type { Client, ConnectOptions } from "../src/index.js";
@@ -57,13 +58,13 @@ function failureOf(promise: Promise<unknown>): Promise<GradruleError> {
 }
 
 function trailer(...details: [DescMessage, MessageInitShape<DescMessage>][]): Metadata {
-  const status = create(rpc.StatusSchema, {
+  const status = create(StatusSchema, {
     code: Code.NOT_FOUND,
     message: "There is no rule 'r'.",
     details: details.map(([schema, init]) => anyPack(schema, create(schema, init))),
   });
   const metadata = new Metadata();
-  metadata.set("grpc-status-details-bin", Buffer.from(toBinary(rpc.StatusSchema, status)));
+  metadata.set("grpc-status-details-bin", Buffer.from(toBinary(StatusSchema, status)));
   return metadata;
 }
 

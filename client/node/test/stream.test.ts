@@ -8,7 +8,8 @@ import { anyPack } from "@bufbuild/protobuf/wkt";
 import { Server, ServerCredentials, status as Code } from "@grpc/grpc-js";
 import type { ServerDuplexStream, ServerUnaryCall, sendUnaryData } from "@grpc/grpc-js";
 
-import { ErrorInfoSchema, StatusSchema } from "../src/gen/google/rpc/status_pb.js";
+import { ErrorInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
+import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
 import {
   EvaluateRequestSchema,
   EvaluateResponseSchema,
@@ -36,7 +37,7 @@ function bufferOf(bytes: Uint8Array): Buffer {
 /** The feed as gradient; the device tells how the request came. */
 function answerTo(request: EvaluateRequest, device: string): Uint8Array {
   const source = request.feeds[0]?.value?.source;
-  assert.ok(source?.case === "inline");
+  assert.ok(source?.case === "inlineTensor");
   const gradients = [{ x: "x", value: { case: "dense" as const, value: source.value } }];
   return toBinary(EvaluateResponseSchema, create(EvaluateResponseSchema, { gradients, device }));
 }
@@ -73,7 +74,7 @@ function serveStream(call: Duplex, decide: Decide): void {
         const value = before ? create(EvaluateResponseSchema) : fromBinary(EvaluateResponseSchema, bytes);
         write({ requestId, response: { case: "evaluate", value } });
       } else if (decision !== "silence") {
-        write({ requestId, response: { case: "status", value: decision } });
+        write({ requestId, response: { case: "status", value: fromBinary(StatusSchema, decision) } });
       }
     }
   });

@@ -16,38 +16,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradrule import aio, errors, keras, optimizers
-    from gradrule._blobs import Blob
-    from gradrule._comparison import ComparedRow, Comparison, FirstDifference
-    from gradrule._differences import FiniteDifferences
-    from gradrule._graph import Graph
-    from gradrule._handles import Node, TensorHandle
-    from gradrule._load import load
-    from gradrule._overrides import Override, Preset, Region
-    from gradrule._results import (
-        Digests,
-        Explanation,
-        ParamInfo,
-        PresetInfo,
-        Resolution,
-        Result,
-        RuleInfo,
-        SampleResult,
-        Sparse,
-        Timings,
-    )
+    from gradrule._builder.blob_values import Blob
+    from gradrule._builder.graph import Graph
+    from gradrule._builder.handles import Node, TensorHandle
+    from gradrule._builder.overrides import Override, Preset, Region
+    from gradrule._builder.rules import Rule
+    from gradrule._builder.tensor_specs import TensorSpec
+    from gradrule._comparison.comparisons import ComparedRow, Comparison, FirstDifference
+    from gradrule._comparison.numeric_gradients import FiniteDifferences
+    from gradrule._messages.session_calls import StepResult
+    from gradrule._messages.transfer_options import Transfer
+    from gradrule._results.call_results import Digests, Resolution, Result, Sparse, Timings
+    from gradrule._results.explanations import Explanation
+    from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo, SampleResult
+    from gradrule._results.status_report import ServerStatus
     from gradrule._rpc.async_client.forward import AsyncForwardHandle
     from gradrule._rpc.async_client.sessions import AsyncSession
+    from gradrule._rpc.security import tls
     from gradrule._rpc.sync_client.client import Client, connect, local
     from gradrule._rpc.sync_client.forward import ForwardHandle
     from gradrule._rpc.sync_client.programs import Program
     from gradrule._rpc.sync_client.sessions import Session
-    from gradrule._rules import Rule
-    from gradrule._security import tls
-    from gradrule._server_status import ServerStatus
-    from gradrule._sessions import StepResult
-    from gradrule._specs import TensorSpec
     from gradrule._tracing import from_keras, trace
-    from gradrule._transfer import Transfer
+    from gradrule._tracing.loading import load
     from gradrule.errors import GradruleError
 
 __version__ = "0.1.0"
@@ -65,44 +56,44 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Blob": "_blobs",
+    "Blob": "_builder.blob_values",
     "connect": "_rpc.sync_client.client",
     "Client": "_rpc.sync_client.client",
     "Program": "_rpc.sync_client.programs",
     "local": "_rpc.sync_client.client",
-    "ServerStatus": "_server_status",
+    "ServerStatus": "_results.status_report",
     "Session": "_rpc.sync_client.sessions",
     "AsyncSession": "_rpc.async_client.sessions",
-    "StepResult": "_sessions",
+    "StepResult": "_messages.session_calls",
     "ForwardHandle": "_rpc.sync_client.forward",
     "AsyncForwardHandle": "_rpc.async_client.forward",
-    "Graph": "_graph",
-    "TensorHandle": "_handles",
-    "Node": "_handles",
-    "load": "_load",
+    "Graph": "_builder.graph",
+    "TensorHandle": "_builder.handles",
+    "Node": "_builder.handles",
+    "load": "_tracing.loading",
     "trace": "_tracing",
     "from_keras": "_tracing",
-    "Rule": "_rules",
-    "Override": "_overrides",
-    "Preset": "_overrides",
-    "Region": "_overrides",
-    "Comparison": "_comparison",
-    "ComparedRow": "_comparison",
-    "FirstDifference": "_comparison",
-    "FiniteDifferences": "_differences",
-    "Result": "_results",
-    "Explanation": "_results",
-    "SampleResult": "_results",
-    "RuleInfo": "_results",
-    "PresetInfo": "_results",
-    "ParamInfo": "_results",
-    "Resolution": "_results",
-    "Timings": "_results",
-    "Digests": "_results",
-    "Sparse": "_results",
-    "TensorSpec": "_specs",
-    "tls": "_security",
-    "Transfer": "_transfer",
+    "Rule": "_builder.rules",
+    "Override": "_builder.overrides",
+    "Preset": "_builder.overrides",
+    "Region": "_builder.overrides",
+    "Comparison": "_comparison.comparisons",
+    "ComparedRow": "_comparison.comparisons",
+    "FirstDifference": "_comparison.comparisons",
+    "FiniteDifferences": "_comparison.numeric_gradients",
+    "Result": "_results.call_results",
+    "Explanation": "_results.explanations",
+    "SampleResult": "_results.rule_infos",
+    "RuleInfo": "_results.rule_infos",
+    "PresetInfo": "_results.rule_infos",
+    "ParamInfo": "_results.rule_infos",
+    "Resolution": "_results.call_results",
+    "Timings": "_results.call_results",
+    "Digests": "_results.call_results",
+    "Sparse": "_results.call_results",
+    "TensorSpec": "_builder.tensor_specs",
+    "tls": "_rpc.security",
+    "Transfer": "_messages.transfer_options",
     "GradruleError": "errors",
 }
 

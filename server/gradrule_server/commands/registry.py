@@ -32,14 +32,17 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gradrule registry", description="Rules, programs and blobs of a server, in its data folder."
+        prog="gradrule registry",
+        description="Backs up, restores and checks the rules, programs and blobs in the data directory of a server.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    backup_parser = commands.add_parser("backup", help="copy the registry to a new folder; the server may be running")
-    backup_parser.add_argument("folder", metavar="DIR", type=Path, help="folder to create")
+    backup_parser = commands.add_parser(
+        "backup", help="copy the registry to a new directory; the server may be running"
+    )
+    backup_parser.add_argument("folder", metavar="DIR", type=Path, help="directory to create")
     backup_parser.set_defaults(run=_backup)
-    restore_parser = commands.add_parser("restore", help="restore a backup into a data folder without a registry")
-    restore_parser.add_argument("folder", metavar="DIR", type=Path, help="folder that `backup` created")
+    restore_parser = commands.add_parser("restore", help="restore a backup to a data directory without a registry")
+    restore_parser.add_argument("folder", metavar="DIR", type=Path, help="directory that `backup` created")
     restore_parser.set_defaults(run=_restore)
     check_parser = commands.add_parser("check", help="read and check the whole registry; the server may be running")
     check_parser.set_defaults(run=_check)
@@ -57,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
             type=Path,
             default=fallback,
             required=fallback is None,
-            help=f"data folder{f' [default: {fallback}]' if fallback else ''} [{_VARIABLE}]",
+            help=f"data directory{f' [default: {fallback}]' if fallback else ''} [env: {_VARIABLE}]",
         )
     return parser
 
@@ -71,7 +74,7 @@ def _backup(options: argparse.Namespace) -> int:
 
 def _restore(options: argparse.Namespace) -> int:
     report = restore(options.folder, options.data_dir)
-    print(f"brought back to {options.data_dir}: {report}")
+    print(f"restored to {options.data_dir}: {report}")
     _print_warnings(report)
     return 0
 
@@ -83,13 +86,13 @@ def _check(options: argparse.Namespace) -> int:
     _print_warnings(report)
     is_valid = not (report.problems or report.unreadable)
     if is_valid:
-        print(f"in order: {report}")
+        print(f"no problems found: {report}")
     return 0 if is_valid else 1
 
 
 def _new(options: argparse.Namespace) -> int:
     kept = create_empty_registry(options.data_dir)
-    print(f"{options.data_dir} has an empty registry now")
+    print(f"{options.data_dir} now has an empty registry")
     for path in kept:
         print(f"kept: {path}")
     return 0
@@ -100,8 +103,7 @@ def _print_warnings(report: Report) -> None:
         print(sentence)
     if report.damaged_blobs:
         print(
-            f"{report.damaged_blobs} blobs were damaged, and are kept aside in {BLOBS}/ as {DAMAGED}…; they may be "
-            "deleted"
+            f"{report.damaged_blobs} blobs were damaged and renamed to {BLOBS}/{DAMAGED}…; you may delete these files"
         )
     if report.missing:
-        print(f"{len(report.missing)} of the blobs are gone; programs ask for them when they are run")
+        print(f"{len(report.missing)} blobs are missing; programs that need them fail until clients send them again")

@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 2
     if options.file is None:
-        print(f"gradrule token: say which file holds the tokens: --file, or {_VARIABLE}", file=sys.stderr)
+        print(f"gradrule token: no token file: set --file or {_VARIABLE}", file=sys.stderr)
         return 2
     try:
         return int(options.run(options))
@@ -50,14 +50,19 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradrule token",
-        description="Bearer tokens of a server that was started with --tokens FILE. A running server notices changes "
-        "of the file within a second or two.",
+        description="Creates, lists and revokes the bearer tokens in the file of `gradrule serve --tokens FILE`. A "
+        "running server notices changes of the file within two seconds.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     new = commands.add_parser("new", help="create a token; it is shown once, and only its hash is stored")
     new.add_argument("--tenant", required=True, help="tenant of the token; its callers share rules and programs")
-    new.add_argument("--admin", action="store_true", help="whether the token is an administrator's")
-    new.add_argument("--expires", metavar="WHEN", type=_when, help="after 90d, 12h or 30m, or at 2030-01-31T00:00:00Z")
+    new.add_argument("--admin", action="store_true", help="give the token administrator rights")
+    new.add_argument(
+        "--expires",
+        metavar="WHEN",
+        type=_when,
+        help="expiry: 90d, 12h or 30m from now, or a time like 2030-01-31T00:00:00Z; default: never",
+    )
     new.set_defaults(run=_new)
     listing = commands.add_parser("list", help="show id, tenant and expiry of all tokens")
     listing.add_argument("--json", action="store_true", help="print one line of JSON for each token")
@@ -68,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (new, listing, revoke):
         given = os.environ.get(_VARIABLE)
         command.add_argument(
-            "--file", type=Path, default=Path(given) if given else None, help=f"file of tokens [{_VARIABLE}]"
+            "--file", type=Path, default=Path(given) if given else None, help=f"token file [env: {_VARIABLE}]"
         )
     return parser
 
@@ -77,7 +82,7 @@ def _new(options: argparse.Namespace) -> int:
     text, token = new_token(options.tenant, is_admin=options.admin, expires=options.expires)
     add_token(options.file, token)
     until = "" if token.expires is None else f", until {show_time(token.expires)}"
-    print(f"token {token.id} of tenant {token.tenant!r}{until}; it is shown this once:", file=sys.stderr)
+    print(f"token {token.id} of tenant {token.tenant!r}{until}; it is shown only once:", file=sys.stderr)
     print(text)
     return 0
 
@@ -94,7 +99,10 @@ def _list(options: argparse.Namespace) -> int:
 def _revoke(options: argparse.Namespace) -> int:
     revoked = revoke_tokens(options.file, options.which)
     if not revoked:
-        print(f"gradrule token: {options.file} has no token, and no tenant, {options.which!r}", file=sys.stderr)
+        print(
+            f"gradrule token: {options.file} has no token with id {options.which!r} and no tenant of this name",
+            file=sys.stderr,
+        )
         return 1
     for token in revoked:
         print(f"revoked: {_row(token)}")

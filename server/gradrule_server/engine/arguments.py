@@ -1,4 +1,4 @@
-"""What a built function takes, from what a call gives."""
+"""Reads the arguments of a built function from a request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import tensorflow as tf
 from gradrule.common import tensor_codec, tensor_packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.built import Built, Input
-from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.graph_call import as_array
+from gradrule_server.engine.large_tensors import LargeTensors
+from gradrule_server.engine.program import BuiltProgram, Input
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import FREE_BYTES
@@ -23,68 +23,68 @@ from gradrule_server.rules import read_param_value
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
 """Values by name; the bytes of a large one apart."""
 _Value: TypeAlias = "np.ndarray | tf.Tensor"
-_NONE_APART: Contents = MappingProxyType({})
+_NONE_APART: LargeTensors = MappingProxyType({})
 
 
 class ArgumentReader:
-    """Reads values of calls. `blobs`: where those are that are named by their hash."""
+    """Reads the values of requests. `blobs`: holds the values that requests name by their hash."""
 
     def __init__(self, blobs: BlobReader) -> None:
         self._blobs = blobs
 
-    def within(self, blob_folder: str) -> ArgumentReader:
-        """A reader for calls whose blobs are in a folder of that folder; without a name, this one."""
-        return ArgumentReader(self._blobs.within(blob_folder)) if blob_folder else self
+    def for_folder(self, blob_folder: str) -> ArgumentReader:
+        """Returns a reader whose blobs are in a subfolder; without a name, this reader."""
+        return ArgumentReader(self._blobs.for_folder(blob_folder)) if blob_folder else self
 
     def arguments(
         self,
-        built: Built,
+        built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
         state: Mapping[str, tf.Tensor] | None = None,
-        contents: Contents = _NONE_APART,
+        contents: LargeTensors = _NONE_APART,
     ) -> list[tf.Tensor]:
         """Returns the arguments of the built function as tensors.
 
-        MEMORY_EXCEEDED where a call with them cannot fit.
+        Raises MEMORY_EXCEEDED if the call cannot fit into memory.
 
         Args:
             built: The program.
             call: The request.
             params: Values of the params of rules.
-            state: Values of inputs, by name, that are not fed.
-            contents: What was cut out of the call.
+            state: Values, by name, of inputs that the call does not feed.
+            contents: Bytes of tensors that were cut out of the request.
         """
         values = self._values(built, call, params, state, contents)
         dtypes = [item.dtype for item in (*built.inputs, *built.grad_ys, *built.directions)]
         dtypes += [tf.float64] * len(built.params)
-        if built.fitting is not None:
-            built.fitting.check(values)
+        if built.memory_check is not None:
+            built.memory_check.check(values)
         return [_as_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
     def arrays(
         self,
-        built: Built,
+        built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
-        contents: Contents = _NONE_APART,
+        contents: LargeTensors = _NONE_APART,
     ) -> Sequence[Any]:
-        """As `arguments`, but returns NumPy arrays, which may share the memory of the request."""
+        """Returns the arguments of the built function as NumPy arrays, which may share the memory of the request."""
         values = built.feed_plan.arrays(call, params, contents)
         if values is None:
             given = self._values(built, call, params, None, contents)
             values = [as_array(value) if isinstance(value, tf.Tensor) else value for value in given]
-        if built.fitting is not None:
-            built.fitting.check(values)
+        if built.memory_check is not None:
+            built.memory_check.check(values)
         return values
 
     def _values(
         self,
-        built: Built,
+        built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
         state: Mapping[str, tf.Tensor] | None,
-        contents: Contents,
+        contents: LargeTensors,
     ) -> list[_Value]:
         return [
             *self._fed(
@@ -105,12 +105,12 @@ class ArgumentReader:
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
-        contents: Contents = _NONE_APART,
+        contents: LargeTensors = _NONE_APART,
         *,
         stacked: bool,
-        built: Built,
+        built: BuiltProgram,
     ) -> list[tf.Tensor]:
-        """Returns upstream gradients; stacked, they are all of one length. `built`: the program, for its limits."""
+        """Returns upstream gradients; stacked ones have the same size on axis 0. `built`: gives the limits."""
         values = self._grad_ys(given, inputs, contents, stacked=stacked, built=built)
         return [_as_tensor(value, item.dtype) for value, item in zip(values, inputs, strict=True)]
 
@@ -118,10 +118,10 @@ class ArgumentReader:
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
-        contents: Contents,
+        contents: LargeTensors,
         *,
         stacked: bool,
-        built: Built,
+        built: BuiltProgram,
     ) -> list[_Value]:
         if stacked:
             inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
@@ -135,7 +135,9 @@ class ArgumentReader:
             )
         return tensors
 
-    def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built, contents: Contents) -> list[_Value]:
+    def _directions(
+        self, call: evaluate_pb2.EvaluateRequest, built: BuiltProgram, contents: LargeTensors
+    ) -> list[_Value]:
         is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
         what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
         return self._given(given, built.directions, contents, built, what=what, field=field)
@@ -144,8 +146,8 @@ class ArgumentReader:
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
-        contents: Contents,
-        built: Built,
+        contents: LargeTensors,
+        built: BuiltProgram,
         *,
         what: str,
         field: str,
@@ -164,7 +166,7 @@ class ArgumentReader:
         what: str,
         field: str,
     ) -> list[_Value]:
-        """The given values in the order of `inputs`; all that is wrong with them comes as one error."""
+        """Returns the given values in the order of `inputs`. Reports all their faults in one error."""
         findings: list[Finding] = []
         tensors: list[_Value] = []
         for item, is_unused in zip(inputs, unused, strict=True):
@@ -205,16 +207,16 @@ class ArgumentReader:
         field: str,
     ) -> np.ndarray:
         source = value.WhichOneof("source")
-        if source not in ("inline", "blob"):
-            told = "lies in shared memory, which this request does not use" if source else "holds no tensor"
+        if source not in ("inline_tensor", "blob"):
+            fault = "lies in shared memory, which this request does not use" if source else "holds no tensor"
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_TENSOR,
-                f"{what} {item.name!r} {told}",
+                f"{what} {item.name!r} {fault}",
                 node=item.name,
                 field=field,
             )
-        packed = value.inline.packed if value.inline.HasField("packed") else None
-        inline = value.inline if packed is None else packed
+        packed = value.inline_tensor.packed if value.inline_tensor.HasField("packed") else None
+        inline = value.inline_tensor if packed is None else packed
         message = value.blob if source == "blob" else inline
         if message.dtype != item.dtype.base_dtype.as_datatype_enum:
             raise error(
@@ -233,7 +235,7 @@ class ArgumentReader:
                 field=field,
             )
         if packed is not None:
-            # Nothing is unpacked for a shape that is refused.
+            # The shape is checked first: a tensor of a wrong shape is not unpacked.
             _check_shape(tuple(dim.size for dim in shape.dim), item, where, field)
         array = (
             self._blobs.array(value.blob, where, field) if source == "blob" else _array(inline, content, where, field)
@@ -243,7 +245,7 @@ class ArgumentReader:
 
 
 def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) -> None:
-    """FEED_SHAPE where a value of the shape is not what an input takes."""
+    """Raises FEED_SHAPE if an input does not take values of the shape."""
     if not item.shape.is_compatible_with(shape):
         raise error(
             errors_pb2.ERROR_REASON_FEED_SHAPE,
@@ -254,21 +256,23 @@ def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) ->
 
 
 def _as_tensor(value: _Value, dtype: tf.DType) -> tf.Tensor:
-    """A tensor with memory of its own: the request's is gone once the request is answered."""
+    """Returns a tensor with its own memory: the memory of the request is freed once it is answered."""
     return value if isinstance(value, tf.Tensor) else tf.constant(value, dtype)
 
 
 def _nothing(item: Input) -> np.ndarray:
-    """A value for an input that no result depends on."""
+    """Returns a value for an input on which no result depends."""
     shape = [size or 0 for size in item.shape] if item.shape.rank else []
     dtype = np.dtype(item.dtype.as_numpy_dtype)
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 
-def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: Contents, max_unpacking: int) -> _Given:
-    """Values by name. LIMIT_EXCEEDED where packed ones would take too much memory unpacked."""
+def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: LargeTensors, max_unpacking: int) -> _Given:
+    """Returns values by name. Raises LIMIT_EXCEEDED if packed ones would take too much memory unpacked."""
     values = [(item.value, contents.get((field, index))) for index, item in enumerate(given)]
-    packed = [(source.inline.packed, content) for source, content in values if source.inline.HasField("packed")]
+    packed = [
+        (source.inline_tensor.packed, content) for source, content in values if source.inline_tensor.HasField("packed")
+    ]
     if packed:
         _check_unpacking(packed, field, max_unpacking)
     return {item.name.removesuffix(":0"): value for item, value in zip(given, values, strict=True)}
@@ -293,8 +297,8 @@ def _check_unpacking(
         )
 
 
-def _renamed(by_name: _Given, built: Built) -> _Given:
-    """Feeds by the names of inputs; UNKNOWN_FEED where one input is fed under two of its names."""
+def _renamed(by_name: _Given, built: BuiltProgram) -> _Given:
+    """Returns feeds by the names of inputs. Raises UNKNOWN_FEED if one input is fed under two of its names."""
     if built.aliases.keys().isdisjoint(by_name):
         return by_name
     renamed = {built.aliases.get(name, name): value for name, value in by_name.items()}
@@ -320,7 +324,7 @@ def _array(
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
 
 
-def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[_Value]:
+def _params(built: BuiltProgram, settings: Iterable[link_pb2.ParamSetting]) -> list[_Value]:
     given: Mapping[tuple[int, str], rule_pb2.ParamValue] = {(item.rule, item.name): item.value for item in settings}
     read = [read_param_value(given[param.rule, param.name], param.name, "params") for param in built.params]
     return [np.asarray(value, np.float64) for value in read]

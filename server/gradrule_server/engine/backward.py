@@ -1,81 +1,85 @@
-"""The backward part as a function of its own, and what is made of it: many pull-backs at once, and Jacobians.
+"""Builds the backward part of a program as a separate function, for many upstream gradients at once and for Jacobians.
 
-Many pull-backs run one after the other, in a loop: a vectorized backward part (`tf.vectorized_map`) has no counterpart
-for loops' stacks and for many kernels, and takes as much memory as all of them together.
+Many upstream gradients run one after the other, in a loop. `tf.vectorized_map` would not work for the stacks of loops
+and for many kernels, and would take the memory of all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.checks import require_bytes, require_same
-from gradrule_server.engine.derivatives import pulled_back
-from gradrule_server.engine.gradients import Differentiation
-from gradrule_server.engine.limits import MAX_ANSWER_BYTES
-from gradrule_server.engine.question import (
+from gradrule_server.engine.derivatives import (
     DENSE,
     NOT_DIFFERENTIABLE,
     SPARSE,
     UNCONNECTED,
     WIDTHS,
-    Answers,
-    Named,
-    Question,
+    Derivatives,
+    DifferentiationRequest,
+    NamedTensor,
+    build_gradients,
     checked_upstream,
 )
+from gradrule_server.engine.differentiation import Differentiation
+from gradrule_server.engine.op_checks import check_ops
+from gradrule_server.engine.runtime_checks import MAX_ANSWER_BYTES, require_bytes, require_same
 from gradrule_server.errors import error
 
 Row = Callable[[tf.Tensor], Sequence[tf.Tensor]]
-"""From a number to one upstream gradient for each fed y."""
+"""Makes, from its number, one upstream gradient for each fed y."""
 
 
 class Backward:
-    """A function from upstream gradients of the ys in `fed` to gradients by all xs.
+    """The function from upstream gradients of the ys in `fed` to the gradients by all xs.
 
-    It is built inside the forward part's graph; what it needs from there are its captures, in the order of `captures`.
-    `layout` is that of its gradients. `shapes`: of the fed ys.
+    It is built inside the graph of the forward part and captures the tensors that it needs from there, in the order of
+    `captures`. `layout`: layout of its gradients. `shapes`: shapes of the fed ys.
     """
 
-    def __init__(self, question: Question, fed: Sequence[int], differentiation: Differentiation) -> None:
+    def __init__(self, request: DifferentiationRequest, fed: Sequence[int], differentiation: Differentiation) -> None:
         self.fed = tuple(fed)
-        self.ys = question.ys
-        self.xs = [(x.name, x.tensor.dtype, x.tensor.shape) for x in question.xs]
+        self.ys = request.ys
+        self.xs = [(x.name, x.tensor.dtype, x.tensor.shape) for x in request.xs]
         self.layout: list[tuple[tuple[str, ...], str]] = []
-        # Made here so that pulling back needs no y for its shape alone.
-        self.shapes = [tf.shape(question.ys[index].tensor) for index in fed]
+        # Computed in the forward part, so that the backward part does not keep a y only for its shape.
+        self.shapes = [tf.shape(request.ys[index].tensor) for index in fed]
 
         def pull_back(*grad_ys: tf.Tensor) -> list[tf.Tensor]:
-            upstream = list(question.upstream)
+            upstream = list(request.upstream)
             for index, grad_y, shape in zip(self.fed, grad_ys, self.shapes, strict=True):
-                upstream[index] = checked_upstream(question.ys[index], grad_y, shape)
-            answers = Answers()
+                upstream[index] = checked_upstream(request.ys[index], grad_y, shape)
+            derivatives = Derivatives()
             with differentiation.active():
-                gradients = pulled_back(question.of(question.ys, upstream))
-            for x, gradient in zip(question.xs, gradients, strict=True):
-                answers.add_gradient(x, gradient, whole=question.dense)
-            self.layout = answers.layout
-            return answers.tensors
+                gradients = build_gradients(request.with_ys(request.ys, upstream))
+            for x, gradient in zip(request.xs, gradients, strict=True):
+                derivatives.add_gradient(x, gradient, whole=request.dense)
+            self.layout = derivatives.layout
+            return derivatives.tensors
 
-        specs = [tf.TensorSpec(question.ys[i].tensor.shape, question.ys[i].tensor.dtype) for i in self.fed]
+        specs = [tf.TensorSpec(request.ys[i].tensor.shape, request.ys[i].tensor.dtype) for i in self.fed]
         self.function: Any = tf.function(pull_back, input_signature=specs, autograph=False).get_concrete_function()
 
     @property
     def captures(self) -> list[tf.Tensor]:
-        """What it needs of the forward part."""
+        """Tensors of the forward part that it needs."""
         return list(self.function.captured_inputs)
 
     def once(self, grad_ys: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The tensors of `layout`."""
+        """Runs the backward part once; returns the tensors of `layout`."""
         return tf_private.call_with_captures(self.function, grad_ys, captures)
 
     def stacked(self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Dense gradients by the xs that have one, `count` (int32) of each on axis 0; for `count` 0, `row` is called
-        once all the same. The first row tells whether all fit into an answer: MESSAGE_TOO_LARGE."""
+        """Runs the backward part `count` (int32) times; returns dense gradients by the xs that have one, on axis 0.
+
+        `row` is called once even for a `count` of 0. The first row gives the size of the answer: MESSAGE_TOO_LARGE is
+        raised before the others run.
+        """
         xs = [x for x, (_, form) in zip(self.xs, self.layout, strict=True) if WIDTHS[form]]
         steps = tf.maximum(count, 1)
         arrays = [tf.TensorArray(dtype, steps, element_shape=shape) for _, dtype, shape in xs]
@@ -108,12 +112,12 @@ class Backward:
 
 
 def stacked_layout(layout: Sequence[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
-    """The layout of many gradients at once: slices have become dense."""
+    """Returns the layout of stacked gradients, where slices are dense."""
     return [(names, DENSE if form == SPARSE else form) for names, form in layout]
 
 
 def row_of(stacks: Sequence[tf.Tensor]) -> Row:
-    """Rows of stacks; zeros beyond their end."""
+    """Returns a function that gives rows of the stacks, and zeros beyond their end."""
 
     def row(index: tf.Tensor) -> Sequence[tf.Tensor]:
         return [tf.reduce_sum(stack[index : index + 1], axis=0) for stack in stacks]
@@ -121,24 +125,27 @@ def row_of(stacks: Sequence[tf.Tensor]) -> Row:
     return row
 
 
-def stacked_vjp(question: Question, stacks: Sequence[tf.Tensor | None], differentiation: Differentiation) -> Answers:
-    """Gradients for many upstream gradients at once: `stacks`, one for each fed y, have one more axis in front."""
-    fed = [index for index, stack in enumerate(stacks) if stack is not None and question.ys[index].is_differentiable]
-    backward = Backward(question, fed, differentiation)
+def stacked_vjp(
+    request: DifferentiationRequest, stacks: Sequence[tf.Tensor | None], differentiation: Differentiation
+) -> Derivatives:
+    """Builds gradients for many upstream gradients: `stacks`, one per fed y, have one more axis in front."""
+    fed = [index for index, stack in enumerate(stacks) if stack is not None and request.ys[index].is_differentiable]
+    backward = Backward(request, fed, differentiation)
     given = [stack for stack in stacks if stack is not None]
     count = tf.shape(given[0])[0]
     row = row_of([stack for stack in (stacks[index] for index in fed) if stack is not None])
-    return Answers(stacked_layout(backward.layout), backward.stacked(count, row, backward.captures))
+    return Derivatives(stacked_layout(backward.layout), backward.stacked(count, row, backward.captures))
 
 
-def jacobian(question: Question, differentiation: Differentiation, *, batched: bool) -> Answers:
-    """For each y and x the Jacobian, of shape (y's shape, x's shape): pulled back from the rows of the identity.
+def jacobian(request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool) -> Derivatives:
+    """Builds for each y and x the Jacobian, of shape (y's shape, x's shape), from the rows of an identity matrix.
 
-    batched: axis 0 of all of them counts examples, none of which depends on another; the shape is (examples, rest of
-    y's shape, rest of x's shape). INVALID_DERIVATIVE where a y is complex, or has other examples than an x.
+    batched: axis 0 of all ys and xs counts examples that do not depend on one another; the shape is then (examples,
+    rest of y's shape, rest of x's shape). Raises INVALID_DERIVATIVE if a y is complex, or if a y and an x have
+    different numbers of examples.
     """
-    answers = Answers()
-    for y in question.ys:
+    derivatives = Derivatives()
+    for y in request.ys:
         if y.tensor.dtype.is_complex:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
@@ -146,30 +153,37 @@ def jacobian(question: Question, differentiation: Differentiation, *, batched: b
                 f"imaginary parts",
                 field="ys",
             )
-        _jacobians_of(y, question, differentiation, answers, batched=batched)
-    return answers
+        _jacobians_of(y, request, differentiation, derivatives, batched=batched)
+    return derivatives
 
 
 def _jacobians_of(
-    y: Named, question: Question, differentiation: Differentiation, answers: Answers, *, batched: bool
+    y: NamedTensor,
+    request: DifferentiationRequest,
+    differentiation: Differentiation,
+    derivatives: Derivatives,
+    *,
+    batched: bool,
 ) -> None:
     """Adds the Jacobians of one y."""
     if not y.is_differentiable:
-        for x in question.xs:
-            answers.add((y.name, x.name), NOT_DIFFERENTIABLE)
+        for x in request.xs:
+            derivatives.add((y.name, x.name), NOT_DIFFERENTIABLE)
         return
-    for value in (y, *(x for x in question.xs if x.is_differentiable)) if batched else ():
+    for value in (y, *(x for x in request.xs if x.is_differentiable)) if batched else ():
         _require_examples(value, y)
-    about_y = Question(question.graph, [y], question.xs, [None], question.stop_gradients, unconnected_is_zero=False)
+    about_y = DifferentiationRequest(
+        request.graph, [y], request.xs, [None], request.stop_gradients, unconnected_is_zero=False
+    )
     backward = Backward(about_y, [0], differentiation)
     shape = tf.shape(y.tensor)
     examples = shape[:1] if batched else tf.zeros([0], tf.int32)
     count = tf.reduce_prod(shape[1:] if batched else shape)
-    # Refused before anything is computed: a Jacobian is easily larger than all that can be sent.
+    # Refused before it is computed: a Jacobian is often too large to send.
     size = tf.add_n(
         [
             tf.size(x.tensor, out_type=tf.int64) * x.tensor.dtype.size
-            for x, (_, form) in zip(question.xs, backward.layout, strict=True)
+            for x, (_, form) in zip(request.xs, backward.layout, strict=True)
             if WIDTHS[form]
         ]
         or [tf.constant(0, tf.int64)]
@@ -183,19 +197,19 @@ def _jacobians_of(
         return [unit]
 
     stacks = iter(backward.stacked(count, row, backward.captures))
-    for x, (_, form) in zip(question.xs, backward.layout, strict=True):
+    for x, (_, form) in zip(request.xs, backward.layout, strict=True):
         names = (y.name, x.name)
         if WIDTHS[form]:
-            answers.add(names, DENSE, [_laid_out(next(stacks), y, x, batched=batched)])
-        elif form == UNCONNECTED and question.unconnected_is_zero:
+            derivatives.add(names, DENSE, [_laid_out(next(stacks), y, x, batched=batched)])
+        elif form == UNCONNECTED and request.unconnected_is_zero:
             zeros = tf.zeros(_jacobian_shape(y, x, batched=batched), x.tensor.dtype)
-            answers.add(names, DENSE, [zeros])
+            derivatives.add(names, DENSE, [zeros])
         else:
-            answers.add(names, form)
+            derivatives.add(names, form)
 
 
-def _laid_out(stack: tf.Tensor, y: Named, x: Named, *, batched: bool) -> tf.Tensor:
-    """From (elements of y, x's shape) to the Jacobian's shape."""
+def _laid_out(stack: tf.Tensor, y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:
+    """Reshapes (elements of y, x's shape) to the shape of the Jacobian."""
     if batched:
         rank = tf.rank(stack)
         stack = tf.transpose(stack, tf.concat([[1, 0], tf.range(2, rank)], 0))
@@ -206,12 +220,12 @@ def _laid_out(stack: tf.Tensor, y: Named, x: Named, *, batched: bool) -> tf.Tens
     return tf.reshape(stack, _jacobian_shape(y, x, batched=batched))
 
 
-def _jacobian_shape(y: Named, x: Named, *, batched: bool) -> tf.Tensor:
+def _jacobian_shape(y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:
     return tf.concat([tf.shape(y.tensor), tf.shape(x.tensor)[1 if batched else 0 :]], 0)
 
 
-def _require_examples(value: Named, y: Named) -> None:
-    """INVALID_DERIVATIVE for a tensor without an axis that could count examples, or with others than the y's."""
+def _require_examples(value: NamedTensor, y: NamedTensor) -> None:
+    """Raises INVALID_DERIVATIVE if axis 0 of a tensor cannot count the same examples as axis 0 of the y."""
     shape, examples = value.tensor.shape, y.tensor.shape
     fits = shape.rank != 0 and (not shape.rank or not examples.rank or shape[:1].is_compatible_with(examples[:1]))
     if not fits:
@@ -221,3 +235,90 @@ def _require_examples(value: Named, y: Named) -> None:
             f"examples, and all have as many",
             field="xs" if value is not y else "ys",
         )
+
+
+Layout = list[tuple[tuple[str, ...], str]]
+
+
+class TwoPartProgram:
+    """Forward and backward part of a vector-Jacobian product as separate functions. Thread-safe.
+
+    The tensors that `forward` saves stay on the device; some are TensorLists and optionals, and only this object
+    understands them. Params are arguments of the forward part, which saves those that the backward part needs.
+    """
+
+    def __init__(self, function: Any, output_count: int, backward: Backward, *, trusted: bool) -> None:
+        self._function = function
+        self._output_count = output_count
+        self._backward = backward
+        self._trusted = trusted
+        self._pull_backs: dict[bool, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the tensors of one pull-back: x and form (`derivatives.WIDTHS` tensors each)."""
+        return self._backward.layout
+
+    @property
+    def stacked_layout(self) -> Layout:
+        """Layout of the tensors of stacked pull-backs: gradients are dense."""
+        return stacked_layout(self._backward.layout)
+
+    def forward(self, arguments: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Runs the forward part; returns the fetches, and the tensors that `backward` needs."""
+        results = list(self._function(*arguments))
+        return results[: self._output_count], results[self._output_count :]
+
+    def backward(
+        self, saved: Sequence[tf.Tensor], grad_ys: Mapping[int, tf.Tensor], *, stacked: bool = False
+    ) -> list[tf.Tensor]:
+        """Runs the backward part; returns the tensors of `layout`, or of `stacked_layout`.
+
+        grad_ys: upstream gradients by the index of the y, of its type; a y without one gets ones. stacked: all of them
+        have one more axis in front, of the same size. Raises INVALID_DERIVATIVE. TensorFlow raises the error of a
+        failed check if a shape differs from that of the y (FEED_SHAPE, see `runtime_checks.failed_check`).
+        """
+        fed, ys = self._backward.fed, self._backward.ys
+        given = [grad_ys[index] for index in fed if index in grad_ys]
+        if stacked and not given:
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                "many pull-backs at once take their number from grad_ys, and none is given",
+                field="grad_ys",
+            )
+        count = tf.shape(given[0])[:1] if stacked else tf.zeros([0], tf.int32)
+        values = []
+        # The saved tensors start with the shapes of the ys.
+        for index, shape in zip(fed, saved, strict=False):
+            value = grad_ys.get(index)
+            if value is None:
+                checked_upstream(ys[index], None)
+                value = tf.ones(tf.concat([count, shape], 0), ys[index].tensor.dtype)
+            values.append(value)
+        # Two threads must not trace the same function.
+        with self._lock:
+            function = self._pull_backs.get(stacked)
+            if function is None:
+                function = self._pull_backs[stacked] = self._traced(saved, stacked=stacked)
+        return list(function(*values, *saved))
+
+    def _traced(self, saved: Sequence[tf.Tensor], *, stacked: bool) -> Any:
+        backward, count = self._backward, len(self._backward.fed)
+
+        def pull_back(*arguments: tf.Tensor) -> list[tf.Tensor]:
+            values, captures = list(arguments[:count]), arguments[2 * count :]
+            if not stacked:
+                return backward.once(values, captures)
+            return backward.stacked(tf.shape(values[0])[0], row_of(values), captures)
+
+        specs = [self._spec(index, stacked=stacked) for index in backward.fed]
+        specs += [tf.TensorSpec(None, value.dtype) for value in saved]
+        function = tf.function(pull_back, input_signature=specs, autograph=False).get_concrete_function()
+        if not self._trusted:
+            check_ops(function.graph)
+        return function
+
+    def _spec(self, index: int, *, stacked: bool) -> tf.TensorSpec:
+        y = self._backward.ys[index].tensor
+        return tf.TensorSpec(tf.TensorShape([None]).concatenate(y.shape) if stacked else y.shape, y.dtype)

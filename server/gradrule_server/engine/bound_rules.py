@@ -1,4 +1,4 @@
-"""A rule bound to an override of a program: from a site's tensors to one checked gradient per input."""
+"""Applies the rules of a program's overrides: from the tensors of a target to one checked gradient per input."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules import CODE_RULES
-from gradrule_server.engine.imports import replay
-from gradrule_server.engine.names import message_of, readable
-from gradrule_server.engine.site import Gradient, Site
+from gradrule_server.engine.code_rules.common import Gradient, RuleTarget
+from gradrule_server.engine.graph_import import replay
+from gradrule_server.engine.runtime_checks import checked_gradient
+from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy.op_traits import ops_with
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
 _KEEPS_SHAPE = ops_with("keeps_shape")
-# The gradient that arrives at an output has its shape: it was checked where it was made.
+# An upstream gradient has the shape of its output: it was checked when it was made.
 _ONE_SHAPE = frozenset({"x0", "y0", "dy0", "default0"})
 
 
 class BoundRule:
-    """What all rules share: the check of what comes out. `own_gradient`: the rule for this rule's own gradient.
+    """Base of all rules: checks the gradients. `own_gradient`: the rule for the gradient of this rule.
 
-    `is_local`: what comes out depends on the node and its tensors alone, not on the graph around it.
+    `is_local`: the gradients depend on the node and its tensors alone, not on the graph around it.
     """
 
     is_local = True
@@ -37,65 +37,72 @@ class BoundRule:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:
-        """One gradient per input of the site; RULE_ARITY, RULE_OUTPUT, RULE_NOT_APPLICABLE if the rule gives none."""
+    def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+        """Returns one gradient per input of the target. Raises RULE_ARITY, RULE_OUTPUT or RULE_NOT_APPLICABLE."""
         raise NotImplementedError
 
-    def _checked(self, gradients: Sequence[Gradient], site: Site) -> list[Gradient]:
-        if len(gradients) != len(site.inputs):
+    def _checked(self, gradients: Sequence[Gradient], target: RuleTarget) -> list[Gradient]:
+        if len(gradients) != len(target.inputs):
             raise error(
                 errors_pb2.ERROR_REASON_RULE_ARITY,
-                f"rule {self.name!r} gives {len(gradients)} gradients, but node {site.node!r} ({site.what}) has "
-                f"{len(site.inputs)} inputs",
-                node=site.node,
+                f"rule {self.name!r} gives {len(gradients)} gradients, but node {target.node!r} ({target.what}) has "
+                f"{len(target.inputs)} inputs",
+                node=target.node,
             )
         return [
-            checked_gradient(gradient, value, rule=self.name, node=site.node, index=index)
-            for index, (gradient, value) in enumerate(zip(gradients, site.inputs, strict=True))
+            checked_gradient(gradient, value, rule=self.name, node=target.node, index=index)
+            for index, (gradient, value) in enumerate(zip(gradients, target.inputs, strict=True))
         ]
 
-    def _not_applicable(self, site: Site, why: str) -> GradruleError:
+    def _not_applicable(self, target: RuleTarget, why: str) -> GradruleError:
         return error(
             errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
-            f"rule {self.name!r} cannot be used on node {site.node!r} ({site.what}): {why}",
-            node=site.node,
+            f"rule {self.name!r} cannot be used on node {target.node!r} ({target.what}): {why}",
+            node=target.node,
         )
 
 
 class OpGradientRule(BoundRule):
-    """The gradient that TensorFlow registers for some op type, used on any op."""
+    """Applies the gradient that TensorFlow registers for one op type to any op."""
 
     def __init__(self, op_type: str) -> None:
         super().__init__(op_type)
         self._op_type = op_type
 
-    def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+    def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         function = tf_private.gradient_of(self._op_type)
         if function is None:
-            raise self._not_applicable(site, f"TensorFlow registers {self._op_type!r} as not differentiable")
+            raise self._not_applicable(target, f"TensorFlow registers {self._op_type!r} as not differentiable")
         try:
-            result: Any = function(site.op or _StandIn(site), *dys)
+            result: Any = function(target.op or _StandIn(target), *dys)
         except GradruleError:
             raise
         except Exception as cause:
-            # The function was written for another op: what it misses can be anything, and all means the same here.
-            raise self._not_applicable(site, f"{type(cause).__name__}: {readable(message_of(cause))}") from cause
-        return self._checked(list(result) if isinstance(result, (list, tuple)) else [result], site)
+            # The function was written for another op type, so it can fail with any error.
+            raise self._not_applicable(
+                target, f"{type(cause).__name__}: {clean_message(error_message(cause))}"
+            ) from cause
+        return self._checked(list(result) if isinstance(result, (list, tuple)) else [result], target)
 
 
 class _StandIn:
-    """A subgraph as a gradient function of TensorFlow's sees an op; it has no attributes."""
+    """Represents a subgraph as an op for a gradient function of TensorFlow's. It has no attributes."""
 
-    def __init__(self, site: Site) -> None:
-        self.inputs, self.outputs, self.name, self.type = list(site.inputs), list(site.outputs), site.node, site.what
+    def __init__(self, target: RuleTarget) -> None:
+        self.inputs, self.outputs, self.name, self.type = (
+            list(target.inputs),
+            list(target.outputs),
+            target.node,
+            target.what,
+        )
 
     def get_attr(self, name: str) -> NoReturn:
-        """As an op that lacks the attribute."""
+        """Raises `ValueError`, as an op without the attribute does."""
         raise ValueError(f"a subgraph has no attribute {name!r}")
 
 
 class CodeRule(BoundRule):
-    """A rule of the catalogue that is code."""
+    """Applies a rule of the catalogue that is code."""
 
     is_local = False
 
@@ -104,47 +111,47 @@ class CodeRule(BoundRule):
         self._run = CODE_RULES[code]
         self._params = params
 
-    def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+    def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         dense = [
             tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
-            for y, dy in zip(site.outputs, dys, strict=True)
+            for y, dy in zip(target.outputs, dys, strict=True)
         ]
         graph = tf.compat.v1.get_default_graph()
         params = {name: tf_private.in_graph(graph, value) for name, value in self._params.items()}
         try:
-            gradients = self._run(site, dense, params)
+            gradients = self._run(target, dense, params)
         except GradruleError:
             raise
         except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:
-            raise self._not_applicable(site, readable(message_of(cause))) from cause
-        return self._checked(gradients, site)
+            raise self._not_applicable(target, clean_message(error_message(cause))) from cause
+        return self._checked(gradients, target)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A rule's graph for one signature, without the placeholders that values take the place of."""
+    """A rule's graph for one signature, also as TensorFlow's message."""
 
     rule_graph: RuleGraph
     graph_def: tf_graph_pb2.GraphDef
 
 
 class GraphRule(BoundRule):
-    """A rule given by an expression or a graph."""
+    """Applies a rule that is an expression or a graph."""
 
     def __init__(self, name: str, content: RuleContent, params: Mapping[str, tf.Tensor]) -> None:
         super().__init__(name)
         self._content = content
         self._params = {f"param/{param}": value for param, value in params.items()}
         if content.gradient is not None:
-            # Params of one name are one.
+            # A rule and its own gradient share params of the same name.
             self.own_gradient = GraphRule(f"{name} (its gradient)", content.gradient, params)
         self._prepared: dict[Signature, _Prepared] = {}
 
-    def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:
-        prepared = self._prepare(site)
+    def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+        prepared = self._prepare(target)
         rule_graph = prepared.rule_graph
         graph = tf.compat.v1.get_default_graph()
-        values = self._values(site, dys, rule_graph.inputs)
+        values = self._values(target, dys, rule_graph.inputs)
         bound = {
             f"{placeholder}:0": tf_private.in_graph(graph, values[variable])
             for variable, placeholder in rule_graph.inputs.items()
@@ -152,22 +159,27 @@ class GraphRule(BoundRule):
         wanted = [name for name in rule_graph.results if name is not None]
         computed = dict(zip(wanted, replay(prepared.graph_def, bound, wanted, scope="rule"), strict=True))
         gradients: list[Gradient] = []
-        one_shape = _ONE_SHAPE if site.op is not None and site.op.type in _KEEPS_SHAPE else frozenset()
+        one_shape = _ONE_SHAPE if target.op is not None and target.op.type in _KEEPS_SHAPE else frozenset()
         for index, (result, source) in enumerate(zip(rule_graph.results, rule_graph.shape_sources, strict=True)):
             gradient = None if result is None else computed[result]
-            # What is broadcast from tensors of the input's shape has it: a check while running would cost a dozen ops.
+            # A result of tensors of the input's shape has that shape; a check at run time would cost a dozen ops.
             shape_known = source <= {f"x{index}"} | one_shape
             gradients.append(
                 checked_gradient(
-                    gradient, site.inputs[index], rule=self.name, node=site.node, index=index, shape_known=shape_known
+                    gradient,
+                    target.inputs[index],
+                    rule=self.name,
+                    node=target.node,
+                    index=index,
+                    shape_known=shape_known,
                 )
             )
         return gradients
 
-    def _prepare(self, site: Site) -> _Prepared:
+    def _prepare(self, target: RuleTarget) -> _Prepared:
         signature = Signature(
-            tuple(value.dtype.base_dtype.as_datatype_enum for value in site.inputs),
-            tuple(value.dtype.base_dtype.as_datatype_enum for value in site.outputs),
+            tuple(value.dtype.base_dtype.as_datatype_enum for value in target.inputs),
+            tuple(value.dtype.base_dtype.as_datatype_enum for value in target.outputs),
         )
         prepared = self._prepared.get(signature)
         if prepared is None:
@@ -176,26 +188,26 @@ class GraphRule(BoundRule):
             except GradruleError as cause:
                 raise error(
                     cause.reason,
-                    f"rule {self.name!r} on node {site.node!r} ({site.what}): {cause.message}",
-                    node=site.node,
+                    f"rule {self.name!r} on node {target.node!r} ({target.what}): {cause.message}",
+                    node=target.node,
                 ) from cause
             graph_def = tf_graph_pb2.GraphDef.FromString(rule_graph.graph.SerializeToString())
             prepared = self._prepared[signature] = _Prepared(rule_graph, graph_def)
         return prepared
 
-    def _values(self, site: Site, dys: Sequence[Gradient], wanted: Mapping[str, str]) -> dict[str, tf.Tensor]:
+    def _values(self, target: RuleTarget, dys: Sequence[Gradient], wanted: Mapping[str, str]) -> dict[str, tf.Tensor]:
         values: dict[str, tf.Tensor] = dict(self._params)
-        values.update({f"x{index}": value for index, value in enumerate(site.inputs)})
-        values.update({f"y{index}": value for index, value in enumerate(site.outputs)})
+        values.update({f"x{index}": value for index, value in enumerate(target.inputs)})
+        values.update({f"y{index}": value for index, value in enumerate(target.outputs)})
         for index, dy in enumerate(dys):
             if dy is not None:
-                # A rule sees dense gradients only: `5 * dy` means nothing on slices.
+                # Rules work on dense gradients only: slices have no `5 * dy`.
                 values[f"dy{index}"] = tf.convert_to_tensor(dy)
             elif f"dy{index}" in wanted:
-                values[f"dy{index}"] = tf.zeros_like(site.outputs[index])
+                values[f"dy{index}"] = tf.zeros_like(target.outputs[index])
         if "salt" in wanted:
-            values["salt"] = tf.constant(site.salt, tf.int64)
+            values["salt"] = tf.constant(target.salt, tf.int64)
         if any(variable.startswith("default") for variable in wanted):
-            for index, (gradient, value) in enumerate(zip(site.own(dys), site.inputs, strict=True)):
+            for index, (gradient, value) in enumerate(zip(target.own_gradients(dys), target.inputs, strict=True)):
                 values[f"default{index}"] = tf.zeros_like(value) if gradient is None else tf.convert_to_tensor(gradient)
         return values

@@ -1,7 +1,8 @@
-"""From a checked, expanded program to a function of TensorFlow's that runs forward and backward in one call."""
+"""Builds a program: a TensorFlow function that runs forward and backward in one call."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -10,16 +11,17 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.allowed import check_ops
-from gradrule_server.engine.built import Built, Input, ParamInput
+from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.feed_plan import FeedPlan
-from gradrule_server.engine.fitting import Fitting
+from gradrule_server.engine.gradient_cache import GradientCache
 from gradrule_server.engine.graph_call import graph_call
-from gradrule_server.engine.imports import tensor_name
-from gradrule_server.engine.repeats import Repeats
+from gradrule_server.engine.graph_import import tensor_name
+from gradrule_server.engine.memory_check import MemoryCheck
+from gradrule_server.engine.memory_estimate import bytes_of, estimate_need
+from gradrule_server.engine.op_checks import check_ops
+from gradrule_server.engine.program import BuiltProgram, Input, ParamInput
 from gradrule_server.engine.response_writer import ResponseWriter
-from gradrule_server.engine.split import SplitProgram
-from gradrule_server.engine.trace import Trace, imported
+from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
 from gradrule_server.rules import RuleContent
@@ -35,7 +37,7 @@ def build(
     values: Sequence[tf.Tensor] = (),
     device: str = "CPU:0",
     disabled_fast_paths: frozenset[str] = frozenset(),
-) -> Built:
+) -> BuiltProgram:
     """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node.
 
     Args:
@@ -56,19 +58,19 @@ def build(
     return built
 
 
-def begin(
+def start_build(
     request: link_pb2.CompileRequest,
     graph_def: tf_graph_pb2.GraphDef,
     values: Sequence[tf.Tensor],
-    repeats: Repeats | None = None,
-) -> tuple[Built, Trace]:
-    """Returns what is known of the program before its graph is built, and what builds it.
+    gradient_cache: GradientCache | None = None,
+) -> tuple[BuiltProgram, Trace]:
+    """Returns the program without its function, and the trace that builds the function.
 
-    `repeats`: knows gradients of nodes like those to come, where values do not matter.
+    `gradient_cache`: reuses the gradients of similar nodes, for a program that never runs.
     """
     contents = [_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
-    built = Built(
+    built = BuiltProgram(
         inputs=[
             *(_input(spec, None) for spec in request.inputs),
             *(_input(item.spec, value) for item, value in zip(request.variables, values, strict=True)),
@@ -87,12 +89,12 @@ def begin(
         unbatched=request.unbatched,
     )
     built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)
-    _add_fed(request, graph_def, built)
-    return built, Trace(request, graph_def, contents, built, repeats)
+    _add_fed_inputs(request, graph_def, built)
+    return built, Trace(request, graph_def, contents, built, gradient_cache)
 
 
-def function_arguments(built: Built) -> list[tf.TensorSpec]:
-    """Returns what the built function takes."""
+def function_arguments(built: BuiltProgram) -> list[tf.TensorSpec]:
+    """Returns the signature of the built function."""
     return [
         *(tf.TensorSpec(item.shape, item.dtype, name=f"in{index}") for index, item in enumerate(built.inputs)),
         *(tf.TensorSpec(_stacked(item, built), item.dtype) for item in built.grad_ys),
@@ -107,8 +109,8 @@ def _build(
     values: Sequence[tf.Tensor],
     device: str,
     disabled_fast_paths: frozenset[str],
-) -> Built:
-    built, trace = begin(request, graph_def, values)
+) -> BuiltProgram:
+    built, trace = start_build(request, graph_def, values)
 
     def run(*arguments: tf.Tensor) -> list[tf.Tensor]:
         return trace.run(arguments)
@@ -117,14 +119,14 @@ def _build(
     built.function = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
     if not request.trusted:
         check_ops(built.function.graph)
-    built.fitting = Fitting(built.function, request.memory_limit)
+    built.memory_check = MemoryCheck(built.function, request.memory_limit)
     returned = {id(tensor) for tensor in built.function.graph.outputs}
     arguments = built.function.graph.inputs[: len(built.inputs)]
     built.small = "calling-thread" not in disabled_fast_paths and _is_small(built.function.graph)
     built.unused = [not argument.consumers() and id(argument) not in returned for argument in arguments]
     if trace.backward is not None:
-        built.split = SplitProgram(built.function, len(built.outputs), trace.backward, trusted=request.trusted)
-        built.layout = built.split.layout
+        built.two_parts = TwoPartProgram(built.function, len(built.outputs), trace.backward, trusted=request.trusted)
+        built.layout = built.two_parts.layout
     else:
         may_use_session = device.startswith("CPU") and "sessions" not in disabled_fast_paths
         built.call = graph_call(built.function, single_threaded=built.small, may_use_session=may_use_session)
@@ -133,8 +135,8 @@ def _build(
     return built
 
 
-def _add_fed(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, built: Built) -> None:
-    """Which grad_ys and directions are arguments is known only together with their types, which the import tells."""
+def _add_fed_inputs(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, built: BuiltProgram) -> None:
+    """Adds the fed grad_ys and the directions to the program's arguments. Importing the graph gives their types."""
     fed_ys = [y for y, item in zip(request.ys, request.grad_ys, strict=True) if item.WhichOneof("source") == "fed"]
     moved_xs = [x for x, is_given in zip(request.xs, request.directions, strict=False) if is_given]
     asked = [*fed_ys, *moved_xs]
@@ -145,20 +147,20 @@ def _add_fed(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef,
     built.grad_ys, built.directions = fed[: len(fed_ys)], fed[len(fed_ys) :]
 
 
-def _stacked(item: Input, built: Built) -> tf.TensorShape:
+def _stacked(item: Input, built: BuiltProgram) -> tf.TensorShape:
     return tf.TensorShape([None]).concatenate(item.shape) if built.stacked else item.shape
 
 
 def _input(spec: tensor_pb2.TensorSpec, default: tf.Tensor | None) -> Input:
-    return Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape), default)
+    return Input(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape), default)
 
 
 def _is_small(graph: tf.Graph) -> bool:
     ops = graph.get_operations()
     if len(ops) > _SMALL_OPS or any(op.type in _NEEDS_THREADS for op in ops):
         return False
-    # Kernels of strings and lists of tensors take memory beside TensorFlow's allocator. Where there is none, C++'s
-    # exception ends TensorFlow's own threads with a word about memory, and the calling thread with a SIGSEGV.
+    # Kernels of strings and of lists of tensors do not use TensorFlow's allocator. If they run out of memory, the C++
+    # exception ends a thread of TensorFlow's with a clear message, but the calling thread with a SIGSEGV.
     return not any(tensor.dtype in (tf.string, tf.variant) for op in ops for tensor in op.outputs)
 
 
@@ -175,17 +177,62 @@ def _content(rule: link_pb2.BoundRule) -> RuleContent | None:
 
 
 def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: list[str]) -> list[tf.TensorSpec]:
-    """Types and shapes of tensors, by importing the graph into a scratch one."""
+    """Returns types and shapes of tensors. Imports the graph into another one, which is thrown away."""
     with tf.Graph().as_default():
         feeds = {tensor_name(item.name): tf.compat.v1.placeholder(item.dtype, item.shape) for item in inputs}
-        # The scratch graph never runs, so its labels may stay.
-        tensors = imported(graph_def, feeds, names, [])
+        # This graph never runs, so its labels may stay.
+        tensors = import_tensors(graph_def, feeds, names, [])
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def shape_of(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
-    """A shape from its message."""
+def shape_from(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
+    """Returns the shape that a message describes."""
     return tf.TensorShape(None if shape.unknown_rank else [None if dim.size < 0 else dim.size for dim in shape.dim])
 
 
-__all__ = ["Built", "Input", "ParamInput", "build", "shape_of"]
+__all__ = ["BuiltProgram", "Input", "ParamInput", "build", "shape_from"]
+
+
+_VJP = (evaluate_pb2.DERIVATIVE_UNSPECIFIED, evaluate_pb2.DERIVATIVE_VJP)
+
+
+def describe(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor], device: str) -> BuiltProgram:
+    """Returns the program as `build` does, but without its function; raises the same errors.
+
+    The whole program is built if gradients are differentiated again, if they are a function of their own, or if the
+    program might not fit into memory.
+    """
+    if request.derivative in _VJP and not request.stacked_grad_ys and not request.split:
+        built = _described(request, values)
+        if built is not None:
+            return built
+    return build(request, values, device)
+
+
+def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) -> BuiltProgram | None:
+    """Returns the program without its function; None if it might not fit into memory."""
+    graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
+    functions = tf_private.add_functions(graph_def.library)
+    try:
+        graph = tf_private.RecordingGraph()
+        with graph.as_default():
+            gradient_cache = GradientCache(graph, graph_def)
+            built, trace = start_build(request, graph_def, values, gradient_cache)
+            arguments = [
+                tf.compat.v1.placeholder(spec.dtype, spec.shape, spec.name) for spec in function_arguments(built)
+            ]
+            with tf_private.sums_made_by(gradient_cache.sum):
+                outputs = trace.run(arguments)
+        if not request.trusted:
+            check_ops(graph)
+        if request.memory_limit and _most_bytes(graph, outputs) > request.memory_limit:
+            return None
+        return built
+    finally:
+        tf_private.remove_functions(functions)
+
+
+def _most_bytes(graph: tf_private.RecordingGraph, outputs: Sequence[tf.Tensor]) -> int:
+    """Returns the bytes of all tensors of the program; reused gradients count each time."""
+    repeated = sum(bytes_of(tensor) for op in graph.made for tensor in op.outputs)
+    return estimate_need(graph, outputs, sys.maxsize).size + repeated

@@ -1,112 +1,226 @@
-"""Derivatives that are built in the graph of the forward part: gradients, and gradients of gradients."""
+"""Builds gradients, and gradients of gradients, in the graph of the forward part."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.gradients import Differentiation, Turn
-from gradrule_server.engine.names import message_of, readable
-from gradrule_server.engine.question import NOT_DIFFERENTIABLE, Answers, Named, Question, same_shape
+from gradrule_server.engine.differentiation import Differentiation, DifferentiationStage
+from gradrule_server.engine.runtime_checks import require_same
+from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import error
 
-Directions = Sequence[tf.Tensor | None]
-"""For each x a tensor of its type and shape; None where there is none."""
+UNCONNECTED = "unconnected"
+NOT_DIFFERENTIABLE = "not_differentiable"
+DENSE = "dense"
+SPARSE = "sparse"
+
+WIDTHS = {DENSE: 1, SPARSE: 3, UNCONNECTED: 0, NOT_DIFFERENTIABLE: 0}
+"""Number of tensors of a derivative, by its form."""
 
 
-def vjp(question: Question, differentiation: Differentiation) -> Answers:
-    """The gradients of the ys, weighted by their upstream gradients, by each x."""
-    with differentiation.active():
-        gradients = pulled_back(question)
-    answers = Answers()
-    for x, gradient in zip(question.xs, gradients, strict=True):
-        answers.add_gradient(x, gradient, whole=question.dense)
-    return answers
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A y or an x, with its name in the request."""
+
+    name: str
+    tensor: tf.Tensor
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether its type is floating or complex."""
+        return bool(self.tensor.dtype.is_floating or self.tensor.dtype.is_complex)
 
 
-def jvp(question: Question, tangents: Directions, differentiation: Differentiation) -> Answers:
-    """For each y the sum over xs of dy/dx · tangent, of y's type and shape.
+@dataclass(frozen=True, slots=True)
+class DifferentiationRequest:
+    """The ys and xs of `graph` whose derivatives are requested.
 
-    Pulling back is linear in the upstream gradients; its transpose, which pushes forward, is its derivative by them, at
-    zero. An x without a tangent is a constant.
+    `upstream`: gradient of each y, None for ones. `unconnected_is_zero`: gives zeros for an x that is not connected.
+    `dense`: gives dense tensors instead of slices.
     """
-    ys = [y for y in question.ys if y.is_differentiable]
+
+    graph: tf.Graph
+    ys: Sequence[NamedTensor]
+    xs: Sequence[NamedTensor]
+    upstream: Sequence[tf.Tensor | None]
+    stop_gradients: Sequence[tf.Tensor]
+    unconnected_is_zero: bool
+    dense: bool = False
+
+    def with_ys(self, ys: Sequence[NamedTensor], upstream: Sequence[tf.Tensor | None]) -> DifferentiationRequest:
+        """Returns the request with other ys and upstream gradients."""
+        return replace(self, ys=ys, upstream=upstream)
+
+
+@dataclass(slots=True)
+class Derivatives:
+    """Tensors of derivatives, with their layout: for each derivative its names (x, y, or y and x) and its form."""
+
+    layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    tensors: list[tf.Tensor] = field(default_factory=list)
+
+    def add(self, names: tuple[str, ...], form: str, tensors: Sequence[tf.Tensor] = ()) -> None:
+        """Adds a derivative."""
+        self.layout.append((names, form))
+        self.tensors += tensors
+
+    def add_gradient(self, x: NamedTensor, gradient: Any, *, whole: bool = False) -> None:
+        """Adds the gradient by `x` that TensorFlow built. `whole`: makes slices dense."""
+        if not x.is_differentiable:
+            self.add((x.name,), NOT_DIFFERENTIABLE)
+        elif gradient is None:
+            self.add((x.name,), UNCONNECTED)
+        elif isinstance(gradient, tf.IndexedSlices):
+            shape = tf.shape(x.tensor, out_type=tf.int64) if gradient.dense_shape is None else gradient.dense_shape
+            if whole:
+                slices = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+                self.add((x.name,), DENSE, [tf.convert_to_tensor(slices)])
+            else:
+                self.add((x.name,), SPARSE, [gradient.values, gradient.indices, shape])
+        else:
+            self.add((x.name,), DENSE, [gradient])
+
+
+def checked_upstream(
+    y: NamedTensor, grad_y: tf.Tensor | None, shape: tf.Tensor | None = None, field: str = "grad_ys"
+) -> tf.Tensor | None:
+    """Returns the upstream gradient of a y. Raises INVALID_DERIVATIVE or FEED_SHAPE if it does not fit.
+
+    `shape`: shape of the y, if it is known without the y.
+    """
+    where = f"grad_y of {y.name!r}"
+    if grad_y is None:
+        if y.tensor.dtype.is_complex:
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                f"y {y.name!r} is {y.tensor.dtype.name}: a complex y needs a grad_y",
+                field="ys",
+            )
+        return None
+    if grad_y.dtype != y.tensor.dtype:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+            f"{where} is {grad_y.dtype.name}, but the y is {y.tensor.dtype.name}",
+            field=field,
+        )
+    if not grad_y.shape.is_compatible_with(y.tensor.shape):
+        raise error(
+            errors_pb2.ERROR_REASON_FEED_SHAPE,
+            f"{where} has shape {grad_y.shape}, but the y has {y.tensor.shape}",
+            field=field,
+        )
+    return same_shape(grad_y, y.tensor, where, shape)
+
+
+def same_shape(value: tf.Tensor, like: tf.Tensor, where: str, shape: tf.Tensor | None = None) -> tf.Tensor:
+    """Returns `value`, with a check at run time that it has the shape of `like`; FEED_SHAPE if not."""
+    if value.shape.is_fully_defined() and like.shape.is_fully_defined():
+        return value
+    wanted = tf.shape(like) if shape is None else shape
+    checked = require_same(value, tf.shape(value), wanted, errors_pb2.ERROR_REASON_FEED_SHAPE, where)
+    checked.set_shape(like.shape)
+    return checked
+
+
+Directions = Sequence[tf.Tensor | None]
+"""For each x a tensor of its type and shape, or None."""
+
+
+def vjp(request: DifferentiationRequest, differentiation: Differentiation) -> Derivatives:
+    """Builds the gradient of the ys, weighted by their upstream gradients, by each x."""
+    with differentiation.active():
+        gradients = build_gradients(request)
+    derivatives = Derivatives()
+    for x, gradient in zip(request.xs, gradients, strict=True):
+        derivatives.add_gradient(x, gradient, whole=request.dense)
+    return derivatives
+
+
+def jvp(request: DifferentiationRequest, tangents: Directions, differentiation: Differentiation) -> Derivatives:
+    """Builds for each y the sum over xs of dy/dx · tangent, of the type and shape of the y.
+
+    A vector-Jacobian product is linear in the upstream gradients, so its derivative by them, at zero, is its transpose:
+    the Jacobian-vector product. An x without a tangent is a constant.
+    """
+    ys = [y for y in request.ys if y.is_differentiable]
     zeros = [tf.zeros_like(y.tensor) for y in ys]
-    moved = _with_directions(question, tangents, "tangent")
-    with _watched(question.graph), differentiation.active():
-        gradients = _dense(moved, pulled_back(question.of(ys, zeros), [x for x, _ in moved]))
+    moved = _with_directions(request, tangents, "tangent")
+    with _watched(request.graph), differentiation.active():
+        gradients = _dense(moved, build_gradients(request.with_ys(ys, zeros), [x for x, _ in moved]))
     pushed: list[Any] = [None] * len(ys)
     if gradients:
-        columns = Question(
-            question.graph,
+        columns = DifferentiationRequest(
+            request.graph,
             [gradient for gradient, _ in gradients],
-            [Named(y.name, zero) for y, zero in zip(ys, zeros, strict=True)],
+            [NamedTensor(y.name, zero) for y, zero in zip(ys, zeros, strict=True)],
             [tangent for _, tangent in gradients],
             (),
             unconnected_is_zero=False,
         )
-        with differentiation.active(Turn.TRANSPOSE):
-            pushed = pulled_back(columns)
-    answers, found = Answers(), iter(zip(zeros, pushed, strict=True))
-    for y in question.ys:
+        with differentiation.active(DifferentiationStage.TRANSPOSE):
+            pushed = build_gradients(columns)
+    derivatives, found = Derivatives(), iter(zip(zeros, pushed, strict=True))
+    for y in request.ys:
         if not y.is_differentiable:
-            answers.add((y.name,), NOT_DIFFERENTIABLE)
+            derivatives.add((y.name,), NOT_DIFFERENTIABLE)
             continue
         zero, tangent = next(found)
-        answers.add_gradient(y, zero if tangent is None else tf.convert_to_tensor(tangent))
-    return answers
+        derivatives.add_gradient(y, zero if tangent is None else tf.convert_to_tensor(tangent))
+    return derivatives
 
 
-def hvp(question: Question, vectors: Directions, differentiation: Differentiation) -> Answers:
-    """The gradient by each x of the sum over xs of (d sum(ys) / dx) · vector: reverse over reverse.
+def hvp(request: DifferentiationRequest, vectors: Directions, differentiation: Differentiation) -> Derivatives:
+    """Builds the gradient by each x of the sum over xs of (d sum(ys) / dx) · vector: reverse over reverse.
 
-    An x without a vector counts as one whose vector is zeros.
+    An x without a vector has a vector of zeros.
     """
-    moved = _with_directions(question, vectors, "vector")
-    with _watched(question.graph), differentiation.active():
-        gradients = _dense(moved, pulled_back(question, [x for x, _ in moved]))
-    again = question.of([gradient for gradient, _ in gradients], [vector for _, vector in gradients])
-    with differentiation.active(Turn.AGAIN):
-        products = pulled_back(again)
-    answers = Answers()
-    for x, product in zip(question.xs, products, strict=True):
-        answers.add_gradient(x, product)
-    return answers
+    moved = _with_directions(request, vectors, "vector")
+    with _watched(request.graph), differentiation.active():
+        gradients = _dense(moved, build_gradients(request, [x for x, _ in moved]))
+    again = request.with_ys([gradient for gradient, _ in gradients], [vector for _, vector in gradients])
+    with differentiation.active(DifferentiationStage.AGAIN):
+        products = build_gradients(again)
+    derivatives = Derivatives()
+    for x, product in zip(request.xs, products, strict=True):
+        derivatives.add_gradient(x, product)
+    return derivatives
 
 
-def pulled_back(question: Question, xs: Sequence[Named] | None = None) -> list[Any]:
-    """By each x (default: those of the question) a tensor, slices, or None where it is not connected.
+def build_gradients(request: DifferentiationRequest, xs: Sequence[NamedTensor] | None = None) -> list[Any]:
+    """Builds the gradient by each x (default: the xs of the request): a tensor, slices, or None if not connected.
 
-    Built in the current graph, which may be another than the question's. Raises INVALID_DERIVATIVE.
+    They are built in the current graph, which may differ from the graph of the request. Raises INVALID_DERIVATIVE.
     """
-    pairs = [(y, upstream) for y, upstream in zip(question.ys, question.upstream, strict=True) if y.is_differentiable]
-    values = [x.tensor for x in (question.xs if xs is None else xs)]
+    pairs = [(y, upstream) for y, upstream in zip(request.ys, request.upstream, strict=True) if y.is_differentiable]
+    values = [x.tensor for x in (request.xs if xs is None else xs)]
     if not pairs:
-        return [tf.zeros_like(value) if question.unconnected_is_zero else None for value in values]
-    is_zero = question.unconnected_is_zero
+        return [tf.zeros_like(value) if request.unconnected_is_zero else None for value in values]
+    is_zero = request.unconnected_is_zero
     try:
         return tf_private.gradients_from(
-            question.graph,
+            request.graph,
             [y.tensor for y, _ in pairs],
             values,
             [upstream for _, upstream in pairs],
-            question.stop_gradients,
+            request.stop_gradients,
             tf.UnconnectedGradients.ZERO if is_zero else tf.UnconnectedGradients.NONE,
         )
     except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:
         raise error(
             errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
-            f"TensorFlow cannot differentiate this: {readable(message_of(cause))}",
+            f"TensorFlow cannot differentiate this: {clean_message(error_message(cause))}",
         ) from cause
 
 
 def dense(gradient: Any, like: tf.Tensor) -> tf.Tensor:
-    """Slices as a tensor of the shape of `like`; a tensor as it is."""
+    """Returns slices as a tensor of the shape of `like`; returns a tensor unchanged."""
     if isinstance(gradient, tf.IndexedSlices) and gradient.dense_shape is None:
         gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.shape(like, out_type=gradient.indices.dtype))
     value: tf.Tensor = tf.convert_to_tensor(gradient)
@@ -122,18 +236,22 @@ def _watched(graph: tf.Graph) -> Iterator[None]:
     tf_private.watch(graph.get_operations()[before:])
 
 
-def _with_directions(question: Question, directions: Directions, what: str) -> list[tuple[Named, tf.Tensor]]:
+def _with_directions(
+    request: DifferentiationRequest, directions: Directions, what: str
+) -> list[tuple[NamedTensor, tf.Tensor]]:
     return [
         (x, same_shape(direction, x.tensor, f"{what} of {x.name!r}"))
-        for x, direction in zip(question.xs, directions, strict=True)
+        for x, direction in zip(request.xs, directions, strict=True)
         if direction is not None
     ]
 
 
-def _dense(moved: Sequence[tuple[Named, tf.Tensor]], gradients: Sequence[Any]) -> list[tuple[Named, tf.Tensor]]:
-    """The gradients that there are, each with the direction of its x."""
+def _dense(
+    moved: Sequence[tuple[NamedTensor, tf.Tensor]], gradients: Sequence[Any]
+) -> list[tuple[NamedTensor, tf.Tensor]]:
+    """Returns the gradients that are not None, each with the direction of its x."""
     return [
-        (Named(x.name, dense(gradient, x.tensor)), direction)
+        (NamedTensor(x.name, dense(gradient, x.tensor)), direction)
         for (x, direction), gradient in zip(moved, gradients, strict=True)
         if gradient is not None
     ]

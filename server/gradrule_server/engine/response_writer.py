@@ -1,4 +1,8 @@
-"""Writes the answers of one program: names and types are encoded once, and shapes once per set of shapes."""
+"""Writes the answers of programs.
+
+`ResponseWriter` encodes names and types once per program, and shapes once per set of shapes. The functions below it
+write the tensors of forward runs and sessions into messages.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,21 @@ from gradrule.common import tensor_codec
 from gradrule.common.tensor_packing import Packing, pack
 from gradrule.common.wire_format import prefix, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
+from gradrule_server.engine.derivatives import DENSE, SPARSE, UNCONNECTED, WIDTHS
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.question import DENSE, SPARSE, UNCONNECTED, WIDTHS
-from gradrule_server.engine.shared_memory import Room, write_tensor
+from gradrule_server.engine.shared_memory import AnswerArea, placed_tensor
 from gradrule_server.link.framing import Buffer
 
 if TYPE_CHECKING:
-    from gradrule_server.engine.built import Built
+    from gradrule_server.engine.program import BuiltProgram
+
 
 _EvaluateResponse = evaluate_pb2.EvaluateResponse
 _Timings = evaluate_pb2.Timings
 _JACOBIANS = (evaluate_pb2.DERIVATIVE_JACOBIAN, evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN)
-# From this size on the bytes of a tensor are passed on where they lie.
+# Smaller tensors are copied: a copy costs less than one more part of the answer.
 _LEAST_VIEWED_BYTES = 4096
-# Sets of shapes whose encoding is kept.
+# Number of sets of shapes whose encoding is kept.
 _MAX_KEPT = 64
 NARROW_INTS = frozenset({"int2", "uint2", "int4", "uint4"})
 """Element types that are written as varints."""
@@ -35,13 +40,13 @@ NARROW_INT_BYTES = 10
 _NANOSECONDS = 1_000_000_000
 
 _Tree: TypeAlias = "bytes | _Tensor | tuple[int, list[_Tree]]"
-"""Part of a message: encoded fields; a tensor; a message field."""
+"""Part of a message: encoded fields, a tensor, or a field that holds a message."""
 
 
 class _Tensor(NamedTuple):
-    """A result by its number, and the fields that it is in: with its bytes, and without them, in shared memory.
+    """The place of a result: its number, its field when inline, and its field when in shared memory.
 
-    None: it cannot be in shared memory.
+    `shared` is None if the result cannot be in shared memory.
     """
 
     number: int
@@ -52,7 +57,7 @@ class _Tensor(NamedTuple):
 class ResponseWriter:
     """Encodes the outputs and derivatives of a built program as the bytes of an `EvaluateResponse`. Thread-safe."""
 
-    def __init__(self, built: Built, dtypes: Sequence[tf.DType], device: str) -> None:
+    def __init__(self, built: BuiltProgram, dtypes: Sequence[tf.DType], device: str) -> None:
         self._numbers = [dtype.base_dtype.as_datatype_enum for dtype in dtypes]
         self._tree = list(_tree(built))
         self._device = _field(_EvaluateResponse.DEVICE_FIELD_NUMBER, device.encode())
@@ -61,7 +66,7 @@ class ResponseWriter:
         self._kept: dict[tuple[tuple[int, ...], ...], tuple[list[bytes], bytes]] = {}
 
     def size_of(self, results: Arrays) -> int:
-        """Returns the bytes that the results take in a message, at most."""
+        """Returns an upper bound on the bytes that the results take in a message."""
         if self._is_plain:
             return sum([result.nbytes for result in results])
         return sum(map(_size_of, results))
@@ -73,18 +78,18 @@ class ResponseWriter:
         started_ns: int,
         *,
         packing: Packing | None = None,
-        room: Room | None = None,
+        answer_area: AnswerArea | None = None,
     ) -> list[Buffer]:
         """Returns the parts of the message, in order; large tensors are views of the results.
 
-        queue_ns: how long the call waited. started_ns: when it was taken up. packing: how tensors are packed. room:
-        where large tensors that are not packed are written instead, as far as they find room there.
+        queue_ns: nanoseconds that the call waited. started_ns: monotonic time at which its run started. packing: how
+        tensors are packed. answer_area: takes large tensors that are not packed, as far as they fit.
         """
         found: tuple[list[bytes], bytes] | None
         if packing is not None:
             found, contents = self._packed(results, packing)
-        elif room is not None and self._is_plain:
-            return self._write_shared(results, queue_ns, started_ns, room)
+        elif answer_area is not None and self._is_plain:
+            return self._write_shared(results, queue_ns, started_ns, answer_area)
         elif self._is_plain:
             shapes = tuple([result.shape for result in results])
             found = self._kept.get(shapes)
@@ -104,16 +109,16 @@ class ResponseWriter:
             found = self._encoded(heads, [0] * len(heads))
         return self._joined(*found, contents, queue_ns, started_ns)
 
-    def _write_shared(self, results: Arrays, queue_ns: int, started_ns: int, room: Room) -> list[Buffer]:
+    def _write_shared(self, results: Arrays, queue_ns: int, started_ns: int, answer_area: AnswerArea) -> list[Buffer]:
         contents = [_content(result) for result in results]
         may_share = [tensor.shared is not None for tensor in _tensors_of(self._tree)]
-        placed = room.place([content if may else b"" for content, may in zip(contents, may_share, strict=True)])
+        placed = answer_area.place([content if may else b"" for content, may in zip(contents, may_share, strict=True)])
         heads: list[bytes] = []
         shared: list[bytes | None] = []
         for index, (number, result, offset) in enumerate(zip(self._numbers, results, placed, strict=True)):
             size = int(result.nbytes)
             heads.append(_head(number, result.shape, size))
-            shared.append(None if offset is None else write_tensor(number, result.shape, offset, size))
+            shared.append(None if offset is None else placed_tensor(number, result.shape, offset, size))
             if offset is not None:
                 contents[index] = b""
         before, rest = self._encoded(heads, list(map(len, contents)), shared)
@@ -129,7 +134,7 @@ class ResponseWriter:
         return parts
 
     def _packed(self, results: Arrays, packing: Packing) -> tuple[tuple[list[bytes], bytes], list[Buffer]]:
-        """Returns what stands around the contents, and the contents, packed where that makes them smaller."""
+        """Returns the bytes around the contents, and the contents, packed where that makes them smaller."""
         heads: list[bytes] = []
         contents: list[Buffer] = []
         for number, result in zip(self._numbers, results, strict=True):
@@ -146,9 +151,9 @@ class ResponseWriter:
     def _encoded(
         self, heads: Sequence[bytes], sizes: Sequence[int], shared: Sequence[bytes | None] = ()
     ) -> tuple[list[bytes], bytes]:
-        """Returns what stands before the content of each result, and what stands behind the last one.
+        """Returns the bytes before the content of each result, and the bytes after the last content.
 
-        shared: the bytes of results that lie in shared memory, and so have no content.
+        shared: references to results in shared memory, which have no content here.
         """
         before: list[bytes] = []
         piece: list[bytes] = []
@@ -187,7 +192,7 @@ class ResponseWriter:
         return before, b"".join(piece)
 
 
-def _tree(built: Built) -> Iterator[_Tree]:
+def _tree(built: BuiltProgram) -> Iterator[_Tree]:
     """Yields the fields of a program's response, the results in their order."""
     count = 0
     for name in built.outputs:
@@ -223,7 +228,7 @@ def _named(name: str, results: Sequence[int]) -> list[_Tree]:
     encoded: _Tree = _field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
     source = tensor_pb2.TensorSource
     tensors: list[_Tree] = [
-        _Tensor(result, source.INLINE_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
+        _Tensor(result, source.INLINE_TENSOR_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
     ]
     return [encoded, (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensors)] if results else [encoded]
 
@@ -292,3 +297,60 @@ def _duration(nanoseconds: int) -> bytes:
     if not seconds:
         return b"\x10" + varint(nanos)
     return b"\x08" + varint(seconds) + b"\x10" + varint(nanos)
+
+
+def write_derivatives(
+    response: evaluate_pb2.EvaluateResponse, built: BuiltProgram, tensors: Sequence[tf.Tensor], packing: Packing | None
+) -> None:
+    """Adds all derivatives of a program to a response. `tensors` are in the order of the program's layout."""
+    rest = iter(tensors)
+    for names, form in built.layout:
+        values = [next(rest) for _ in range(WIDTHS[form])]
+        if built.kind == evaluate_pb2.DERIVATIVE_JVP:
+            tangent = response.output_tangents.add(name=names[0])
+            if values:
+                write_tensor(tangent.value.inline_tensor, values[0], packing)
+        elif built.kind in _JACOBIANS:
+            _write_block(response.jacobians.add(y=names[0], x=names[1]), form, values, packing)
+        else:
+            write_gradient(response.gradients.add(x=names[0]), form, values, packing)
+
+
+def write_gradient(
+    message: evaluate_pb2.Gradient, form: str, values: Sequence[tf.Tensor], packing: Packing | None
+) -> None:
+    """Writes one gradient: dense, sparse, unconnected or not differentiable."""
+    if form == SPARSE:
+        parts = (message.sparse.values, message.sparse.indices, message.sparse.dense_shape)
+        for part, value in zip(parts, values, strict=True):
+            write_tensor(part, value, packing)
+    else:
+        _write_block(message, form, values, packing)
+
+
+def _write_block(
+    message: evaluate_pb2.Gradient | evaluate_pb2.JacobianBlock,
+    form: str,
+    values: Sequence[tf.Tensor],
+    packing: Packing | None,
+) -> None:
+    if form == DENSE:
+        write_tensor(message.dense, values[0], packing)
+    elif form == UNCONNECTED:
+        message.unconnected.SetInParent()
+    else:
+        message.not_differentiable.SetInParent()
+
+
+def write_tensor(message: tensor_pb2.Tensor, tensor: tf.Tensor, packing: Packing | None = None) -> None:
+    """Writes a tensor of any type; packs it if `packing` is given and makes it smaller."""
+    # TensorFlow returns a scalar string as bytes, not as an array.
+    array = np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None)
+    packed = None if packing is None else pack(tensor.dtype.as_datatype_enum, array, packing)
+    if packed is not None:
+        message.ParseFromString(b"".join(packed))
+        return
+    tensor_codec.write_message(message, array)
+    if tensor.dtype.is_quantized:
+        # In NumPy such values are plain integers.
+        message.dtype = tensor.dtype.as_datatype_enum

@@ -1,4 +1,4 @@
-"""One run of a built program: from the request's tensors to the bytes of an answer."""
+"""Runs a built program: from the request's tensors to the bytes of the answer."""
 
 from __future__ import annotations
 
@@ -10,23 +10,35 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
+# `gradrule.common.tensor_packing` imports it at first use, when the process may no longer open files.
+import zstandard  # noqa: F401
+
+from gradrule.common import tensor_packing
 from gradrule.common.tensor_packing import Packing
-from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.bulk import Contents
-from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.limits import MAX_ANSWER_BYTES
-from gradrule_server.engine.memory import memory_error, out_of_memory
-from gradrule_server.engine.names import message_of, readable
-from gradrule_server.engine.packing import packing_of
+from gradrule_server.engine.large_tensors import LargeTensors
+from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS
-from gradrule_server.engine.shared_memory import Room, SharedMemories
+from gradrule_server.engine.runtime_checks import MAX_ANSWER_BYTES
+from gradrule_server.engine.shared_memory import AnswerArea, AttachedMemories
+from gradrule_server.engine.tf_errors import translate_errors
 from gradrule_server.errors import error
 from gradrule_server.link.framing import Buffer
 from gradrule_server.link.v1 import link_pb2
+
+
+def packing_of(message: tensor_pb2.Packing) -> tensor_packing.Packing | None:
+    """Returns how the tensors of an answer are packed; None: they are not. Raises MALFORMED_REQUEST."""
+    try:
+        return tensor_packing.packing_of(message)
+    except ValueError as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"answer_packing: {cause}", field="answer_packing"
+        ) from cause
+
 
 T = TypeVar("T")
 
@@ -34,80 +46,70 @@ _COMPILED = evaluate_pb2.EvaluateResponse(jit=True).SerializeToString()
 
 
 def run(
-    built: Built, request: link_pb2.RunRequest, contents: Contents, reader: ArgumentReader, memories: SharedMemories
+    built: BuiltProgram,
+    request: link_pb2.RunRequest,
+    contents: LargeTensors,
+    reader: ArgumentReader,
+    memories: AttachedMemories,
 ) -> list[Buffer]:
     """Runs the program; returns the parts of an `EvaluateResponse` with outputs, gradients, timings and device.
 
-    `contents`: what was cut out of the request. `memories`: in which tensors may lie.
+    `contents`: bytes of tensors that were cut out of the request. `memories`: shared memory of clients.
     """
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
-    contents, room = memories.open(call, contents)
+    contents, answer_area = memories.open(call, contents)
     if request.blob_folder:
-        reader = reader.within(request.blob_folder)
+        reader = reader.for_folder(request.blob_folder)
     packing = packing_of(call.answer_packing) if call.HasField("answer_packing") else None
-    arrays = translated(lambda: reader.arrays(built, call, request.params, contents))
+    arrays = translate_errors(lambda: reader.arrays(built, call, request.params, contents))
     jit = built.jit
     if jit is None:
-        results = translated(lambda: built.call(arrays))
-        return respond(built, results, request.received_ns, started, packing=packing, room=room)
-    results, is_compiled = translated(lambda: jit.run(arrays))
-    parts = respond(built, results, request.received_ns, started, packing=packing, room=room)
+        results = translate_errors(lambda: built.call(arrays))
+        return respond(built, results, request.received_ns, started, packing=packing, answer_area=answer_area)
+    results, is_compiled = translate_errors(lambda: jit.run(arrays))
+    parts = respond(built, results, request.received_ns, started, packing=packing, answer_area=answer_area)
     if is_compiled:
         parts.append(_COMPILED)
     return parts
 
 
 def respond(
-    built: Built,
+    built: BuiltProgram,
     results: Arrays,
     received_ns: int,
     started_ns: int,
     batch_size: int = 0,
     *,
     packing: Packing | None = None,
-    room: Room | None = None,
+    answer_area: AnswerArea | None = None,
 ) -> list[Buffer]:
-    """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE.
+    """Returns the parts of the `EvaluateResponse` with the results of a run. Raises MESSAGE_TOO_LARGE.
 
     `packing`: how results are packed. `room`: where large results are written instead, if they are not packed.
     """
     _check_bytes(built.writer.size_of(results))
     queue_ns = max(0, started_ns - received_ns)
-    parts = built.writer.write(results, queue_ns, started_ns, packing=packing, room=room)
+    parts = built.writer.write(results, queue_ns, started_ns, packing=packing, answer_area=answer_area)
     if batch_size:
         parts.append(evaluate_pb2.EvaluateResponse(batch_size=batch_size).SerializeToString())
     return parts
 
 
 def set_timings(timings: evaluate_pb2.Timings, received_ns: int, started_ns: int) -> None:
-    """Where the time went, until now."""
+    """Sets the time that the call waited and the time that it has run until now."""
     timings.queue.FromNanoseconds(max(0, started_ns - received_ns))
     timings.run.FromNanoseconds(time.monotonic_ns() - started_ns)
 
 
-def execute(built: Built, function: Callable[[], T]) -> T:
+def execute(built: BuiltProgram, function: Callable[[], T]) -> T:
     """Returns what a function of a program returns; small ones run on this thread. Raises as `translated`."""
     with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
-        return translated(function)
-
-
-def translated(function: Callable[[], T]) -> T:
-    """Returns what TensorFlow returns; raises a failed check as the error that it stands for, or EXECUTION_FAILED."""
-    try:
-        return function()
-    except (tf.errors.OpError, UnicodeDecodeError) as cause:
-        message = message_of(cause)
-        found = failed_check(message)
-        if found is not None:
-            raise found from cause
-        if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
-            raise memory_error(readable(message)) from cause
-        raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(message)) from cause
+        return translate_errors(function)
 
 
 def check_size(results: Iterable[tf.Tensor]) -> None:
-    """MESSAGE_TOO_LARGE, before anything is copied."""
+    """Raises MESSAGE_TOO_LARGE if the results do not fit into an answer. Copies nothing."""
     _check_bytes(sum(_size_of(tensor) for tensor in results))
 
 

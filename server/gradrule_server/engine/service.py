@@ -1,4 +1,4 @@
-"""What an engine does with each frame."""
+"""Handles the frames that the front end sends to an engine."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.batching.running import BatchRunner
-from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.build import Built, build
-from gradrule_server.engine.bulk import open_payload
-from gradrule_server.engine.describe import describe
-from gradrule_server.engine.handles import Handles
+from gradrule_server.engine.batching.batch_runner import BatchRunner
+from gradrule_server.engine.blobs import BlobReader, VariableCache
+from gradrule_server.engine.build import BuiltProgram, build, describe
+from gradrule_server.engine.forward_runs import ForwardRuns
 from gradrule_server.engine.jit.background import JitCompiler
+from gradrule_server.engine.large_tensors import cut_large_tensors
 from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.run import run
 from gradrule_server.engine.sessions import Sessions
-from gradrule_server.engine.shared_memory import SharedMemories
-from gradrule_server.engine.weights import Weights
+from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
+from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.worker import PreparationService
 from gradrule_server.recovery.endings import ProgramNotLoaded
@@ -35,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class EngineService:
-    """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe.
+    """Holds an engine's programs, sessions and forward runs, and handles each kind of frame. Thread-safe.
 
-    `memories`: of clients, in which tensors may lie. `on_worker`: called at the first task of a compile worker.
-    `jit_after_s`: as for `JitCompiler`. `disabled_fast_paths`: see `gradrule.common.fast_paths`.
+    `memories`: shared memory of clients. `on_worker`: called at the first task of a compile worker. `jit_after_s`: as
+    for `JitCompiler`. `disabled_fast_paths`: see `gradrule.common.fast_paths`.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class EngineService:
         frames: FrameSocket,
         device: str,
         blobs: BlobReader,
-        memories: SharedMemories | None = None,
+        memories: AttachedMemories | None = None,
         on_worker: Callable[[], None] = lambda: None,
         jit_after_s: float = 0.0,
         disabled_fast_paths: frozenset[str] = frozenset(),
@@ -54,28 +52,28 @@ class EngineService:
         self._frames = frames
         self._jit = JitCompiler(frames, jit_after_s)
         self._reader = ArgumentReader(blobs)
-        self._weights = Weights(blobs)
+        self._variable_cache = VariableCache(blobs)
         self._device = device
         self._disabled_fast_paths = disabled_fast_paths
-        self._programs: dict[str, Built] = {}
-        self._sessions = Sessions(self._reader, self._weights, self._program, device)
-        self._handles = Handles(self._reader)
-        self._memories = memories or SharedMemories(None)
+        self._programs: dict[str, BuiltProgram] = {}
+        self._sessions = Sessions(self._reader, self._variable_cache, self._program, device)
+        self._forward_runs = ForwardRuns(self._reader)
+        self._memories = memories or AttachedMemories(None)
         self._batches = BatchRunner(frames, self._reader, self._memories, self._program, self._answering)
         self._on_worker = on_worker
         self._is_worker = False
-        self._preparation = PreparationService(frames, lambda folder, name: blobs.within(folder).read(name))
-        # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
+        self._preparation = PreparationService(frames, lambda folder, name: blobs.for_folder(folder).read(name))
+        # Tracing holds the interpreter lock, so several threads would not make it faster.
         self._build_lock = threading.Lock()
-        # Written while there is memory.
+        # Encoded now: later there may be no memory for it.
         self._no_memory = fault_message(memory_error("no memory is left")).SerializeToString()
 
     def refuse(self, request_id: int) -> None:
-        """Answers a request that there is no memory for."""
+        """Answers a request with MEMORY_EXCEEDED without allocating memory."""
         self._frames.send(Kind.FAULT, request_id, self._no_memory)
 
     def handle(self, frame: Frame) -> None:
-        """Handles one frame; whatever goes wrong becomes a FAULT. `MemoryError` where there is none even for that."""
+        """Handles one frame; an error is sent as a FAULT. Raises `MemoryError` if there is no memory for the FAULT."""
         with self._answering(frame.request_id):
             if frame.kind is Kind.RUN_BATCH:
                 self._batches.run(frame.request_id, frame.payload)
@@ -84,7 +82,7 @@ class EngineService:
 
     @contextlib.contextmanager
     def _answering(self, request_id: int) -> Iterator[None]:
-        """Within this context whatever goes wrong becomes a FAULT."""
+        """Sends each error that is raised within this context as a FAULT."""
         try:
             yield
         except GradruleError as cause:
@@ -96,7 +94,7 @@ class EngineService:
             message = f"the bytes are no {evaluate_pb2.EvaluateRequest.DESCRIPTOR.full_name}"
             self._send_fault(request_id, error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
         except Exception as cause:
-            # The boundary of the process: an unforeseen error must reach the caller as one, and the log in full.
+            # This is the boundary of the process: the caller gets a FAULT, the log the whole error.
             _log.exception("request %d failed", request_id)
             self._send_fault(request_id, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
 
@@ -110,7 +108,7 @@ class EngineService:
         if frame.kind is Kind.TOLD:
             self._preparation.deliver_answer(frame)
             return
-        payload, contents = open_payload(frame.kind, frame.payload)
+        payload, contents = cut_large_tensors(frame.kind, frame.payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)
             answer = run(self._program(request.key), request, contents, self._reader, self._memories)
@@ -124,13 +122,13 @@ class EngineService:
             key = link_pb2.UnloadRequest.FromString(payload).key
             built = self._programs.pop(key, None)
             if built is not None and built.jit is not None:
-                self._jit.tell_dropped(key)
+                self._jit.report_dropped(key)
         elif frame.kind is Kind.FORWARD:
             forward = link_pb2.ForwardRequest.FromString(payload)
-            kept = self._handles.forward(self._program(forward.run.key), forward, contents, self._device)
+            kept = self._forward_runs.forward(self._program(forward.run.key), forward, contents, self._device)
             self._frames.send(Kind.RAN, frame.request_id, kept.SerializeToString())
         elif frame.kind is Kind.PULL_BACK:
-            gradients = self._handles.pull_back(link_pb2.PullBackRequest.FromString(payload), contents)
+            gradients = self._forward_runs.pull_back(link_pb2.PullBackRequest.FromString(payload), contents)
             self._frames.send(Kind.RAN, frame.request_id, gradients.SerializeToString())
         elif frame.kind is Kind.SESSION:
             done = self._sessions.handle(link_pb2.SessionRequest.FromString(payload), contents)
@@ -140,11 +138,11 @@ class EngineService:
         elif frame.kind is Kind.JIT_NOTICE:
             self._jit.refuse(link_pb2.JitNotice.FromString(payload).key)
         elif frame.kind is Kind.RELEASE:
-            self._handles.release(link_pb2.ReleaseRequest.FromString(payload).handle)
+            self._forward_runs.release(link_pb2.ReleaseRequest.FromString(payload).handle)
         else:
             raise DecodeError(f"an engine takes no {frame.kind.name}")
 
-    def _program(self, key: str) -> Built:
+    def _program(self, key: str) -> BuiltProgram:
         built = self._programs.get(key)
         if built is None:
             message = f"the engine holds no program {key!r}"
@@ -153,9 +151,9 @@ class EngineService:
 
     def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:
         if self._device.startswith("GPU"):
-            # Tensors lie in the device's memory, which TensorFlow bounds itself.
+            # TensorFlow itself limits the memory of the device, which holds the tensors.
             request.memory_limit = 0
-        values = self._weights.of(request.variables, request.blob_folder)
+        values = self._variable_cache.tensors(request.variables, request.blob_folder)
         with self._build_lock:
             if request.describe_only:
                 built = describe(request, values, self._device)
@@ -181,6 +179,6 @@ class EngineService:
 
 
 def tensorflow_version() -> str:
-    """Version of the TensorFlow that runs."""
+    """Returns the version of TensorFlow."""
     version: str = tf.__version__
     return version

@@ -1,4 +1,4 @@
-"""Variables of sessions, on the device, until the front end ends the session."""
+"""Keeps the variables of sessions on the device until the front end ends the session."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
-from gradrule_server.engine.answers import write_derivatives, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.bulk import Contents
-from gradrule_server.engine.packing import packing_of
-from gradrule_server.engine.question import DENSE, SPARSE, WIDTHS
-from gradrule_server.engine.run import check_size, execute, set_timings
-from gradrule_server.engine.saved import saved_bytes
-from gradrule_server.engine.weights import Weights
+from gradrule_server.engine.blobs import VariableCache
+from gradrule_server.engine.derivatives import DENSE, SPARSE, WIDTHS
+from gradrule_server.engine.large_tensors import LargeTensors
+from gradrule_server.engine.memory import saved_bytes
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.response_writer import write_derivatives, write_tensor
+from gradrule_server.engine.run import check_size, execute, packing_of, set_timings
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
@@ -39,20 +38,22 @@ class _Session:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def bytes_with(self, values: Values) -> int:
-        """What the session takes with these values and its optimiser."""
+        """Returns the bytes of the session with these values and its optimizer."""
         slots = 0 if self.optimizer is None else self.optimizer.slot_bytes
         return saved_bytes(list(values.values())) + int(slots)
 
 
 class Sessions:
-    """Sessions by the front end's names. Thread-safe; the messages of one session are handled one after the other.
+    """Runs sessions, by the front end's names. Thread-safe; the messages of one session are handled in turn.
 
     What fails changes nothing.
     """
 
-    def __init__(self, reader: ArgumentReader, weights: Weights, program: Callable[[str], Built], device: str) -> None:
+    def __init__(
+        self, reader: ArgumentReader, variable_cache: VariableCache, program: Callable[[str], BuiltProgram], device: str
+    ) -> None:
         self._reader = reader
-        self._weights = weights
+        self._variable_cache = variable_cache
         self._program = program
         self._device = device
         self._sessions: dict[str, _Session] = {}
@@ -60,10 +61,10 @@ class Sessions:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def handle(self, request: link_pb2.SessionRequest, contents: Contents) -> link_pb2.SessionReply:
-        """One message. SESSION_LOST for a session that is not there, QUOTA_EXCEEDED where it gets too large.
+    def handle(self, request: link_pb2.SessionRequest, contents: LargeTensors) -> link_pb2.SessionReply:
+        """Handles one message. Raises SESSION_LOST for an unknown session, QUOTA_EXCEEDED if it gets too large.
 
-        `contents`: what was cut out of the message.
+        `contents`: bytes of tensors that were cut out of the message.
         """
         with self._lock:
             if request.assign.opens and request.session not in self._ended:
@@ -76,9 +77,9 @@ class Sessions:
             match request.WhichOneof("action"):
                 case "assign":
                     given = request.assign.variables
-                    values = self._weights.of(given, request.blob_folder)
+                    values = self._variable_cache.tensors(given, request.blob_folder)
                     new = dict(zip((item.spec.name for item in given), values, strict=True))
-                    session.values = self._within(session, {**session.values, **new}, request)
+                    session.values = self._check_size(session, {**session.values, **new}, request)
                 case "read":
                     self._read(session, request.read, reply)
                 case _:
@@ -87,7 +88,7 @@ class Sessions:
         return reply
 
     def end(self, name: str) -> None:
-        """Lets a session go."""
+        """Ends a session and frees its memory."""
         with self._lock:
             session = self._sessions.pop(name, None)
             if session is None:
@@ -98,7 +99,7 @@ class Sessions:
             with session.lock:
                 session.optimizer = None
                 session.values.clear()
-            # Optimisers, their variables and functions refer to one another.
+            # Optimizers, their variables and functions form reference cycles.
             gc.collect()
 
     def _read(self, session: _Session, asked: link_pb2.SessionRead, reply: link_pb2.SessionReply) -> None:
@@ -113,20 +114,20 @@ class Sessions:
             )
         check_size([session.values[name] for name in names])
         for name in names:
-            write_tensor(reply.variables.add(name=name).value.inline, session.values[name], packing)
+            write_tensor(reply.variables.add(name=name).value.inline_tensor, session.values[name], packing)
 
     def _run(
         self,
         session: _Session,
         request: link_pb2.SessionRun,
-        contents: Contents,
+        contents: LargeTensors,
         message: link_pb2.SessionRequest,
         reply: link_pb2.SessionReply,
     ) -> None:
         started = time.monotonic_ns()
         built = self._program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
-        reader = self._reader.within(request.run.blob_folder)
+        reader = self._reader.for_folder(request.run.blob_folder)
         packing = packing_of(call.answer_packing)
         results = execute(
             built,
@@ -142,31 +143,33 @@ class Sessions:
         else:
             check_size([*outputs, *([] if request.HasField("optimizer") else derivatives)])
             for name, value in zip(built.outputs, outputs, strict=True):
-                write_tensor(response.outputs.add(name=name).value.inline, value, packing)
-        # A caller that was told that its time has passed must find everything as it was.
+                write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
+        # A caller whose deadline has passed must find its session unchanged.
         if time.monotonic_ns() > message.deadline_ns:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed while the program ran")
         if request.HasField("optimizer"):
-            values = self._stepped(session, built, request.optimizer, values, _by_x(built, derivatives), message)
+            values = self._apply_optimizer(
+                session, built, request.optimizer, values, _gradients_by_x(built, derivatives), message
+            )
         elif not request.store:
             write_derivatives(response, built, derivatives, packing)
-        session.values = self._within(session, values, message)
+        session.values = self._check_size(session, values, message)
         session.steps += request.HasField("optimizer")
         set_timings(response.timings, request.run.received_ns, started)
         reply.response = response.SerializeToString()
 
-    def _stepped(
+    def _apply_optimizer(
         self,
         session: _Session,
-        built: Built,
+        built: BuiltProgram,
         message: session_pb2.Optimizer,
         values: Values,
         gradients: Mapping[str, Any],
         asked: link_pb2.SessionRequest,
     ) -> Values:
-        """The values after one update."""
-        # Keras takes seconds to import, and only who trains needs it.
-        from gradrule_server.engine.optimizers import StepOptimizer
+        """Returns the values after one step of the optimizer."""
+        # Keras takes seconds to import, and only training needs it.
+        from gradrule_server.engine.session_optimizer import StepOptimizer
 
         if not gradients:
             raise error(
@@ -178,17 +181,17 @@ class Sessions:
         if before is None or not before.fits(message, {name: values[name] for name in gradients}):
             session.optimizer = StepOptimizer(message, {name: values[name] for name in gradients})
             try:
-                self._within(session, values, asked)
+                self._check_size(session, values, asked)
             except BaseException:
                 session.optimizer = before
                 raise
-            # What was replaced is made of things that refer to one another.
+            # The old optimizer is freed at once: it has reference cycles.
             gc.collect()
         new: Values = execute(built, lambda: session.optimizer.step(message, values, gradients))
         return {**values, **new}
 
-    def _within(self, session: _Session, values: Values, message: link_pb2.SessionRequest) -> Values:
-        """The values; QUOTA_EXCEEDED where they, with the optimiser's slots, take more than a message allows."""
+    def _check_size(self, session: _Session, values: Values, message: link_pb2.SessionRequest) -> Values:
+        """Returns the values. Raises QUOTA_EXCEEDED if they and the optimizer's slots exceed the message's limit."""
         size = session.bytes_with(values)
         if size > message.max_bytes:
             raise error(
@@ -199,8 +202,8 @@ class Sessions:
         return values
 
 
-def _by_x(built: Built, derivatives: Sequence[tf.Tensor]) -> dict[str, Any]:
-    """The gradients that there are, each as a tensor or slices, by the name of its x."""
+def _gradients_by_x(built: BuiltProgram, derivatives: Sequence[tf.Tensor]) -> dict[str, Any]:
+    """Returns the connected gradients, as tensors or slices, by the name of their x."""
     rest = iter(derivatives)
     found: dict[str, Any] = {}
     for (x,), form in built.layout:

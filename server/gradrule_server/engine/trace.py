@@ -1,51 +1,114 @@
-"""The body of a built program's function: the graph imported, and differentiated as asked."""
+"""Traces the function of a program: imports its graph and differentiates it as requested."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, tensor_pb2
+from gradrule_server.engine import tf_private
 from gradrule_server.engine.backward import Backward, jacobian, stacked_vjp
 from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.constant_search import remove_labels
-from gradrule_server.engine.derivatives import hvp, jvp, vjp
-from gradrule_server.engine.gradients import Differentiation
-from gradrule_server.engine.imports import import_graph, tensor_name
-from gradrule_server.engine.names import IMPORT_SCOPE, message_of, readable
-from gradrule_server.engine.question import Answers, Named, Question, checked_upstream
-from gradrule_server.engine.references import Reference
-from gradrule_server.engine.repeats import Repeats
+from gradrule_server.engine.derivatives import (
+    Derivatives,
+    DifferentiationRequest,
+    NamedTensor,
+    checked_upstream,
+    hvp,
+    jvp,
+    vjp,
+)
+from gradrule_server.engine.differentiation import Differentiation
+from gradrule_server.engine.gradient_cache import GradientCache
+from gradrule_server.engine.graph_import import IMPORT_SCOPE, import_graph, remove_labels, tensor_name
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import RuleContent
+
+_SCOPE = "reference"
+
+
+class ReferenceForwards:
+    """Imports the program's graph once more for each baseline, with the xs replaced by it. Unused ops never run."""
+
+    def __init__(
+        self, graph_def: tf_graph_pb2.GraphDef, feeds: Mapping[str, tf.Tensor], xs: Mapping[str, tf.Tensor]
+    ) -> None:
+        self._graph_def = graph_def
+        self._feeds = feeds
+        self._xs = xs
+        self._graph = tf.compat.v1.get_default_graph()
+        self._scopes: dict[str, str] = {}
+
+    def find(self, tensor: tf.Tensor, baseline: tf.Tensor) -> tf.Tensor:
+        """Returns the tensor with the xs at the baseline. Raises RULE_NOT_APPLICABLE inside loops and branches."""
+        baseline = tf_private.from_graph(self._graph, baseline)
+        # Placeholders are arguments of the function and not imported.
+        if any(tensor is x for x in self._xs.values()):
+            return self._baseline(tensor, baseline)
+        if any(tensor is fed for fed in self._feeds.values()):
+            return tensor
+        if tensor.graph is not self._graph or not tensor.name.startswith(IMPORT_SCOPE):
+            raise error(
+                errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
+                f"{tensor.name!r} lies in a loop or a branch, where there is no reference forward",
+            )
+        name = tensor.name.removeprefix(IMPORT_SCOPE)
+        if baseline.name not in self._scopes:
+            # Gradients may be built in another graph; the forward part belongs to this one.
+            with self._graph.as_default():
+                self._scopes[baseline.name] = self._import(baseline)
+        return self._graph.get_tensor_by_name(f"{self._scopes[baseline.name]}/{name}")
+
+    def _import(self, baseline: tf.Tensor) -> str:
+        scope = f"{_SCOPE}_{len(self._scopes)}"
+        bound = {**self._feeds, **{name: self._baseline(x, baseline) for name, x in self._xs.items()}}
+        try:
+            # Leaves the name scope of gradients, on which imported names must not depend.
+            with self._graph.name_scope(None):
+                import_graph(self._graph_def, bound, [], scope=scope)
+        except (ValueError, TypeError) as cause:
+            raise error(
+                errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
+                f"the graph cannot be run with the xs replaced by a baseline: {clean_message(error_message(cause))}",
+            ) from cause
+        return scope
+
+    @staticmethod
+    def _baseline(x: tf.Tensor, baseline: tf.Tensor) -> tf.Tensor:
+        return tf.broadcast_to(tf.cast(baseline, x.dtype), tf.shape(x))
+
 
 _KIND = evaluate_pb2.Derivative
 
 
 class Trace:
-    """What `tf.function` runs once; it fills in `built`. `backward`: then, the backward part of a split program."""
+    """Builds the body of a program's function, and completes `built`.
+
+    `backward`: after the run, the backward part of a program in two parts.
+    """
 
     def __init__(
         self,
         request: link_pb2.CompileRequest,
         graph_def: tf_graph_pb2.GraphDef,
         contents: Sequence[RuleContent | None],
-        built: Built,
-        repeats: Repeats | None = None,
+        built: BuiltProgram,
+        gradient_cache: GradientCache | None = None,
     ) -> None:
         self._request = request
         self._graph_def = graph_def
         self._contents = contents
         self._built = built
-        self._repeats = repeats
+        self._gradient_cache = gradient_cache
         self.backward: Backward | None = None
 
     def run(self, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Fetches, then what `built.layout` tells or the backward part needs, then new values of variables."""
+        """Returns fetches, then derivatives or the tensors that the backward part needs, then values of variables."""
         request, built = self._request, self._built
         groups, rest = [], list(arguments)
         for group in (built.inputs, built.grad_ys, built.directions):
@@ -64,7 +127,7 @@ class Trace:
             ]
         )
         labelled: list[str] = []
-        tensors = dict(zip(wanted, imported(self._graph_def, feeds, list(wanted), labelled), strict=True))
+        tensors = dict(zip(wanted, import_tensors(self._graph_def, feeds, list(wanted), labelled), strict=True))
         for endpoint in request.fetches:
             _require_value(endpoint.name, tensors[endpoint.tensor])
         outputs = [tensors[endpoint.tensor] for endpoint in request.fetches]
@@ -87,7 +150,7 @@ class Trace:
         self, tensors: dict[str, tf.Tensor], feeds: dict[str, tf.Tensor], params: Sequence[tf.Tensor]
     ) -> Differentiation:
         request = self._request
-        reference = Reference(
+        reference = ReferenceForwards(
             self._graph_def, feeds, {tensor_name(endpoint.tensor): tensors[endpoint.tensor] for endpoint in request.xs}
         )
         return Differentiation(
@@ -95,10 +158,10 @@ class Trace:
             self._rules(params),
             request.scopes,
             request.no_gradient,
-            reference.of,
+            reference.find,
             request.made,
             again=self._built.kind == _KIND.DERIVATIVE_HVP,
-            repeats=self._repeats,
+            gradient_cache=self._gradient_cache,
         )
 
     def _derivatives(
@@ -109,7 +172,7 @@ class Trace:
         differentiation: Differentiation,
     ) -> list[tf.Tensor]:
         request, built = self._request, self._built
-        ys = [Named(endpoint.name, tensors[endpoint.tensor]) for endpoint in request.ys]
+        ys = [NamedTensor(endpoint.name, tensors[endpoint.tensor]) for endpoint in request.ys]
         fed = iter(fed_grad_ys)
         stacks: list[tf.Tensor | None] = []
         upstream: list[tf.Tensor | None] = []
@@ -121,10 +184,10 @@ class Trace:
             value = tensors[item.tensor] if source == "tensor" else None if request.stacked_grad_ys else given
             is_given_later = request.stacked_grad_ys and given is not None
             upstream.append(checked_upstream(y, value) if is_pulled and not is_given_later else None)
-        question = Question(
+        requested = DifferentiationRequest(
             tf.compat.v1.get_default_graph(),
             ys,
-            [Named(endpoint.name, tensors[endpoint.tensor]) for endpoint in request.xs],
+            [NamedTensor(endpoint.name, tensors[endpoint.tensor]) for endpoint in request.xs],
             upstream,
             [tensors[name] for name in request.stop_gradients],
             request.unconnected_gradients == program_pb2.UNCONNECTED_GRADIENTS_ZERO,
@@ -132,29 +195,29 @@ class Trace:
         )
         if request.split:
             pulled = [index for index, y in enumerate(ys) if y.is_differentiable]
-            self.backward = Backward(question, pulled, differentiation)
+            self.backward = Backward(requested, pulled, differentiation)
             return [*self.backward.shapes, *self.backward.captures]
-        answers = self._answers(question, stacks, directions, differentiation)
-        built.layout = answers.layout
-        return answers.tensors
+        derivatives = self._answers(requested, stacks, directions, differentiation)
+        built.layout = derivatives.layout
+        return derivatives.tensors
 
     def _answers(
         self,
-        question: Question,
+        requested: DifferentiationRequest,
         stacks: Sequence[tf.Tensor | None],
         directions: Sequence[tf.Tensor],
         differentiation: Differentiation,
-    ) -> Answers:
+    ) -> Derivatives:
         kind = self._built.kind
         if kind in (_KIND.DERIVATIVE_JACOBIAN, _KIND.DERIVATIVE_BATCH_JACOBIAN):
-            return jacobian(question, differentiation, batched=kind == _KIND.DERIVATIVE_BATCH_JACOBIAN)
+            return jacobian(requested, differentiation, batched=kind == _KIND.DERIVATIVE_BATCH_JACOBIAN)
         if kind in (_KIND.DERIVATIVE_JVP, _KIND.DERIVATIVE_HVP):
             given = iter(directions)
             by_x = [next(given) if is_given else None for is_given in self._request.directions]
-            return (jvp if kind == _KIND.DERIVATIVE_JVP else hvp)(question, by_x, differentiation)
+            return (jvp if kind == _KIND.DERIVATIVE_JVP else hvp)(requested, by_x, differentiation)
         if self._request.stacked_grad_ys:
-            return stacked_vjp(question, stacks, differentiation)
-        return vjp(question, differentiation)
+            return stacked_vjp(requested, stacks, differentiation)
+        return vjp(requested, differentiation)
 
     def _rules(self, params: Sequence[tf.Tensor]) -> list[BoundRule]:
         values: dict[int, dict[str, tf.Tensor]] = {}
@@ -172,23 +235,24 @@ class Trace:
         return rules
 
 
-def imported(
+def import_tensors(
     graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], wanted: list[str], labelled: list[str]
 ) -> list[tf.Tensor]:
-    """The wanted tensors of a graph that is put into the current one; INVALID_GRAPH where TensorFlow refuses it.
+    """Imports a graph into the current one; returns the wanted tensors. Raises INVALID_GRAPH if TensorFlow refuses it.
 
-    `labelled`: gets the names of ops that have to lose their label before the graph runs (`constant_search`).
+    `labelled`: receives the names of ops whose labels must be removed before the graph runs (`graph_import`).
     """
     try:
         return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE, labelled=labelled)
     except (ValueError, TypeError, tf.errors.OpError) as cause:
         raise error(
-            errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {readable(message_of(cause))}"
+            errors_pb2.ERROR_REASON_INVALID_GRAPH,
+            f"TensorFlow refuses the graph: {clean_message(error_message(cause))}",
         ) from cause
 
 
 def spec_message(name: str, tensor: tf.Tensor) -> tensor_pb2.TensorSpec:
-    """A tensor's name, type and shape as a message."""
+    """Returns the name, type and shape of a tensor as a message."""
     shape = tensor_pb2.TensorShape()
     if tensor.shape.rank is None:
         shape.unknown_rank = True
@@ -198,7 +262,7 @@ def spec_message(name: str, tensor: tf.Tensor) -> tensor_pb2.TensorSpec:
 
 
 def _require_value(name: str, tensor: tf.Tensor) -> None:
-    """UNSUPPORTED_OP for what is no value that could leave the process."""
+    """Raises UNSUPPORTED_OP for a resource or variant, which cannot leave the process."""
     if tensor.dtype.base_dtype in (tf.resource, tf.variant):
         raise error(
             errors_pb2.ERROR_REASON_UNSUPPORTED_OP,

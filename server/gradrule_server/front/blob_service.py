@@ -58,4 +58,4 @@ class BlobServicer:
         finally:
             # A caller that gives up may leave a thread that still writes: this waits for it.
             await asyncio.shield(asyncio.to_thread(upload.close))
-        return blob_pb2.UploadBlobResponse(sha256=name, size=size)
+        return blob_pb2.UploadBlobResponse(sha256=name, size_bytes=size)

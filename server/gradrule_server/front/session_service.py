@@ -41,9 +41,7 @@ class SessionServicer:
 
         async def tell_loss(cause: GradruleError) -> None:
             if not is_loss_told:
-                await write(
-                    session_pb2.RunSessionResponse(status=status_of(cause).SerializeToString()).SerializeToString()
-                )
+                await write(session_pb2.RunSessionResponse(status=status_of(cause)).SerializeToString())
 
         try:
             async for raw in incoming(requests, self._door.draining, session.loss, tell_loss):
@@ -55,7 +53,7 @@ class SessionServicer:
                     if not started:
                         raise
                     is_loss_told = is_loss_told or cause.reason == errors_pb2.ERROR_REASON_SESSION_LOST
-                    response.status = status_of(cause).SerializeToString()
+                    response.status.CopyFrom(status_of(cause))
                 await write(response.SerializeToString())
         finally:
             session.close()

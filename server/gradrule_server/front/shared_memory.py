@@ -29,7 +29,7 @@ from gradrule_server.front.shared_memory_connections import (
 )
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.link import arena
-from gradrule_server.link.shared_memory import NAME_BYTES, ClientMemory, NotShareable, lost
+from gradrule_server.link.shared_memory import NAME_BYTES, ClientMemory, MemoryUse, NotShareable, shared_memory_lost
 
 _log = logging.getLogger(__name__)
 
@@ -147,9 +147,7 @@ class SharedMemoryServer:
         )
 
     @contextlib.contextmanager
-    def use(
-        self, use: evaluate_pb2.SharedMemoryUse, caller: Caller, byte_counter: ByteCounter
-    ) -> Iterator[ClientMemory]:
+    def use(self, use: evaluate_pb2.SharedMemoryUse, caller: Caller, byte_counter: ByteCounter) -> Iterator[MemoryUse]:
         """Returns the memory that a call uses within this context; its bytes count as bytes in flight.
 
         SHARED_MEMORY_LOST where the caller's tenant has no such memory, INVALID_TENSOR, OVERLOADED.
@@ -157,7 +155,7 @@ class SharedMemoryServer:
         key = caller.tenant.name, use.memory
         connection = self._connections.get(key)
         if connection is None:
-            raise lost()
+            raise shared_memory_lost()
         memory = connection.memory
         if use.answer_offset + use.answer_bytes > memory.size or use.request_bytes > memory.size:
             raise error(
@@ -167,14 +165,23 @@ class SharedMemoryServer:
                 field="shared_memory",
             )
         size = use.request_bytes + use.answer_bytes
-        byte_counter.take_in(caller, size)
+        if not memory.reserve_answer(use.answer_offset, use.answer_bytes):
+            # An earlier attempt of this call may still run and would write into this one's answer.
+            self._end_connection(key)
+            raise shared_memory_lost()
         try:
-            yield memory
+            byte_counter.take_in(caller, size)
+        except BaseException:
+            memory.release_answer(use.answer_offset, use.answer_bytes)
+            raise
+        try:
+            yield MemoryUse(memory, size)
         except asyncio.CancelledError:
             # An engine may still write into the memory, which the client would use for another call.
             self._end_connection(key)
             raise
         finally:
+            memory.release_answer(use.answer_offset, use.answer_bytes)
             byte_counter.let_go(caller, size)
 
     def redeem(self, handshake: Handshake, client_key: bytes) -> Keys | None:

@@ -162,18 +162,18 @@ class Multiplexed:
             failure = self._chunks.add(number, request.chunk, _seconds(request))
             if failure is not None:
                 await self._start(number, _fail(failure))
-        elif not request.chunk_bytes and not self._chunks.has_any:
+        elif not request.total_bytes and not self._chunks.has_any:
             await self._answer(request, kind)
-        elif self._chunks.forget_refused(number) and request.chunk_bytes:
+        elif self._chunks.forget_refused(number) and request.total_bytes:
             # It was answered when it was refused. Without chunks it is another request, which took the id again.
             return
-        elif self._chunks.size(number) != request.chunk_bytes:
+        elif self._chunks.size(number) != request.total_bytes:
             came = self._chunks.size(number)
             self._chunks.drop(number)
-            message = f"the request's chunks have {request.chunk_bytes} bytes (chunk_bytes), of which {came} have come"
+            message = f"the request's chunks have {request.total_bytes} bytes (total_bytes), of which {came} have come"
             await self._start(number, _refuse(message))
         else:
-            if request.chunk_bytes:
+            if request.total_bytes:
                 self._chunks.complete(number)
             else:
                 self._chunks.drop(number)
@@ -190,7 +190,7 @@ class Multiplexed:
         async def answer_joined() -> bytes:
             return await answer_whole(*await self._chunks.joined(number, raw))
 
-        answer = answer_joined if request.chunk_bytes else functools.partial(answer_whole, raw, _seconds(request))
+        answer = answer_joined if request.total_bytes else functools.partial(answer_whole, raw, _seconds(request))
         await self._start(number, answer, kind, request.answer_chunk_bytes, observed.request.id)
 
     async def _cancel(self, number: int) -> None:

@@ -3,15 +3,8 @@
 bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
 """
 
-from gradrule_server.graphs.expansion import (
-    Expanded,
-    ExpandRequest,
-    GraphInput,
-    VariableInfo,
-    expand,
-    placeholders,
-    variables,
-)
+from gradrule_server.graphs.expand_request import Expanded, ExpandRequest, GraphInput, VariableInfo
+from gradrule_server.graphs.expansion import expand, placeholders, variables
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
 from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse

@@ -6,19 +6,22 @@ because exported graphs contain many nodes, such as savers, that no result needs
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 
+from gradrule.common import op_definitions
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.graph_pb2 import Node as NodeMessage
 from gradrule_server.graphs.custom_gradients import OUTPUTS_ATTR
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.graph_size import check_size, count_inlined, refuse_size
-from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits
+from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits, is_call, nodes_of
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.order import chain_text, find_cycles, sort_nodes
 from gradrule_server.graphs.read import Draft, read_top
 from gradrule_server.graphs.type_inference import TypeInference
 from gradrule_server.graphs.unsupported import CONTROL_FLOW_V1, LOOP_OPS
+from gradrule_server.policy import Fault, op_fault
 
 
 def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Library]:
@@ -44,6 +47,25 @@ def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Libra
         _check_body(draft, library, limits, findings)
     check_size([top.body, *library.gradients.values()], limits, findings)
     return top.body, library
+
+
+def check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Limits, findings: Findings) -> None:
+    """Adds UNSUPPORTED_OP and OP_NOT_ALLOWED for the remaining nodes; removed nodes do not reach an engine."""
+    # Cached, because nodes share attribute objects and most have one of few op types.
+    known: dict[tuple[str, int], Fault | None] = {}
+    for body, node in itertools.chain.from_iterable(map(nodes_of, roots)):
+        reason, why = Reason.ERROR_REASON_UNSUPPORTED_OP, node.unsupported
+        if not why and not (node.functions and is_call(node)):
+            key = (node.op, id(node.attrs))
+            if key not in known:
+                op = op_definitions.find(node.op)
+                known[key] = op_fault(op, node.attrs, limits) if op else None
+            fault = known[key]
+            if fault:
+                reason, why = fault
+        if why:
+            name = f"{scopes[body.name]}/{node.name}" if body.name else node.name
+            findings.add(reason, f"Node {quote(name)} ({node.op}) {why}.", name)
 
 
 def _check_body(draft: Draft, library: Library, limits: Limits, findings: Findings) -> None:

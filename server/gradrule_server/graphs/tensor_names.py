@@ -1,12 +1,14 @@
-"""Looks up tensors by the names that requests use: `y` is `y:0`. Reports UNKNOWN_TENSOR and UNKNOWN_FEED with hints."""
+"""Finds tensors by the names that requests use: `y` is `y:0`. Reports UNKNOWN_TENSOR and UNKNOWN_FEED with hints."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from gradrule_server.graphs.expand_request import ExpandRequest
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import CONTAINERS, PLACEHOLDERS, Body, Ref
+from gradrule_server.graphs.selectors import OverrideSpec
 
 _SHOWN = 10
 _TENSOR = re.compile(r"([^:^]+)(?::([0-9]{1,9}))?")
@@ -85,3 +87,47 @@ class TensorNames:
             what = "loop or branch" if node.op in CONTAINERS else "function call"
             return f" What lies inside the {what} {quote(node.name)} cannot be asked for; its outputs can."
         return self._findings.suggest_similar(name, self.index)
+
+
+def find_requested(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
+    """Returns the tensors of all lists of a request, by the name in the request; adds UNKNOWN_TENSOR."""
+    groups = (
+        ("fetches", request.fetches),
+        (f"{request.derivative}.ys", request.ys),
+        (f"{request.derivative}.xs", request.xs),
+        (f"{request.derivative}.grad_ys", request.grad_y_tensors),
+        (f"{request.derivative}.stop_gradients", request.stop_gradients),
+    )
+    requested: dict[str, Ref] = {}
+    for group, texts in groups:
+        for position, text in enumerate(texts):
+            ref = names.find(text, f"spec.{group}[{position}]")
+            if ref is not None:
+                requested[text] = ref
+    return requested
+
+
+def find_fed(request: ExpandRequest, names: TensorNames, findings: Findings) -> dict[str, Ref]:
+    """Returns the fed tensors by canonical name; adds UNKNOWN_FEED."""
+    fed: dict[str, Ref] = {}
+    for position, text in enumerate(request.fed):
+        ref = names.find(text, f"feeds[{position}]", is_feed=True)
+        if ref is None:
+            continue
+        name = canonical(names.node(ref), ref[1])
+        if name in fed:
+            message = f"The tensor {quote(name)} is fed twice."
+            findings.add(Reason.ERROR_REASON_UNKNOWN_FEED, message, field=f"feeds[{position}]")
+        fed[name] = ref
+    return fed
+
+
+def find_selected(overrides: Iterable[OverrideSpec], names: TensorNames) -> dict[str, Ref]:
+    """Returns the top-level tensors that selectors name; tensors in functions are looked up in the copy later."""
+    texts = {
+        text
+        for spec in overrides
+        for text in (*spec.selector.region.inputs, *spec.selector.region.outputs, *spec.selector.depends_on)
+    }
+    found = ((text, names.look_up(text)) for text in texts)
+    return {text: ref for text, ref in found if ref is not None}

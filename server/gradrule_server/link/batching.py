@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +19,7 @@ from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
     from gradrule_server.link.arena import Chunk
-    from gradrule_server.link.work import Work
+    from gradrule_server.link.engine_request import EngineRequest
 
 _log = logging.getLogger(__name__)
 
@@ -56,28 +56,35 @@ class BatchKey(NamedTuple):
 class Batch:
     """Requests that were sent together. The engine is done with them when it sends its BATCH_NOTICE."""
 
-    works: Sequence[Work]
+    requests: Sequence[EngineRequest]
     chunk: Chunk | None = None
     """Where their payloads lie, if they are large."""
 
     @property
     def key(self) -> BatchKey:
         """Which requests they are."""
-        key = self.works[0].batch_key
+        key = self.requests[0].batch_key
         assert key is not None
         return key
 
     @property
     def is_given_up(self) -> bool:
         """Whether nobody waits for any of those that are not answered."""
-        return all(work.is_given_up or work.ended for work in self.works)
+        return all(work.is_given_up or work.ended for work in self.requests)
+
+
+@dataclass(slots=True)
+class _KeyLoad:
+    """The runs of one key that are under way, and how many requests they hold."""
+
+    runs: int = 0
+    requests: int = 0
 
 
 @dataclass(slots=True)
 class _Program:
-    runs: int = 0
-    requests: Counter[BatchKey] = field(default_factory=Counter)
-    """Requests in these runs."""
+    loads: dict[BatchKey, _KeyLoad] = field(default_factory=dict)
+    """By key, where runs are under way. Requests of different keys never run together, so each key counts alone."""
     is_being_tried: bool = False
     is_proven: bool = False
     attempts: int = 0
@@ -93,15 +100,15 @@ class Batches:
 
     most: int = 1
     delay_s: float = 0.0
-    _waiting: dict[BatchKey, dict[int, Work]] = field(default_factory=dict)
+    _waiting: dict[BatchKey, dict[int, EngineRequest]] = field(default_factory=dict)
     _programs: OrderedDict[str, _Program] = field(default_factory=OrderedDict)
 
-    def add(self, work: Work) -> None:
+    def add(self, work: EngineRequest) -> None:
         """The request waits from now on."""
         if work.batch_key is not None and self.most > 1:
             self._waiting.setdefault(work.batch_key, {})[work.id] = work
 
-    def remove(self, work: Work) -> None:
+    def remove(self, work: EngineRequest) -> None:
         """The request does not wait any more."""
         same = self._waiting.get(work.batch_key) if work.batch_key is not None else None
         if same is not None:
@@ -109,40 +116,47 @@ class Batches:
             if not same:
                 del self._waiting[work.batch_key]  # type: ignore[arg-type]
 
-    def held_until(self, work: Work) -> float:
+    def held_until(self, work: EngineRequest) -> float:
         """Returns the loop time until which a request waits although a thread is free; 0: it need not."""
         if work.batch_key is None or self.most == 1:
             return 0.0
         program = self._programs.get(work.batch_key.program)
-        if program is None or not program.is_proven or not program.runs:
+        if program is None or not program.is_proven:
+            return 0.0
+        load = program.loads.get(work.batch_key)
+        if load is None:
             return 0.0
         # Clients that were answered together come back one by one: the first of them must not run by itself.
-        if program.runs < _MOST_RUNS and self._together(work) >= min(program.requests[work.batch_key], self.most):
+        if load.runs < _MOST_RUNS and self._together(work) >= min(load.requests, self.most):
             return 0.0
         return work.submitted_at + self.delay_s
 
-    def _together(self, work: Work) -> int:
+    def _together(self, work: EngineRequest) -> int:
         """Returns how many requests would be sent with this one, which may wait or not, itself included."""
         same = self._waiting.get(work.batch_key, {}) if work.batch_key is not None else {}
         return len(same) + (work.id not in same)
 
-    def started(self, work: Work, requests: int) -> None:
+    def started(self, work: EngineRequest, requests: int) -> None:
         """A run of so many requests began: of this one, and of those that were sent with it."""
         if work.batch_key is not None and self.most > 1:
             program = self._program(work.batch_key.program)
-            program.runs += 1
-            program.requests[work.batch_key] += requests
+            load = program.loads.get(work.batch_key)
+            if load is None:
+                load = program.loads[work.batch_key] = _KeyLoad()
+            load.runs += 1
+            load.requests += requests
 
-    def ended(self, work: Work, requests: int) -> None:
+    def ended(self, work: EngineRequest, requests: int) -> None:
         """A run of so many requests ended."""
         if work.batch_key is not None and self.most > 1:
             program = self._program(work.batch_key.program)
-            program.runs -= 1
-            program.requests[work.batch_key] -= requests
-            if not program.requests[work.batch_key]:
-                del program.requests[work.batch_key]
+            load = program.loads[work.batch_key]
+            load.runs -= 1
+            load.requests -= requests
+            if not load.runs:
+                del program.loads[work.batch_key]
 
-    def companions(self, work: Work) -> list[Work]:
+    def companions(self, work: EngineRequest) -> list[EngineRequest]:
         """Returns the waiting requests that are to be sent together with one that is sent now."""
         same = self._waiting.get(work.batch_key) if work.batch_key is not None else None
         if not same:
@@ -152,10 +166,10 @@ class Batches:
             return []
         # The engine tries with two whether they can run together: until then more would only keep one another waiting.
         count = self.most - 1 if program.is_proven else 1
-        size = sum(map(len, work.payload))
-        chosen: list[Work] = []
+        size = work.size
+        chosen: list[EngineRequest] = []
         for other in same.values():
-            size += sum(map(len, other.payload))
+            size += other.size
             if len(chosen) == count or size > _MOST_BYTES:
                 break
             chosen.append(other)
@@ -180,9 +194,35 @@ class Batches:
         if found is None:
             found = self._programs[key] = _Program()
             if len(self._programs) > _MOST_PROGRAMS:
-                idle = next((name for name, program in self._programs.items() if not program.runs), key)
+                idle = next((name for name, program in self._programs.items() if not program.loads), key)
                 del self._programs[idle]
         return found
+
+
+@dataclass(slots=True)
+class JitState:
+    """The programs of an engine that XLA compiles or runs, by their keys.
+
+    Attributes:
+        compiling: Programs that XLA compiles now.
+        chosen: Programs of which calls run with XLA.
+    """
+
+    compiling: set[str] = field(default_factory=set)
+    chosen: set[str] = field(default_factory=set)
+
+    def apply(self, notice: link_pb2.JitNotice) -> None:
+        """Applies a notice of the engine."""
+        self.compiling.discard(notice.key)
+        if notice.outcome == link_pb2.JitNotice.OUTCOME_COMPILING:
+            self.compiling.add(notice.key)
+        elif notice.outcome == link_pb2.JitNotice.OUTCOME_CHOSEN:
+            self.chosen.add(notice.key)
+            _log.info("calls of program %s run with XLA", notice.key)
+        elif notice.outcome == link_pb2.JitNotice.OUTCOME_UNSPECIFIED:
+            self.chosen.discard(notice.key)
+        elif notice.outcome == link_pb2.JitNotice.OUTCOME_REFUSED:
+            _log.info("program %s runs without XLA: %s", notice.key, notice.reason)
 
 
 def pack_batch(most: int, requests: Sequence[tuple[int, Sequence[bytes]]]) -> list[bytes]:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import site
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,24 +15,54 @@ from dataclasses import dataclass
 from socket import socket
 
 from gradrule_server.link import fork_protocol
-from gradrule_server.link.environment import engine_environment
-from gradrule_server.link.kernel import adopt_orphans
-from gradrule_server.link.stderr import LastWords, log_stderr
+from gradrule_server.link.stderr import FatalMessage, log_stderr
+from gradrule_server.link.system_calls import adopt_orphans
 from gradrule_server.recovery.endings import end_from_exit
 
 _log = logging.getLogger(__name__)
 
-# The first answer comes when TensorFlow is imported; a machine may be busy with other things.
+# The first answer takes as long as the import of TensorFlow, which may be long on a busy machine.
 _ANSWER_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
 
 
+# Variables of Python and the libraries, and the settings of TensorFlow and CUDA.
+_INHERITED = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+_INHERITED_PREFIXES = ("TF_", "CUDA_", "NVIDIA_", "XLA_", "OMP_")
+# Terraform's variables, which may be secrets.
+_REMOVED_PREFIXES = ("TF_VAR_", "TF_TOKEN_", "TF_CLI_")
+# This variable would put another allocator between TensorFlow and the system's.
+_REMOVED = ("TF_CPU_ALLOCATOR_USE_BFC",)
+
+_MALLOC = {
+    # Use huge pages for large tensors: with small pages, getting memory takes longer than filling it.
+    "hugetlb": 1,
+    # Fill memory when it is allocated (with 255 ^ 255): some TensorFlow kernels leave parts of their outputs unwritten,
+    # which would show the tensors of other callers.
+    "perturb": 255,
+    # Turn this cache off: it hands out memory without filling it.
+    "tcache_count": 0,
+    # Keep freed memory, as TensorFlow's own allocator would, and never map a tensor's pages separately: getting 100 MiB
+    # of new pages from the kernel takes longer than computing with them.
+    "mmap_max": 0,
+    "trim_threshold": 256 << 20,
+    "top_pad": 64 << 20,
+}
+
+_XLA_FLAGS = (
+    # XLA's algebraic simplifier regroups floats, so results would differ.
+    "--xla_disable_hlo_passes=algsimp",
+    # The fast versions of maximum and minimum drop NaN.
+    "--xla_cpu_enable_fast_min_max=false",
+)
+
+
 class ForkServerEnded(Exception):
-    """The fork server ended before it forked an engine; the message says how it ended."""
+    """The fork server ended before it forked an engine. The message says how."""
 
 
 class ForkedProcess:
-    """A process that the fork server has forked, and whose parent this process is. Belongs to the running loop."""
+    """An engine process that the fork server forked. This process is its parent. Belongs to the running loop."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -49,7 +80,7 @@ class ForkedProcess:
 
     def _reap(self) -> None:
         _, status = os.waitpid(self.pid, 0)
-        # The loop is closed where the program ends before the engine does.
+        # The loop is closed if this program ends before the engine does.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._set_ended, os.waitstatus_to_exitcode(status))
 
@@ -60,15 +91,15 @@ class ForkedProcess:
 
 @dataclass(eq=False)
 class _Running:
-    """A fork server's process."""
+    """The process of the fork server, and its control socket."""
 
     process: asyncio.subprocess.Process
     control: socket
-    last_words: LastWords
+    fatal_message: FatalMessage
     stderr: asyncio.Task[None]
 
     async def end(self, timeout_s: float) -> None:
-        """Lets it end, or ends it after a while."""
+        """Closes the control socket, upon which the process ends; kills it after `timeout_s`."""
         self.control.close()
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)
@@ -80,15 +111,15 @@ class _Running:
 
 
 class ForkServer:
-    """The fork server, started with the first engine, and again when it has ended. Belongs to one asyncio loop."""
+    """Forks engines. Starts the fork server's process when it is needed. Belongs to one asyncio loop."""
 
     def __init__(self) -> None:
         self._running: _Running | None = None
         self._lock = asyncio.Lock()
-        self._unwanted: list[asyncio.Task[ForkedProcess]] = []
+        self._abandoned: list[asyncio.Task[ForkedProcess]] = []
 
     async def fork(self, flags: Sequence[str], descriptors: Sequence[int]) -> ForkedProcess:
-        """Returns a new engine process.
+        """Forks a new engine process.
 
         Args:
             flags: The engine's command line.
@@ -96,28 +127,28 @@ class ForkServer:
 
         Raises:
             ForkServerEnded: The fork server could not start, or ended before it answered.
-            OSError: There is no room for another process.
+            OSError: The system cannot start another process.
         """
-        asking = asyncio.create_task(self._ask(flags, [os.dup(fd) for fd in descriptors]), name="engine-fork")
-        # An answer that nobody reads would be taken for that of the next request.
+        forking = asyncio.create_task(self._fork(flags, [os.dup(fd) for fd in descriptors]), name="engine-fork")
+        # The answer must be read even if the caller is cancelled: it would be taken for that of the next request.
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(forking)
         except asyncio.CancelledError:
-            self._unwanted.append(asking)
-            asking.add_done_callback(_kill_unwanted)
+            self._abandoned.append(forking)
+            forking.add_done_callback(_kill_abandoned)
             raise
 
     async def stop(self) -> None:
-        """Ends the process, and engines whose caller was cancelled; all others live on."""
+        """Ends the fork server, and engines whose caller was cancelled. Other engines go on."""
         async with self._lock:
             running, self._running = self._running, None
             if running is not None:
                 await running.end(_STOP_TIMEOUT_S)
-        for asking in self._unwanted:
-            if asking.exception() is None:
-                await asking.result().wait()
+        for forking in self._abandoned:
+            if forking.exception() is None:
+                await forking.result().wait()
 
-    async def _ask(self, flags: Sequence[str], descriptors: Sequence[int]) -> ForkedProcess:
+    async def _fork(self, flags: Sequence[str], descriptors: Sequence[int]) -> ForkedProcess:
         try:
             async with self._lock:
                 if self._running is not None and self._running.process.returncode is not None:
@@ -134,15 +165,43 @@ class ForkServer:
                 os.close(fd)
 
 
-def _kill_unwanted(asking: asyncio.Task[ForkedProcess]) -> None:
-    """Kills an engine that nobody waits for."""
-    if asking.exception() is None:
+def _kill_abandoned(forking: asyncio.Task[ForkedProcess]) -> None:
+    """Kills an engine whose caller was cancelled."""
+    if forking.exception() is None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(asking.result().pid, signal.SIGKILL)
+            os.kill(forking.result().pid, signal.SIGKILL)
+
+
+def engine_environment() -> dict[str, str]:
+    """Returns the environment variables of an engine: what its libraries need, and no more."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _INHERITED or name.startswith(_INHERITED_PREFIXES))
+        and not name.startswith((*_REMOVED, *_REMOVED_PREFIXES))
+    }
+    own = {
+        # Never import from the working folder: an engine may read whatever is on the import path.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUTF8": "1",
+        "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items()),
+        # OpenBLAS would start threads when NumPy is imported, and only a process with one thread can fork safely.
+        "OPENBLAS_NUM_THREADS": "1",
+        # TensorFlow's own allocator does not fill memory that it hands out again.
+        "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
+        # The last flag of a name wins.
+        "XLA_FLAGS": " ".join([inherited.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip(),
+        # A Keras configuration of the server's user must not change results; this folder does not exist.
+        "KERAS_HOME": os.path.join(os.devnull, "keras"),
+    }
+    if site.ENABLE_USER_SITE:
+        # Python finds this folder by HOME, which engines do not have.
+        own["PYTHONUSERBASE"] = site.getuserbase()
+    return inherited | own
 
 
 async def _start() -> _Running:
-    """Starts the process; it reads requests once it has imported TensorFlow. `OSError`."""
+    """Starts the process, which reads requests once it has imported TensorFlow. Raises `OSError`."""
     adopt_orphans()
     ours, theirs = fork_protocol.make_pair()
     try:
@@ -161,14 +220,14 @@ async def _start() -> _Running:
         raise
     ours.setblocking(False)
     assert process.stderr is not None
-    last_words = LastWords()
+    fatal_message = FatalMessage()
     name = f"engine fork server {process.pid}"
-    stderr = asyncio.create_task(log_stderr(process.stderr, name, last_words), name="fork-server-stderr")
-    return _Running(process, ours, last_words, stderr)
+    stderr = asyncio.create_task(log_stderr(process.stderr, name, fatal_message), name="fork-server-stderr")
+    return _Running(process, ours, fatal_message, stderr)
 
 
 async def _exchange(running: _Running, flags: Sequence[str], descriptors: Sequence[int]) -> bytes | None:
-    """Returns the answer; empty where the process has ended, None where it takes too long."""
+    """Returns the answer; empty if the process has ended, None if it takes too long."""
     try:
         fork_protocol.send_request(running.control, flags, descriptors)
         reading = asyncio.get_running_loop().sock_recv(running.control, fork_protocol.MAX_ANSWER_BYTES)
@@ -180,8 +239,8 @@ async def _exchange(running: _Running, flags: Sequence[str], descriptors: Sequen
 
 
 async def _failure(running: _Running, *, has_ended: bool) -> ForkServerEnded:
-    """The error of a fork server that did not answer. Ends it."""
+    """Ends a fork server that did not answer, and returns the error."""
     await running.end(_STOP_TIMEOUT_S if has_ended else 0)
     if not has_ended:
         return ForkServerEnded(f"it did not answer within {_ANSWER_TIMEOUT_S:g} s")
-    return ForkServerEnded(str(end_from_exit(running.process.returncode, None, running.last_words.fatal)))
+    return ForkServerEnded(str(end_from_exit(running.process.returncode, None, running.fatal_message.text)))

@@ -12,20 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule_server.link import arena
+from gradrule_server.link.arena import Arenas
 from gradrule_server.link.connection import Connection
+from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
-from gradrule_server.link.framing import LINK_VERSION, Arenas
-from gradrule_server.link.oom import OOM_KILLS
-from gradrule_server.link.stderr import LastWords, log_stderr
+from gradrule_server.link.framing import LINK_VERSION
+from gradrule_server.link.stderr import FatalMessage, log_stderr
+from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import EngineGone
-from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, end_from_exit
+from gradrule_server.recovery.endings import (
+    CrashReport,
+    EndReason,
+    EngineEnd,
+    EngineLost,
+    end_from_exit,
+    lost_while_running,
+)
 
 _GREETING_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
 # A process that was killed may be in the kernel for a while, giving memory back; its last words are in the pipe then.
 _END_TIMEOUT_S = 10.0
-_LAST_WORDS_TIMEOUT_S = 1.0
+_STDERR_TIMEOUT_S = 1.0
 # Of its limit: who is killed so near to it was killed for that.
 _NEARLY = 0.9
 
@@ -65,7 +73,7 @@ class EngineProcess:
     process: ForkedProcess
     connection: Connection
     stderr: asyncio.Task[None]
-    last_words: LastWords
+    fatal: FatalMessage
     arenas: Arenas | None
     """What it shares with this process."""
     started_at: float = field(default_factory=time.monotonic)
@@ -95,7 +103,7 @@ class EngineProcess:
         """Waits for the greeting. `EngineRefused` where the engine cannot run as asked, or does not get that far."""
         try:
             greeting = await asyncio.wait_for(self.connection.greeting, _GREETING_TIMEOUT_S)
-        except (EngineGone, TimeoutError) as cause:
+        except (ConnectionLost, TimeoutError) as cause:
             if isinstance(cause, TimeoutError):
                 self.end(EndReason.HEARTBEAT)
             raise EngineRefused(f"the engine died while it started: {await self.wait_ended()}") from None
@@ -127,6 +135,10 @@ class EngineProcess:
             self._ending = asyncio.create_task(self._find_ending(), name="engine-ending")
         return await asyncio.shield(self._ending)
 
+    def loss_error(self, end: EngineEnd) -> EngineLost:
+        """Returns the error of a request that was running when the process ended."""
+        return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
+
     async def stop(self) -> None:
         """Lets it end, or ends it."""
         self._ended_for = self._ended_for or EndReason.STOPPED
@@ -139,17 +151,15 @@ class EngineProcess:
 
     async def _find_ending(self) -> EngineEnd:
         # The socket tells of a death before the operating system does.
-        died_by_itself = await self._has_ended(_LAST_WORDS_TIMEOUT_S)
+        died_by_itself = await self._has_ended(_STDERR_TIMEOUT_S)
         if not died_by_itself:
             self.kill()
             await self._has_ended(_END_TIMEOUT_S)
         self.connection.close()
-        await asyncio.wait([self.stderr], timeout=_LAST_WORDS_TIMEOUT_S)
+        await asyncio.wait([self.stderr], timeout=_STDERR_TIMEOUT_S)
         code = self.process.returncode if died_by_itself else None
         is_full = 0 < _NEARLY * self.memory_limit <= self.resident_bytes
-        return end_from_exit(
-            code, self._ended_for, self.last_words.fatal, was_short_of_memory=is_full or OOM_KILLS.grew
-        )
+        return end_from_exit(code, self._ended_for, self.fatal.text, was_short_of_memory=is_full or OOM_KILLS.has_grown)
 
     async def _has_ended(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -194,6 +204,6 @@ async def start_process(options: ProcessOptions, fork_server: ForkServer) -> Eng
         stream = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), stderr)
         failed.pop_all()
-    last_words = LastWords()
-    reader = asyncio.create_task(log_stderr(stream, f"engine {process.pid}", last_words), name="engine-stderr")
-    return EngineProcess(process, connection, reader, last_words, arenas, memory_limit=options.memory_limit)
+    fatal = FatalMessage()
+    reader = asyncio.create_task(log_stderr(stream, f"engine {process.pid}", fatal), name="engine-stderr")
+    return EngineProcess(process, connection, reader, fatal, arenas, memory_limit=options.memory_limit)

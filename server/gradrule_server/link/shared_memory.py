@@ -9,8 +9,9 @@ import contextlib
 import fcntl
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
@@ -22,6 +23,7 @@ NAME_BYTES = 16
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 # What stat counts in.
 _BLOCK = 512
+_MOST_DETACHED = 256
 
 
 class NotShareable(Exception):
@@ -35,14 +37,40 @@ class Holder(Protocol):
 
 
 class ClientMemory:
-    """Memory of one client: its name, its descriptor, which this takes over, and who was given it."""
+    """Memory of one client.
+
+    Args:
+        name: By which requests name it.
+        fd: Its descriptor, which this object owns from now on.
+        size: Its size, bytes.
+    """
 
     def __init__(self, name: bytes, fd: int, size: int) -> None:
         self.name = name
         self.fd = fd
         self.size = size
+        self.inode = os.fstat(fd).st_ino
         self.is_closed = False
         self.holders: set[Holder] = set()
+        """The engines that have it."""
+        self._answer_regions: set[tuple[int, int]] = set()
+
+    def reserve_answer(self, offset: int, size: int) -> bool:
+        """Reserves a region for the answer of one call, until `release_answer`.
+
+        Returns False if it overlaps a region of another call that is under way: gRPC may send a call again while its
+        first attempt still runs, and both would write there.
+        """
+        end = offset + size
+        if any(offset < other_end and start < end for start, other_end in self._answer_regions):
+            return False
+        if size:
+            self._answer_regions.add((offset, end))
+        return True
+
+    def release_answer(self, offset: int, size: int) -> None:
+        """Releases a region that was reserved."""
+        self._answer_regions.discard((offset, offset + size))
 
     @property
     def held_bytes(self) -> int:
@@ -61,6 +89,13 @@ class ClientMemory:
     def release(self) -> None:
         """Closes the descriptor of a closed memory. Takes long where that frees the memory: not for the event loop."""
         os.close(self.fd)
+
+
+class MemoryUse(NamedTuple):
+    """The use of a client's memory by one call. `size`: bytes of its tensors there, and of the room for its answer."""
+
+    memory: ClientMemory
+    size: int
 
 
 def shareable_size(fd: int, max_bytes: int) -> int:
@@ -91,22 +126,29 @@ class MemoryChannel:
         self._socket = sock
         self._tell_detached = tell_detached
         self._attached: set[ClientMemory] = set()
+        # Calls that run may map a memory for a while after it was detached. The oldest entries are dropped.
+        self._detached_inodes: deque[int] = deque(maxlen=_MOST_DETACHED)
 
     @property
     def held_bytes(self) -> int:
-        """The memory that all of them take now."""
+        """Bytes of memory that all attached memories take now."""
         return sum(memory.held_bytes for memory in self._attached)
+
+    @property
+    def inodes(self) -> frozenset[int]:
+        """The inodes of the memories that the engine may map, those that were detached included."""
+        return frozenset([*(memory.inode for memory in self._attached), *self._detached_inodes])
 
     def attach(self, memory: ClientMemory) -> None:
         """Passes a memory on, unless the engine has it. SHARED_MEMORY_LOST where that fails."""
         if memory in self._attached:
             return
         if memory.is_closed:
-            raise lost()
+            raise shared_memory_lost()
         try:
             socket.send_fds(self._socket, [memory.name], [memory.fd])
         except OSError:
-            raise lost() from None
+            raise shared_memory_lost() from None
         self._attached.add(memory)
         memory.holders.add(self)
 
@@ -114,6 +156,7 @@ class MemoryChannel:
         """Has the engine give a memory up."""
         if memory in self._attached:
             self._attached.discard(memory)
+            self._detached_inodes.append(memory.inode)
             self._tell_detached(memory.name)
 
     def close(self) -> None:
@@ -140,7 +183,7 @@ class ReceivedMemories:
         return None
 
 
-def lost() -> GradruleError:
+def shared_memory_lost() -> GradruleError:
     """SHARED_MEMORY_LOST."""
     return error(
         errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST,

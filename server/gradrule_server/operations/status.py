@@ -24,7 +24,7 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
         spare_engines=found.spares,
         requests=admin_pb2.Usage(used=found.queue.in_flight, limit=found.queue.max_in_flight),
         tenant_count=len(found.tenants),
-        quarantined_count=len(found.quarantined),
+        quarantined_program_count=len(found.quarantined),
         compile_workers=admin_pb2.CompileWorkersStatus(
             count=found.workers.count,
             busy=found.workers.busy,
@@ -39,7 +39,7 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
     for tenant in busiest[:MAX_TENANTS]:
         _add_tenant(status, tenant, sources.limits)
     for program in found.quarantined[:MAX_QUARANTINED]:
-        message = status.quarantined.add(digest=program.digest, reason=program.reason)
+        message = status.quarantined_programs.add(digest=program.digest, reason=program.reason)
         _set_seconds(message.remaining, program.remaining_s)
     return status
 
@@ -68,7 +68,7 @@ def _add_caches(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
         status.caches.add(
             name=cache.name,
             entries=admin_pb2.Usage(used=cache.entries, limit=cache.max_entries),
-            bytes=admin_pb2.Usage(used=cache.held_bytes, limit=cache.max_bytes),
+            size_bytes=admin_pb2.Usage(used=cache.held_bytes, limit=cache.max_bytes),
         )
 
 

@@ -172,11 +172,11 @@ def value_fault(
 ) -> Fault | None:
     """Checks the value of a variable. `blob_size`: returns the bytes of a blob by its SHA-256."""
     source = value.WhichOneof("source")
-    if source not in ("inline", "blob"):
+    if source not in ("inline_tensor", "blob"):
         return _INVALID, "holds no tensor, inline or as a blob"
-    if source == "inline":
-        dtype, shape = value.inline.dtype, value.inline.tensor_shape
-        fault = tensor_fault(value.inline, bounds)
+    if source == "inline_tensor":
+        dtype, shape = value.inline_tensor.dtype, value.inline_tensor.tensor_shape
+        fault = tensor_fault(value.inline_tensor, bounds)
     else:
         dtype, shape = value.blob.dtype, value.blob.shape
         fault = blob_fault(value.blob, blob_size(value.blob.sha256), bounds)

@@ -9,7 +9,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import Finding
 from gradrule_server.graphs import DIFFERENTIABLE, Expanded
-from gradrule_server.link.shape import CallShape, canonical
+from gradrule_server.link.messages import CallShape, canonical
 
 Kind = evaluate_pb2.Derivative
 

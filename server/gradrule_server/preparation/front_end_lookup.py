@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, error
-from gradrule_server.link.faults import error_of
+from gradrule_server.link.messages import error_from_fault
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import check_blob_name, missing_blobs
 from gradrule_server.preparation.rule_lookup import ResolvedRule, read_rule
@@ -58,7 +58,7 @@ class FrontEndRules:
     def _unknown(self, name: str) -> GradruleError:
         self._explained += 1
         if self._explained <= _MAX_EXPLAINED and len(name) <= _MAX_NAME_CHARS:
-            return error_of(self._ask(link_pb2.Question(unknown_rule=name)).fault)
+            return error_from_fault(self._ask(link_pb2.Question(unknown_rule=name)).fault)
         bare = name.removeprefix("rules/")
         return error(
             errors_pb2.ERROR_REASON_UNKNOWN_RULE,
@@ -115,5 +115,5 @@ def _lacks_definition(rule: rule_pb2.Rule) -> bool:
 def _raise_fault(answer: link_pb2.Told) -> link_pb2.Told:
     """Returns the answer, or raises the error in it."""
     if answer.HasField("fault"):
-        raise error_of(answer.fault)
+        raise error_from_fault(answer.fault)
     return answer

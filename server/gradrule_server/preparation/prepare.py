@@ -1,4 +1,7 @@
-"""Checks and expands a `ProgramSpec` into a request that an engine can compile. Does not call an engine."""
+"""Checks and expands a `ProgramSpec` into a request that an engine can compile. Does not call an engine.
+
+`prepare` lists the stages.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from dataclasses import dataclass, replace
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.link.shape import CallShape, canonical
+from gradrule_server.link.messages import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec
@@ -23,6 +26,8 @@ FORMAT_VERSION = 3
 """Part of every digest, so that programs of different formats are different programs."""
 
 _GRADIENT_ATTR = "_gradient_op_type"
+# Digests of stored programs contain this word, so it does not change.
+_EMBEDDED = "brought"
 _NAME_REASONS = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
 _SHOWN_ALIASES = 20
 
@@ -43,6 +48,20 @@ class Prepared:
     """A digest of the graph that does not depend on the order of its serialized fields."""
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadProgram:
+    """A program as its request says, before its graph is expanded. `findings`: what is wrong so far."""
+
+    spec: program_pb2.ProgramSpec
+    call: CallShape
+    graph: graph_pb2.Graph
+    graph_digest: str
+    likeness: str
+    derivative: DerivativeSpec
+    overrides: OverrideTable
+    findings: list[Finding]
+
+
 def prepare(
     spec: program_pb2.ProgramSpec,
     call: CallShape,
@@ -53,57 +72,108 @@ def prepare(
 ) -> Prepared:
     """Checks and expands a program. Raises `GradruleError` with all findings.
 
-    `namespace`: prefix of the program's function names; must be unique per engine process, because TensorFlow
-    registers functions by name for the whole process.
+    Args:
+        spec: The program's spec.
+        call: The structure of its calls.
+        lookup: Finds rules by name.
+        limits: The limits on graphs.
+        store: The blobs that graph and variables may be.
+        namespace: Prefix of the program's function names; must be unique per engine process, because TensorFlow
+            registers functions by name for the whole process.
     """
+    program = _read_program(spec, call, lookup, limits, store)
+    expanded = _expand_graph(program, lookup, limits, namespace)
+    _check_program(program, expanded, limits)
+    program.overrides.set_embedded_contents(expanded.embedded_rules)
+    values = bind(spec, expanded, store, limits)
+    request = _build_request(program, expanded, values, limits)
+    request.key = _digest(program, request, values)
+    return Prepared(
+        request.key,
+        program.graph_digest,
+        request,
+        program.overrides,
+        expanded,
+        dict(spec.aliases),
+        values.blobs,
+        program.likeness,
+    )
+
+
+def _read_program(
+    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: Limits, store: Blobs
+) -> _ReadProgram:
+    """Parses the graph, reads derivative and overrides, and looks up the rules that they name."""
     graph_bytes, graph = load_graph(spec, limits, store)
-    graph_digest = hashlib.sha256(graph_bytes).hexdigest()
-    likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
-    variables = [item.name for item in spec.variables]
     # Feeding a placeholder does not change the program, so such feeds are not part of its key.
-    call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
+    call = replace(call, feeds=call.feeds - graphs.placeholders(graph, _variable_names(spec)))
     derivative, findings = read_derivative_spec(spec, call)
     lookup.fetch([*rule_names(spec.overrides), *_named_gradients(graph)])
     table = read_overrides(spec.overrides, lookup, limits)
-    findings += [*_check_spec(spec, derivative), *table.findings]
+    return _ReadProgram(
+        spec,
+        call,
+        graph,
+        hashlib.sha256(graph_bytes).hexdigest(),
+        hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest(),
+        derivative,
+        table,
+        [*findings, *_check_spec(spec, derivative), *table.findings],
+    )
+
+
+def _expand_graph(program: _ReadProgram, lookup: RuleLookup, limits: Limits, namespace: str) -> graphs.Expanded:
+    """Expands the graph; raises its findings together with those of the request."""
+    spec, derivative, table = program.spec, program.derivative, program.overrides
 
     def known_rule(name: str, op_type: str) -> int:
-        # Labelled as the entry `{op_type: name}` of a map would be.
+        # The label is that of the entry `{op_type: name}` of a map.
         return table.bind(lookup.resolve(name), op_type)
 
+    request = graphs.ExpandRequest(
+        fetches=list(spec.fetches),
+        ys=derivative.ys,
+        xs=derivative.xs,
+        grad_y_tensors=list(derivative.grad_ys.values()),
+        stop_gradients=derivative.stop_gradients,
+        fed=sorted(program.call.feeds),
+        overrides=table.specs,
+        rewrites=list(spec.rewrites),
+        derivative=derivative.part,
+        second_order=derivative.second_order,
+        known_rule=known_rule,
+        add_embedded_rule=table.add_embedded_rule,
+        namespace=namespace,
+        variables=_variable_names(spec),
+        with_updates=program.call.session,
+        stateful=program.call.session,
+    )
     try:
-        expanded = graphs.expand(
-            graph,
-            graphs.ExpandRequest(
-                fetches=list(spec.fetches),
-                ys=derivative.ys,
-                xs=derivative.xs,
-                grad_y_tensors=list(derivative.grad_ys.values()),
-                stop_gradients=derivative.stop_gradients,
-                fed=sorted(call.feeds),
-                overrides=table.specs,
-                rewrites=list(spec.rewrites),
-                derivative=derivative.part,
-                second_order=derivative.second_order,
-                known_rule=known_rule,
-                add_embedded_rule=table.add_embedded_rule,
-                namespace=namespace,
-                variables=variables,
-                with_updates=call.session,
-                stateful=call.session,
-            ),
-            limits,
-        )
+        return graphs.expand(program.graph, request, limits)
     except GradruleError as cause:
         found = [_mention_aliases(item, spec) for item in cause.findings]
-        raise GradruleError([*found, *findings, *table.check_rules()]) from None
-    findings += [*derivative.check_directions(expanded), *table.check_rules(), *_check_size(expanded, table, limits)]
+        raise GradruleError([*found, *program.findings, *table.check_rules()]) from None
+
+
+def _check_program(program: _ReadProgram, expanded: graphs.Expanded, limits: Limits) -> None:
+    """Raises all findings of the request, of tangents and vectors, of rules, and of the program's size."""
+    table = program.overrides
+    findings = [
+        *program.findings,
+        *program.derivative.check_directions(expanded),
+        *table.check_rules(),
+        *_check_size(expanded, table, limits),
+    ]
     if findings:
         raise GradruleError(findings)
-    table.set_embedded_contents(expanded.embedded_rules)
-    values = bind(spec, expanded, store, limits)
 
-    request = link_pb2.CompileRequest(
+
+def _build_request(
+    program: _ReadProgram, expanded: graphs.Expanded, values: Values, limits: Limits
+) -> link_pb2.CompileRequest:
+    """Returns the request to an engine, without its key."""
+    spec, derivative, table = program.spec, program.derivative, program.overrides
+    return link_pb2.CompileRequest(
         graph=expanded.graph_bytes,
         marks=[
             link_pb2.MarkedNode(
@@ -135,7 +205,7 @@ def prepare(
         no_gradient=spec.no_gradient,
         derivative=derivative.kind,
         stacked_grad_ys=derivative.stacked,
-        split=call.split,
+        split=program.call.split,
         dense_gradients=derivative.dense,
         directions=derivative.direction_flags(expanded),
         made=_derived_node_rules(table) if derivative.second_order else (),
@@ -149,9 +219,10 @@ def prepare(
         unbatched=not _may_batch(spec.batching),
         jit=spec.jit,
     )
-    key = _digest(graph_digest, spec, call, derivative, request, table, values)
-    request.key = key
-    return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs, likeness)
+
+
+def _variable_names(spec: program_pb2.ProgramSpec) -> list[str]:
+    return [item.name for item in spec.variables]
 
 
 def _named_gradients(graph: graph_pb2.Graph) -> list[str]:
@@ -203,8 +274,8 @@ def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> t
         return data, graphs.parse(data, limits)
     if source == "serialized":
         return spec.graph.serialized, graphs.parse(spec.graph.serialized, limits)
-    if source == "inline":
-        return spec.graph.inline.SerializeToString(deterministic=True), spec.graph.inline
+    if source == "inline_graph":
+        return spec.graph.inline_graph.SerializeToString(deterministic=True), spec.graph.inline_graph
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
 
 
@@ -268,16 +339,9 @@ def _upstream_gradient(y: str, derivative: DerivativeSpec, expanded: graphs.Expa
     return link_pb2.Upstream(ones=True)
 
 
-def _digest(
-    graph_digest: str,
-    spec: program_pb2.ProgramSpec,
-    call: CallShape,
-    derivative: DerivativeSpec,
-    request: link_pb2.CompileRequest,
-    table: OverrideTable,
-    values: Values,
-) -> str:
+def _digest(program: _ReadProgram, request: link_pb2.CompileRequest, values: Values) -> str:
     """Returns the SHA-256 of everything that determines the computation, except param values."""
+    spec, table = program.spec, program.overrides
     rules = [_identity(bound.rule) for bound in table.bound]
     overrides = [
         [
@@ -293,15 +357,15 @@ def _digest(
     ]
     content = {
         "format": FORMAT_VERSION,
-        "graph": graph_digest,
+        "graph": program.graph_digest,
         "rules": rules,
         "overrides": overrides,
         "fetches": list(spec.fetches),
-        "feeds": sorted(call.feeds),
-        "derivative": derivative.digest_content(),
+        "feeds": sorted(program.call.feeds),
+        "derivative": program.derivative.digest_content(),
         "directions": list(request.directions),
         "split": request.split,
-        "session": call.session,
+        "session": program.call.session,
         "no_gradient": spec.no_gradient,
         "rewrites": list(spec.rewrites),
         "variables": values.content,
@@ -320,7 +384,7 @@ def _may_batch(batching: program_pb2.Batching) -> bool:
 def _identity(rule: ResolvedRule) -> list[str]:
     if rule.embedded:
         # The graph digest covers its content; the expanded form has function names that differ each time.
-        return ["brought", rule.name]
+        return [_EMBEDDED, rule.name]
     return ["op", rule.name] if rule.content is None else ["content", rule.content.digest, rule.name]
 
 
@@ -328,7 +392,7 @@ def override_values(table: OverrideTable) -> bytes:
     """Returns the serialized param values of overrides, which distinguish programs of equal digests."""
     items = sorted(table.params.settings.items())
     return b"".join(
-        override_pb2.Override(
+        override_pb2.GradientOverride(
             label=f"{rule}.{name}", params={"value": rule_pb2.ParamValue.FromString(value.SerializeToString())}
         ).SerializeToString(deterministic=True)
         for (rule, name), value in items

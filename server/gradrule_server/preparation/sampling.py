@@ -14,7 +14,7 @@ import numpy as np
 from gradrule.common import op_definitions, op_inference, tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, did_you_mean, error
-from gradrule_server.link.shape import sampled_gradient
+from gradrule_server.link.messages import sampled_gradient
 from gradrule_server.policy import NodeLimits, tensor_fault
 from gradrule_server.preparation.overrides import INLINE_RULE, OverrideTable
 from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
@@ -76,16 +76,16 @@ def _values(request: rule_pb2.SampleRuleRequest, bounds: NodeLimits) -> dict[str
 
 def _checked(source: tensor_pb2.TensorSource, name: str, bounds: NodeLimits) -> tensor_pb2.Tensor:
     """Returns the tensor. Raises INVALID_TENSOR or LIMIT_EXCEEDED if it cannot be read."""
-    fault = tensor_fault(source.inline, bounds)
+    fault = tensor_fault(source.inline_tensor, bounds)
     if source.WhichOneof("source") is None:
         fault = errors_pb2.ERROR_REASON_INVALID_TENSOR, "holds no tensor"
     if fault is not None:
         raise error(fault[0], f"{name} {fault[1]}", field="values")
     try:
-        tensor_codec.to_numpy(source.inline)
+        tensor_codec.to_numpy(source.inline_tensor)
     except ValueError as cause:
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{name}: {cause}", field="values") from cause
-    return source.inline
+    return source.inline_tensor
 
 
 def _indices(values: Iterable[str], prefix: str) -> list[int]:
@@ -143,22 +143,24 @@ def _rule_graph_call(
             field="values",
         )
     evaluation = evaluate_pb2.EvaluateRequest()
-    evaluation.spec.graph.inline.CopyFrom(rule_graph.graph)
+    evaluation.spec.graph.inline_graph.CopyFrom(rule_graph.graph)
     for index, result in enumerate(rule_graph.results):
         if result is not None:
             # New names, because two inputs may share one result and an input may be a result.
-            node = evaluation.spec.graph.inline.node.add(name=sampled_gradient(index), op="Identity", input=[result])
+            node = evaluation.spec.graph.inline_graph.node.add(
+                name=sampled_gradient(index), op="Identity", input=[result]
+            )
             evaluation.spec.fetches.append(node.name)
     params = _param_values(request, content, bounds)
     for variable, placeholder in rule_graph.inputs.items():
         feed = evaluation.feeds.add(name=placeholder)
         if variable == _SALT:
             # The salt is derived from a node's name, and there is no node here.
-            feed.value.inline.CopyFrom(tensor_codec.to_message(np.int64(0)))
+            feed.value.inline_tensor.CopyFrom(tensor_codec.to_message(np.int64(0)))
         elif variable.startswith(_PARAM_PREFIX):
-            feed.value.inline.CopyFrom(params[variable.removeprefix(_PARAM_PREFIX)])
+            feed.value.inline_tensor.CopyFrom(params[variable.removeprefix(_PARAM_PREFIX)])
         else:
-            feed.value.inline.CopyFrom(values.get(variable) or _ones_like(outputs[int(variable[2:])]))
+            feed.value.inline_tensor.CopyFrom(values.get(variable) or _ones_like(outputs[int(variable[2:])]))
     return evaluation
 
 
@@ -228,18 +230,18 @@ def _op_graph_call(
     node = graph_pb2.Node(name="op", op=op_type, attr=request.attrs)
     for index, x in enumerate(xs):
         name = f"x{index}"
-        placeholder = spec.graph.inline.node.add(name=name, op="Placeholder")
+        placeholder = spec.graph.inline_graph.node.add(name=name, op="Placeholder")
         placeholder.attr["dtype"].type = x.dtype
         placeholder.attr["shape"].shape.CopyFrom(x.tensor_shape)
         node.input.append(name)
-        evaluation.feeds.add(name=name).value.inline.CopyFrom(x)
+        evaluation.feeds.add(name=name).value.inline_tensor.CopyFrom(x)
         spec.vjp.xs.append(name)
-    spec.graph.inline.node.append(node)
+    spec.graph.inline_graph.node.append(node)
     for index in range(len(output_types)):
         spec.fetches.append(f"op:{index}")
         spec.vjp.ys.append(f"op:{index}")
         if f"dy{index}" in values:
-            evaluation.grad_ys.add(name=f"op:{index}").value.inline.CopyFrom(values[f"dy{index}"])
+            evaluation.grad_ys.add(name=f"op:{index}").value.inline_tensor.CopyFrom(values[f"dy{index}"])
     override = spec.overrides.add(selector=override_pb2.Selector(node="op"), label="sampled", params=request.params)
     if request.WhichOneof("source") == "definition":
         override.definition.CopyFrom(request.definition)

@@ -80,9 +80,9 @@ def _content(value: tensor_pb2.TensorSource) -> list[object]:
         dtype, shape, digest = value.blob.dtype, value.blob.shape, value.blob.sha256
         check_blob_name(digest)
     else:
-        dtype, shape = value.inline.dtype, value.inline.tensor_shape
-        array = tensor_codec.to_numpy(value.inline)
+        dtype, shape = value.inline_tensor.dtype, value.inline_tensor.tensor_shape
+        array = tensor_codec.to_numpy(value.inline_tensor)
         # String arrays hold pointers, so their message is hashed in place of their memory.
-        data = value.inline.SerializeToString(deterministic=True) if array.dtype.hasobject else array.tobytes()
+        data = value.inline_tensor.SerializeToString(deterministic=True) if array.dtype.hasobject else array.tobytes()
         digest = hashlib.sha256(data).hexdigest()
     return [dtype, [dim.size for dim in shape.dim], digest]

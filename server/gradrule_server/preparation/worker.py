@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import queue
 import struct
@@ -15,7 +14,7 @@ from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
-from gradrule_server.link.shape import canonical, read_shape
+from gradrule_server.link.messages import canonical, read_call_shape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_parsed_size
 from gradrule_server.preparation.finish import finish, make_plan
@@ -62,7 +61,7 @@ class PreparationService:
             answers.put(bytes(frame.payload))
 
     def _run_task(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
-        limits = read_limits(request.limits)
+        limits = Limits.from_values(request.limits)
         blobs = FrontEndBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
         reply: Message
         match request.WhichOneof("task"):
@@ -87,11 +86,6 @@ class PreparationService:
         return reply.SerializeToString()
 
 
-def read_limits(message: link_pb2.Limits) -> Limits:
-    """Reads the limits for graphs and rules."""
-    return Limits(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Limits)})
-
-
 _Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
 
 
@@ -101,7 +95,7 @@ def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs
         digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         if ask(link_pb2.Question(spec_digest=digest)).is_known:
             return link_pb2.PreparedProgram(is_known=True), None
-    call = read_shape(task.call)
+    call = read_call_shape(task.call)
     rules = FrontEndRules(ask)
     if task.HasField("snapshot"):
         prepared = prepare(spec, call, SnapshotLookup(task.snapshot), limits, blobs, task.namespace)
@@ -111,8 +105,8 @@ def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs
     reply.rule_names.extend(rules.used)
     if task.is_kept:
         reply.override_values = override_values(prepared.table)
-        if spec.graph.HasField("inline"):
-            spec.graph.serialized = spec.graph.inline.SerializeToString(deterministic=True)
+        if spec.graph.HasField("inline_graph"):
+            spec.graph.serialized = spec.graph.inline_graph.SerializeToString(deterministic=True)
         reply.kept_spec = spec.SerializeToString()
     return reply, prepared.request
 

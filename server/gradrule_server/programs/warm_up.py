@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar
 from google.protobuf import json_format
 
 from gradrule_server.errors import GradruleError
+from gradrule_server.link.messages import CallShape, read_call_shape, shape_message
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.shape import CallShape, read_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.periodic import RepeatedWarning
 from gradrule_server.programs.cache import StoredKey
@@ -167,7 +167,7 @@ def _from_json(content: bytes) -> list[RecentProgram]:
         RecentProgram(
             str(item["tenant"]),
             str(item["name"]),
-            read_shape(json_format.ParseDict(item["call"], link_pb2.CallShape(), ignore_unknown_fields=True)),
+            read_call_shape(json_format.ParseDict(item["call"], link_pb2.CallShape(), ignore_unknown_fields=True)),
         )
         for item in json.loads(content)["programs"]
     ]

@@ -185,7 +185,7 @@ class ProgramRegistry:
             return self._store.program_graph_bytes(stored.id, stored.identity, self._tenant)
 
     def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
-        """Returns a page of programs by id, without `overrides` and `defaulted`, and the token of the next page.
+        """Returns a page of programs by id, without overrides and default_gradient_nodes, and the next page's token.
 
         The stored metadata of a page has at most `page_tokens.MAX_PAGE_BYTES`, whatever its size. Raises
         MALFORMED_REQUEST.
@@ -201,7 +201,7 @@ class ProgramRegistry:
                 _log_unreadable(self._tenant, row.id, cause)
         for item in page:
             item.program.ClearField("overrides")
-            item.program.ClearField("defaulted")
+            item.program.ClearField("default_gradient_nodes")
         return page, page_tokens.encode(_LISTING, [rows[-1].id]) if has_more else ""
 
     def delete(self, name: str) -> None:
@@ -246,7 +246,7 @@ class ProgramRegistry:
             ) from cause
 
     def _graph_bytes(self, spec: program_pb2.ProgramSpec) -> bytes:
-        if spec.graph.HasField("inline"):
+        if spec.graph.HasField("inline_graph"):
             # The process of the registry reads no graphs: a compile worker has turned this one into bytes.
             raise ValueError("a stored program has its graph as bytes or as a blob")
         return self._blobs.read(spec.graph.blob_sha256) if spec.graph.blob_sha256 else spec.graph.serialized

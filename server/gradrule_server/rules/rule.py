@@ -276,7 +276,7 @@ def _graph_bytes(source: rule_pb2.GraphSource, bounds: NodeLimits | None) -> byt
             if bounds is not None:
                 check_parsed_size(source.serialized, graph_pb2.Graph, bounds, field="graph")
             return source.serialized
-        case "inline":
-            return source.inline.SerializeToString(deterministic=True)
+        case "inline_graph":
+            return source.inline_graph.SerializeToString(deterministic=True)
         case _:
             raise error(errors_pb2.ERROR_REASON_INVALID_RULE, "the rule's graph is empty", field="definition.graph")

@@ -116,7 +116,7 @@ class Cases:
                 definition=definition, op_type=chance.choice(("", "Sign", "AddV2", "MatMul"))
             )
             for name in ("x", "x1", "y", "dy", "default")[: chance.randrange(1, 6)]:
-                sampled.values.add(name=name).value.inline.CopyFrom(_values(chance))
+                sampled.values.add(name=name).value.inline_tensor.CopyFrom(_values(chance))
             return Case("rule", "RuleService/SampleRule", (sampled.SerializeToString(),))
         message = self._graph_request(chance)
         del message.spec.overrides[:]

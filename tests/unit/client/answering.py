@@ -19,7 +19,7 @@ MIB = 1 << 20
 def answer_to(request: evaluate_pb2.EvaluateRequest, way: str) -> bytes:
     """The feed x as gradient of x; the device tells the way on which the request came."""
     response = evaluate_pb2.EvaluateResponse(device=way)
-    response.gradients.add(x="x").dense.CopyFrom(request.feeds[0].value.inline)
+    response.gradients.add(x="x").dense.CopyFrom(request.feeds[0].value.inline_tensor)
     return response.SerializeToString()
 
 
@@ -90,7 +90,7 @@ class Answering(grpc.GenericRpcHandler):
                 pieces.setdefault(number, []).append(message.chunk)
             elif message.WhichOneof("request") == "evaluate":
                 before = b"".join(pieces.pop(number, ()))
-                assert len(before) == message.chunk_bytes
+                assert len(before) == message.total_bytes
                 request = evaluate_pb2.EvaluateRequest.FromString(before) if before else message.evaluate
                 status = self.on_stream(stream, message, context)
                 if status is not None:
@@ -102,7 +102,7 @@ class Answering(grpc.GenericRpcHandler):
     ) -> Iterator[bytes]:
         head = evaluate_pb2.StreamEvaluateResponse(request_id=message.request_id)
         if status:
-            head.status = status
+            head.status.ParseFromString(status)
             yield head.SerializeToString()
             return
         data, size = answer_to(request, "stream"), message.answer_chunk_bytes

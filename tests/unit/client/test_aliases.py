@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from gradrule import _calls, _requests, _results
-from gradrule._encoding import ProgramEncoder
+from gradrule._messages import request_messages, rpc_calls
+from gradrule._messages.program_encoding import ProgramEncoder
+from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
@@ -24,7 +25,7 @@ def aliased() -> gr.Graph:
 
 
 def spec(graph: Any, **words: Any) -> program_pb2.ProgramSpec:
-    return _requests.program_spec(graph, _requests.Words(**words))[0]
+    return request_messages.program_spec(graph, request_messages.Words(**words))[0]
 
 
 def test_inputs_and_outputs_go_by_aliases() -> None:
@@ -59,12 +60,12 @@ def test_every_word_takes_aliases() -> None:
 
 def test_feeds_take_the_type_of_the_aliased_tensor() -> None:
     g = aliased()
-    request = _requests.evaluate_request({"image": [1, 2]}, _requests.types_of_graph(g), graph=g)
-    assert [(feed.name, feed.value.inline.dtype) for feed in request.feeds] == [("x", FLOAT)]
+    request = request_messages.evaluate_request({"image": [1, 2]}, request_messages.types_of_graph(g), graph=g)
+    assert [(feed.name, feed.value.inline_tensor.dtype) for feed in request.feeds] == [("x", FLOAT)]
 
 
 def response() -> bytes:
-    value = tensor_pb2.TensorSource(inline=to_message([1.0]))
+    value = tensor_pb2.TensorSource(inline_tensor=to_message([1.0]))
     return evaluate_pb2.EvaluateResponse(
         outputs=[tensor_pb2.NamedTensor(name="z", value=value), tensor_pb2.NamedTensor(name="y:0", value=value)],
         gradients=[evaluate_pb2.Gradient(x="x", dense=to_message([2.0]))],
@@ -79,8 +80,8 @@ def response() -> bytes:
     ],
 )
 def test_results_go_by_the_names_as_given(fetches: list[str], xs: list[str], keys: Any) -> None:
-    words = _requests.Words(fetches=fetches, ys="score", xs=xs)
-    call = _calls.evaluate(aliased(), None, None, words)
+    words = request_messages.Words(fetches=fetches, ys="score", xs=xs)
+    call = rpc_calls.evaluate(aliased(), None, None, words)
     result = call.decode(call.answer(response()))
     assert (list(result.outputs), list(result.gradients)) == keys
     for name in ("z", "score", "z:0"):
@@ -101,6 +102,6 @@ def test_programs_go_by_their_aliases() -> None:
     request = evaluate_pb2.EvaluateRequest.FromString(b"".join(parts))
     assert [feed.name for feed in request.feeds] == ["x"]
     assert [item.name for item in request.grad_ys] == ["z"]
-    found = _results.specs(message.inputs, message.aliases)
+    found = call_results.specs(message.inputs, message.aliases)
     assert list(found) == ["image"]
     assert found["x"].name == "x"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradrule import _results
-from gradrule._answers import AnswerReader, labeller
+from gradrule._results import call_results
+from gradrule._results.answers import AnswerReader, labeller
 from gradrule.common.tensor_codec import to_message
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2
@@ -19,7 +19,7 @@ from gradrule.v1 import evaluate_pb2
 def answer(outputs: dict[str, Any], gradients: dict[str, Any], queue_ns: int = 1) -> evaluate_pb2.EvaluateResponse:
     found = evaluate_pb2.EvaluateResponse(device="CPU:0")
     for name, value in outputs.items():
-        found.outputs.add(name=name).value.inline.CopyFrom(to_message(value))
+        found.outputs.add(name=name).value.inline_tensor.CopyFrom(to_message(value))
     for x, value in gradients.items():
         gradient = found.gradients.add(x=x)
         if value is None:
@@ -30,8 +30,8 @@ def answer(outputs: dict[str, Any], gradients: dict[str, Any], queue_ns: int = 1
     return found
 
 
-def read(reader: AnswerReader, message: evaluate_pb2.EvaluateResponse) -> _results.Result:
-    return _results.Result(reader.read(message.SerializeToString()), _results.ProgramDetails())
+def read(reader: AnswerReader, message: evaluate_pb2.EvaluateResponse) -> call_results.Result:
+    return call_results.Result(reader.read(message.SerializeToString()), call_results.ProgramDetails())
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_layout_is_found_again(reader: AnswerReader) -> None:
     first = reader.read(answer({"y": np.float32([1])}, {"x": np.float32([2])}).SerializeToString())
     second = reader.read(answer({"y": np.float32([3])}, {"x": np.float32([4])}, 10**9).SerializeToString())
     assert second.layout is first.layout
-    assert _results.Result(second, _results.ProgramDetails()).gradients["x"].tolist() == [4.0]
+    assert call_results.Result(second, call_results.ProgramDetails()).gradients["x"].tolist() == [4.0]
 
 
 def test_tensors_behind_those_that_are_expected_are_not_lost(reader: AnswerReader) -> None:
@@ -83,7 +83,7 @@ def test_tensors_behind_those_that_are_expected_are_not_lost(reader: AnswerReade
     usual.ClearField("timings")
     reader.read(usual.SerializeToString())
     both = usual.SerializeToString() + answer({"z": np.float32([2])}, {}).SerializeToString()
-    found = _results.Result(reader.read(both), _results.ProgramDetails())
+    found = call_results.Result(reader.read(both), call_results.ProgramDetails())
     assert {name: value.tolist() for name, value in found.outputs.items()} == {"y": [1.0], "z": [2.0]}
 
 
@@ -91,7 +91,7 @@ def test_what_stands_between_tensors_is_not_lost(reader: AnswerReader) -> None:
     parts = [answer({"y": np.float32([1])}, {}).SerializeToString(), answer({"z": np.float32([2])}, {})]
     data = parts[0] + parts[1].SerializeToString()  # type: ignore[attr-defined]  # a message
     for _ in range(2):
-        found = _results.Result(reader.read(data), _results.ProgramDetails())
+        found = call_results.Result(reader.read(data), call_results.ProgramDetails())
         assert (found.device, list(found.outputs)) == ("CPU:0", ["y", "z"])
 
 
@@ -111,6 +111,6 @@ def test_bytes_that_are_no_answer_are_told(reader: AnswerReader, data: bytes) ->
 
 def test_contents_that_do_not_fit_are_told(reader: AnswerReader) -> None:
     message = answer({"y": np.float32([1, 2])}, {})
-    message.outputs[0].value.inline.tensor_content = b"123"
+    message.outputs[0].value.inline_tensor.tensor_content = b"123"
     with pytest.raises(InvalidTensorError, match=r"3 bytes do not fit float32 of shape \[2\]: 8"):
         reader.read(message.SerializeToString())

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule._names import UniqueNames, glob
+from gradrule._builder.names import UniqueNames, glob
 from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
 

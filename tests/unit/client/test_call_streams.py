@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _stream_messages
-from gradrule._rpc import sync_streams
+from gradrule._rpc import stream_messages, sync_streams
 from gradrule.v1 import evaluate_pb2
 from tests.service import blocking
 from tests.service.test_client_faults import interrupt_after
@@ -27,8 +26,8 @@ X = np.float32([1, 2])
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for what a client does after a while."""
-    monkeypatch.setattr("gradrule._stream_messages.GRACE_S", 0.1)
-    monkeypatch.setattr("gradrule._rpc.sync_streams._LOOK_S", 0.05)
+    monkeypatch.setattr("gradrule._rpc.stream_messages.GRACE_S", 0.1)
+    monkeypatch.setattr("gradrule._rpc.sync_streams._CHECK_S", 0.05)
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_a_call_whose_stream_is_lost_is_sent_again(
     answering.on_stream = lose_the_first
     # The next stream is not opened at once.
     assert [way(program), way(program)] == ["alone", "alone"]
-    monkeypatch.setattr("gradrule._routes._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("gradrule._rpc.call_routes._FIRST_PAUSE_S", 0.0)
     client: Any = getattr(program, "target", program)._client
     client._sender._routes._not_before = 0.0
     assert way(program) == "stream"
@@ -155,7 +154,7 @@ def test_those_who_wait_beside_a_call_that_is_given_up_are_answered(answering: A
     release = threading.Event()
 
     def slow(number: int, request: Any, context: Any) -> bytes | None:
-        if request.evaluate.feeds[0].value.inline.tensor_shape.dim[0].size == 3:
+        if request.evaluate.feeds[0].value.inline_tensor.tensor_shape.dim[0].size == 3:
             return None
         release.wait(5)
         return b""
@@ -200,7 +199,7 @@ def test_an_interrupt_before_reading_begins_leaves_the_client_as_it_was(
 
 def test_a_reader_that_is_given_up_before_it_reads_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the others would sleep until somebody looks after the stream."""
-    monkeypatch.setattr("gradrule._rpc.sync_streams._LOOK_S", 60.0)
+    monkeypatch.setattr("gradrule._rpc.sync_streams._CHECK_S", 60.0)
     answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     class Calling:
@@ -240,17 +239,17 @@ def _answer(number: int) -> bytes:
 
 def test_fields_of_later_servers_do_not_hide_the_answer() -> None:
     """The API changes by addition only."""
-    answer = _stream_messages.received(_answer(7))
-    assert _stream_messages.received(_answer(7) + b"\xa2\x06\x03new") == answer == (7, "evaluate", b"")
+    answer = stream_messages.received(_answer(7))
+    assert stream_messages.received(_answer(7) + b"\xa2\x06\x03new") == answer == (7, "evaluate", b"")
 
 
 def test_a_stream_that_is_idle_is_closed(program: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     streaming(program)
-    monkeypatch.setattr("gradrule._routes.REPEATED_WITHIN_S", 0.1)
+    monkeypatch.setattr("gradrule._rpc.call_routes.REPEATED_WITHIN_S", 0.1)
     client: Any = getattr(program, "target", program)._client
     # The async client has set its timer by now.
-    if (look := getattr(client._sender._stream._connection, "_look_whether_idle", None)) is not None:
-        client._sender._stream._connection._loop.call_soon_threadsafe(look)
+    if (check := getattr(client._sender._stream._connection, "_check_idle", None)) is not None:
+        client._sender._stream._connection._loop.call_soon_threadsafe(check)
     assert answering.ended.acquire(timeout=10)
     monkeypatch.undo()
     client._sender._routes._called_at -= 61.0
@@ -308,16 +307,16 @@ def test_answers_that_nobody_waits_for_are_read_all_the_same(answering: Answerin
         next(results)
         stream: Any = client._sender._stream
         deadline = time.monotonic() + 10
-        while stream.under_way and time.monotonic() < deadline:
+        while stream.pending_count and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert stream.under_way == 0
+        assert stream.pending_count == 0
         assert [result.gradients["x"].tolist() for result in results] == [[float(number)] for number in range(1, 8)]
 
 
 def test_long_requests_and_answers_go_in_chunks(
     program: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradrule._routes.Routes.must_chunk", lambda self, size: size > MIB)
+    monkeypatch.setattr("gradrule._rpc.call_routes.Routes.must_chunk", lambda self, size: size > MIB)
     for _ in range(2):
         x = np.arange(MIB, dtype=np.float32)
         result = program(x=x)
@@ -328,7 +327,7 @@ def test_long_requests_and_answers_go_in_chunks(
 def test_a_call_in_chunks_whose_stream_is_lost_is_sent_again(
     program: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradrule._routes.Routes.must_chunk", lambda self, size: size > MIB)
+    monkeypatch.setattr("gradrule._rpc.call_routes.Routes.must_chunk", lambda self, size: size > MIB)
 
     def lose_the_first(number: int, request: Any, context: Any) -> bytes:
         if number == 1:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import _requests
-from gradrule._encoding import ProgramEncoder
+from gradrule._messages import request_messages
+from gradrule._messages.program_encoding import ProgramEncoder
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 TYPES = {
@@ -62,8 +62,8 @@ def encoder() -> ProgramEncoder:
     ids=str,
 )
 def test_a_call_says_what_its_message_would(encoder: ProgramEncoder, feeds: Any) -> None:
-    type_of = _requests.types_of_specs(program().inputs)
-    expected = _requests.evaluate_request(feeds, type_of, graph=program())
+    type_of = request_messages.types_of_specs(program().inputs)
+    expected = request_messages.evaluate_request(feeds, type_of, graph=program())
     for _ in range(3):
         assert sent(encoder, feeds) == expected
 
@@ -71,9 +71,9 @@ def test_a_call_says_what_its_message_would(encoder: ProgramEncoder, feeds: Any)
 def test_everything_else_of_a_call(encoder: ProgramEncoder) -> None:
     call: dict[str, Any] = {"params": {"ste": {"a": 2.0}}, "grad_ys": {"y": [1, 2]}, "stacked_grad_ys": True}
     found = sent(encoder, {"x": [1]}, **call)
-    type_of = _requests.types_of_specs([*program().inputs, *program().ys])
+    type_of = request_messages.types_of_specs([*program().inputs, *program().ys])
     call["grad_ys"] = {"y": [1, 2]}
-    assert found == _requests.evaluate_request({"x": [1]}, type_of, graph=program(), **call)
+    assert found == request_messages.evaluate_request({"x": [1]}, type_of, graph=program(), **call)
 
 
 def test_blobs_are_told(encoder: ProgramEncoder) -> None:
@@ -103,7 +103,7 @@ def test_a_large_array_is_not_copied(encoder: ProgramEncoder) -> None:
 
 
 def test_ever_new_shapes_take_no_more_memory(encoder: ProgramEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradrule._encoding._MAX_HEADS", 8)
+    monkeypatch.setattr("gradrule._messages.program_encoding._MAX_HEADS", 8)
     for size in range(100):
         assert len(sent(encoder, {"x": np.ones(size, np.float32)}).feeds) == 1
         assert len(encoder._heads) <= 8

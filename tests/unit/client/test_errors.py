@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 import gradrule as gr
 from gradrule import errors
-from gradrule._status import error_of
+from gradrule._messages.error_status import error_of
 from gradrule.v1.errors_pb2 import ErrorReason
 
 ROOT = Path(__file__).resolve().parents[3]

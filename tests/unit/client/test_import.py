@@ -21,7 +21,9 @@ def test_importing_is_light() -> None:
 
 
 def test_nothing_imports_tensorflow_or_the_server() -> None:
-    everything = "import gradrule as gr\nfor name in gr.__all__: getattr(gr, name)\nimport gradrule._status"
+    everything = (
+        "import gradrule as gr\nfor name in gr.__all__: getattr(gr, name)\nimport gradrule._messages.error_status"
+    )
     build = "g = gr.Graph()\ny = g.sign(g.placeholder('x', 'float32'))\ng.to_bytes()"
     assert not loaded_by(f"{everything}\n{build}") & {"tensorflow", "keras", "gradrule_server"}
 

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from gradrule._memory_regions import PAGE, Memory, rounded
+from gradrule.common.memory_regions import PAGE, Memory, rounded
 
 _SIZE = 64 * PAGE
 

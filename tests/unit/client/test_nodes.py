@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from gradrule import _requests, _results
+from gradrule._builder import by_name
+from gradrule._messages import request_messages
 
 
 def graph() -> gr.Graph:
@@ -23,22 +24,25 @@ def graph() -> gr.Graph:
 def test_a_node_of_one_output_is_that_tensor() -> None:
     g = graph()
     (y,), x = g.find(op_type="Sign"), g.node("x")
-    words = _requests.Words(fetches=y, ys=[y], xs=x, stop_gradients=[x], grad_ys={y: x})
-    spec, _ = _requests.program_spec(g, words)
+    words = request_messages.Words(fetches=y, ys=[y], xs=x, stop_gradients=[x], grad_ys={y: x})
+    spec, _ = request_messages.program_spec(g, words)
     assert (list(spec.fetches), list(spec.vjp.ys), list(spec.vjp.xs)) == (["y:0"], ["y:0"], ["x:0"])
     assert [(item.y, item.tensor) for item in spec.vjp.grad_ys] == [("y:0", "x:0")]
-    request = _requests.evaluate_request({x: [1, 2]}, _requests.types_of_graph(g), graph=g)
-    assert (request.feeds[0].name, request.feeds[0].value.inline.dtype) == ("x:0", 1)
+    request = request_messages.evaluate_request({x: [1, 2]}, request_messages.types_of_graph(g), graph=g)
+    assert (request.feeds[0].name, request.feeds[0].value.inline_tensor.dtype) == ("x:0", 1)
     assert g.op("AddN", [y, x]).node.inputs == ("y", "x")
     assert g.matmul(y, x).node.inputs == ("y", "x")
-    results: Any = _results.ByName({"y": 1})
+    results: Any = by_name.ByName({"y": 1})
     assert (results[y], y in results, x in results) == (1, True, False)
 
 
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (lambda g: _requests.program_spec(g, _requests.Words(fetches=g.node("top"))), r"2 outputs.*'top:0', 'top:1'"),
+        (
+            lambda g: request_messages.program_spec(g, request_messages.Words(fetches=g.node("top"))),
+            r"2 outputs.*'top:0', 'top:1'",
+        ),
         (lambda g: g.neg(g.node("top")), r"TopKV2 node 'top'.*'top:1'"),
         (lambda g: g.neg(g.node("nothing")), "no output"),
     ],

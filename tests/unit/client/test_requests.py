@@ -13,7 +13,9 @@ import tensorflow as tf
 from google.protobuf.duration_pb2 import Duration
 
 import gradrule as gr
-from gradrule import _requests, _results
+from gradrule._builder import by_name
+from gradrule._messages import request_messages
+from gradrule._results import call_results, explanations
 from gradrule.common.tensor_codec import to_message, to_numpy
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2
 
@@ -28,11 +30,11 @@ def simple() -> gr.Graph:
 
 
 def spec(graph: Any, **words: Any) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
-    return _requests.program_spec(graph, _requests.Words(**words))
+    return request_messages.program_spec(graph, request_messages.Words(**words))
 
 
 def fed(graph: Any, feeds: Any, **more: Any) -> evaluate_pb2.EvaluateRequest:
-    return _requests.evaluate_request(feeds, _requests.types_of_graph(graph), graph=graph, **more)
+    return request_messages.evaluate_request(feeds, request_messages.types_of_graph(graph), graph=graph, **more)
 
 
 def test_names_and_handles_mean_the_same() -> None:
@@ -64,12 +66,12 @@ def test_graphs_in_every_form(form: Callable[[gr.Graph], Any]) -> None:
     g = simple()
     found, _ = spec(form(g), fetches=["y"])
     assert gr.Graph.from_bytes(found.graph.serialized)._message == g._message
-    assert fed(form(g), {"x": [1, 2]}).feeds[0].value.inline.dtype == 1
+    assert fed(form(g), {"x": [1, 2]}).feeds[0].value.inline_tensor.dtype == 1
 
 
 def test_lists_take_the_tensors_type_and_arrays_keep_theirs() -> None:
     request = fed(simple(), {"x": [1, 2.5], "n": 3, "y:0": np.float32([1, 2])})
-    found = {feed.name: to_numpy(feed.value.inline) for feed in request.feeds}
+    found = {feed.name: to_numpy(feed.value.inline_tensor) for feed in request.feeds}
     assert {name: array.dtype.name for name, array in found.items()} == {"x": "float32", "n": "int64", "y:0": "float32"}
     assert found["x"].tolist() == [1.0, 2.5]
 
@@ -171,7 +173,7 @@ def test_override_lists() -> None:
     ]
     found, _ = spec(simple(), ys="y", xs="x", overrides=given)
     first, second = found.overrides
-    assert first == override_pb2.Override(
+    assert first == override_pb2.GradientOverride(
         selector=override_pb2.Selector(node="a/*", scope="a"), rule="default", optional=True
     )
     assert (second.rule, second.label, second.selector.op_type) == ("ste", "L", "Sign")
@@ -216,7 +218,7 @@ def test_params_of_a_call() -> None:
 
 def check(graph: Any, feeds: Any = None, params: Any = None, **words: Any) -> None:
     found, _ = spec(graph, **words)
-    _requests.check_call(found, fed(graph, feeds, params=params), graph)
+    request_messages.check_call(found, fed(graph, feeds, params=params), graph)
 
 
 @pytest.mark.parametrize("form", [lambda g: g, lambda g: g.to_bytes()], ids=["Graph", "bytes"])
@@ -264,8 +266,8 @@ def test_feeds_of_bytes_that_are_no_graph_are_the_servers_to_refuse() -> None:
 
 
 def response() -> evaluate_pb2.EvaluateResponse:
-    found = evaluate_pb2.EvaluateResponse(device="CPU:0", defaulted=["a"])
-    found.outputs.add(name="y:0").value.inline.CopyFrom(to_message(np.float32([1, 2])))
+    found = evaluate_pb2.EvaluateResponse(device="CPU:0", default_gradient_nodes=["a"])
+    found.outputs.add(name="y:0").value.inline_tensor.CopyFrom(to_message(np.float32([1, 2])))
     found.gradients.add(x="a").dense.CopyFrom(to_message(np.float32([3])))
     sparse = found.gradients.add(x="b").sparse
     sparse.values.CopyFrom(to_message(np.float32([[1, 2], [3, 4], [5, 6]])))
@@ -281,7 +283,7 @@ def response() -> evaluate_pb2.EvaluateResponse:
 
 
 def test_results() -> None:
-    r = _results.result(response().SerializeToString())
+    r = call_results.result(response().SerializeToString())
     assert list(r.outputs) == ["y:0"]
     assert r.outputs["y"] is r.outputs["y:0"]
     assert "y" in r.outputs
@@ -295,21 +297,21 @@ def test_results() -> None:
 
 
 def test_results_can_be_changed_in_place() -> None:
-    r = _results.result(response().SerializeToString())
+    r = call_results.result(response().SerializeToString())
     gradient: Any = r.gradients["a"]
     gradient *= 2
     assert r.gradients["a"].tolist() == [6.0]
 
 
 def test_sparse_slices_add_up() -> None:
-    sparse = _results.result(response().SerializeToString()).gradients["b"]
+    sparse = call_results.result(response().SerializeToString()).gradients["b"]
     assert isinstance(sparse, gr.Sparse)
     reference = tf.convert_to_tensor(tf.IndexedSlices(sparse.values, sparse.indices, sparse.dense_shape))
     np.testing.assert_array_equal(sparse.to_dense(), reference.numpy())
 
 
 def test_sparse_gradients_are_arrays_to_numpy() -> None:
-    sparse: Any = _results.result(response().SerializeToString()).gradients["b"]
+    sparse: Any = call_results.result(response().SerializeToString()).gradients["b"]
     assert np.asarray(sparse).tolist() == [[3, 4], [0, 0], [6, 8], [0, 0]]
     assert np.asarray(sparse).dtype == np.float32
     assert np.asarray(sparse, np.float64).dtype == np.float64
@@ -320,18 +322,18 @@ def test_sparse_gradients_are_arrays_to_numpy() -> None:
 
 def test_results_by_handle() -> None:
     g = simple()
-    values: Any = _results.ByName({"y": 1, "z:0": 2})
+    values: Any = by_name.ByName({"y": 1, "z:0": 2})
     assert (values[g.tensor("y")], values[g.tensor("z")], values["z"], values.get("q", 5)) == (1, 2, 2, 5)
     assert g.tensor("x") not in values
 
 
 def test_explanations_raise_what_they_found() -> None:
     answer = program_pb2.CompileProgramResponse()
-    answer.findings.add(reason="UNKNOWN_RULE", message="no rule 'a'", field="overrides[0].rule")
-    answer.findings.add(reason="GRAPH_CYCLE", message="a cycle", node="n")
-    found = _results.explanation(answer)
+    answer.findings.add(reason="ERROR_REASON_UNKNOWN_RULE", message="no rule 'a'", field="overrides[0].rule")
+    answer.findings.add(reason="ERROR_REASON_GRAPH_CYCLE", message="a cycle", node="n")
+    found = explanations.explanation(answer)
     with pytest.raises(gr.errors.UnknownRuleError) as caught:
         found.raise_for_findings()
     assert [detail.reason for detail in caught.value.details] == ["UNKNOWN_RULE", "GRAPH_CYCLE"]
     assert "a cycle" in str(caught.value)
-    _results.explanation(program_pb2.CompileProgramResponse()).raise_for_findings()
+    explanations.explanation(program_pb2.CompileProgramResponse()).raise_for_findings()

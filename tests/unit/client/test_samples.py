@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule._samples import sample_request
+from gradrule._messages.sample_requests import sample_request
 from gradrule.common.dtypes import dtype_name
 
 
 def types(rule: Any, op_type: str | None = None, **values: Any) -> dict[str, str]:
     request = sample_request(rule, values, None, op_type)
-    return {item.name: dtype_name(item.value.inline.dtype) for item in request.values}
+    return {item.name: dtype_name(item.value.inline_tensor.dtype) for item in request.values}
 
 
 def test_lists_of_integers_are_floats() -> None:

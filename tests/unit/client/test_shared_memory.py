@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from gradrule import _shared_memory
-from gradrule._shared_memory import SharedMemory
+from gradrule._rpc import shared_memory
+from gradrule._rpc.shared_memory import SharedMemory
 from gradrule.v1 import evaluate_pb2
 
 _OFFER = evaluate_pb2.ShareMemoryResponse(max_bytes=4 << 20).SerializeToString()
@@ -28,7 +28,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
         made.append(theirs)
         return b"name", ours
 
-    monkeypatch.setattr(_shared_memory, "_handed_over", handed_over)
+    monkeypatch.setattr(shared_memory, "_pass_to_server", handed_over)
     yield made
     for end in made:
         end.close()
@@ -47,7 +47,7 @@ def test_memory_that_is_handed_over_while_the_client_closes_is_taken_back(ends: 
 def test_full_memory_is_followed_by_one_twice_as_large_up_to_the_limit(
     ends: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_shared_memory, "_LEAST_MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(shared_memory, "_MIN_MEMORY_BYTES", 1 << 20)
     memory, call = SharedMemory(), Mock(reader=None)
     sizes = []
     for _ in range(4):

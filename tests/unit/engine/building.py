@@ -11,9 +11,9 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.v1 import override_pb2, program_pb2
 from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
+from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.graphs import Limits
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import Prepared, prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule
@@ -46,13 +46,13 @@ def prepared(
     spec = program_pb2.ProgramSpec(fetches=["y"], **derivative)
     spec.graph.serialized = graph.to_bytes()
     spec.overrides.extend(
-        override_pb2.Override(rule=rule, selector=override_pb2.Selector(op_type=op_type))
+        override_pb2.GradientOverride(rule=rule, selector=override_pb2.Selector(op_type=op_type))
         for op_type, rule in (overrides or {}).items()
     )
     return prepare(spec, call or CallShape(), Builtins(), limits or Limits(), no_blobs(), next(NAMESPACES))
 
 
-def split(program: Prepared) -> Built:
+def split(program: Prepared) -> BuiltProgram:
     """The program built in two parts."""
     request = link_pb2.CompileRequest()
     request.CopyFrom(program.request)
@@ -60,7 +60,7 @@ def split(program: Prepared) -> Built:
     return build(request)
 
 
-def arguments(program: Prepared, built: Built, feeds: Mapping[str, Any]) -> list[tf.Tensor]:
+def arguments(program: Prepared, built: BuiltProgram, feeds: Mapping[str, Any]) -> list[tf.Tensor]:
     """What the built function takes: feeds, then the overrides' own params."""
     values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
     fed = [tf.constant(feeds[item.name], item.dtype) for item in built.inputs]

@@ -13,10 +13,9 @@ from gradrule.v1 import override_pb2, program_pb2
 from gradrule_server import graphs
 from gradrule_server.engine import build, tf_private
 from gradrule_server.engine.bound_rules import BoundRule, GraphRule
-from gradrule_server.engine.gradients import Differentiation, Turn
-from gradrule_server.engine.imports import import_graph
-from gradrule_server.engine.names import IMPORT_SCOPE
-from gradrule_server.link.shape import CallShape
+from gradrule_server.engine.differentiation import Differentiation, DifferentiationStage
+from gradrule_server.engine.graph_import import IMPORT_SCOPE, import_graph
+from gradrule_server.link.messages import CallShape
 from gradrule_server.preparation.prepare import prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule
 from tests.stores import no_blobs
@@ -40,7 +39,7 @@ def twice(
     grad_y: Any,
     seed: Any,
     *,
-    overrides: Sequence[override_pb2.Override] = (),
+    overrides: Sequence[override_pb2.GradientOverride] = (),
     params: Mapping[str, float] | None = None,
 ) -> list[Any]:
     """Gradients of y for all feeds, pulled back from `grad_y`; then those of the first of them, pulled back from
@@ -68,7 +67,7 @@ def twice(
         )
         with differentiation.active():
             first = tf.gradients(result, xs, grad_ys=upstream)
-        with differentiation.active(Turn.AGAIN):
+        with differentiation.active(DifferentiationStage.AGAIN):
             second = tf.gradients(first[0], [*xs, upstream], grad_ys=again)
         assert differentiation.statuses[0] == override_pb2.RESOLUTION_STATUS_ACTIVE
         return [*first, *second]

@@ -14,7 +14,7 @@ from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from tests.service.graph_defs import drawn, loaded
 from tests.unit.engine.building import prepared
 
@@ -40,7 +40,7 @@ def test_tensors_of_calls_are_held_to_the_rank_that_is_set(most: int, deep: str)
         call = evaluate_pb2.EvaluateRequest()
         for name, given in (("x", call.feeds), ("y", call.grad_ys)):
             value = np.ones([1] * (rank if name == deep else 1), np.float32)
-            given.add(name=name).value.inline.CopyFrom(tensor_codec.to_message(value))
+            given.add(name=name).value.inline_tensor.CopyFrom(tensor_codec.to_message(value))
         return reader.arguments(built, call, [])
 
     assert max(argument.shape.rank for argument in arguments(most)) == most
@@ -54,7 +54,7 @@ def test_a_tensor_of_unknown_rank_is_refused() -> None:
     """However its bytes would fit."""
     built = build(prepared(doubled()).request)
     call = evaluate_pb2.EvaluateRequest()
-    tensor = call.feeds.add(name="x").value.inline
+    tensor = call.feeds.add(name="x").value.inline_tensor
     tensor.CopyFrom(tensor_codec.to_message(np.float32(1)))
     tensor.tensor_shape.unknown_rank = True
     with pytest.raises(GradruleError, match="shape must be known"):

@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 
-from gradrule_server.engine.copy_buffers import CopyBuffers
+from gradrule_server.engine.shared_memory import CopyBuffers
 
 _SIZE = 5 << 20
 

@@ -10,17 +10,16 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule._requests import Words, program_spec
+from gradrule._messages.request_messages import Words, program_spec
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2
-from gradrule_server.engine import describe as describing
+from gradrule_server.engine import build as describing
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.constant_search import label_varying
-from gradrule_server.engine.describe import describe
+from gradrule_server.engine.build import build, describe
+from gradrule_server.engine.graph_import import label_varying
+from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs import Limits
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule
@@ -52,7 +51,7 @@ def _requests(graph: Any, words: Words) -> list[link_pb2.CompileRequest]:
     return [prepare(spec, CallShape(), _Rules(), limits, no_blobs(), next(NAMESPACES)).request for _ in range(2)]
 
 
-def _told(built: Built) -> dict[str, Any]:
+def _told(built: BuiltProgram) -> dict[str, Any]:
     return {
         "statuses": built.statuses,
         "defaulted": built.defaulted,
@@ -212,7 +211,7 @@ def test_labels_change_no_shape_and_do_not_stay(monkeypatch: pytest.MonkeyPatch)
         program = prepared(graph, {}, vjp=program_pb2.Vjp(ys=["y"], xs=["x"]), no_gradient=program_pb2.NO_GRADIENT_ZERO)
         shapes = []
         for function in (noted, none):
-            monkeypatch.setattr("gradrule_server.engine.imports.label_varying", function)
+            monkeypatch.setattr("gradrule_server.engine.graph_import.label_varying", function)
             ops = build(program.request).function.graph.get_operations()
             assert not [op.name for op in ops if "_kernel" in op.node_def.attr]
             shapes.append(

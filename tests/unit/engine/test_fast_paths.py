@@ -10,12 +10,12 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
 from gradrule_server.engine.graph_call import FunctionCall, SessionCall
+from gradrule_server.engine.program import BuiltProgram
 from tests.unit.engine.building import prepared
 
 
-def _built(*disabled: str) -> Built:
+def _built(*disabled: str) -> BuiltProgram:
     """y = relu(x), and its gradient under a rule."""
     g = gr.Graph()
     g.op_output("Relu", g.placeholder("x", "float32", [None]), name="y")
@@ -23,9 +23,9 @@ def _built(*disabled: str) -> Built:
     return build(request, disabled_fast_paths=frozenset(disabled))
 
 
-def _ways(built: Built) -> tuple[Any, bool, bool]:
+def _ways(built: BuiltProgram) -> tuple[Any, bool, bool]:
     call = evaluate_pb2.EvaluateRequest()
-    call.feeds.add(name="x").value.inline.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
+    call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
     return type(built.call), built.feed_plan.arrays(call, [], {}) is not None, built.small
 
 

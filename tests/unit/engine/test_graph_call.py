@@ -17,7 +17,7 @@ from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
 from gradrule_server.engine.graph_call import FunctionCall, SessionCall, graph_call
 from gradrule_server.engine.run import run
-from gradrule_server.engine.shared_memory import SharedMemories
+from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
 from tests.service.graph_defs import drawn, loaded
@@ -40,9 +40,9 @@ def answer(graph: gr.Graph, feeds: dict[str, Any], **derivative: Any) -> evaluat
     built = build(prepared(graph, **derivative).request)
     call = evaluate_pb2.EvaluateRequest()
     for name, value in feeds.items():
-        call.feeds.add(name=name).value.inline.CopyFrom(value)
+        call.feeds.add(name=name).value.inline_tensor.CopyFrom(value)
     request = link_pb2.RunRequest(request=call.SerializeToString())
-    parts = run(built, request, {}, ArgumentReader(BlobReader(None)), SharedMemories(None))
+    parts = run(built, request, {}, ArgumentReader(BlobReader(None)), AttachedMemories(None))
     return evaluate_pb2.EvaluateResponse.FromString(b"".join(parts))
 
 
@@ -57,7 +57,7 @@ def values_of(name: str) -> np.ndarray:
 def test_values_of_every_type_come_back(name: str) -> None:
     value = tensor_codec.to_message(values_of(name), name)
     (output,) = answer(passed_on(name), {"x": value}).outputs
-    assert (output.name, output.value.inline) == ("y", value)
+    assert (output.name, output.value.inline_tensor) == ("y", value)
 
 
 @pytest.mark.parametrize(("names", "kind"), [(_SESSION, SessionCall), (_FUNCTION, FunctionCall)])
@@ -84,7 +84,7 @@ def test_answers_are_those_that_protobuf_would_write() -> None:
     table, index = np.arange(8, dtype=np.float32).reshape(4, 2), np.array([2, 0, 2], np.int32)
     feeds = {"table": tensor_codec.to_message(table), "index": tensor_codec.to_message(index)}
     found = answer(mixed(), feeds, vjp=program_pb2.Vjp(ys=["y"], xs=["table", "index", "apart"]))
-    assert tensor_codec.to_numpy(found.outputs[0].value.inline) == 2 * (4**2 + 5**2) + 1
+    assert tensor_codec.to_numpy(found.outputs[0].value.inline_tensor) == 2 * (4**2 + 5**2) + 1
     by_table, by_index, by_apart = found.gradients
     assert [item.x for item in found.gradients] == ["table", "index", "apart"]
     assert by_index.WhichOneof("value") == "not_differentiable" and by_apart.WhichOneof("value") == "unconnected"
@@ -100,7 +100,7 @@ def test_one_writer_serves_any_shapes() -> None:
     for size in (3, 0, 5000, 3):
         value = tensor_codec.to_message(np.arange(size, dtype=np.float64))
         (output,) = answer(passed_on("float64"), {"x": value}).outputs
-        assert tensor_codec.to_numpy(output.value.inline).tolist() == list(range(size))
+        assert tensor_codec.to_numpy(output.value.inline_tensor).tolist() == list(range(size))
 
 
 def test_a_session_computes_what_the_function_computes_in_several_threads() -> None:

@@ -16,9 +16,9 @@ import tensorflow as tf
 from gradrule_server.engine.jit import background as background_module
 from gradrule_server.engine.jit import choice as choice_module
 from gradrule_server.engine.jit.background import JitCompiler
-from gradrule_server.engine.jit.choice import JitChoice, Variant
-from gradrule_server.engine.jit.ops import why_not
-from gradrule_server.link.environment import engine_environment
+from gradrule_server.engine.jit.choice import JitChoice, ShapeVariant
+from gradrule_server.engine.jit.compilation import refusal_reason
+from gradrule_server.link.fork_server import engine_environment
 from gradrule_server.link.v1 import link_pb2
 
 _SLOW_S, _FAST_S = 0.01, 0.0
@@ -50,18 +50,18 @@ class Compiler:
         self.reasons: list[str] = []
         self.chosen = 0
 
-    def compile(self, choice: JitChoice, variant: Variant) -> None:
+    def compile(self, choice: JitChoice, variant: ShapeVariant) -> None:
         self.reasons.append(reason := choice.prepare(variant))
         if reason:
             choice.refuse(reason)
 
-    def tell_chosen(self, choice: JitChoice) -> None:
+    def report_chosen(self, choice: JitChoice) -> None:
         self.chosen += 1
 
-    def tell_dropped(self, key: str) -> None:
+    def report_dropped(self, key: str) -> None:
         self.chosen -= 1
 
-    def tell_refused(self, key: str, reason: str) -> None:
+    def report_refused(self, key: str, reason: str) -> None:
         self.reasons.append(reason)
 
 
@@ -159,7 +159,7 @@ def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.Monk
 )
 def test_only_programs_of_known_ops_are_compiled(run: Any, dtype: tf.DType, reason: str) -> None:
     function = tf.function(run, input_signature=[tf.TensorSpec([2, 2], dtype)], autograph=False)
-    found = why_not(function.get_concrete_function())
+    found = refusal_reason(function.get_concrete_function())
     assert reason in found and bool(found) is bool(reason)
 
 
@@ -189,7 +189,7 @@ class Prepared:
 
     reason = ""
 
-    def __init__(self, key: str, prepare: Callable[[Variant], str]) -> None:
+    def __init__(self, key: str, prepare: Callable[[ShapeVariant], str]) -> None:
         self.key = key
         self.prepare = prepare
         self.refused: list[str] = []
@@ -202,11 +202,11 @@ def test_a_program_that_fails_does_not_keep_others_from_being_compiled(monkeypat
     def no_priority(nice: int) -> None:
         raise PermissionError("no")
 
-    def compiled(variant: Variant) -> str:
+    def compiled(variant: ShapeVariant) -> str:
         variant.compiled = taking(_FAST_S)
         return ""
 
-    def failing(variant: Variant) -> str:
+    def failing(variant: ShapeVariant) -> str:
         raise RuntimeError("no thread is left")
 
     monkeypatch.setattr(background_module, "lower_priority", no_priority)
@@ -220,7 +220,7 @@ def test_a_program_that_fails_does_not_keep_others_from_being_compiled(monkeypat
         Prepared("good", compiled),
     ]
     for choice in choices:
-        compiler.compile(choice, Variant())
+        compiler.compile(choice, ShapeVariant())
     outcomes = [frames.notices.get(timeout=60) for _ in range(6)]
     done, wrong = link_pb2.JitNotice.OUTCOME_COMPILED, link_pb2.JitNotice.OUTCOME_REFUSED
     assert outcomes[1::2] == [("failing", wrong), ("dropped", done), ("good", done)]

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import memory
-from gradrule_server.engine.memory import memory_error, out_of_memory
+from gradrule_server.engine.memory import memory_error
+from gradrule_server.engine.tf_errors import out_of_memory
 
 _OOM = "OOM when allocating tensor with shape[10000000000] and type float on /device:CPU:0 by allocator cpu"
 

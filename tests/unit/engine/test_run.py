@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1 import tensor_pb2
-from gradrule_server.engine import answers, run
-from gradrule_server.engine.built import Built
+from gradrule_server.engine import response_writer, run
+from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError, reason_name
 
 
@@ -36,7 +36,7 @@ def test_an_answer_that_is_too_large_is_refused_before_it_is_copied(
 
 def test_quantised_values_keep_their_type() -> None:
     message = tensor_pb2.Tensor()
-    answers.write_tensor(message, tf.bitcast(tf.constant([1, -2], tf.int8), tf.qint8))
+    response_writer.write_tensor(message, tf.bitcast(tf.constant([1, -2], tf.int8), tf.qint8))
     assert (message.dtype, message.tensor_content) == (tensor_pb2.DT_QINT8, b"\x01\xfe")
 
 
@@ -53,7 +53,7 @@ def test_what_tensorflow_says_of_bytes_that_are_no_text_is_told(op: str, attrs: 
         return getattr(tf.raw_ops, op)(input=[b"text"], **attrs)
 
     with pytest.raises(GradruleError) as caught:
-        run.execute(Built(small=False), function)
+        run.execute(BuiltProgram(small=False), function)
     assert reason_name(caught.value.reason) == "EXECUTION_FAILED"
     assert "\\xf" in caught.value.message
 
@@ -64,5 +64,5 @@ def test_a_string_that_is_no_text_is_told_too() -> None:
         return tf.strings.to_number([b"\xff\xfe"])
 
     with pytest.raises(GradruleError, match=r"\\xff\\xfe") as caught:
-        run.execute(Built(small=False), function)
+        run.execute(BuiltProgram(small=False), function)
     assert reason_name(caught.value.reason) == "EXECUTION_FAILED"

@@ -97,10 +97,9 @@ def test_a_data_folder_among_libraries_is_told(tmp_path: Path, listener: socket.
 def test_what_the_kernel_lacks_is_told_and_with_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a kernel without Landlock and a machine whose calls are unknown; nothing of this process changes."""
     from gradrule_server.engine.sandbox import enter as module
-    from gradrule_server.engine.sandbox import privileges
 
-    for name in ("set_limits", "forbid_writing", "drop"):
-        monkeypatch.setattr(privileges, name, lambda: None)
+    for name in ("set_limits", "forbid_writing", "drop_privileges"):
+        monkeypatch.setattr(module, name, lambda: None)
     monkeypatch.setattr(landlock, "version", lambda: 0)
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
     sandbox = module.enter("auto", None)

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1 import program_pb2
-from gradrule_server.engine.saved import saved_bytes
+from gradrule_server.engine.memory import saved_bytes
 from tests.service.derivative_cases import CASES, W, graph_of
 from tests.unit.engine.building import arguments, prepared, split
 
@@ -18,8 +18,8 @@ def held(name: str, rows: int) -> int:
     """Bytes saved for so many rows of x."""
     program = prepared(graph_of(CASES[name]), vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))
     built = split(program)
-    assert built.split is not None
-    _, saved = built.split.forward(arguments(program, built, {"x": np.full((rows, 3), 0.1, np.float32), "w": W}))
+    assert built.two_parts is not None
+    _, saved = built.two_parts.forward(arguments(program, built, {"x": np.full((rows, 3), 0.1, np.float32), "w": W}))
     return saved_bytes(saved)
 
 

@@ -14,14 +14,14 @@ with without_libraries():
     import gradrule_server.engine.process
 before = {"modules": sorted({name.partition(".")[0] for name in sys.modules} | {"keras.src"} & set(sys.modules)),
           "threads": len(os.listdir("/proc/self/task"))}
-import gradrule_server.engine.optimizers
+import gradrule_server.engine.session_optimizer
 print(json.dumps(before | {"later": sorted({name.partition(".")[0] for name in sys.modules})}))
 """
 _NEVER = {"matplotlib", "pandas", "sklearn", "PIL", "h5py", "scipy"}
 
 
 def test_only_what_engines_use_is_imported_and_nothing_is_written(tmp_path: Path) -> None:
-    from gradrule_server.link.environment import engine_environment
+    from gradrule_server.link.fork_server import engine_environment
 
     home = tmp_path / "home"
     home.mkdir()

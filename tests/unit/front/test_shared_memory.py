@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gradrule._memory_regions import Memory
+from gradrule.common.memory_regions import Memory
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Caller
@@ -89,8 +89,9 @@ def test_memory_counts_while_it_is_there_and_calls_count_while_they_run() -> Non
         with sharing(around) as memories, closing(memories):
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             use = evaluate_pb2.SharedMemoryUse(memory=answer[1:], request_bytes=10, answer_bytes=5)
-            with memories.use(use, caller, around) as memory:
-                assert (memory.size, around.in_flight) == (4 * _MEBIBYTE, 15)
+            with memories.use(use, caller, around) as used:
+                memory = used.memory
+                assert (memory.size, used.size, around.in_flight) == (4 * _MEBIBYTE, 15, 15)
             assert around.in_flight == 0
             assert caller.tenant.quotas["shared_bytes"].used == 64 * _MEBIBYTE
             with pytest.raises(GradruleError), memories.use(use, caller_of("b"), around):
@@ -116,10 +117,36 @@ def test_a_call_that_is_cancelled_takes_its_memory_with_it() -> None:
         with sharing(around) as memories:
             connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             use = evaluate_pb2.SharedMemoryUse(memory=answer[1:])
-            with pytest.raises(asyncio.CancelledError), memories.use(use, caller, around) as memory:
+            with pytest.raises(asyncio.CancelledError), memories.use(use, caller, around) as used:
                 raise asyncio.CancelledError
-            assert memory.is_closed
+            assert used.memory.is_closed
             assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+            connection.close()
+
+    asyncio.run(run())
+
+
+def test_two_calls_at_once_never_write_their_answers_into_one_region() -> None:
+    """gRPC sends a call again while its first attempt may still run."""
+
+    async def run() -> None:
+        around, caller = Around(), caller_of("a")
+        with sharing(around) as memories:
+            connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            first = evaluate_pb2.SharedMemoryUse(memory=answer[1:], answer_bytes=100)
+            second = evaluate_pb2.SharedMemoryUse(memory=answer[1:], answer_offset=100, answer_bytes=100)
+            with memories.use(first, caller, around), memories.use(second, caller, around):
+                pass
+            with memories.use(first, caller, around):
+                pass
+            again = evaluate_pb2.SharedMemoryUse(memory=answer[1:], answer_offset=99, answer_bytes=2)
+            with memories.use(first, caller, around) as used:
+                with pytest.raises(GradruleError) as caught, memories.use(again, caller, around):
+                    pass
+                assert caught.value.reason == errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST
+                # The first attempt may write until it ends, so its memory is not used any more.
+                assert used.memory.is_closed
+            assert around.in_flight == 0
             connection.close()
 
     asyncio.run(run())

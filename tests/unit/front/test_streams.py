@@ -284,7 +284,7 @@ def chunk(number: int, data: bytes, timeout_s: float | None = None) -> link_pb2.
 
 def last(number: int, chunk_bytes: int, answer_chunk_bytes: int = 0) -> link_pb2.RawStreamRequest:
     return link_pb2.RawStreamRequest(
-        request_id=number, evaluate=b"", chunk_bytes=chunk_bytes, answer_chunk_bytes=answer_chunk_bytes
+        request_id=number, evaluate=b"", total_bytes=chunk_bytes, answer_chunk_bytes=answer_chunk_bytes
     )
 
 

@@ -19,7 +19,7 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.front import tenants as module
 from gradrule_server.front.tenants import Shared, Tenant, Tenants
 from gradrule_server.limits import QUOTA_RESOURCES
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import SessionKey, StoredKey
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore

@@ -11,10 +11,10 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.faults import fault_message
+from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Kind, pack_header
+from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import EngineGone
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, Overruns, Transport
 
 P, Q = BatchKey("p"), BatchKey("q")
@@ -178,6 +178,25 @@ async def test_a_second_run_need_not_be_as_large_as_one_of_other_params() -> Non
     assert frames(transport)[3:] == [[b"e"]]
 
 
+async def test_a_request_does_not_wait_for_runs_of_other_params() -> None:
+    other = BatchKey("p", "others")
+    connection, transport = connected(threads=4, delay_s=60)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b")
+    submit(connection, b"c", key=other)
+    assert frames(transport) == [[b"a"], [b"b"], [b"c"]]
+
+
+async def test_bytes_in_shared_memory_count_for_the_size_of_a_run() -> None:
+    connection, transport = connected()
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"0")
+    for name in (b"1", b"2", b"3"):
+        connection.submit(Kind.RUN, name, batch_key=P, shared_bytes=3 << 20)
+    answer(connection, transport, b"0")
+    assert frames(transport)[1:] == [[b"1", b"2"]]
+
+
 async def test_nobody_waits_longer_than_allowed() -> None:
     connection, transport = connected(threads=8, delay_s=0.01)
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
@@ -208,7 +227,7 @@ async def test_a_lost_engine_tells_all_requests_of_a_run() -> None:
     connection.connection_lost(None)
     assert len(connection.lost) == 2
     for work in works[1:]:
-        with pytest.raises(EngineGone) as gone:
+        with pytest.raises(ConnectionLost) as gone:
             await work.answer
         assert gone.value.started
 
@@ -237,7 +256,7 @@ async def test_a_program_whose_calls_ended_an_engine_together_runs_them_alone_fr
     answer(connection, transport, b"d")
     assert frames(transport) == [[b"d"], [b"e"]]
     for work in works[1:]:
-        with pytest.raises(EngineGone):
+        with pytest.raises(ConnectionLost):
             await work.answer
 
 
@@ -355,9 +374,9 @@ async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_do
     process = engine.fake
     process.die(CRASH)
     # The request that ran beside was not alone: nobody may blame it for this end.
-    with pytest.raises(EngineGone) as gone:
+    with pytest.raises(ConnectionLost) as gone:
         await beside.answer
-    assert not (await engine.lost(beside, gone.value)).ran_alone
+    assert not (await engine.loss_error(beside, gone.value)).ran_alone
     assert process.crash_report.present == {"the one", "other"}
     assert all(work.answer.done() for work in works)
     connection, transport = connected()
@@ -377,7 +396,7 @@ async def test_a_program_whose_xla_code_ended_an_engine_is_not_compiled_again() 
     work = engine.submit(Kind.RUN, b"a", batch_key=BatchKey("bad/1"))
     assert engine.sent(Kind.RUN) == [b"a"]
     engine.fake.die(CRASH)
-    with pytest.raises(EngineGone):
+    with pytest.raises(ConnectionLost):
         await work.answer
     engine.start_another()
     notices = [link_pb2.JitNotice.FromString(payload) for payload in engine.sent(Kind.JIT_NOTICE)]

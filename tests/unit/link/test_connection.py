@@ -10,10 +10,10 @@ import pytest
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.faults import fault_message
+from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header
+from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import EngineGone
 from gradrule_server.recovery.endings import ProgramNotLoaded
 from tests.unit.link.fake_engine import Overruns, Transport, connected
 
@@ -84,11 +84,11 @@ async def test_a_lost_engine_tells_what_had_started() -> None:
     running, waiting = connection.submit(Kind.RUN, b"a"), connection.submit(Kind.RUN, b"b")
     connection.connection_lost(None)
     for work, started in ((running, True), (waiting, False)):
-        with pytest.raises(EngineGone) as gone:
+        with pytest.raises(ConnectionLost) as gone:
             await work.answer
         assert gone.value.started is started
         assert work.ended
-    with pytest.raises(EngineGone):
+    with pytest.raises(ConnectionLost):
         connection.submit(Kind.RUN, b"c")
 
 
@@ -116,10 +116,12 @@ async def test_a_fault_arrives_as_the_error_that_it_was(kind: type[GradruleError
 
 _NO_MESSAGE = b"\xff\xff"
 _NO_SUCH_REASON = link_pb2.Fault(reason=cast(Any, 99_999)).SerializeToString()
-_NO_SUCH_NAME = link_pb2.Fault(findings=[program_pb2.Finding(reason="NEVER_HEARD_OF")]).SerializeToString()
+_NO_SUCH_REASON_OF_A_FINDING = link_pb2.Fault(
+    findings=[program_pb2.Finding(reason=cast(Any, 99_999))]
+).SerializeToString()
 
 
-@pytest.mark.parametrize("fault", [_NO_MESSAGE, _NO_SUCH_REASON, _NO_SUCH_NAME])
+@pytest.mark.parametrize("fault", [_NO_MESSAGE, _NO_SUCH_REASON, _NO_SUCH_REASON_OF_A_FINDING])
 async def test_a_fault_that_makes_no_sense_ends_the_connection_and_leaves_nobody_waiting(fault: bytes) -> None:
     connection, transport = connected(1)
     works = [connection.submit(Kind.RUN, name) for name in (b"a", b"b")]
@@ -127,7 +129,7 @@ async def test_a_fault_that_makes_no_sense_ends_the_connection_and_leaves_nobody
     assert transport.is_closed
     connection.connection_lost(None)
     for work, started in zip(works, (True, False), strict=True):
-        with pytest.raises(EngineGone) as gone:
+        with pytest.raises(ConnectionLost) as gone:
             await work.answer
         assert gone.value.started is started
 

@@ -11,7 +11,7 @@ import pytest
 from gradrule_server.link import process as process_module
 from gradrule_server.link.fork_server import ForkedProcess
 from gradrule_server.link.process import EngineProcess, EngineRefused
-from gradrule_server.link.stderr import LastWords
+from gradrule_server.link.stderr import FatalMessage
 from gradrule_server.recovery.endings import EndReason
 from tests.unit.link.fake_engine import connected
 
@@ -30,7 +30,7 @@ async def test_who_is_killed_close_to_its_limit_took_too_much_memory(
     process = _spawned("sleep", "60")
     connection, _ = connected(1)
     said = asyncio.create_task(asyncio.sleep(0))
-    engine = EngineProcess(process, connection, said, LastWords(), None, memory_limit=limit, resident_bytes=resident)
+    engine = EngineProcess(process, connection, said, FatalMessage(), None, memory_limit=limit, resident_bytes=resident)
     assert not engine.has_ended
     os.kill(process.pid, signal.SIGKILL)
     assert (await engine.wait_ended()).reason is reason
@@ -41,7 +41,7 @@ async def _started(*command: str) -> EngineProcess:
     """A process at whose connection nothing is heard."""
     process = _spawned(*command)
     connection, _ = connected(1)
-    return EngineProcess(process, connection, asyncio.create_task(asyncio.sleep(0)), LastWords(), None)
+    return EngineProcess(process, connection, asyncio.create_task(asyncio.sleep(0)), FatalMessage(), None)
 
 
 async def test_one_that_fails_at_its_start_is_told_as_it_failed() -> None:

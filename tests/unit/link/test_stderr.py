@@ -7,11 +7,11 @@ import logging
 
 import pytest
 
-from gradrule_server.link.stderr import LastWords, Lines, log_stderr
+from gradrule_server.link.stderr import FatalMessage, LineSplitter, log_stderr
 
 
 def test_lines_that_arrive_in_pieces() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     assert lines.feed(b"one\ntw") == ["one"]
     assert lines.feed(b"o\n\nth") == ["two", ""]
     assert lines.end() == ["th"]
@@ -19,7 +19,7 @@ def test_lines_that_arrive_in_pieces() -> None:
 
 
 def test_a_long_line_is_cut_and_counted() -> None:
-    lines = Lines(limit=4)
+    lines = LineSplitter(limit=4)
     assert lines.feed(b"abcdef") == []
     assert lines.feed(b"gh\nnext\n") == ["abcd… (4 bytes more)", "next"]
 
@@ -29,7 +29,7 @@ async def test_reading_goes_on_behind_a_line_that_no_reader_of_lines_takes(caplo
     stream.feed_data(b"z" * 300_000 + b"\nlast words")
     stream.feed_eof()
     with caplog.at_level(logging.INFO):
-        await log_stderr(stream, "engine 7", LastWords())
+        await log_stderr(stream, "engine 7", FatalMessage())
     assert [len(record.getMessage()) < 5000 for record in caplog.records] == [True, True]
     assert caplog.records[-1].getMessage() == "engine 7: last words"
 
@@ -45,8 +45,8 @@ async def test_information_of_tensorflow_is_for_debugging_and_its_errors_are_not
         b"F0000 00:00:1795358470.939667    2626 tensor.cc:1] Check failed: ok\n"
     )
     stream.feed_eof()
-    last_words = LastWords()
+    fatal = FatalMessage()
     with caplog.at_level(logging.DEBUG):
-        await log_stderr(stream, "engine 7", last_words)
+        await log_stderr(stream, "engine 7", fatal)
     assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "INFO", "INFO"]
-    assert last_words.fatal == "Check failed: ok"
+    assert fatal.text == "Check failed: ok"

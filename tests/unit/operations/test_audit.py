@@ -56,7 +56,7 @@ MADE = (
         program_pb2.DeleteProgramRequest(name="programs/p"),
         program_pb2.DeleteProgramResponse(),
     ),
-    ("BlobService/UploadBlob", blob_pb2.UploadBlobRequest(), blob_pb2.UploadBlobResponse(sha256=SHA, size=1)),
+    ("BlobService/UploadBlob", blob_pb2.UploadBlobRequest(), blob_pb2.UploadBlobResponse(sha256=SHA, size_bytes=1)),
 )
 TOLD = (
     ("create", "rule", "rules/Q", "d1"),

@@ -40,7 +40,7 @@ def test_timings_of_evaluate_are_read(
 ) -> None:
     answer = evaluate_pb2.EvaluateResponse(device=device)
     for content in contents:
-        answer.outputs.add(name="y").value.inline.CopyFrom(tensor_pb2.Tensor(tensor_content=content))
+        answer.outputs.add(name="y").value.inline_tensor.CopyFrom(tensor_pb2.Tensor(tensor_content=content))
         answer.gradients.add(x="x").dense.tensor_content = content
     for _ in range(blocks):
         answer.jacobians.add(y="y", x="x").dense.tensor_content = b"\x2a\x02ab" * 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import gradrule as gr
-from gradrule._server_status import Usage, server_status
+from gradrule._results.status_report import Usage, server_status
 from gradrule.cli import output
 from gradrule.cli.status import bytes_text, drawn, duration_text, size_text, usage_text
 from gradrule_server import __version__
@@ -31,7 +31,7 @@ def test_client_reads_the_whole_status() -> None:
     workers = found.compile_workers
     assert (workers.count, workers.busy, workers.waiting, workers.resident_bytes) == (3, 2, 1, 1 << 20)
     (cache,) = found.caches
-    assert (cache.name, cache.entries, cache.bytes) == ("programs", Usage(3, 256), Usage(1000, 2000))
+    assert (cache.name, cache.entries, cache.size_bytes) == ("programs", Usage(3, 256), Usage(1000, 2000))
     (tenant,) = found.tenants
     assert (tenant.name, tenant.requests, tenant.programs, tenant.rules) == (
         "default",
@@ -41,7 +41,7 @@ def test_client_reads_the_whole_status() -> None:
     )
     assert (tenant.sessions, tenant.session_bytes) == (Usage(7, 0), Usage(8, 0))
     assert (tenant.handles, tenant.handle_bytes, tenant.blob_bytes) == (Usage(9, 0), Usage(10, 0), Usage(11, 0))
-    (program,) = found.quarantined
+    (program,) = found.quarantined_programs
     assert (program.digest, program.reason, program.remaining) == ("0f1e", "signal 6, twice", 41.5)
 
 

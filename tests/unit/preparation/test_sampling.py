@@ -15,7 +15,7 @@ from gradrule_server.graphs import Limits
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.front_end_lookup import FrontEndRules
 from gradrule_server.preparation.sampling import sample_call
-from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
 
@@ -43,7 +43,7 @@ def asked(
 ) -> evaluate_pb2.EvaluateRequest:
     for name, value in values.items():
         message = value if isinstance(value, tensor_pb2.Tensor) else tensor_codec.to_message(np.float32(value))
-        request.values.add(name=name).value.inline.CopyFrom(message)
+        request.values.add(name=name).value.inline_tensor.CopyFrom(message)
     lookup = RegistryLookup(rules)
     return sample_call(
         request, FrontEndRules(lambda asked: link_pb2.Told(rules=lookup.find(asked.rules.names))), limits
@@ -100,7 +100,7 @@ def test_params_that_are_refused(rules: RuleRegistry, tensor: tensor_pb2.Tensor)
 
 def test_a_second_upstream_gradient_beside_one_y(rules: RuleRegistry) -> None:
     request = asked(rules, formula("dy * x + dy1"), x=[2.0], y=[1.0], dy=[5.0], dy1=[7.0])
-    fed = {item.name: tensor_codec.to_numpy(item.value.inline).tolist() for item in request.feeds}
+    fed = {item.name: tensor_codec.to_numpy(item.value.inline_tensor).tolist() for item in request.feeds}
     assert sorted(fed.values()) == [[2.0], [5.0], [7.0]]
 
 
@@ -114,7 +114,7 @@ def test_an_upstream_gradient_of_an_output_that_the_op_lacks(rules: RuleRegistry
 def test_attrs_go_to_the_op(rules: RuleRegistry) -> None:
     request = rule_pb2.SampleRuleRequest(name="Cast", attrs={"DstT": graph_pb2.AttrValue(type=tensor_pb2.DT_DOUBLE)})
     spec = asked(rules, request, x=[1.0]).spec
-    op = next(node for node in spec.graph.inline.node if node.name == "op")
+    op = next(node for node in spec.graph.inline_graph.node if node.name == "op")
     assert (op.op, op.attr["DstT"].type) == ("Cast", tensor_pb2.DT_DOUBLE)
 
 

@@ -10,13 +10,12 @@ import pytest
 
 from gradrule.v1 import errors_pb2, override_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error, reason_name
-from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Buffer, Frame, FrameSocket, Kind
-from gradrule_server.link.shape import CallShape, read_shape, shape_message
+from gradrule_server.link.messages import CallShape, fault_message, read_call_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.preparation.front_end_lookup import FrontEndBlobs, FrontEndRules
-from gradrule_server.preparation.worker import PreparationService, read_limits
+from gradrule_server.preparation.worker import PreparationService
 from tests.service import raw
 
 _LENGTH = struct.Struct("<Q")
@@ -64,7 +63,7 @@ def answer(question: link_pb2.Question) -> link_pb2.Told:
 
 
 def worked(request: link_pb2.PrepareRequest) -> tuple[bytes, Frames]:
-    request.limits.CopyFrom(link_pb2.Limits(**dataclasses.asdict(Limits())))
+    request.limits.update(Limits().to_values())
     frames = Frames(answer)
     frames.service = PreparationService(frames, lambda folder, name: b"")
     return frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString())), frames
@@ -72,10 +71,10 @@ def worked(request: link_pb2.PrepareRequest) -> tuple[bytes, Frames]:
 
 def spec(rule: str) -> program_pb2.ProgramSpec:
     found = program_pb2.ProgramSpec(fetches=["y"])
-    found.graph.inline.CopyFrom(raw.sign_graph())
+    found.graph.inline_graph.CopyFrom(raw.sign_graph())
     found.vjp.ys.append("y")
     found.vjp.xs.append("x")
-    found.overrides.append(override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule=rule))
+    found.overrides.append(override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"), rule=rule))
     return found
 
 
@@ -89,13 +88,12 @@ def prepared(found: program_pb2.ProgramSpec) -> tuple[link_pb2.PreparedProgram, 
 
 
 def test_limits_and_structures_of_calls_are_the_same_on_the_other_side() -> None:
-    names = {field.name for field in dataclasses.fields(Limits)}
-    assert names == set(link_pb2.Limits.DESCRIPTOR.fields_by_name)
     limits = Limits(trusted=True, rank=3, selections=5)
-    assert read_limits(link_pb2.Limits(**dataclasses.asdict(limits))) == limits
+    sent = link_pb2.PrepareRequest(limits=limits.to_values()).SerializeToString()
+    assert Limits.from_values(link_pb2.PrepareRequest.FromString(sent).limits) == limits
     assert {field.name for field in dataclasses.fields(CallShape)} == set(link_pb2.CallShape.DESCRIPTOR.fields_by_name)
     call = CallShape(frozenset({"a"}), frozenset({"b"}), 2, frozenset({"c"}), frozenset({"d"}), True, True, True)
-    assert read_shape(shape_message(call)) == call
+    assert read_call_shape(shape_message(call)) == call
 
 
 def test_a_rule_is_requested_once_and_listed_with_the_program() -> None:
@@ -133,7 +131,7 @@ def test_a_program_that_is_known_is_not_prepared() -> None:
     task = link_pb2.ProgramTask(spec=spec("Mine").SerializeToString(), may_be_known=True)
     frames = Frames(lambda question: link_pb2.Told(is_known=True))
     frames.service = PreparationService(frames, lambda folder, name: b"")
-    request = link_pb2.PrepareRequest(program=task, limits=link_pb2.Limits(**dataclasses.asdict(Limits())))
+    request = link_pb2.PrepareRequest(program=task, limits=Limits().to_values())
     answer = frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString()))
     assert link_pb2.PreparedProgram.FromString(answer[_LENGTH.size :]).is_known
     assert len(frames.asked) == 1

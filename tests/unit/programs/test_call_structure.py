@@ -21,7 +21,7 @@ def request_of(program: str = "programs/p", **lists: dict[str, np.ndarray]) -> e
     request = evaluate_pb2.EvaluateRequest(program=program)
     for field, values in lists.items():
         for name, value in values.items():
-            getattr(request, field).add(name=name).value.inline.CopyFrom(tensor_codec.to_message(value))
+            getattr(request, field).add(name=name).value.inline_tensor.CopyFrom(tensor_codec.to_message(value))
     return request
 
 
@@ -91,7 +91,7 @@ def both() -> bytes:
 def numbers_one_by_one() -> bytes:
     """A tensor whose numbers take more memory once they are parsed."""
     request = request_of()
-    tensor = request.feeds.add(name="x").value.inline
+    tensor = request.feeds.add(name="x").value.inline_tensor
     tensor.int64_val.extend([1] * 100_000)
     return request.SerializeToString()
 
@@ -100,7 +100,7 @@ def many_parts() -> bytes:
     """Small tensors that are nothing but parts: parsed, all together take many times their bytes."""
     request = request_of()
     for index in range(200):
-        tensor = request.feeds.add(name=f"x{index}").value.inline
+        tensor = request.feeds.add(name=f"x{index}").value.inline_tensor
         for _ in range(10_000):
             tensor.tensor_shape.dim.add()
     return request.SerializeToString()
@@ -154,7 +154,7 @@ def test_requests_that_are_cut_short_are_not_taken() -> None:
 def packed_raw(content: bytes, compression: int = 0) -> bytes:
     """A request whose only feed is packed."""
     request = evaluate_pb2.EvaluateRequest(program="programs/p")
-    packed = request.feeds.add(name="x").value.inline.packed
+    packed = request.feeds.add(name="x").value.inline_tensor.packed
     packed.content = content
     packed.compression = compression  # type: ignore[assignment]
     return request.SerializeToString()

@@ -13,13 +13,13 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind, pack_header
-from gradrule_server.link.shape import CallShape
+from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.link.work import Work
 from gradrule_server.policy import Limits
 from gradrule_server.programs.preparer import Preparer
-from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.crash_history import CrashHistory
 from gradrule_server.recovery.endings import EndReason, EngineEnd
 from gradrule_server.registry.blobs import BlobStore
@@ -38,7 +38,7 @@ class EndingEngine(FakeEngine):
         super().__init__()
         self._end = ending
 
-    def submit(self, *given: Any, **words: Any) -> Work:
+    def submit(self, *given: Any, **words: Any) -> EngineRequest:
         work = super().submit(*given, **words)
         self.fake.die(self._end)
         return work

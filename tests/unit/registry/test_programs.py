@@ -28,7 +28,7 @@ def registry_of(store: Store, **limits: Any) -> ProgramRegistry:
 def spec(fetch: str = "y") -> program_pb2.ProgramSpec:
     return program_pb2.ProgramSpec(
         graph=rule_pb2.GraphSource(serialized=GRAPH.SerializeToString()),
-        overrides=[override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule="ste")],
+        overrides=[override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"), rule="ste")],
         fetches=[fetch],
         vjp=program_pb2.Vjp(ys=["y"], xs=["x"]),
     )
@@ -39,7 +39,7 @@ def compiled(digest: str = "d1") -> program_pb2.Program:
         digests=program_pb2.Digests(graph="g", program=digest),
         inputs=[tensor_pb2.TensorSpec(name="x", dtype=tensor_pb2.DT_FLOAT)],
         overrides=[override_pb2.Resolution(node="y", op_type="Sign", rule="ste")],
-        defaulted=["z"],
+        default_gradient_nodes=["z"],
         device="CPU:0",
     )
 
@@ -79,7 +79,7 @@ def test_stored_program_has_name_time_and_content(tmp_path: Path) -> None:
 def test_inline_graph_is_not_read_but_refused(store: Store) -> None:
     registry = registry_of(store)
     inline = spec()
-    inline.graph.inline.CopyFrom(GRAPH)
+    inline.graph.inline_graph.CopyFrom(GRAPH)
     with pytest.raises(ValueError, match="as bytes"):
         registry.create("p", inline, b"", compiled(), b"")
     assert len(registry) == 0
@@ -171,7 +171,7 @@ def test_pages_are_ordered_by_id_and_lack_overrides(store: Store) -> None:
     first, token = registry.list(2, "")
     assert [item.id for item in first] == ["a", "b"]
     assert not first[0].program.overrides
-    assert not first[0].program.defaulted
+    assert not first[0].program.default_gradient_nodes
     assert first[0].program.inputs == compiled().inputs
     # What comes and goes between pages neither repeats nor hides anything else.
     registry.delete("b")
@@ -213,11 +213,11 @@ def test_bytes_of_programs_are_counted(store: Store, monkeypatch: pytest.MonkeyP
 def test_page_of_large_programs_ends_early(store: Store) -> None:
     registry = registry_of(store)
     large = compiled()
-    large.defaulted.append("z" * (page_tokens.MAX_PAGE_BYTES // 3))
+    large.default_gradient_nodes.append("z" * (page_tokens.MAX_PAGE_BYTES // 3))
     for number in range(7):
         registry.create(f"p{number}", spec(), b"", large, b"")
     huge = compiled()
-    huge.defaulted.append("z" * (page_tokens.MAX_PAGE_BYTES + 1))
+    huge.default_gradient_nodes.append("z" * (page_tokens.MAX_PAGE_BYTES + 1))
     registry.create("p1-huge", spec(), b"", huge, b"")
     pages: list[list[str]] = []
     token = ""

@@ -66,7 +66,7 @@ def test_graph_rule_runs() -> None:
 def test_inline_graph_is_the_same_rule() -> None:
     serialized = made(quantize_grad)
     inline = graph_pb2.Graph.FromString(serialized)
-    content = RuleContent.from_definition(rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(inline=inline)))
+    content = RuleContent.from_definition(rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(inline_graph=inline)))
     (result,) = run(content.bind(ONE), {"x0": X, "dy0": DY})
     np.testing.assert_array_equal(np.asarray(result), [1, 2, 0])
     assert content.per_sample is None

@@ -15,7 +15,7 @@ from gradrule.errors import InvalidGraphError
 from gradrule.v1.graph_pb2 import Graph
 
 if TYPE_CHECKING:
-    from gradrule._results import Explanation
+    from gradrule._results.explanations import Explanation
 
 
 def view(explanation: Explanation, graph: bytes) -> View:

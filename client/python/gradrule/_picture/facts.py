@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradrule._names import split
+from gradrule._builder.names import split
 from gradrule._picture.reading import Structure
 
 if TYPE_CHECKING:
-    from gradrule._results import Explanation, Resolution
+    from gradrule._results.call_results import Resolution
+    from gradrule._results.explanations import Explanation
 
 ACTIVE = "active"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gradrule._names import split
+from gradrule._builder.names import split
 from gradrule.v1.graph_pb2 import Function, Graph, Node
 
 # Limits expansion: functions may be recursive or grow exponentially with depth.

@@ -1,6 +1,6 @@
 """Sends many calls over one `StreamEvaluate`, for asyncio: one task reads the stream, one writes it.
 
-A caller's task neither reads nor writes: a task that is cancelled while it does takes the whole stream along.
+A caller's task neither reads nor writes: if it were cancelled meanwhile, gRPC would end the whole stream.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _routes, _stream_messages
-from gradrule._calls import Call
-from gradrule._status import error_of
-from gradrule._stream_messages import StreamLostError, decoded
+from gradrule._messages.error_status import error_of
+from gradrule._messages.rpc_calls import Call
+from gradrule._rpc import call_routes, stream_messages
+from gradrule._rpc.stream_messages import StreamLostError, decoded
 from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
@@ -29,29 +29,40 @@ _Answer = tuple[str, bytes]
 class AsyncStream:
     """One stream, opened at the first request and again after it ended.
 
-    closed: what is raised once the channel is closed.
+    Args:
+        channel: The client's channel.
+        metadata: Metadata of the stream.
+        closed: Returns the error to raise once the channel is closed.
     """
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
-        self._open: Callable[..., Any] = channel.stream_stream(_stream_messages.METHOD)
+        self._open: Callable[..., Any] = channel.stream_stream(stream_messages.METHOD)
         self._metadata = metadata
         self._closed = closed
         self._connection: AsyncConnection | None = None
 
     @property
-    def under_way(self) -> int:
-        """Requests that are not answered yet."""
+    def pending_count(self) -> int:
+        """How many requests have no answer yet."""
         return 0 if self._connection is None else len(self._connection.waiting)
 
     @property
     def is_open(self) -> bool:
-        """Whether the next request goes over a stream that is open already."""
+        """Whether the stream is open, so that the next request need not open it."""
         return self._connection is not None and not self._connection.ended
 
     async def run(self, call: Call[R], parts: wire_format.Parts, size: int, timeout: float) -> R:
-        """Sends a call, whose request has these bytes, and decodes its answer. timeout: seconds.
+        """Sends a call, whose request has these bytes, and returns its decoded answer.
 
-        Raises `StreamLostError`.
+        Args:
+            call: The call.
+            parts: Bytes of its request, `size` in all.
+            size: Bytes.
+            timeout: Seconds.
+
+        Raises:
+            StreamLostError: The stream ended before the answer came.
+            GradruleError: What the call failed with.
         """
         if self._connection is None or self._connection.ended:
             try:
@@ -59,8 +70,8 @@ class AsyncStream:
             except grpc.aio.UsageError as cause:
                 raise self._closed() from cause
         connection = self._connection
-        number, future = connection.send(_stream_messages.kind_of(call), parts, size, timeout)
-        late = asyncio.get_running_loop().call_later(timeout + _stream_messages.GRACE_S, _expire, future, timeout)
+        number, future = connection.send(stream_messages.kind_of(call), parts, size, timeout)
+        late = asyncio.get_running_loop().call_later(timeout + stream_messages.GRACE_S, _expire, future, timeout)
         try:
             kind, data = await future
         finally:
@@ -69,20 +80,20 @@ class AsyncStream:
         return decoded(call, kind, data)
 
     async def close(self) -> None:
-        """Ends the stream; what is under way is given up."""
+        """Ends the stream and cancels its requests."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
 
 class AsyncConnection:
-    """A stream that is open, until it has ended."""
+    """A stream from when it is opened until it ends."""
 
     def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self.waiting: dict[int, asyncio.Future[_Answer]] = {}
-        """Requests that are not answered yet."""
+        """Requests that have no answer yet, by number."""
         self._pieces: dict[int, list[bytes]] = {}
         self._outgoing: deque[tuple[int, bytes]] = deque()
         self._long: deque[tuple[int, Iterator[bytes]]] = deque()
@@ -94,16 +105,16 @@ class AsyncConnection:
         self._call = open_stream(metadata=metadata)
         self._reader = asyncio.ensure_future(self._read())
         self._writer = asyncio.ensure_future(self._write())
-        self._idle = self._loop.call_later(_routes.REPEATED_WITHIN_S, self._look_whether_idle)
+        self._idle = self._loop.call_later(call_routes.REPEATED_WITHIN_S, self._check_idle)
 
     def send(
         self, kind: str, parts: wire_format.Parts, size: int, timeout: float
     ) -> tuple[int, asyncio.Future[_Answer]]:
         """Sends a request."""
         number = next(self._numbers)
-        message = _stream_messages.messages(number, kind, parts, size, timeout)
+        message = stream_messages.messages(number, kind, parts, size, timeout)
         future: asyncio.Future[_Answer] = self._loop.create_future()
-        # A failure that comes when its caller has just given up is nobody's, and would be reported as lost.
+        # asyncio logs failures that nobody reads; a caller that was cancelled does not read its own.
         future.add_done_callback(_retrieve)
         self.waiting[number] = future
         self._used_at = self._loop.time()
@@ -116,33 +127,33 @@ class AsyncConnection:
         return number, future
 
     def cancel(self, number: int) -> None:
-        """Gives a request up, unless it is answered."""
+        """Cancels a request, unless it is answered."""
         self._pieces.pop(number, None)
         if self.waiting.pop(number, None) is not None and not self.ended:
-            self._outgoing.append((0, _stream_messages.cancellation(number)))
+            self._outgoing.append((0, stream_messages.cancellation(number)))
             self._wake_writer()
 
     async def close(self) -> None:
-        """Ends the stream; what is under way is given up."""
+        """Ends the stream and cancels its requests."""
         self._is_closed = True
         self._call.cancel()
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
 
-    def _look_whether_idle(self) -> None:
+    def _check_idle(self) -> None:
         idle_s = self._loop.time() - self._used_at
-        if not self.waiting and not self._keeps_handles and idle_s >= _routes.REPEATED_WITHIN_S:
+        if not self.waiting and not self._keeps_handles and idle_s >= call_routes.REPEATED_WITHIN_S:
             self.ended = True
             self._wake_writer()
         elif not self.ended:
-            left_s = max(_routes.REPEATED_WITHIN_S - idle_s, 1.0)
-            self._idle = self._loop.call_later(left_s, self._look_whether_idle)
+            left_s = max(call_routes.REPEATED_WITHIN_S - idle_s, 1.0)
+            self._idle = self._loop.call_later(left_s, self._check_idle)
 
     def _wake_writer(self) -> None:
         if self._has_outgoing is not None and not self._has_outgoing.done():
             self._has_outgoing.set_result(None)
 
     async def _write(self) -> None:
-        """Writes what is to be sent; small messages go between the chunks of long ones."""
+        """Writes messages; small ones go between the chunks of long ones."""
         try:
             while not self.ended:
                 data = self._next_message()
@@ -153,11 +164,11 @@ class AsyncConnection:
                     await self._has_outgoing
             await self._call.done_writing()
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError):
-            # The reader tells why the stream ended, to all who wait.
+            # The reader tells all callers why the stream ended.
             return
 
     def _next_message(self) -> bytes | None:
-        """Takes the next message; None where its request was given up."""
+        """Removes and returns the next message; None if its request was cancelled."""
         if self._outgoing:
             number, data = self._outgoing.popleft()
             # Number 0 is a cancellation.
@@ -176,7 +187,7 @@ class AsyncConnection:
         failure: GradruleError = UnavailableError("the server ended the stream")
         try:
             while (data := await self._call.read()) is not grpc.aio.EOF:
-                self._deliver(_stream_messages.received(data))
+                self._deliver(stream_messages.received(data))
             if await self._call.code() is not grpc.StatusCode.OK:
                 failure = UnavailableError(await self._call.details() or "the stream broke")
         except grpc.RpcError as cause:
@@ -196,7 +207,7 @@ class AsyncConnection:
         self._pieces.clear()
         self._wake_writer()
 
-    def _deliver(self, message: _stream_messages.Received) -> None:
+    def _deliver(self, message: stream_messages.Received) -> None:
         number, kind, data = message
         future = self.waiting.get(number)
         if future is None:

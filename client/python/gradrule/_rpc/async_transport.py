@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from gradrule._calls import Call
-from gradrule._requests import Feeds
-from gradrule._sessions import METHOD
-from gradrule._status import error_of
+from gradrule._messages.error_status import error_of
+from gradrule._messages.session_calls import METHOD
 from gradrule.errors import UnavailableError
 
 R = TypeVar("R")
-
-ManyFeeds: TypeAlias = "Iterable[Feeds] | AsyncIterable[Feeds]"
 
 CHANNEL_CLOSED = grpc.aio.UsageError
 """What gRPC raises when a closed channel is used."""
@@ -30,47 +25,6 @@ sleep = asyncio.sleep
 async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
     """Runs a function that blocks, without blocking the event loop."""
     return await asyncio.to_thread(function, *arguments)
-
-
-async def iterate(items: Iterable[R] | AsyncIterable[R]) -> AsyncIterator[R]:
-    """Yields the items."""
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            yield item
-    else:
-        for item in items:
-            yield item
-
-
-class _Client(Protocol):
-    async def _run(self, call: Call[R], timeout: float | None) -> R: ...
-
-
-class AsyncPipeline(Generic[R]):
-    """Calls that were started, in order."""
-
-    def __init__(self, client: _Client, timeout: float | None) -> None:
-        self._client = client
-        self._timeout = timeout
-        self._tasks: deque[asyncio.Task[R]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def start(self, call: Call[R]) -> None:
-        """Sends a call without waiting for its answer."""
-        self._tasks.append(asyncio.ensure_future(self._client._run(call, self._timeout)))
-
-    async def next_result(self) -> R:
-        """Waits for the first call. Raises what it failed with."""
-        return await self._tasks.popleft()
-
-    async def cancel(self) -> None:
-        """Cancels all calls that are left."""
-        for task in self._tasks:
-            task.cancel()
-        # asyncio logs a failure that nobody has read.
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class AsyncSessionStream:

@@ -1,7 +1,7 @@
-"""`StreamEvaluate` from the client's side: many requests over one stream, each with an answer of its own.
+"""Sends many calls over one `StreamEvaluate`, for threads.
 
-No thread of its own reads the stream while callers wait: one of the callers that wait reads for all, since handing an
-answer from thread to thread costs more than reading it.
+While callers wait, one of them reads the stream for all: passing an answer from thread to thread costs more than
+reading it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gradrule import _routes, _stream_messages
-from gradrule._calls import Call
-from gradrule._status import error_of
-from gradrule._stream_messages import StreamLostError, decoded
+from gradrule._messages.error_status import error_of
+from gradrule._messages.rpc_calls import Call
+from gradrule._rpc import call_routes, stream_messages
+from gradrule._rpc.stream_messages import StreamLostError, decoded
 from gradrule.common import wire_format
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
@@ -28,8 +28,8 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-# Between two looks at an open stream: whether someone must read it, or end it.
-_LOOK_S = 1.0
+# Between two checks of an open stream: must it be read, or closed?
+_CHECK_S = 1.0
 
 
 class Pending:
@@ -40,7 +40,7 @@ class Pending:
     def __init__(self, number: int, due: float) -> None:
         self.number = number
         self.due = due
-        """When nobody waits any more, on the clock `time.monotonic`."""
+        """When its caller stops waiting, on the clock `time.monotonic`."""
         self.answer: tuple[str, bytes] | None = None
         """Kind and bytes of the answer."""
         self.failure: Exception | None = None
@@ -54,25 +54,28 @@ class Pending:
 class Stream:
     """One stream, opened at the first request and again after it ended. Safe to share between threads.
 
-    closed: what is raised once the channel is closed.
+    Args:
+        channel: The client's channel.
+        metadata: Metadata of the stream.
+        closed: Returns the error to raise once the channel is closed.
     """
 
     def __init__(self, channel: grpc.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
-        self._open: Callable[..., Any] = channel.stream_stream(_stream_messages.METHOD)
+        self._open: Callable[..., Any] = channel.stream_stream(stream_messages.METHOD)
         self._metadata = metadata
         self._closed = closed
         self._lock = threading.Lock()
         self._connection: Connection | None = None
 
     @property
-    def under_way(self) -> int:
-        """Requests that are not answered yet."""
+    def pending_count(self) -> int:
+        """How many requests have no answer yet."""
         connection = self._connection
-        return 0 if connection is None else connection.under_way
+        return 0 if connection is None else connection.pending_count
 
     @property
     def is_open(self) -> bool:
-        """Whether the next request goes over a stream that is open already."""
+        """Whether the stream is open, so that the next request need not open it."""
         connection = self._connection
         return connection is not None and not connection.ended
 
@@ -93,13 +96,13 @@ class Stream:
         return answer
 
     def start(self, call: Call[Any], parts: wire_format.Parts, size: int, timeout: float) -> Started:
-        """Sends a call, whose request has these bytes. timeout: seconds. Raises `StreamLostError`."""
-        kind = _stream_messages.kind_of(call)
+        """Sends a call without waiting for its answer. Arguments and errors: as of `run`."""
+        kind = stream_messages.kind_of(call)
         connection = self._connected()
         return Started(connection, connection.send(kind, parts, size, timeout), call, timeout)
 
     def close(self) -> None:
-        """Ends the stream; what is under way is given up."""
+        """Ends the stream and cancels its requests."""
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
@@ -142,12 +145,12 @@ class Started:
         return decoded(self._call, kind, data)
 
     def cancel(self) -> None:
-        """Gives the call up, unless it is answered."""
+        """Cancels the call, unless it is answered."""
         self._connection.cancel(self._pending)
 
 
 class Connection:
-    """A stream that is open, until it has ended."""
+    """A stream from when it is opened until it ends."""
 
     def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
         self._outgoing: queue.SimpleQueue[bytes | Iterator[bytes] | None] = queue.SimpleQueue()
@@ -157,30 +160,30 @@ class Connection:
         self._reader: Pending | None = None
         self._used_at = time.monotonic()
         self._keeps_handles = False
-        self._over = threading.Event()
+        self._has_ended = threading.Event()
         self._is_closed = False
         self.ended = False
         self._call = open_stream(self._messages(), metadata=metadata, wait_for_ready=False)
-        threading.Thread(target=self._look_after, name="gradrule-stream", daemon=True).start()
+        threading.Thread(target=self._monitor, name="gradrule-stream", daemon=True).start()
 
     @property
-    def under_way(self) -> int:
-        """Requests that are not answered yet."""
+    def pending_count(self) -> int:
+        """How many requests have no answer yet."""
         return len(self._waiting)
 
     def send(self, kind: str, parts: wire_format.Parts, size: int, timeout: float) -> Pending:
         """Sends a request. Raises `StreamLostError` where the stream has ended."""
         number = next(self._numbers)
-        message = _stream_messages.messages(number, kind, parts, size, timeout)
+        message = stream_messages.messages(number, kind, parts, size, timeout)
         now = time.monotonic()
-        pending = Pending(number, now + timeout + _stream_messages.GRACE_S)
+        pending = Pending(number, now + timeout + stream_messages.GRACE_S)
         with self._lock:
             if self.ended:
                 raise StreamLostError(UnavailableError("the stream has just ended"))
             self._waiting[number] = pending
             self._used_at = now
             self._keeps_handles |= kind == "forward"
-        self._outgoing.put(message if isinstance(message, bytes) else self._while_wanted(number, message))
+        self._outgoing.put(message if isinstance(message, bytes) else self._while_pending(number, message))
         return pending
 
     def wait(self, pending: Pending) -> tuple[str, bytes]:
@@ -201,7 +204,7 @@ class Connection:
                     self._sleep(pending)
             except BaseException:
                 if reads:
-                    # An interrupt may come just before reading begins, or while it is ended.
+                    # An interrupt may come just before reading begins, or while reading ends.
                     self._end_reading(pending)
                 raise
         if pending.failure is not None:
@@ -210,40 +213,40 @@ class Connection:
         return pending.answer
 
     def cancel(self, pending: Pending) -> None:
-        """Gives a request up, unless it is answered."""
+        """Cancels a request, unless it is answered."""
         with self._lock:
             if self._waiting.pop(pending.number, None) is None:
                 return
-            self._done(pending, None, CancelledError("the call was cancelled"))
-        self._outgoing.put(_stream_messages.cancellation(pending.number))
-        # Its caller may have been woken to read just now, and will not.
-        self._wake_a_reader(but=pending)
+            self._complete(pending, None, CancelledError("the call was cancelled"))
+        self._outgoing.put(stream_messages.cancellation(pending.number))
+        # If its caller was just woken to read, another must read instead.
+        self._wake_reader(but=pending)
 
     def close(self) -> None:
-        """Ends the stream; what is under way is given up."""
+        """Ends the stream and cancels its requests."""
         self._is_closed = True
         self._finish()
         self._call.cancel()
         self._end(CancelledError("the call was cancelled; its client was closed meanwhile"))
 
     def _sleep(self, pending: Pending) -> None:
-        """Sleeps until the request is answered, or until its caller must read."""
+        """Sleeps until the request is answered or its caller must read."""
         assert pending.wake is not None
         try:
             if not pending.wake.acquire(timeout=max(0.0, pending.due - time.monotonic())):
                 raise TimeoutError
         except BaseException:
-            # It may have been woken to read just now.
-            self._wake_a_reader(but=pending)
+            # If it was just woken to read, another must read instead.
+            self._wake_reader(but=pending)
             raise
 
     def _read(self, pending: Pending) -> None:
-        """Reads the stream until a request is answered, for all who wait."""
+        """Reads the stream, for all callers, until one request is answered."""
         try:
             while not pending.is_done:
                 self._read_message()
         except BaseException:
-            # gRPC would take the next read for a second one beside this.
+            # gRPC would refuse the next read as a second one at the same time.
             self._call.cancel()
             self._end(UnavailableError("reading the stream was interrupted"))
             raise
@@ -251,17 +254,17 @@ class Connection:
             self._end_reading(pending)
 
     def _end_reading(self, pending: Pending) -> None:
-        """Lets another caller read, if this one did."""
+        """Lets another caller read, if this one was reading."""
         with self._lock:
             if self._reader is not pending:
                 return
             self._reader = None
         if self._waiting:
-            self._wake_a_reader(but=pending)
+            self._wake_reader(but=pending)
 
     def _read_message(self) -> None:
         try:
-            self._deliver(_stream_messages.received(next(self._call)))
+            self._deliver(stream_messages.received(next(self._call)))
         except StopIteration:
             self._end(UnavailableError("the server ended the stream"))
         except grpc.RpcError as cause:
@@ -270,7 +273,7 @@ class Connection:
             self._call.cancel()
             self._end(failure)
 
-    def _deliver(self, message: _stream_messages.Received) -> None:
+    def _deliver(self, message: stream_messages.Received) -> None:
         pending = self._waiting.get(message.number)
         if pending is None:
             return
@@ -283,31 +286,31 @@ class Connection:
         with self._lock:
             if self._waiting.pop(message.number, None) is None:
                 return
-            self._done(pending, (message.kind, data), None)
+            self._complete(pending, (message.kind, data), None)
 
-    def _done(self, pending: Pending, answer: tuple[str, bytes] | None, failure: Exception | None) -> None:
-        """Ends a request. Called with the lock held."""
+    def _complete(self, pending: Pending, answer: tuple[str, bytes] | None, failure: Exception | None) -> None:
+        """Sets the outcome of a request. The caller holds the lock."""
         pending.answer, pending.failure, pending.is_done = answer, failure, True
         _wake(pending)
 
     def _end(self, failure: GradruleError) -> None:
-        """Ends all requests; a stream that the server or the network ended may be replaced by another."""
+        """Fails all requests. If the server or the network ended the stream, they may be sent over another."""
         error = failure if self._is_closed else StreamLostError(failure)
         with self._lock:
             self.ended = True
             lost = list(self._waiting.values())
             self._waiting.clear()
             for pending in lost:
-                self._done(pending, None, error)
+                self._complete(pending, None, error)
         self._finish()
 
     def _finish(self) -> None:
         self.ended = True
-        self._over.set()
+        self._has_ended.set()
         self._outgoing.put(None)
 
-    def _wake_a_reader(self, *, but: Pending) -> None:
-        """Wakes a caller that sleeps, so that it reads, if nobody does."""
+    def _wake_reader(self, *, but: Pending) -> None:
+        """Wakes a sleeping caller to read the stream, if nobody reads it."""
         with self._lock:
             if self._reader is not None:
                 return
@@ -316,16 +319,18 @@ class Connection:
                     _wake(pending)
                     return
 
-    def _look_after(self) -> None:
-        """Reads answers that no caller waits for yet, and ends a stream that is idle or that its server has left."""
+    def _monitor(self) -> None:
+        """Reads answers that no caller waits for yet; ends a stream that is idle or whose server does not answer."""
         unread_since = 0.0
-        while not self._over.wait(_LOOK_S):
+        while not self._has_ended.wait(_CHECK_S):
             now = time.monotonic()
             with self._lock:
                 reader = self._reader
                 unread = next(iter(self._waiting.values()), None) if reader is None else None
                 is_idle = (
-                    not self._waiting and not self._keeps_handles and now - self._used_at > _routes.REPEATED_WITHIN_S
+                    not self._waiting
+                    and not self._keeps_handles
+                    and now - self._used_at > call_routes.REPEATED_WITHIN_S
                 )
                 if is_idle:
                     self.ended = True
@@ -339,25 +344,25 @@ class Connection:
                 _log.info("the stream is closed: the server has not answered a request in time")
                 self._time_out(reader)
             elif reads and unread is not None:
-                # The server ends streams of clients that do not read.
+                # The server ends streams that are not read.
                 self._read(unread)
 
     def _time_out(self, pending: Pending) -> None:
-        """Ends a request that its own caller cannot end, since it reads; and with it the stream."""
+        """Fails a request whose caller is blocked in reading, and ends the stream."""
         with self._lock:
             if self._waiting.pop(pending.number, None) is not None:
-                self._done(pending, None, TimeoutError())
+                self._complete(pending, None, TimeoutError())
         self._call.cancel()
         self._end(UnavailableError("the stream was closed: the server had not answered a request in time"))
 
-    def _while_wanted(self, number: int, messages: Iterator[bytes]) -> Iterator[bytes]:
+    def _while_pending(self, number: int, messages: Iterator[bytes]) -> Iterator[bytes]:
         for message in messages:
             if number not in self._waiting:
                 return
             yield message
 
     def _messages(self) -> Iterator[bytes]:
-        """Yields what is to be sent; small messages go between the chunks of long ones."""
+        """Yields messages to send; small ones go between the chunks of long ones."""
         long: deque[Iterator[bytes]] = deque()
         while True:
             try:
@@ -379,7 +384,7 @@ class Connection:
 
 
 def _wake(pending: Pending) -> None:
-    """Wakes a request's caller, if it sleeps. Called with the lock held."""
+    """Wakes a request's caller, if it sleeps. The caller of this function holds the lock."""
     if pending.wake is not None and not pending.is_woken:
         pending.is_woken = True
         pending.wake.release()

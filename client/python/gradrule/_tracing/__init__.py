@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gradrule.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from gradrule._graph import Graph
+    from gradrule._builder.graph import Graph
 
 
 def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
@@ -41,6 +41,10 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
     require("trace")
     from gradrule._tracing import functions
 
+    if functions.is_keras_model(fn):
+        from gradrule._tracing import keras_models
+
+        return keras_models.from_keras(fn, specs, **kwspecs)
     return functions.trace(fn, specs, kwspecs)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gradrule._graph import Graph
-from gradrule._names import bare
+from gradrule._builder.graph import Graph
+from gradrule._builder.names import bare
 
 
 def name_ends(graph: Graph, inputs: Mapping[str, str], outputs: Iterable[tuple[str, str]]) -> None:

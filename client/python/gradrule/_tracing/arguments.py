@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradrule._specs import TensorSpec
+from gradrule._builder.tensor_specs import TensorSpec
 from gradrule._tracing import tf_private
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidTensorError

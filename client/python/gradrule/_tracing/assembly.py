@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
-from gradrule._graph import Graph
-from gradrule._names import UniqueNames
+from gradrule._builder.frozen_variables import handles_to_values, needed_functions
+from gradrule._builder.graph import Graph
+from gradrule._builder.names import UniqueNames
 from gradrule._tracing import tf_private
 from gradrule._tracing.aliases import name_ends
 from gradrule._tracing.arguments import node_name
 from gradrule._tracing.bodies import GRADIENT_ATTR, Body, Definition, Library, output_slots
 from gradrule._tracing.gradients import attach_gradients, drop_unused
 from gradrule._tracing.variables import Variable, split_captures
-from gradrule._variable_values import handles_to_values, needed_functions
 
 if TYPE_CHECKING:
     from gradrule._tracing.layer_scopes import TracedCall

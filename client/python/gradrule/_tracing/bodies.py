@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 from tensorflow.core.framework import function_pb2, node_def_pb2, types_pb2
 
-from gradrule._names import UniqueNames
+from gradrule._builder.frozen_variables import functions_of
+from gradrule._builder.names import UniqueNames
 from gradrule._tracing import tf_private
-from gradrule._variable_values import functions_of
 from gradrule.errors import UnsupportedError
 
 Node: TypeAlias = node_def_pb2.NodeDef

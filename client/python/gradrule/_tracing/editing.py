@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradrule._names import UniqueNames
+from gradrule._builder.names import UniqueNames
 from gradrule._tracing.bodies import Definition
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from gradrule._graph import Graph
+from gradrule._builder.graph import Graph
 from gradrule._tracing import tf_private
 from gradrule._tracing.arguments import as_specs, leaf_names
 from gradrule._tracing.assembly import assembled
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def trace(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Graph:
-    """Implements `gradrule.trace`."""
-    if _is_keras_model(fn):
-        from gradrule._tracing.keras_models import from_keras
-
-        return from_keras(fn, specs, **kwspecs)
+    """Traces a function that is not a Keras model; `gradrule.trace` documents the arguments."""
     if hasattr(fn, "captured_inputs") and hasattr(fn, "structured_input_signature"):
         if specs or kwspecs:
             raise InvalidGraphError("a ConcreteFunction has its signature; give no specs")
@@ -102,7 +98,8 @@ def _output_aliases(function: Any) -> list[str]:
     return ["output"] if len(outputs) == 1 else [f"output_{index}" for index in range(len(outputs))]
 
 
-def _is_keras_model(fn: Any) -> bool:
+def is_keras_model(fn: Any) -> bool:
+    """Returns whether the value is a Keras model."""
     return any(base.__name__ == "Model" and base.__module__.startswith("keras.") for base in type(fn).__mro__)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradrule._names import UniqueNames
+from gradrule._builder.names import UniqueNames
 from gradrule._tracing import tf_private
 from gradrule._tracing.bodies import GRADIENT_ATTR, Body, Definition, Library, Node, data_inputs, note_handle
 from gradrule._tracing.editing import referenced, renamed

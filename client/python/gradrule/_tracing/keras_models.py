@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from gradrule._graph import Graph
+from gradrule._builder.graph import Graph
 from gradrule._tracing.arguments import as_specs, leaf_names
 from gradrule._tracing.functions import concrete, of_concrete
 from gradrule._tracing.layer_scopes import layer_scopes

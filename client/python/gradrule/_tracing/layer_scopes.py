@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from gradrule._layers import LayerCall
+from gradrule._builder.layer_calls import LayerCall
 from gradrule._tracing import tf_private
 
 

@@ -11,8 +11,8 @@ from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 from tensorflow.core.protobuf import saved_model_pb2
 
-from gradrule._graph import Graph
-from gradrule._names import near
+from gradrule._builder.graph import Graph
+from gradrule._builder.names import near
 from gradrule._tracing import tf1_models
 from gradrule._tracing.functions import of_concrete
 from gradrule.errors import GradruleError, InvalidGraphError

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
-from gradrule._graph import Graph
-from gradrule._names import UniqueNames
+from gradrule._builder.graph import Graph
+from gradrule._builder.names import UniqueNames
 from gradrule._tracing.aliases import name_ends
 from gradrule.errors import Detail, UnsupportedError
 

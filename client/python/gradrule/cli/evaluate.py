@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradrule._results import Result, Sparse
+from gradrule._results.call_results import Result, Sparse
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.failures import USAGE, CommandError

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradrule._results import Explanation
+from gradrule._results.explanations import Explanation
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.failures import FAILED

@@ -34,13 +34,13 @@ def run(options: argparse.Namespace) -> int:
     """Asks `grpc.health.v1` for the status of `gradrule.v1.GradientService` and prints it; needs only grpc."""
     import grpc
 
-    from gradrule import _channel
+    from gradrule._rpc import channels
 
-    address, secured = _channel.address(options.target), credentials(options)
+    address, secured = channels.address(options.target), credentials(options)
     with grpc.insecure_channel(address) if secured is None else grpc.secure_channel(address, secured) as channel:
-        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_channel.HEALTH_METHOD)
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(channels.HEALTH_METHOD)
         try:
-            answer = check(_channel.HEALTH_REQUEST, timeout=options.timeout)
+            answer = check(channels.HEALTH_REQUEST, timeout=options.timeout)
         except grpc.RpcError as cause:
             raise CommandError(f"{options.target}: {cause.code().name}: {cause.details()}") from None
     # The answer is one enum in field 1; proto3 omits a zero.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gradrule._results import Resolution, Sparse
+from gradrule._results.call_results import Resolution, Sparse
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 

@@ -10,7 +10,7 @@ import re
 from argparse import ArgumentTypeError
 from typing import Any
 
-from gradrule._overrides import Override, Preset, Region
+from gradrule._builder.overrides import Override, Preset, Region
 from gradrule.cli.values import EXPRESSION, assignment, literal, parse_rule
 from gradrule.common.dtypes import NUMBERS
 from gradrule.errors import GradruleError

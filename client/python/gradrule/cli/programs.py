@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gradrule._specs import TensorSpec
+from gradrule._builder.tensor_specs import TensorSpec
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.words import add_words, load_graph, words

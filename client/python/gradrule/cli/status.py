@@ -14,7 +14,7 @@ from gradrule.cli.connection import connect, finish, seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gradrule._server_status import EngineStatus, ServerStatus, TenantStatus, Usage
+    from gradrule._results.status_report import EngineStatus, ServerStatus, TenantStatus, Usage
 
 _INTERVAL_S = 1.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -97,12 +97,15 @@ def _tables(status: ServerStatus) -> Iterator[tuple[tuple[str, ...], list[list[s
     workers = status.compile_workers
     counts = (workers.count, workers.busy, workers.waiting)
     yield WORKER_COLUMNS, [[*map(str, counts), size_text(workers.resident_bytes)]]
-    yield CACHE_COLUMNS, [[cache.name, usage_text(cache.entries), bytes_text(cache.bytes)] for cache in status.caches]
+    yield (
+        CACHE_COLUMNS,
+        [[cache.name, usage_text(cache.entries), bytes_text(cache.size_bytes)] for cache in status.caches],
+    )
     tenants = [_tenant_row(tenant) for tenant in status.tenants[:_MOST_TENANTS]]
     if status.tenant_count > _MOST_TENANTS:
         tenants.append([f"and {status.tenant_count - _MOST_TENANTS} tenants more", *[""] * (len(TENANT_COLUMNS) - 1)])
     yield TENANT_COLUMNS, tenants
-    quarantined = [[item.digest, duration_text(item.remaining), item.reason] for item in status.quarantined]
+    quarantined = [[item.digest, duration_text(item.remaining), item.reason] for item in status.quarantined_programs]
     yield QUARANTINE_COLUMNS, quarantined
 
 

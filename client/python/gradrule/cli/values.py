@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradrule._rules import Rule
+from gradrule._builder.rules import Rule
 from gradrule.common import tensor_codec
 
 EXPRESSION = "expr:"

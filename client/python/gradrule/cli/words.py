@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from gradrule._calls import NoGradient, UnconnectedGradients
+from gradrule._messages.rpc_calls import NoGradient, UnconnectedGradients
 from gradrule.cli import overrides, values
 from gradrule.cli.failures import USAGE, CommandError
 

@@ -89,8 +89,8 @@ def pack_feeds(request: Message, packing: Packing) -> None:
     """Packs the tensors of a call's `NamedTensor` fields, where they lie."""
     for field in ("feeds", "grad_ys", "tangents", "vectors"):
         for item in getattr(request, field, ()):
-            if item.value.HasField("inline") and not item.value.inline.HasField("packed"):
-                tensor = item.value.inline
+            if item.value.HasField("inline_tensor") and not item.value.inline_tensor.HasField("packed"):
+                tensor = item.value.inline_tensor
                 packed = pack(tensor.dtype, tensor_codec.to_numpy(tensor), packing)
                 if packed is not None:
                     tensor.ParseFromString(b"".join(packed))

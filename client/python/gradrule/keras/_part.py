@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from gradrule._graph import Graph
+from gradrule._builder.graph import Graph
 from gradrule._tracing import functions
 from gradrule._tracing.layer_scopes import layer_scopes
 from gradrule.errors import UnsupportedError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gradrule._graph import Graph
-from gradrule._layers import LayerCall
-from gradrule._names import bare, split
+from gradrule._builder.graph import Graph
+from gradrule._builder.layer_calls import LayerCall
+from gradrule._builder.names import bare, split
 from gradrule.v1.tensor_pb2 import Dt
 
 _WITHOUT_GRADIENT = frozenset(

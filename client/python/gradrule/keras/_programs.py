@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradrule._calls import NoGradient
-from gradrule._overrides import Overrides
-from gradrule._requests import CallParams
-from gradrule._results import Result, Sparse
+from gradrule._builder.overrides import Overrides
+from gradrule._messages.request_messages import CallParams
+from gradrule._messages.rpc_calls import NoGradient
+from gradrule._results.call_results import Result, Sparse
 from gradrule._rpc.sync_client.client import Client
 from gradrule._rpc.sync_client.programs import Program
 from gradrule.errors import GradruleError, ProgramNotFoundError

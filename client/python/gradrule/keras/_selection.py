@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from gradrule._graph import Graph
-from gradrule._layers import LayerCall
-from gradrule._names import glob, near
-from gradrule._overrides import Override, Overrides, Region
-from gradrule._rules import OverrideValue, rule_and_params
+from gradrule._builder.graph import Graph
+from gradrule._builder.layer_calls import LayerCall
+from gradrule._builder.names import glob, near
+from gradrule._builder.overrides import Override, Overrides, Region
+from gradrule._builder.rules import OverrideValue, rule_and_params
 from gradrule.common import op_definitions
 from gradrule.errors import InvalidGraphError, InvalidOverrideError
 from gradrule.keras._paths import Paths

@@ -62,8 +62,8 @@ class ServerStatus(google.protobuf.message.Message):
     CACHES_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
     TENANT_COUNT_FIELD_NUMBER: builtins.int
-    QUARANTINED_FIELD_NUMBER: builtins.int
-    QUARANTINED_COUNT_FIELD_NUMBER: builtins.int
+    QUARANTINED_PROGRAMS_FIELD_NUMBER: builtins.int
+    QUARANTINED_PROGRAM_COUNT_FIELD_NUMBER: builtins.int
     COMPILE_WORKERS_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of gradrule."""
@@ -75,7 +75,7 @@ class ServerStatus(google.protobuf.message.Message):
     """Engines that are ready to take another's place."""
     tenant_count: builtins.int
     """How many tenants there are."""
-    quarantined_count: builtins.int
+    quarantined_program_count: builtins.int
     """How many such programs there are."""
     @property
     def uptime(self) -> google.protobuf.duration_pb2.Duration:
@@ -98,7 +98,7 @@ class ServerStatus(google.protobuf.message.Message):
         """Tenants that the server knows at the moment, those with the most requests first; at most 1,000."""
 
     @property
-    def quarantined(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QuarantinedProgram]:
+    def quarantined_programs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QuarantinedProgram]:
         """Programs that are refused for a while, since they ended engines; at most 1,000."""
 
     @property
@@ -118,12 +118,12 @@ class ServerStatus(google.protobuf.message.Message):
         caches: collections.abc.Iterable[global___CacheStatus] | None = ...,
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
         tenant_count: builtins.int = ...,
-        quarantined: collections.abc.Iterable[global___QuarantinedProgram] | None = ...,
-        quarantined_count: builtins.int = ...,
+        quarantined_programs: collections.abc.Iterable[global___QuarantinedProgram] | None = ...,
+        quarantined_program_count: builtins.int = ...,
         compile_workers: global___CompileWorkersStatus | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["compile_workers", b"compile_workers", "requests", b"requests", "uptime", b"uptime"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caches", b"caches", "compile_workers", b"compile_workers", "engines", b"engines", "quarantined", b"quarantined", "quarantined_count", b"quarantined_count", "ready", b"ready", "requests", b"requests", "spare_engines", b"spare_engines", "tenant_count", b"tenant_count", "tenants", b"tenants", "tensorflow_version", b"tensorflow_version", "uptime", b"uptime", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caches", b"caches", "compile_workers", b"compile_workers", "engines", b"engines", "quarantined_program_count", b"quarantined_program_count", "quarantined_programs", b"quarantined_programs", "ready", b"ready", "requests", b"requests", "spare_engines", b"spare_engines", "tenant_count", b"tenant_count", "tenants", b"tenants", "tensorflow_version", b"tensorflow_version", "uptime", b"uptime", "version", b"version"]) -> None: ...
 
 global___ServerStatus = ServerStatus
 
@@ -274,7 +274,7 @@ class CacheStatus(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`programs`: programs that are checked and expanded; `loaded`: programs in engines."""
     @property
@@ -282,7 +282,7 @@ class CacheStatus(google.protobuf.message.Message):
         """What it holds."""
 
     @property
-    def bytes(self) -> global___Usage:
+    def size_bytes(self) -> global___Usage:
         """Roughly the bytes that it takes."""
 
     def __init__(
@@ -290,10 +290,10 @@ class CacheStatus(google.protobuf.message.Message):
         *,
         name: builtins.str = ...,
         entries: global___Usage | None = ...,
-        bytes: global___Usage | None = ...,
+        size_bytes: global___Usage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bytes", b"bytes", "entries", b"entries"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "entries", b"entries", "name", b"name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["entries", b"entries", "size_bytes", b"size_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "name", b"name", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___CacheStatus = CacheStatus
 

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gradrule/v1/blob.proto\x12\x0bgradrule.v1\")\n\x17\x46indMissingBlobsRequest\x12\x0e\n\x06sha256\x18\x01 \x03(\t\"+\n\x18\x46indMissingBlobsResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\"1\n\x11UploadBlobRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"2\n\x12UploadBlobResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x03\x32\xbf\x01\n\x0b\x42lobService\x12_\n\x10\x46indMissingBlobs\x12$.gradrule.v1.FindMissingBlobsRequest\x1a%.gradrule.v1.FindMissingBlobsResponse\x12O\n\nUploadBlob\x12\x1e.gradrule.v1.UploadBlobRequest\x1a\x1f.gradrule.v1.UploadBlobResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gradrule/v1/blob.proto\x12\x0bgradrule.v1\")\n\x17\x46indMissingBlobsRequest\x12\x0e\n\x06sha256\x18\x01 \x03(\t\"+\n\x18\x46indMissingBlobsResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\"1\n\x11UploadBlobRequest\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"8\n\x12UploadBlobResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x32\xbf\x01\n\x0b\x42lobService\x12_\n\x10\x46indMissingBlobs\x12$.gradrule.v1.FindMissingBlobsRequest\x1a%.gradrule.v1.FindMissingBlobsResponse\x12O\n\nUploadBlob\x12\x1e.gradrule.v1.UploadBlobRequest\x1a\x1f.gradrule.v1.UploadBlobResponse(\x01\x42S\n\x0f\x63om.gradrule.v1B\tBlobProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradrule.v1.blob_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017com.gradrule.v1B\tBlobProtoP\001Z\026gradrule/v1;gradrulev1\252\002\013Gradrule.V1\352\002\014Gradrule::V1'
   _globals['_FINDMISSINGBLOBSREQUEST']._serialized_start=39
   _globals['_FINDMISSINGBLOBSREQUEST']._serialized_end=80
   _globals['_FINDMISSINGBLOBSRESPONSE']._serialized_start=82
@@ -38,7 +39,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPLOADBLOBREQUEST']._serialized_start=127
   _globals['_UPLOADBLOBREQUEST']._serialized_end=176
   _globals['_UPLOADBLOBRESPONSE']._serialized_start=178
-  _globals['_UPLOADBLOBRESPONSE']._serialized_end=228
-  _globals['_BLOBSERVICE']._serialized_start=231
-  _globals['_BLOBSERVICE']._serialized_end=422
+  _globals['_UPLOADBLOBRESPONSE']._serialized_end=234
+  _globals['_BLOBSERVICE']._serialized_start=237
+  _globals['_BLOBSERVICE']._serialized_end=428
 # @@protoc_insertion_point(module_scope)

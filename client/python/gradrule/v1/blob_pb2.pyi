@@ -81,17 +81,17 @@ class UploadBlobResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SHA256_FIELD_NUMBER: builtins.int
-    SIZE_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     sha256: builtins.str
     """SHA-256 of the blob, in hex."""
-    size: builtins.int
+    size_bytes: builtins.int
     """Its number of bytes."""
     def __init__(
         self,
         *,
         sha256: builtins.str = ...,
-        size: builtins.int = ...,
+        size_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sha256", b"sha256", "size", b"size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sha256", b"sha256", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___UploadBlobResponse = UploadBlobResponse

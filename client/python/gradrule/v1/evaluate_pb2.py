@@ -23,69 +23,71 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from gradrule.v1 import override_pb2 as gradrule_dot_v1_dot_override__pb2
 from gradrule.v1 import program_pb2 as gradrule_dot_v1_dot_program__pb2
 from gradrule.v1 import rule_pb2 as gradrule_dot_v1_dot_rule__pb2
 from gradrule.v1 import tensor_pb2 as gradrule_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agradrule/v1/evaluate.proto\x12\x0bgradrule.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1agradrule/v1/override.proto\x1a\x19gradrule/v1/program.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\x8b\x01\n\x0bParamValues\x12\x34\n\x06values\x18\x01 \x03(\x0b\x32$.gradrule.v1.ParamValues.ValuesEntry\x1a\x46\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\"\xd8\x04\n\x0f\x45valuateRequest\x12\x11\n\x07program\x18\x01 \x01(\tH\x00\x12(\n\x04spec\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ProgramSpecH\x00\x12\'\n\x05\x66\x65\x65\x64s\x18\x03 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07grad_ys\x18\x04 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x38\n\x06params\x18\x05 \x03(\x0b\x32(.gradrule.v1.EvaluateRequest.ParamsEntry\x12+\n\nderivative\x18\x06 \x01(\x0e\x32\x17.gradrule.v1.Derivative\x12*\n\x08tangents\x18\x07 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07vectors\x18\x08 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x17\n\x0fstacked_grad_ys\x18\t \x01(\x08\x12\'\n\x08\x62\x61tching\x18\n \x01(\x0b\x32\x15.gradrule.v1.Batching\x12\x33\n\rshared_memory\x18\x0b \x01(\x0b\x32\x1c.gradrule.v1.SharedMemoryUse\x12,\n\x0e\x61nswer_packing\x18\x0c \x01(\x0b\x32\x14.gradrule.v1.Packing\x1aG\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ParamValues:\x02\x38\x01\x42\x08\n\x06target\"e\n\x0fSharedMemoryUse\x12\x0e\n\x06memory\x18\x01 \x01(\x0c\x12\x15\n\rrequest_bytes\x18\x02 \x01(\x04\x12\x15\n\ranswer_offset\x18\x03 \x01(\x04\x12\x14\n\x0c\x61nswer_bytes\x18\x04 \x01(\x04\"\x14\n\x12ShareMemoryRequest\"a\n\x13ShareMemoryResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nclient_key\x18\x02 \x01(\x0c\x12\x12\n\nserver_key\x18\x03 \x01(\x0c\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\"\r\n\x0bUnconnected\"\x13\n\x11NotDifferentiable\"\x9a\x02\n\x08Gradient\x12\t\n\x01x\x18\x01 \x01(\t\x12$\n\x05\x64\x65nse\x18\x02 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x12+\n\x06sparse\x18\x03 \x01(\x0b\x32\x19.gradrule.v1.SparseTensorH\x00\x12/\n\x0bunconnected\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.UnconnectedH\x00\x12<\n\x12not_differentiable\x18\x05 \x01(\x0b\x32\x1e.gradrule.v1.NotDifferentiableH\x00\x12\x38\n\rshared_memory\x18\x06 \x01(\x0b\x32\x1f.gradrule.v1.SharedMemoryTensorH\x00\x42\x07\n\x05value\"\xfd\x01\n\rJacobianBlock\x12\t\n\x01y\x18\x01 \x01(\t\x12\t\n\x01x\x18\x02 \x01(\t\x12$\n\x05\x64\x65nse\x18\x03 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x12/\n\x0bunconnected\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.UnconnectedH\x00\x12<\n\x12not_differentiable\x18\x05 \x01(\x0b\x32\x1e.gradrule.v1.NotDifferentiableH\x00\x12\x38\n\rshared_memory\x18\x06 \x01(\x0b\x32\x1f.gradrule.v1.SharedMemoryTensorH\x00\x42\x07\n\x05value\"\x87\x01\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompile\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03run\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9a\x03\n\x10\x45valuateResponse\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12(\n\tgradients\x18\x02 \x03(\x0b\x32\x15.gradrule.v1.Gradient\x12*\n\toverrides\x18\x03 \x03(\x0b\x32\x17.gradrule.v1.Resolution\x12\x11\n\tdefaulted\x18\x04 \x03(\t\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.gradrule.v1.Timings\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12%\n\x07\x64igests\x18\x07 \x01(\x0b\x32\x14.gradrule.v1.Digests\x12\x11\n\trewritten\x18\x08 \x03(\t\x12\x31\n\x0foutput_tangents\x18\t \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12-\n\tjacobians\x18\n \x03(\x0b\x32\x1a.gradrule.v1.JacobianBlock\x12\x12\n\nbatch_size\x18\x0b \x01(\x03\x12\x0b\n\x03jit\x18\x0e \x01(\x08\"h\n\x0e\x46orwardRequest\x12.\n\x08\x65valuate\x18\x01 \x01(\x0b\x32\x1c.gradrule.v1.EvaluateRequest\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x89\x01\n\x0f\x46orwardResponse\x12/\n\x08\x65valuate\x18\x01 \x01(\x0b\x32\x1d.gradrule.v1.EvaluateResponse\x12\x0e\n\x06handle\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x01\n\x0fPullBackRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12)\n\x07grad_ys\x18\x02 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x17\n\x0fstacked_grad_ys\x18\x03 \x01(\x08\x12,\n\x0e\x61nswer_packing\x18\x05 \x01(\x0b\x32\x14.gradrule.v1.Packing\"c\n\x10PullBackResponse\x12(\n\tgradients\x18\x01 \x03(\x0b\x32\x15.gradrule.v1.Gradient\x12%\n\x07timings\x18\x02 \x01(\x0b\x32\x14.gradrule.v1.Timings\"$\n\x12\x43loseHandleRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\"\x15\n\x13\x43loseHandleResponse\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\"\xa0\x03\n\x15StreamEvaluateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x30\n\x08\x65valuate\x18\x02 \x01(\x0b\x32\x1c.gradrule.v1.EvaluateRequestH\x00\x12.\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x1b.gradrule.v1.ForwardRequestH\x00\x12\x31\n\tpull_back\x18\x04 \x01(\x0b\x32\x1c.gradrule.v1.PullBackRequestH\x00\x12\x37\n\x0c\x63lose_handle\x18\x05 \x01(\x0b\x32\x1f.gradrule.v1.CloseHandleRequestH\x00\x12,\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x1a.gradrule.v1.CancelRequestH\x00\x12\x0f\n\x05\x63hunk\x18\x08 \x01(\x0cH\x00\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12\x61nswer_chunk_bytes\x18\t \x01(\r\x12\x13\n\x0b\x63hunk_bytes\x18\n \x01(\x04\x42\t\n\x07request\"\xad\x02\n\x16StreamEvaluateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x31\n\x08\x65valuate\x18\x02 \x01(\x0b\x32\x1d.gradrule.v1.EvaluateResponseH\x00\x12/\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x1c.gradrule.v1.ForwardResponseH\x00\x12\x32\n\tpull_back\x18\x04 \x01(\x0b\x32\x1d.gradrule.v1.PullBackResponseH\x00\x12\x38\n\x0c\x63lose_handle\x18\x05 \x01(\x0b\x32 .gradrule.v1.CloseHandleResponseH\x00\x12\x0f\n\x05\x63hunk\x18\x06 \x01(\x0cH\x00\x12\x10\n\x06status\x18\x0f \x01(\x0cH\x00\x42\n\n\x08response*\x9c\x01\n\nDerivative\x12\x1a\n\x16\x44\x45RIVATIVE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x45RIVATIVE_VJP\x10\x01\x12\x12\n\x0e\x44\x45RIVATIVE_JVP\x10\x02\x12\x17\n\x13\x44\x45RIVATIVE_JACOBIAN\x10\x03\x12\x1d\n\x19\x44\x45RIVATIVE_BATCH_JACOBIAN\x10\x04\x12\x12\n\x0e\x44\x45RIVATIVE_HVP\x10\x05\x32\x8b\x02\n\x0fGradientService\x12G\n\x08\x45valuate\x12\x1c.gradrule.v1.EvaluateRequest\x1a\x1d.gradrule.v1.EvaluateResponse\x12]\n\x0eStreamEvaluate\x12\".gradrule.v1.StreamEvaluateRequest\x1a#.gradrule.v1.StreamEvaluateResponse(\x01\x30\x01\x12P\n\x0bShareMemory\x12\x1f.gradrule.v1.ShareMemoryRequest\x1a .gradrule.v1.ShareMemoryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agradrule/v1/evaluate.proto\x12\x0bgradrule.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x1agradrule/v1/override.proto\x1a\x19gradrule/v1/program.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\x8b\x01\n\x0bParamValues\x12\x34\n\x06values\x18\x01 \x03(\x0b\x32$.gradrule.v1.ParamValues.ValuesEntry\x1a\x46\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\"\xd8\x04\n\x0f\x45valuateRequest\x12\x11\n\x07program\x18\x01 \x01(\tH\x00\x12(\n\x04spec\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ProgramSpecH\x00\x12\'\n\x05\x66\x65\x65\x64s\x18\x03 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07grad_ys\x18\x04 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x38\n\x06params\x18\x05 \x03(\x0b\x32(.gradrule.v1.EvaluateRequest.ParamsEntry\x12+\n\nderivative\x18\x06 \x01(\x0e\x32\x17.gradrule.v1.Derivative\x12*\n\x08tangents\x18\x07 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07vectors\x18\x08 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x17\n\x0fstacked_grad_ys\x18\t \x01(\x08\x12\'\n\x08\x62\x61tching\x18\n \x01(\x0b\x32\x15.gradrule.v1.Batching\x12\x33\n\rshared_memory\x18\x0b \x01(\x0b\x32\x1c.gradrule.v1.SharedMemoryUse\x12,\n\x0e\x61nswer_packing\x18\x0c \x01(\x0b\x32\x14.gradrule.v1.Packing\x1aG\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ParamValues:\x02\x38\x01\x42\x08\n\x06target\"e\n\x0fSharedMemoryUse\x12\x0e\n\x06memory\x18\x01 \x01(\x0c\x12\x15\n\rrequest_bytes\x18\x02 \x01(\x04\x12\x15\n\ranswer_offset\x18\x03 \x01(\x04\x12\x14\n\x0c\x61nswer_bytes\x18\x04 \x01(\x04\"\x14\n\x12ShareMemoryRequest\"a\n\x13ShareMemoryResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nclient_key\x18\x02 \x01(\x0c\x12\x12\n\nserver_key\x18\x03 \x01(\x0c\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\"\r\n\x0bUnconnected\"\x13\n\x11NotDifferentiable\"\x9a\x02\n\x08Gradient\x12\t\n\x01x\x18\x01 \x01(\t\x12$\n\x05\x64\x65nse\x18\x02 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x12+\n\x06sparse\x18\x03 \x01(\x0b\x32\x19.gradrule.v1.SparseTensorH\x00\x12/\n\x0bunconnected\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.UnconnectedH\x00\x12<\n\x12not_differentiable\x18\x05 \x01(\x0b\x32\x1e.gradrule.v1.NotDifferentiableH\x00\x12\x38\n\rshared_memory\x18\x06 \x01(\x0b\x32\x1f.gradrule.v1.SharedMemoryTensorH\x00\x42\x07\n\x05value\"\xfd\x01\n\rJacobianBlock\x12\t\n\x01y\x18\x01 \x01(\t\x12\t\n\x01x\x18\x02 \x01(\t\x12$\n\x05\x64\x65nse\x18\x03 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x12/\n\x0bunconnected\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.UnconnectedH\x00\x12<\n\x12not_differentiable\x18\x05 \x01(\x0b\x32\x1e.gradrule.v1.NotDifferentiableH\x00\x12\x38\n\rshared_memory\x18\x06 \x01(\x0b\x32\x1f.gradrule.v1.SharedMemoryTensorH\x00\x42\x07\n\x05value\"\x87\x01\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompile\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03run\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa7\x03\n\x10\x45valuateResponse\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12(\n\tgradients\x18\x02 \x03(\x0b\x32\x15.gradrule.v1.Gradient\x12*\n\toverrides\x18\x03 \x03(\x0b\x32\x17.gradrule.v1.Resolution\x12\x1e\n\x16\x64\x65\x66\x61ult_gradient_nodes\x18\x04 \x03(\t\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.gradrule.v1.Timings\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12%\n\x07\x64igests\x18\x07 \x01(\x0b\x32\x14.gradrule.v1.Digests\x12\x11\n\trewritten\x18\x08 \x03(\t\x12\x31\n\x0foutput_tangents\x18\t \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12-\n\tjacobians\x18\n \x03(\x0b\x32\x1a.gradrule.v1.JacobianBlock\x12\x12\n\nbatch_size\x18\x0b \x01(\x03\x12\x0b\n\x03jit\x18\x0e \x01(\x08\"h\n\x0e\x46orwardRequest\x12.\n\x08\x65valuate\x18\x01 \x01(\x0b\x32\x1c.gradrule.v1.EvaluateRequest\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8e\x01\n\x0f\x46orwardResponse\x12/\n\x08\x65valuate\x18\x01 \x01(\x0b\x32\x1d.gradrule.v1.EvaluateResponse\x12\x0e\n\x06handle\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x01\n\x0fPullBackRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12)\n\x07grad_ys\x18\x02 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x17\n\x0fstacked_grad_ys\x18\x03 \x01(\x08\x12,\n\x0e\x61nswer_packing\x18\x05 \x01(\x0b\x32\x14.gradrule.v1.Packing\"c\n\x10PullBackResponse\x12(\n\tgradients\x18\x01 \x03(\x0b\x32\x15.gradrule.v1.Gradient\x12%\n\x07timings\x18\x02 \x01(\x0b\x32\x14.gradrule.v1.Timings\"$\n\x12\x43loseHandleRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\"\x15\n\x13\x43loseHandleResponse\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\"\xa0\x03\n\x15StreamEvaluateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x30\n\x08\x65valuate\x18\x02 \x01(\x0b\x32\x1c.gradrule.v1.EvaluateRequestH\x00\x12.\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x1b.gradrule.v1.ForwardRequestH\x00\x12\x31\n\tpull_back\x18\x04 \x01(\x0b\x32\x1c.gradrule.v1.PullBackRequestH\x00\x12\x37\n\x0c\x63lose_handle\x18\x05 \x01(\x0b\x32\x1f.gradrule.v1.CloseHandleRequestH\x00\x12,\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x1a.gradrule.v1.CancelRequestH\x00\x12\x0f\n\x05\x63hunk\x18\x08 \x01(\x0cH\x00\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12\x61nswer_chunk_bytes\x18\t \x01(\r\x12\x13\n\x0btotal_bytes\x18\n \x01(\x04\x42\t\n\x07request\"\xc1\x02\n\x16StreamEvaluateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x31\n\x08\x65valuate\x18\x02 \x01(\x0b\x32\x1d.gradrule.v1.EvaluateResponseH\x00\x12/\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x1c.gradrule.v1.ForwardResponseH\x00\x12\x32\n\tpull_back\x18\x04 \x01(\x0b\x32\x1d.gradrule.v1.PullBackResponseH\x00\x12\x38\n\x0c\x63lose_handle\x18\x05 \x01(\x0b\x32 .gradrule.v1.CloseHandleResponseH\x00\x12\x0f\n\x05\x63hunk\x18\x06 \x01(\x0cH\x00\x12$\n\x06status\x18\x0f \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\n\n\x08response*\x9c\x01\n\nDerivative\x12\x1a\n\x16\x44\x45RIVATIVE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x45RIVATIVE_VJP\x10\x01\x12\x12\n\x0e\x44\x45RIVATIVE_JVP\x10\x02\x12\x17\n\x13\x44\x45RIVATIVE_JACOBIAN\x10\x03\x12\x1d\n\x19\x44\x45RIVATIVE_BATCH_JACOBIAN\x10\x04\x12\x12\n\x0e\x44\x45RIVATIVE_HVP\x10\x05\x32\x8b\x02\n\x0fGradientService\x12G\n\x08\x45valuate\x12\x1c.gradrule.v1.EvaluateRequest\x1a\x1d.gradrule.v1.EvaluateResponse\x12]\n\x0eStreamEvaluate\x12\".gradrule.v1.StreamEvaluateRequest\x1a#.gradrule.v1.StreamEvaluateResponse(\x01\x30\x01\x12P\n\x0bShareMemory\x12\x1f.gradrule.v1.ShareMemoryRequest\x1a .gradrule.v1.ShareMemoryResponseBW\n\x0f\x63om.gradrule.v1B\rEvaluateProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gradrule.v1.evaluate_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017com.gradrule.v1B\rEvaluateProtoP\001Z\026gradrule/v1;gradrulev1\252\002\013Gradrule.V1\352\002\014Gradrule::V1'
   _globals['_PARAMVALUES_VALUESENTRY']._loaded_options = None
   _globals['_PARAMVALUES_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_EVALUATEREQUEST_PARAMSENTRY']._loaded_options = None
   _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_options = b'8\001'
-  _globals['_DERIVATIVE']._serialized_start=3596
-  _globals['_DERIVATIVE']._serialized_end=3752
-  _globals['_PARAMVALUES']._serialized_start=181
-  _globals['_PARAMVALUES']._serialized_end=320
-  _globals['_PARAMVALUES_VALUESENTRY']._serialized_start=250
-  _globals['_PARAMVALUES_VALUESENTRY']._serialized_end=320
-  _globals['_EVALUATEREQUEST']._serialized_start=323
-  _globals['_EVALUATEREQUEST']._serialized_end=923
-  _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_start=842
-  _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_end=913
-  _globals['_SHAREDMEMORYUSE']._serialized_start=925
-  _globals['_SHAREDMEMORYUSE']._serialized_end=1026
-  _globals['_SHAREMEMORYREQUEST']._serialized_start=1028
-  _globals['_SHAREMEMORYREQUEST']._serialized_end=1048
-  _globals['_SHAREMEMORYRESPONSE']._serialized_start=1050
-  _globals['_SHAREMEMORYRESPONSE']._serialized_end=1147
-  _globals['_UNCONNECTED']._serialized_start=1149
-  _globals['_UNCONNECTED']._serialized_end=1162
-  _globals['_NOTDIFFERENTIABLE']._serialized_start=1164
-  _globals['_NOTDIFFERENTIABLE']._serialized_end=1183
-  _globals['_GRADIENT']._serialized_start=1186
-  _globals['_GRADIENT']._serialized_end=1468
-  _globals['_JACOBIANBLOCK']._serialized_start=1471
-  _globals['_JACOBIANBLOCK']._serialized_end=1724
-  _globals['_TIMINGS']._serialized_start=1727
-  _globals['_TIMINGS']._serialized_end=1862
-  _globals['_EVALUATERESPONSE']._serialized_start=1865
-  _globals['_EVALUATERESPONSE']._serialized_end=2275
-  _globals['_FORWARDREQUEST']._serialized_start=2277
-  _globals['_FORWARDREQUEST']._serialized_end=2381
-  _globals['_FORWARDRESPONSE']._serialized_start=2384
-  _globals['_FORWARDRESPONSE']._serialized_end=2521
-  _globals['_PULLBACKREQUEST']._serialized_start=2524
-  _globals['_PULLBACKREQUEST']._serialized_end=2671
-  _globals['_PULLBACKRESPONSE']._serialized_start=2673
-  _globals['_PULLBACKRESPONSE']._serialized_end=2772
-  _globals['_CLOSEHANDLEREQUEST']._serialized_start=2774
-  _globals['_CLOSEHANDLEREQUEST']._serialized_end=2810
-  _globals['_CLOSEHANDLERESPONSE']._serialized_start=2812
-  _globals['_CLOSEHANDLERESPONSE']._serialized_end=2833
-  _globals['_CANCELREQUEST']._serialized_start=2835
-  _globals['_CANCELREQUEST']._serialized_end=2870
-  _globals['_STREAMEVALUATEREQUEST']._serialized_start=2873
-  _globals['_STREAMEVALUATEREQUEST']._serialized_end=3289
-  _globals['_STREAMEVALUATERESPONSE']._serialized_start=3292
-  _globals['_STREAMEVALUATERESPONSE']._serialized_end=3593
-  _globals['_GRADIENTSERVICE']._serialized_start=3755
-  _globals['_GRADIENTSERVICE']._serialized_end=4022
+  _globals['_DERIVATIVE']._serialized_start=3659
+  _globals['_DERIVATIVE']._serialized_end=3815
+  _globals['_PARAMVALUES']._serialized_start=206
+  _globals['_PARAMVALUES']._serialized_end=345
+  _globals['_PARAMVALUES_VALUESENTRY']._serialized_start=275
+  _globals['_PARAMVALUES_VALUESENTRY']._serialized_end=345
+  _globals['_EVALUATEREQUEST']._serialized_start=348
+  _globals['_EVALUATEREQUEST']._serialized_end=948
+  _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_start=867
+  _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_end=938
+  _globals['_SHAREDMEMORYUSE']._serialized_start=950
+  _globals['_SHAREDMEMORYUSE']._serialized_end=1051
+  _globals['_SHAREMEMORYREQUEST']._serialized_start=1053
+  _globals['_SHAREMEMORYREQUEST']._serialized_end=1073
+  _globals['_SHAREMEMORYRESPONSE']._serialized_start=1075
+  _globals['_SHAREMEMORYRESPONSE']._serialized_end=1172
+  _globals['_UNCONNECTED']._serialized_start=1174
+  _globals['_UNCONNECTED']._serialized_end=1187
+  _globals['_NOTDIFFERENTIABLE']._serialized_start=1189
+  _globals['_NOTDIFFERENTIABLE']._serialized_end=1208
+  _globals['_GRADIENT']._serialized_start=1211
+  _globals['_GRADIENT']._serialized_end=1493
+  _globals['_JACOBIANBLOCK']._serialized_start=1496
+  _globals['_JACOBIANBLOCK']._serialized_end=1749
+  _globals['_TIMINGS']._serialized_start=1752
+  _globals['_TIMINGS']._serialized_end=1887
+  _globals['_EVALUATERESPONSE']._serialized_start=1890
+  _globals['_EVALUATERESPONSE']._serialized_end=2313
+  _globals['_FORWARDREQUEST']._serialized_start=2315
+  _globals['_FORWARDREQUEST']._serialized_end=2419
+  _globals['_FORWARDRESPONSE']._serialized_start=2422
+  _globals['_FORWARDRESPONSE']._serialized_end=2564
+  _globals['_PULLBACKREQUEST']._serialized_start=2567
+  _globals['_PULLBACKREQUEST']._serialized_end=2714
+  _globals['_PULLBACKRESPONSE']._serialized_start=2716
+  _globals['_PULLBACKRESPONSE']._serialized_end=2815
+  _globals['_CLOSEHANDLEREQUEST']._serialized_start=2817
+  _globals['_CLOSEHANDLEREQUEST']._serialized_end=2853
+  _globals['_CLOSEHANDLERESPONSE']._serialized_start=2855
+  _globals['_CLOSEHANDLERESPONSE']._serialized_end=2876
+  _globals['_CANCELREQUEST']._serialized_start=2878
+  _globals['_CANCELREQUEST']._serialized_end=2913
+  _globals['_STREAMEVALUATEREQUEST']._serialized_start=2916
+  _globals['_STREAMEVALUATEREQUEST']._serialized_end=3332
+  _globals['_STREAMEVALUATERESPONSE']._serialized_start=3335
+  _globals['_STREAMEVALUATERESPONSE']._serialized_end=3656
+  _globals['_GRADIENTSERVICE']._serialized_start=3818
+  _globals['_GRADIENTSERVICE']._serialized_end=4085
 # @@protoc_insertion_point(module_scope)

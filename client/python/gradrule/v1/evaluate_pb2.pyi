@@ -10,6 +10,7 @@ import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.rpc.status_pb2
 import gradrule.v1.override_pb2
 import gradrule.v1.program_pb2
 import gradrule.v1.rule_pb2
@@ -438,7 +439,7 @@ class EvaluateResponse(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     GRADIENTS_FIELD_NUMBER: builtins.int
     OVERRIDES_FIELD_NUMBER: builtins.int
-    DEFAULTED_FIELD_NUMBER: builtins.int
+    DEFAULT_GRADIENT_NODES_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
@@ -466,7 +467,7 @@ class EvaluateResponse(google.protobuf.message.Message):
         """Which node got which rule. Only with an inline program; a compiled one tells it once, in `Program`."""
 
     @property
-    def defaulted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+    def default_gradient_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes on the path that no override took. Only with an inline program."""
 
     @property
@@ -497,7 +498,7 @@ class EvaluateResponse(google.protobuf.message.Message):
         outputs: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         gradients: collections.abc.Iterable[global___Gradient] | None = ...,
         overrides: collections.abc.Iterable[gradrule.v1.override_pb2.Resolution] | None = ...,
-        defaulted: collections.abc.Iterable[builtins.str] | None = ...,
+        default_gradient_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         timings: global___Timings | None = ...,
         device: builtins.str = ...,
         digests: gradrule.v1.program_pb2.Digests | None = ...,
@@ -508,7 +509,7 @@ class EvaluateResponse(google.protobuf.message.Message):
         jit: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["digests", b"digests", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "jit", b"jit", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "jit", b"jit", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
 
 global___EvaluateResponse = EvaluateResponse
 
@@ -547,11 +548,11 @@ class ForwardResponse(google.protobuf.message.Message):
 
     EVALUATE_FIELD_NUMBER: builtins.int
     HANDLE_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
     handle: builtins.str
     """The handle's name, known on this stream only."""
-    bytes: builtins.int
+    size_bytes: builtins.int
     """Bytes that the handle keeps on the device."""
     @property
     def evaluate(self) -> global___EvaluateResponse:
@@ -566,11 +567,11 @@ class ForwardResponse(google.protobuf.message.Message):
         *,
         evaluate: global___EvaluateResponse | None = ...,
         handle: builtins.str = ...,
-        bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["evaluate", b"evaluate", "ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "evaluate", b"evaluate", "handle", b"handle", "ttl", b"ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evaluate", b"evaluate", "handle", b"handle", "size_bytes", b"size_bytes", "ttl", b"ttl"]) -> None: ...
 
 global___ForwardResponse = ForwardResponse
 
@@ -699,7 +700,7 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_CHUNK_BYTES_FIELD_NUMBER: builtins.int
-    CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """A number of the client's choice, not that of another request under way on this stream; 0 is allowed."""
     chunk: builtins.bytes
@@ -709,7 +710,7 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     """
     answer_chunk_bytes: builtins.int
     """If not 0, a longer answer is sent in chunks of so many bytes, at least 65,536. Of a request in chunks, its last message tells."""
-    chunk_bytes: builtins.int
+    total_bytes: builtins.int
     """In the last message of a request in chunks: how many bytes its chunks have. MALFORMED_REQUEST where it is not what has arrived."""
     @property
     def evaluate(self) -> global___EvaluateRequest:
@@ -747,10 +748,10 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
         chunk: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_chunk_bytes: builtins.int = ...,
-        chunk_bytes: builtins.int = ...,
+        total_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "chunk_bytes", b"chunk_bytes", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout", "total_bytes", b"total_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel", "chunk"] | None: ...
 
 global___StreamEvaluateRequest = StreamEvaluateRequest
@@ -774,8 +775,6 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
     """The next bytes of an answer that is sent in several messages, as asked by `answer_chunk_bytes`. The last one holds the answer's
     kind as an empty `evaluate`, `forward` or `pull_back`; the bytes of that message are those of all chunks, in order.
     """
-    status: builtins.bytes
-    """The request failed: the bytes of a `google.rpc.Status`, the same that the trailer of a failed call carries. The stream goes on."""
     @property
     def evaluate(self) -> global___EvaluateResponse:
         """Answer to evaluate."""
@@ -792,6 +791,10 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
     def close_handle(self) -> global___CloseHandleResponse:
         """Answer to close_handle."""
 
+    @property
+    def status(self) -> google.rpc.status_pb2.Status:
+        """The request failed: the same status that the trailer of a failed call carries. The stream goes on."""
+
     def __init__(
         self,
         *,
@@ -801,7 +804,7 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
         pull_back: global___PullBackResponse | None = ...,
         close_handle: global___CloseHandleResponse | None = ...,
         chunk: builtins.bytes = ...,
-        status: builtins.bytes = ...,
+        status: google.rpc.status_pb2.Status | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "response", b"response", "status", b"status"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request_id", b"request_id", "response", b"response", "status", b"status"]) -> None: ...

@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import gradrule.v1.errors_pb2
 import gradrule.v1.override_pb2
 import gradrule.v1.rule_pb2
 import gradrule.v1.tensor_pb2
@@ -339,7 +340,7 @@ class ProgramSpec(google.protobuf.message.Message):
         """The graph. Required."""
 
     @property
-    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.Override]:
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.GradientOverride]:
         """Overrides, ordered: the first match decides. Nodes that carry `_gradient_op_type` come after them."""
 
     @property
@@ -387,7 +388,7 @@ class ProgramSpec(google.protobuf.message.Message):
         self,
         *,
         graph: gradrule.v1.rule_pb2.GraphSource | None = ...,
-        overrides: collections.abc.Iterable[gradrule.v1.override_pb2.Override] | None = ...,
+        overrides: collections.abc.Iterable[gradrule.v1.override_pb2.GradientOverride] | None = ...,
         fetches: collections.abc.Iterable[builtins.str] | None = ...,
         vjp: global___Vjp | None = ...,
         jvp: global___Jvp | None = ...,
@@ -479,7 +480,7 @@ class Program(google.protobuf.message.Message):
     YS_FIELD_NUMBER: builtins.int
     XS_FIELD_NUMBER: builtins.int
     OVERRIDES_FIELD_NUMBER: builtins.int
-    DEFAULTED_FIELD_NUMBER: builtins.int
+    DEFAULT_GRADIENT_NODES_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
@@ -513,7 +514,7 @@ class Program(google.protobuf.message.Message):
         """Which node got which rule."""
 
     @property
-    def defaulted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+    def default_gradient_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes on the path that no override took."""
 
     @property
@@ -538,14 +539,14 @@ class Program(google.protobuf.message.Message):
         ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         xs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         overrides: collections.abc.Iterable[gradrule.v1.override_pb2.Resolution] | None = ...,
-        defaulted: collections.abc.Iterable[builtins.str] | None = ...,
+        default_gradient_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         device: builtins.str = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
         aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "digests", b"digests"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___Program = Program
 
@@ -559,8 +560,8 @@ class Finding(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     FIELD_FIELD_NUMBER: builtins.int
-    reason: builtins.str
-    """Reason, as a value of ErrorReason without its prefix."""
+    reason: gradrule.v1.errors_pb2.ErrorReason.ValueType
+    """Why the program would be refused."""
     message: builtins.str
     """What is wrong, where, and what would be right."""
     node: builtins.str
@@ -570,7 +571,7 @@ class Finding(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        reason: builtins.str = ...,
+        reason: gradrule.v1.errors_pb2.ErrorReason.ValueType = ...,
         message: builtins.str = ...,
         node: builtins.str = ...,
         field: builtins.str = ...,
@@ -708,7 +709,7 @@ class ListProgramsResponse(google.protobuf.message.Message):
     """Where the next page starts; empty: this was the last."""
     @property
     def programs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Program]:
-        """Programs of this page, without overrides and defaulted."""
+        """Programs of this page, without overrides and default_gradient_nodes."""
 
     def __init__(
         self,

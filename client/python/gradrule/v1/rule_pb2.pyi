@@ -56,7 +56,7 @@ class GraphSource(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INLINE_FIELD_NUMBER: builtins.int
+    INLINE_GRAPH_FIELD_NUMBER: builtins.int
     SERIALIZED_FIELD_NUMBER: builtins.int
     BLOB_SHA256_FIELD_NUMBER: builtins.int
     serialized: builtins.bytes
@@ -66,19 +66,19 @@ class GraphSource(google.protobuf.message.Message):
     blob_sha256: builtins.str
     """The graph's bytes, uploaded before: SHA-256 (hex) of a blob. BLOB_NOT_FOUND where the server does not have it."""
     @property
-    def inline(self) -> gradrule.v1.graph_pb2.Graph:
+    def inline_graph(self) -> gradrule.v1.graph_pb2.Graph:
         """The graph as a message. Its digest is that of its deterministic serialisation."""
 
     def __init__(
         self,
         *,
-        inline: gradrule.v1.graph_pb2.Graph | None = ...,
+        inline_graph: gradrule.v1.graph_pb2.Graph | None = ...,
         serialized: builtins.bytes = ...,
         blob_sha256: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "serialized", "blob_sha256"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline_graph", "serialized", "blob_sha256"] | None: ...
 
 global___GraphSource = GraphSource
 

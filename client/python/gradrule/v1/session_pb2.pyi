@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
+import google.rpc.status_pb2
 import gradrule.v1.evaluate_pb2
 import gradrule.v1.override_pb2
 import gradrule.v1.program_pb2
@@ -37,7 +38,7 @@ class StartSession(google.protobuf.message.Message):
         """
 
     @property
-    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.Override]:
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.GradientOverride]:
         """Overrides, as in ProgramSpec; they hold wherever something is differentiated."""
 
     @property
@@ -48,7 +49,7 @@ class StartSession(google.protobuf.message.Message):
         self,
         *,
         graph: gradrule.v1.rule_pb2.GraphSource | None = ...,
-        overrides: collections.abc.Iterable[gradrule.v1.override_pb2.Override] | None = ...,
+        overrides: collections.abc.Iterable[gradrule.v1.override_pb2.GradientOverride] | None = ...,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
     ) -> None: ...
@@ -64,8 +65,8 @@ class SessionStarted(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    bytes: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    size_bytes: builtins.int
     """Bytes that their values take."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
@@ -75,9 +76,9 @@ class SessionStarted(google.protobuf.message.Message):
         self,
         *,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
-        bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["size_bytes", b"size_bytes", "variables", b"variables"]) -> None: ...
 
 global___SessionStarted = SessionStarted
 
@@ -434,8 +435,6 @@ class RunSessionResponse(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
-    status: builtins.bytes
-    """The message failed: the bytes of a `google.rpc.Status`."""
     @property
     def started(self) -> global___SessionStarted:
         """Answer to start."""
@@ -456,6 +455,10 @@ class RunSessionResponse(google.protobuf.message.Message):
     def assign(self) -> global___AssignResponse:
         """Answer to assign."""
 
+    @property
+    def status(self) -> google.rpc.status_pb2.Status:
+        """The message failed."""
+
     def __init__(
         self,
         *,
@@ -464,7 +467,7 @@ class RunSessionResponse(google.protobuf.message.Message):
         evaluate: gradrule.v1.evaluate_pb2.EvaluateResponse | None = ...,
         read: global___ReadResponse | None = ...,
         assign: global___AssignResponse | None = ...,
-        status: builtins.bytes = ...,
+        status: google.rpc.status_pb2.Status | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> None: ...

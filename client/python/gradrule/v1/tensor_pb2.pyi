@@ -717,12 +717,12 @@ class SharedMemoryTensor(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFSET_FIELD_NUMBER: builtins.int
-    SIZE_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     SHAPE_FIELD_NUMBER: builtins.int
     offset: builtins.int
     """Where in the memory the elements' bytes begin: row-major, little-endian, as in `Tensor.tensor_content`."""
-    size: builtins.int
+    size_bytes: builtins.int
     """Number of bytes. INVALID_TENSOR where it does not fit element type and shape, or the bytes do not lie in the memory."""
     dtype: global___Dt.ValueType
     """Element type."""
@@ -734,12 +734,12 @@ class SharedMemoryTensor(google.protobuf.message.Message):
         self,
         *,
         offset: builtins.int = ...,
-        size: builtins.int = ...,
+        size_bytes: builtins.int = ...,
         dtype: global___Dt.ValueType = ...,
         shape: global___TensorShape | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["shape", b"shape"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "offset", b"offset", "shape", b"shape", "size", b"size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "offset", b"offset", "shape", b"shape", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___SharedMemoryTensor = SharedMemoryTensor
 
@@ -749,11 +749,11 @@ class TensorSource(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INLINE_FIELD_NUMBER: builtins.int
+    INLINE_TENSOR_FIELD_NUMBER: builtins.int
     BLOB_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     @property
-    def inline(self) -> global___Tensor:
+    def inline_tensor(self) -> global___Tensor:
         """The tensor itself."""
 
     @property
@@ -767,13 +767,13 @@ class TensorSource(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        inline: global___Tensor | None = ...,
+        inline_tensor: global___Tensor | None = ...,
         blob: global___BlobTensor | None = ...,
         shared_memory: global___SharedMemoryTensor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob", b"blob", "inline", b"inline", "shared_memory", b"shared_memory", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob", b"blob", "inline", b"inline", "shared_memory", b"shared_memory", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "blob", "shared_memory"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob", b"blob", "inline_tensor", b"inline_tensor", "shared_memory", b"shared_memory", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob", b"blob", "inline_tensor", b"inline_tensor", "shared_memory", b"shared_memory", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline_tensor", "blob", "shared_memory"] | None: ...
 
 global___TensorSource = TensorSource
 

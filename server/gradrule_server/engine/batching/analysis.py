@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.batching.numbers import MAX_NUMBERS, NUMERIC
-from gradrule_server.engine.batching.table import ELEMENTWISE, RULES
+from gradrule_server.engine.batching.op_rules import ELEMENTWISE, RULES
+from gradrule_server.engine.batching.shape_arithmetic import MAX_NUMBERS, NUMERIC
 from gradrule_server.engine.batching.values import (
     UNKNOWN,
     Extent,
@@ -33,9 +33,9 @@ from gradrule_server.engine.batching.values import (
     multiplied,
     of_numbers,
 )
-from gradrule_server.engine.built import Built, Input
-from gradrule_server.engine.names import IMPORT_SCOPE
-from gradrule_server.engine.question import SPARSE
+from gradrule_server.engine.derivatives import SPARSE
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.engine.program import BuiltProgram, Input
 from gradrule_server.policy.op_traits import ops_with
 
 # Larger functions are not analysed: it takes about 20 µs for each op.
@@ -70,7 +70,7 @@ class Refusal:
     reason: str
 
 
-def analyse(built: Built) -> Layout | Refusal:
+def analyse(built: BuiltProgram) -> Layout | Refusal:
     """Returns how calls may be put together, or why they may not."""
     found = _unsuited(built)
     if found is not None:
@@ -115,11 +115,11 @@ def analyse(built: Built) -> Layout | Refusal:
     return Layout(tuple(isinstance(value, PerExample) for value in values[:count]), tuple(rows))
 
 
-def _unsuited(built: Built) -> str | None:
+def _unsuited(built: BuiltProgram) -> str | None:
     """Why calls of the program may never run together, as far as that can be told without looking at ops."""
     if built.unbatched:
         return "the program asks for it"
-    if built.updates or built.split is not None:
+    if built.updates or built.two_parts is not None:
         return "it is part of a session or a forward handle"
     if built.stacked:
         return "it pulls back many gradients at once"

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradrule_server.engine.batching.common import (
+from gradrule_server.engine.batching.values import (
     Attr,
+    GradientAxes,
+    Mixed,
+    NotPerExample,
+    PerExample,
     Rule,
+    Shape,
+    Sizes,
+    Uniform,
+    Unranked,
+    Value,
     axes_of,
     batched,
     joined,
@@ -14,17 +23,6 @@ from gradrule_server.engine.batching.common import (
     require_uniform,
     tail_of,
     target_of,
-)
-from gradrule_server.engine.batching.values import (
-    GradientAxes,
-    Mixed,
-    NotPerExample,
-    PerExample,
-    Shape,
-    Sizes,
-    Uniform,
-    Unranked,
-    Value,
 )
 
 

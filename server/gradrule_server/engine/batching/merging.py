@@ -9,20 +9,20 @@ import numpy as np
 
 from gradrule.common.tensor_packing import Packing
 from gradrule_server.engine.batching.analysis import Layout
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.closeness import is_inexact
+from gradrule_server.engine.comparison import is_inexact
 from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.run import translated
-from gradrule_server.engine.shared_memory import Room
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.shared_memory import AnswerArea
+from gradrule_server.engine.tf_errors import translate_errors
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BatchedCall:
     """One request, read.
 
-    examples: its rows on axis 0; 0: it cannot run with others. company: calls of equal company can run together.
+    examples: its rows on axis 0; 0: it cannot run with others. group_key: calls of equal group_key can run together.
     packing: how its answer is packed.
-    room: where large results are written.
+    answer_area: where large results are written.
     """
 
     request_id: int
@@ -30,12 +30,12 @@ class Call:
     started_ns: int
     arguments: Arrays
     examples: int = 0
-    company: Hashable = None
+    group_key: Hashable = None
     packing: Packing | None = None
-    room: Room | None = None
+    answer_area: AnswerArea | None = None
 
 
-def examples_of(built: Built, layout: Layout, arguments: Arrays) -> int:
+def count_examples(built: BuiltProgram, layout: Layout, arguments: Arrays) -> int:
     """Returns the number of examples of a call; 0 where its arguments do not agree on one, or a param is no number."""
     if any(np.ndim(argument) for argument in arguments[len(arguments) - len(built.params) :]):
         return 0
@@ -43,7 +43,7 @@ def examples_of(built: Built, layout: Layout, arguments: Arrays) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def company_of(built: Built, layout: Layout, arguments: Arrays) -> Hashable:
+def group_key_for(built: BuiltProgram, layout: Layout, arguments: Arrays) -> Hashable:
     """Returns a key that is equal where shared arguments are equal bit for bit and rows fit together."""
     batched = set(_batched(built, layout))
     key: list[Hashable] = []
@@ -55,17 +55,17 @@ def company_of(built: Built, layout: Layout, arguments: Arrays) -> Hashable:
     return tuple(key)
 
 
-def run(built: Built, arguments: Arrays) -> Arrays:
+def run(built: BuiltProgram, arguments: Arrays) -> Arrays:
     """Returns the results of a built function."""
-    return translated(lambda: built.call(arguments))
+    return translate_errors(lambda: built.call(arguments))
 
 
 def run_together(
-    built: Built, layout: Layout, calls: Sequence[Call], size: int, *, strange_rows: bool = False
+    built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], size: int, *, other_values: bool = False
 ) -> list[Arrays]:
-    """Returns the results of each call, which are of one company, from one run on `size` examples.
+    """Returns the results of each call, which are of one group_key, from one run on `size` examples.
 
-    What is missing to `size` is filled with copies of the last row. strange_rows: with other floats.
+    What is missing to `size` is filled with copies of the last row. other_values: with other floats.
     """
     counts = [call.examples for call in calls]
     missing = size - sum(counts)
@@ -77,10 +77,10 @@ def run_together(
             continue
         parts = [call.arguments[index] for call in calls]
         if missing:
-            parts.append(_filling(parts[-1], missing, strange=strange_rows))
+            parts.append(_filling(parts[-1], missing, other_values=other_values))
         arguments.append(np.concatenate(parts))
-    if built.fitting is not None:
-        built.fitting.check(arguments)
+    if built.memory_check is not None:
+        built.memory_check.check(arguments)
     results = run(built, arguments)
     for number, (result, rows) in enumerate(zip(results, layout.rows, strict=True)):
         if rows and np.shape(result)[:1] != (rows * size,):
@@ -101,9 +101,9 @@ def run_together(
     return answers
 
 
-def chunks(calls: Sequence[Call], most: int) -> Iterator[list[Call]]:
-    """Cuts calls of one company into runs of at most `most` examples; a call that is larger runs by itself."""
-    chunk: list[Call] = []
+def chunks(calls: Sequence[BatchedCall], most: int) -> Iterator[list[BatchedCall]]:
+    """Cuts calls of one group_key into runs of at most `most` examples; a call that is larger runs by itself."""
+    chunk: list[BatchedCall] = []
     for call in calls:
         if chunk and sum(other.examples for other in chunk) + call.examples > most:
             yield chunk
@@ -123,12 +123,12 @@ def allowed_size(examples: int, most: int) -> int:
     return max(examples, min(size, most))
 
 
-def _batched(built: Built, layout: Layout) -> list[int]:
+def _batched(built: BuiltProgram, layout: Layout) -> list[int]:
     """The arguments that are put behind one another."""
     return [index for index, batched in enumerate(layout.per_example) if batched and not _is_unused(built, index)]
 
 
-def _is_unused(built: Built, index: int) -> bool:
+def _is_unused(built: BuiltProgram, index: int) -> bool:
     return index < len(built.unused) and built.unused[index]
 
 
@@ -139,9 +139,9 @@ def _identity(value: np.ndarray) -> Hashable:
     return argument.shape, content
 
 
-def _filling(part: np.ndarray, count: int, *, strange: bool) -> np.ndarray:
+def _filling(part: np.ndarray, count: int, *, other_values: bool) -> np.ndarray:
     rows = np.repeat(part[-1:], count, 0)
-    if not strange or not is_inexact(part):
+    if not other_values or not is_inexact(part):
         return rows
     factors = np.linspace(-0.75, 1.5, count).reshape([count] + [1] * (part.ndim - 1))
     return np.asarray(rows * factors + 0.25).astype(part.dtype)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
-from gradrule_server.engine.batching.merging import Call, allowed_size, run_together
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.closeness import is_close, magnitude
+from gradrule_server.engine.batching.merging import BatchedCall, allowed_size, run_together
+from gradrule_server.engine.comparison import is_close, magnitude
 from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _FLOOR = 0.01
 
 
 @dataclass(slots=True)
-class Proof:
+class BatchingProof:
     """What is known of a program. Thread-safe.
 
     layout: how its calls are put together; None: not analysed yet, or refused. refusal: why its calls never run
@@ -36,7 +36,7 @@ class Proof:
     is_proven: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def analyse(self, built: Built) -> Layout | None:
+    def analyse(self, built: BuiltProgram) -> Layout | None:
         """Returns how calls are put together, if they may be; analyses the program at the first call."""
         with self.lock:
             if self.layout is None and not self.refusal:
@@ -56,7 +56,9 @@ class Proof:
         """Calls do not run together any more."""
         self.layout, self.is_proven, self.refusal = None, False, reason
 
-    def attempt(self, built: Built, layout: Layout, calls: Sequence[Call], alone: Sequence[Arrays]) -> None:
+    def attempt(
+        self, built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], alone: Sequence[Arrays]
+    ) -> None:
         """Runs calls together that have run alone: it is proven or refused then.
 
         Besides, the first call runs among rows of other values, and must come to the same, to the last bit but four:
@@ -76,7 +78,7 @@ class Proof:
             self.is_proven = True
 
 
-def _difference(built: Built, layout: Layout, calls: Sequence[Call], alone: Sequence[Arrays]) -> str:
+def _difference(built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], alone: Sequence[Arrays]) -> str:
     """Which results of calls that run together are not those of the calls that ran alone; empty: none."""
     examples = sum(call.examples for call in calls)
     size = allowed_size(examples + 1, 2 * examples)
@@ -94,9 +96,9 @@ def _difference(built: Built, layout: Layout, calls: Sequence[Call], alone: Sequ
     return ""
 
 
-def _among_others(built: Built, layout: Layout, calls: Sequence[Call], size: int) -> list[Arrays]:
+def _among_others(built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], size: int) -> list[Arrays]:
     try:
-        return run_together(built, layout, calls, size, strange_rows=True)
+        return run_together(built, layout, calls, size, other_values=True)
     except GradruleError:
         # The program may check its values, and refuse those.
         return run_together(built, layout, calls, size)

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import math
 
-from gradrule_server.engine.batching.common import (
-    Attr,
-    Rule,
-    away_from_batch,
-    axes_of,
-    batched,
-    joined,
-    require_uniform,
-    tail_of,
-    target_of,
-)
 from gradrule_server.engine.batching.values import (
     UNKNOWN,
+    Attr,
     Extent,
     NotPerExample,
     PerExample,
+    Rule,
     Shape,
     Uniform,
     Unranked,
     Value,
+    away_from_batch,
+    axes_of,
+    batched,
     integers,
+    joined,
     numbers_of,
+    require_uniform,
+    tail_of,
+    target_of,
 )
 
 

@@ -1,7 +1,7 @@
-"""The rules of the catalogue that are code: they need weights, a transposed op, a sort or a forward of their own.
+"""Implements the rules of the catalogue that are code.
 
-Each takes a site, dense upstream gradients and params (float64), and gives one gradient, or None, per input. A rule
-refuses an op that it is not for with RULE_NOT_APPLICABLE while the program is built.
+Each rule takes a target, dense upstream gradients and params (float64), and returns one gradient, or None, per input.
+It raises RULE_NOT_APPLICABLE for an op that it does not support, while the program is built.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gradrule_server.engine.code_rules.attribution import deeplift_rescale, rectgrad
-from gradrule_server.engine.code_rules.eigen import eigh_lorentzian
-from gradrule_server.engine.code_rules.feedback import feedback_alignment
+from gradrule_server.engine.code_rules.common import CodeRuleFunction
+from gradrule_server.engine.code_rules.linear import feedback_alignment
 from gradrule_server.engine.code_rules.lrp import (
     lrp_0,
     lrp_alpha_beta,
@@ -23,10 +22,15 @@ from gradrule_server.engine.code_rules.lrp import (
     lrp_zbox,
     lrp_zplus,
 )
-from gradrule_server.engine.code_rules.pooling import maxpool_as_avgpool, maxpool_smooth
-from gradrule_server.engine.site import CodeRule
+from gradrule_server.engine.code_rules.nonlinear import (
+    deeplift_rescale,
+    eigh_lorentzian,
+    maxpool_as_avgpool,
+    maxpool_smooth,
+    rectgrad,
+)
 
-CODE_RULES: Mapping[str, CodeRule] = MappingProxyType(
+CODE_RULES: Mapping[str, CodeRuleFunction] = MappingProxyType(
     {
         "lrp_epsilon": lrp_epsilon,
         "lrp_0": lrp_0,
@@ -45,6 +49,6 @@ CODE_RULES: Mapping[str, CodeRule] = MappingProxyType(
         "eigh_lorentzian": eigh_lorentzian,
     }
 )
-"""By the rule's name in the catalogue."""
+"""Rules by their name in the catalogue."""
 
 __all__ = ["CODE_RULES"]

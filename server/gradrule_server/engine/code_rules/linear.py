@@ -1,11 +1,11 @@
 """A linear op, alone or with a bias add after it, that can be applied to other operands and transposed.
 
-With data x, weights W and a bias b that may be missing, the site's output is Wx + b, whatever the op calls its product.
+With data x, weights W and a bias b that may be missing, the target's output is Wx + b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,8 +13,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.code_rules.common import not_applicable, wide
-from gradrule_server.engine.site import Site
+from gradrule_server.engine.code_rules.common import RuleTarget, dense, not_applicable, wide
 from gradrule_server.policy.op_traits import ops_with
 
 MATRIX_PRODUCTS = ops_with("@dense")
@@ -46,37 +45,37 @@ class Applied:
 
 
 class Linear:
-    """A site whose first op is linear. RULE_NOT_APPLICABLE for any other.
+    """A target whose first op is linear. RULE_NOT_APPLICABLE for any other.
 
-    `x`, `w`, `bias`, `y`: data, weights, bias (or None) and output; in float32 where the site's type has 16 bits, as
+    `x`, `w`, `bias`, `y`: data, weights, bias (or None) and output; in float32 where the target's type has 16 bits, as
     what rules divide by is often so small that the quotient overflows float16. `op`: the linear op of the forward.
     """
 
-    def __init__(self, site: Site, rule: str) -> None:
-        linear, *adds = site.ops
+    def __init__(self, target: RuleTarget, rule: str) -> None:
+        linear, *adds = target.ops
         if (
             linear.type not in MATRIX_PRODUCTS | CONVOLUTIONS
             or len(adds) > 1
             or any(add.type not in _BIAS_ADDS for add in adds)
-            or len(site.inputs) != 2 + len(adds)
-            or not site.inputs[0].dtype.is_floating
+            or len(target.inputs) != 2 + len(adds)
+            or not target.inputs[0].dtype.is_floating
         ):
-            raise not_applicable(site, rule, _MEANT_FOR)
+            raise not_applicable(target, rule, _MEANT_FOR)
         self.op = linear
         self._bias_add = adds[0] if adds else None
-        self._n_inputs = len(site.inputs)
-        self._dtype = site.inputs[0].dtype
+        self._n_inputs = len(target.inputs)
+        self._dtype = target.inputs[0].dtype
         self.dtype = wide(self._dtype)
-        self.x, self.w = (tf.cast(value, self.dtype) for value in site.inputs[:2])
-        self.bias = tf.cast(site.inputs[2], self.dtype) if adds else None
-        self.y = tf.cast(site.outputs[0], self.dtype)
+        self.x, self.w = (tf.cast(value, self.dtype) for value in target.inputs[:2])
+        self.bias = tf.cast(target.inputs[2], self.dtype) if adds else None
+        self.y = tf.cast(target.outputs[0], self.dtype)
 
     def apply(self, x: tf.Tensor, w: tf.Tensor) -> Applied:
         """The op on other data and weights of the same shapes, without the bias."""
         return Applied(x, _repeated(self.op, [x, w]))
 
     def add_bias(self, z: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """z + change(b); z where the site has no bias."""
+        """z + change(b); z where the target has no bias."""
         if self._bias_add is None or self.bias is None:
             return z
         return _repeated(self._bias_add, [z, change(self.bias)])
@@ -117,3 +116,34 @@ def _sum_to(r: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
         return r
     axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(like), s1=tf.shape(r))
     return tf.reshape(tf.reduce_sum(r, axes), tf.shape(like))
+
+
+def feedback_alignment(
+    target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
+) -> Sequence[tf.Tensor | None]:
+    """dx = Bᵀdy with a fixed random B in place of W; weights and bias get their own gradients.
+
+    Lillicrap et al. 2014, arXiv:1411.0247 (2016, doi:10.1038/ncomms13276), where B is uniform too, in a range tuned per
+    experiment. Here its deviation is 1/sqrt(n), n = how many outputs one input feeds, so that dx is about as large as
+    dy whatever W is. B depends on `seed`, the node's name and the shape of W; it is the same in each step, with and
+    without XLA, and but for rounding in each type.
+    """
+    linear = Linear(target, "feedback_alignment")
+    seed = tf.stack([tf.cast(params["seed"], tf.int64), tf.constant(target.salt, tf.int64)])
+    # XLA and TensorFlow's kernels draw the same bits, but make different floats of them.
+    bits = tf.random.stateless_uniform(tf.shape(linear.w), seed, minval=None, dtype=tf.int32, alg="philox")
+    deviation_one = linear.cast(tf.cast(bits, tf.float32)) * (3**0.5 / 2**31)
+    b = deviation_one * tf.math.rsqrt(linear.cast(_outputs_per_input(linear)))
+    dx = linear.apply(linear.x, b).transposed(linear.cast(dys[0]))
+    _, *others = target.own_gradients(dys)
+    return [*linear.only_data(dx)[:1], *(dense(gradient) for gradient in others)]
+
+
+def _outputs_per_input(linear: Linear) -> tf.Tensor:
+    """How many outputs an element of x has a weight for; strides and borders are not counted."""
+    op, shape = linear.op, tf.shape(linear.w)
+    if op.type in MATRIX_PRODUCTS:
+        transposed = op.get_attr("transpose_b" if op.type == "MatMul" else "adj_y")
+        return shape[-2 if transposed else -1]
+    channel_axis = op.get_attr("data_format").decode().index("C")
+    return tf.reduce_prod(shape) // tf.shape(linear.x)[channel_axis]

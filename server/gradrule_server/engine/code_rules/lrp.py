@@ -14,46 +14,45 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-from gradrule_server.engine.code_rules.common import dense, wide
+from gradrule_server.engine.code_rules.common import RuleTarget, dense, wide
 from gradrule_server.engine.code_rules.linear import Linear, negative, positive
-from gradrule_server.engine.site import Site
 
 Params = Mapping[str, tf.Tensor]
 Change = Callable[[tf.Tensor], tf.Tensor]
 
 
-def lrp_epsilon(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_epsilon(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """x ∘ Wᵀ(R/st(Wx+b)). Bach et al. 2015, doi:10.1371/journal.pone.0130140, eq. 58.
 
     The bias and eps take their share of the relevance.
     """
-    linear = Linear(site, "lrp_epsilon")
+    linear = Linear(target, "lrp_epsilon")
     return _epsilon(linear, linear.cast(dys[0]), linear.cast(params["eps"]))
 
 
-def lrp_0(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_0(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """x ∘ Wᵀ(R/(Wx+b)): lrp_epsilon without eps. Bach et al. 2015, eq. 56. An output of 0 passes nothing on."""
-    linear = Linear(site, "lrp_0")
+    linear = Linear(target, "lrp_0")
     return _epsilon(linear, linear.cast(dys[0]), tf.zeros([], linear.dtype))
 
 
-def lrp_zplus(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_zplus(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """x⁺∘W⁺ᵀu + x⁻∘W⁻ᵀu, u = R/st(W⁺x⁺ + W⁻x⁻ + b⁺): only positive contributions count.
 
     Montavon et al. 2017, arXiv:1512.02479 (z⁺, for x ≥ 0); zennit extends it to negative x. An output without positive
     contributions passes nothing on.
     """
-    linear = Linear(site, "lrp_zplus")
+    linear = Linear(target, "lrp_zplus")
     r, eps = linear.cast(dys[0]), linear.cast(params["eps"])
     return linear.only_data(_by_sign(linear, r, eps, positive(linear.w), negative(linear.w), positive))
 
 
-def lrp_alpha_beta(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_alpha_beta(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """alpha·zplus − beta·(x⁺∘W⁻ᵀu + x⁻∘W⁺ᵀu), u = R/st(W⁻x⁺ + W⁺x⁻ + b⁻). Bach et al. 2015, eq. 60.
 
     Relevance is kept where alpha − beta = 1 and each output has contributions of both signs.
     """
-    linear = Linear(site, "lrp_alpha_beta")
+    linear = Linear(target, "lrp_alpha_beta")
     r, eps = linear.cast(dys[0]), linear.cast(params["eps"])
     w_plus, w_minus = positive(linear.w), negative(linear.w)
     supporting = _by_sign(linear, r, eps, w_plus, w_minus, positive)
@@ -61,7 +60,7 @@ def lrp_alpha_beta(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequ
     return linear.only_data(linear.cast(params["alpha"]) * supporting - linear.cast(params["beta"]) * opposing)
 
 
-def lrp_gamma(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_gamma(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """With P = W+γW⁺, N = W+γW⁻ and z = Wx+b, the sum of two terms.
 
     Where z > 0: x⁺∘Pᵀu + x⁻∘Nᵀu, u = R/st(Px⁺ + Nx⁻ + b+γb⁺).
@@ -70,7 +69,7 @@ def lrp_gamma(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[
     Montavon et al. 2019, doi:10.1007/978-3-030-28954-6_10; for data of both signs: Andéol et al. 2021. Where z = 0
     nothing is passed on. gamma = 0 is lrp_epsilon.
     """
-    linear = Linear(site, "lrp_gamma")
+    linear = Linear(target, "lrp_gamma")
     r, eps, gamma = linear.cast(dys[0]), linear.cast(params["eps"]), linear.cast(params["gamma"])
 
     def more_positive(value: tf.Tensor) -> tf.Tensor:
@@ -86,13 +85,13 @@ def lrp_gamma(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[
     return linear.only_data(excited + inhibited)
 
 
-def lrp_zbox(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_zbox(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """x∘Wᵀu − l∘W⁺ᵀu − h∘W⁻ᵀu, u = R/st(Wx − W⁺l − W⁻h), for a first layer whose x lies between l and h.
 
     Montavon et al. 2017, arXiv:1512.02479 (z^B). `low`, `high`: numbers or tensors that broadcast to x as in NumPy. The
     bias cancels out.
     """
-    linear = Linear(site, "lrp_zbox")
+    linear = Linear(target, "lrp_zbox")
     low, high = (tf.broadcast_to(linear.cast(params[name]), tf.shape(linear.x)) for name in ("low", "high"))
     given = linear.apply(linear.x, linear.w)
     lowest = linear.apply(low, positive(linear.w))
@@ -101,41 +100,41 @@ def lrp_zbox(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[t
     return linear.only_data(given.relevance(u) - lowest.relevance(u) - highest.relevance(u))
 
 
-def lrp_wsquare(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_wsquare(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """(W²)ᵀ(R/st(W²·1 + b²)), for a first layer whose x is unbounded: x itself does not matter.
 
     Montavon et al. 2017, arXiv:1512.02479 (w²). The bias takes its share.
     """
-    linear = Linear(site, "lrp_wsquare")
+    linear = Linear(target, "lrp_wsquare")
     squared = linear.apply(tf.ones_like(linear.x), tf.square(linear.w))
     u = _ratio(linear.cast(dys[0]), linear.add_bias(squared.output, tf.square), linear.cast(params["eps"]))
     return linear.only_data(squared.transposed(u))
 
 
-def lrp_flat(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_flat(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """1ᵀ(R/st(1·1)): lrp_wsquare with all weights 1 and no bias, so each output's relevance is spread evenly.
 
     Lapuschkin et al. 2019, arXiv:1902.10178.
     """
-    linear = Linear(site, "lrp_flat")
+    linear = Linear(target, "lrp_flat")
     even = linear.apply(tf.ones_like(linear.x), tf.ones_like(linear.w))
     u = _ratio(linear.cast(dys[0]), even.output, linear.cast(params["eps"]))
     return linear.only_data(even.transposed(u))
 
 
-def lrp_norm(site: Site, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
+def lrp_norm(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
     """x ∘ vjp(R/st(y)) for each input x: lrp_epsilon for ops without weights that are linear in all inputs together.
 
     For Add, AddV2, AddN, AvgPool, Mean, Sum: zennit, Norm. vjp is the op's own gradient.
     """
-    y = site.outputs[0]
+    y = target.outputs[0]
     calculated_in = wide(y.dtype)
     ratio = _ratio(*(tf.cast(value, calculated_in) for value in (dys[0], y, params["eps"])))
-    own = site.own([tf.cast(ratio, y.dtype)])
+    own = target.own_gradients([tf.cast(ratio, y.dtype)])
     # The quotient overflows float16 where y is 0: inputs of 0, as they usually are there, get 0 all the same.
     return [
         None if gradient is None else tf.math.multiply_no_nan(dense(gradient), x)
-        for x, gradient in zip(site.inputs, own, strict=True)
+        for x, gradient in zip(target.inputs, own, strict=True)
     ]
 
 

@@ -15,11 +15,11 @@ from concurrent.futures import Future
 
 import tensorflow as tf
 
-from gradrule_server.engine.built import Built
 from gradrule_server.engine.graph_call import SessionCall
-from gradrule_server.engine.jit.choice import JitChoice, Variant
+from gradrule_server.engine.jit.choice import JitChoice, ShapeVariant
+from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.link.framing import FrameSocket, Kind
-from gradrule_server.link.kernel import lower_priority
+from gradrule_server.link.system_calls import lower_priority
 from gradrule_server.link.v1 import link_pb2
 
 _log = logging.getLogger(__name__)
@@ -40,15 +40,15 @@ class JitCompiler:
     def __init__(self, frames: FrameSocket, after_s: float) -> None:
         self._frames = frames
         self.after_s = after_s
-        self._work: queue.SimpleQueue[tuple[weakref.ref[JitChoice], Variant]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[weakref.ref[JitChoice], ShapeVariant]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._compiled: weakref.WeakSet[object] = weakref.WeakSet()
         self._refused: set[str] = set()
 
-    def allow(self, key: str, built: Built) -> None:
+    def allow(self, key: str, built: BuiltProgram) -> None:
         """Lets a program be compiled, where it runs in a session: on a CPU, and in one part."""
-        call = None if built.split is not None else built.call
+        call = None if built.two_parts is not None else built.call
         if self.after_s and isinstance(call, SessionCall):
             built.jit = JitChoice(key, built.function, call, self)
 
@@ -58,7 +58,7 @@ class JitCompiler:
             if len(self._refused) < _MOST_REFUSED:
                 self._refused.add(digest)
 
-    def compile(self, choice: JitChoice, variant: Variant) -> None:
+    def compile(self, choice: JitChoice, variant: ShapeVariant) -> None:
         """Compiles for the shapes of a variant, soon."""
         self._work.put((weakref.ref(choice), variant))
         with self._lock:
@@ -66,17 +66,17 @@ class JitCompiler:
                 self._thread = threading.Thread(target=self._run, name="jit", daemon=True)
                 self._thread.start()
 
-    def tell_chosen(self, choice: JitChoice) -> None:
+    def report_chosen(self, choice: JitChoice) -> None:
         """Tells the front end that calls of the program run with XLA."""
-        self._tell(choice.key, _Outcome.OUTCOME_CHOSEN)
+        self._report(choice.key, _Outcome.OUTCOME_CHOSEN)
 
-    def tell_dropped(self, key: str) -> None:
+    def report_dropped(self, key: str) -> None:
         """Tells the front end that no call of a program runs with XLA any more."""
-        self._tell(key, _Outcome.OUTCOME_UNSPECIFIED)
+        self._report(key, _Outcome.OUTCOME_UNSPECIFIED)
 
-    def tell_refused(self, key: str, reason: str) -> None:
+    def report_refused(self, key: str, reason: str) -> None:
         """Tells the front end why calls of a program do not run with XLA."""
-        self._tell(key, _Outcome.OUTCOME_REFUSED, reason)
+        self._report(key, _Outcome.OUTCOME_REFUSED, reason)
 
     def _run(self) -> None:
         while True:
@@ -93,12 +93,12 @@ class JitCompiler:
                         choice.refuse(type(cause).__name__)
             del choice, variant
 
-    def _compile(self, choice: JitChoice, variant: Variant) -> None:
+    def _compile(self, choice: JitChoice, variant: ShapeVariant) -> None:
         reason = self._refusal(choice)
         if not reason:
-            self._tell(choice.key, _Outcome.OUTCOME_COMPILING)
-            reason = _prepared(choice, variant)
-            self._tell(choice.key, _Outcome.OUTCOME_REFUSED if reason else _Outcome.OUTCOME_COMPILED, reason)
+            self._report(choice.key, _Outcome.OUTCOME_COMPILING)
+            reason = _prepare_in_background(choice, variant)
+            self._report(choice.key, _Outcome.OUTCOME_REFUSED if reason else _Outcome.OUTCOME_COMPILED, reason)
         if reason:
             choice.refuse(reason)
         elif (compiled := variant.compiled) is not None:
@@ -112,12 +112,12 @@ class JitCompiler:
             return f"the engine holds {_MOST_COMPILED} compiled programs"
         return choice.reason
 
-    def _tell(self, key: str, outcome: link_pb2.JitNotice.Outcome.ValueType, reason: str = "") -> None:
+    def _report(self, key: str, outcome: link_pb2.JitNotice.Outcome.ValueType, reason: str = "") -> None:
         notice = link_pb2.JitNotice(key=key, outcome=outcome, reason=reason)
         self._frames.send(Kind.JIT_NOTICE, 0, notice.SerializeToString())
 
 
-def _prepared(choice: JitChoice, variant: Variant) -> str:
+def _prepare_in_background(choice: JitChoice, variant: ShapeVariant) -> str:
     try:
         return _in_background(lambda: choice.prepare(variant))
     except tf.errors.OpError as cause:

@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from gradrule_server.engine.closeness import is_close, magnitude
+from gradrule_server.engine.comparison import is_close, magnitude
 from gradrule_server.engine.graph_call import Arrays, GraphCall
-from gradrule_server.engine.jit.compiled import compiled_call
-from gradrule_server.engine.jit.ops import why_not
+from gradrule_server.engine.jit.compilation import compiled_call, refusal_reason
 
 _log = logging.getLogger(__name__)
 
@@ -55,14 +54,14 @@ class Background(Protocol):
 
     @property
     def after_s(self) -> float: ...
-    def compile(self, choice: JitChoice, variant: Variant) -> None: ...
-    def tell_chosen(self, choice: JitChoice) -> None: ...
-    def tell_dropped(self, key: str) -> None: ...
-    def tell_refused(self, key: str, reason: str) -> None: ...
+    def compile(self, choice: JitChoice, variant: ShapeVariant) -> None: ...
+    def report_chosen(self, choice: JitChoice) -> None: ...
+    def report_dropped(self, key: str) -> None: ...
+    def report_refused(self, key: str, reason: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
-class Variant:
+class ShapeVariant:
     """A program with arguments of one set of shapes."""
 
     phase: Phase = Phase.COUNTING
@@ -91,9 +90,9 @@ class JitChoice:
         self._function = function
         self._plain = plain
         self._background = background
-        self._variants: dict[Shapes, Variant] = {}
+        self._variants: dict[Shapes, ShapeVariant] = {}
         self._lock = threading.Lock()
-        self.reason = why_not(function)
+        self.reason = refusal_reason(function)
         """Why XLA is not used, for any shapes; empty: nothing is known against it."""
 
     def run(self, arguments: Arrays) -> tuple[Arrays, bool]:
@@ -115,7 +114,7 @@ class JitChoice:
             return self._counted(variant, arguments), False
         return self._plain(arguments), False
 
-    def prepare(self, variant: Variant) -> str:
+    def prepare(self, variant: ShapeVariant) -> str:
         """Compiles for the shapes of a variant and compares; returns why XLA is not used, empty where it may be.
 
         Takes seconds.
@@ -138,28 +137,28 @@ class JitChoice:
             variants = list(self._variants.values())
         self._refuse(*variants)
 
-    def _refuse(self, *variants: Variant) -> None:
+    def _refuse(self, *variants: ShapeVariant) -> None:
         with self._lock:
             was_chosen = self._is_chosen()
             for variant in variants:
                 variant.refuse()
             is_dropped = was_chosen and not self._is_chosen()
         if is_dropped:
-            self._background.tell_dropped(self.key)
+            self._background.report_dropped(self.key)
 
     def _is_chosen(self) -> bool:
         return any(variant.phase is Phase.CHOSEN for variant in self._variants.values())
 
-    def _variant(self, arguments: Arrays) -> Variant | None:
+    def _variant(self, arguments: Arrays) -> ShapeVariant | None:
         shapes = tuple([argument.shape for argument in arguments])
         found = self._variants.get(shapes)
         if found is None:
             with self._lock:
                 if len(self._variants) < _MOST_SHAPES:
-                    found = self._variants.setdefault(shapes, Variant())
+                    found = self._variants.setdefault(shapes, ShapeVariant())
         return found
 
-    def _counted(self, variant: Variant, arguments: Arrays) -> Arrays:
+    def _counted(self, variant: ShapeVariant, arguments: Arrays) -> Arrays:
         started = time.perf_counter_ns()
         results = self._plain(arguments)
         taken = time.perf_counter_ns() - started
@@ -181,10 +180,10 @@ class JitChoice:
         self._background.compile(self, variant)
         return results
 
-    def _is_turn_of_xla(self, variant: Variant) -> bool:
+    def _is_turn_of_xla(self, variant: ShapeVariant) -> bool:
         return variant.phase is Phase.TIMING and len(variant.times[1]) < len(variant.times[0])
 
-    def _timed(self, variant: Variant, call: GraphCall, arguments: Arrays, times: list[int]) -> Arrays:
+    def _timed(self, variant: ShapeVariant, call: GraphCall, arguments: Arrays, times: list[int]) -> Arrays:
         if variant.phase is not Phase.TIMING:
             return call(arguments)
         started = time.perf_counter_ns()
@@ -200,9 +199,9 @@ class JitChoice:
                     variant.refuse()
                     refusal = f"XLA takes {with_xla / without:.2f} of the time, {_MOST_OF_TIME} is the most"
         if refusal:
-            self._background.tell_refused(self.key, refusal)
+            self._background.report_refused(self.key, refusal)
         elif variant.phase is Phase.CHOSEN:
-            self._background.tell_chosen(self)
+            self._background.report_chosen(self)
         return results
 
 

@@ -1115,7 +1115,7 @@ class RawStreamRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_CHUNK_BYTES_FIELD_NUMBER: builtins.int
-    CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """As there."""
     evaluate: builtins.bytes
@@ -1132,7 +1132,7 @@ class RawStreamRequest(google.protobuf.message.Message):
     """Bytes of a request in several messages."""
     answer_chunk_bytes: builtins.int
     """As there."""
-    chunk_bytes: builtins.int
+    total_bytes: builtins.int
     """As there."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
@@ -1150,10 +1150,10 @@ class RawStreamRequest(google.protobuf.message.Message):
         chunk: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_chunk_bytes: builtins.int = ...,
-        chunk_bytes: builtins.int = ...,
+        total_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "chunk_bytes", b"chunk_bytes", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout", "total_bytes", b"total_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel", "chunk"] | None: ...
 
 global___RawStreamRequest = RawStreamRequest
@@ -1258,13 +1258,13 @@ class RawForwardResponse(google.protobuf.message.Message):
 
     EVALUATE_FIELD_NUMBER: builtins.int
     HANDLE_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
     evaluate: builtins.bytes
     """An EvaluateResponse."""
     handle: builtins.str
     """As there."""
-    bytes: builtins.int
+    size_bytes: builtins.int
     """As there."""
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
@@ -1275,11 +1275,11 @@ class RawForwardResponse(google.protobuf.message.Message):
         *,
         evaluate: builtins.bytes = ...,
         handle: builtins.str = ...,
-        bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "evaluate", b"evaluate", "handle", b"handle", "ttl", b"ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evaluate", b"evaluate", "handle", b"handle", "size_bytes", b"size_bytes", "ttl", b"ttl"]) -> None: ...
 
 global___RawForwardResponse = RawForwardResponse
 
@@ -1288,6 +1288,22 @@ class PrepareRequest(google.protobuf.message.Message):
     """One task of a compile worker: everything that looks into a graph of a caller's."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class LimitsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     LIMITS_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
@@ -1301,8 +1317,8 @@ class PrepareRequest(google.protobuf.message.Message):
     sample: builtins.bytes
     """Writes the call that samples a rule, from the bytes of a `gradrule.v1.SampleRuleRequest` → the bytes of a `gradrule.v1.EvaluateRequest`."""
     @property
-    def limits(self) -> global___Limits:
-        """What graphs may be."""
+    def limits(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Limits on graphs: the values of `gradrule_server.limits.Limits` by their names."""
 
     @property
     def program(self) -> global___ProgramTask:
@@ -1323,7 +1339,7 @@ class PrepareRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        limits: global___Limits | None = ...,
+        limits: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         blob_folder: builtins.str = ...,
         program: global___ProgramTask | None = ...,
         finish: global___FinishTask | None = ...,
@@ -1331,85 +1347,15 @@ class PrepareRequest(google.protobuf.message.Message):
         rule: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
         sample: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["finish", b"finish", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
+    def HasField(self, field_name: typing.Literal["finish", b"finish", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "finish", b"finish", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["task", b"task"]) -> typing.Literal["program", "finish", "variables", "rule", "sample"] | None: ...
 
 global___PrepareRequest = PrepareRequest
 
 @typing.final
-class Limits(google.protobuf.message.Message):
-    """What graphs may be; the fields are those of `policy.Limits`."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TRUSTED_FIELD_NUMBER: builtins.int
-    RANK_FIELD_NUMBER: builtins.int
-    NODE_OUTPUTS_FIELD_NUMBER: builtins.int
-    LISTED_OUTPUTS_FIELD_NUMBER: builtins.int
-    CONSTANT_BYTES_FIELD_NUMBER: builtins.int
-    UNPACKING_FIELD_NUMBER: builtins.int
-    NODES_FIELD_NUMBER: builtins.int
-    INLINED_NODES_FIELD_NUMBER: builtins.int
-    INLINED_BYTES_FIELD_NUMBER: builtins.int
-    CALL_DEPTH_FIELD_NUMBER: builtins.int
-    GRAPH_BYTES_FIELD_NUMBER: builtins.int
-    ATTR_BYTES_FIELD_NUMBER: builtins.int
-    SELECTIONS_FIELD_NUMBER: builtins.int
-    ENGINE_BYTES_FIELD_NUMBER: builtins.int
-    trusted: builtins.bool
-    """As there."""
-    rank: builtins.int
-    """As there."""
-    node_outputs: builtins.int
-    """As there."""
-    listed_outputs: builtins.int
-    """As there."""
-    constant_bytes: builtins.int
-    """As there."""
-    unpacking: builtins.int
-    """As there."""
-    nodes: builtins.int
-    """As there."""
-    inlined_nodes: builtins.int
-    """As there."""
-    inlined_bytes: builtins.int
-    """As there."""
-    call_depth: builtins.int
-    """As there."""
-    graph_bytes: builtins.int
-    """As there."""
-    attr_bytes: builtins.int
-    """As there."""
-    selections: builtins.int
-    """As there."""
-    engine_bytes: builtins.int
-    """As there."""
-    def __init__(
-        self,
-        *,
-        trusted: builtins.bool = ...,
-        rank: builtins.int = ...,
-        node_outputs: builtins.int = ...,
-        listed_outputs: builtins.int = ...,
-        constant_bytes: builtins.int = ...,
-        unpacking: builtins.int = ...,
-        nodes: builtins.int = ...,
-        inlined_nodes: builtins.int = ...,
-        inlined_bytes: builtins.int = ...,
-        call_depth: builtins.int = ...,
-        graph_bytes: builtins.int = ...,
-        attr_bytes: builtins.int = ...,
-        selections: builtins.int = ...,
-        engine_bytes: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attr_bytes", b"attr_bytes", "call_depth", b"call_depth", "constant_bytes", b"constant_bytes", "engine_bytes", b"engine_bytes", "graph_bytes", b"graph_bytes", "inlined_bytes", b"inlined_bytes", "inlined_nodes", b"inlined_nodes", "listed_outputs", b"listed_outputs", "node_outputs", b"node_outputs", "nodes", b"nodes", "rank", b"rank", "selections", b"selections", "trusted", b"trusted", "unpacking", b"unpacking"]) -> None: ...
-
-global___Limits = Limits
-
-@typing.final
 class CallShape(google.protobuf.message.Message):
-    """The structure of calls; the fields are those of `link.shape.CallShape`."""
+    """The structure of calls; the fields are those of `link.messages.CallShape`."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2232,7 +2178,7 @@ class RawProgramSpec(google.protobuf.message.Message):
     """As there."""
     @property
     def overrides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Each an Override."""
+        """Each a GradientOverride."""
 
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -2256,10 +2202,10 @@ class RawGraphSource(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INLINE_FIELD_NUMBER: builtins.int
+    INLINE_GRAPH_FIELD_NUMBER: builtins.int
     SERIALIZED_FIELD_NUMBER: builtins.int
     BLOB_SHA256_FIELD_NUMBER: builtins.int
-    inline: builtins.bytes
+    inline_graph: builtins.bytes
     """A Graph."""
     serialized: builtins.bytes
     """As there."""
@@ -2268,13 +2214,13 @@ class RawGraphSource(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        inline: builtins.bytes = ...,
+        inline_graph: builtins.bytes = ...,
         serialized: builtins.bytes = ...,
         blob_sha256: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "serialized", "blob_sha256"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline_graph", b"inline_graph", "serialized", b"serialized", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline_graph", "serialized", "blob_sha256"] | None: ...
 
 global___RawGraphSource = RawGraphSource
 
@@ -2294,7 +2240,7 @@ class RawStartSession(google.protobuf.message.Message):
     """As there."""
     @property
     def overrides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Each an Override."""
+        """Each a GradientOverride."""
 
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradrule._answers import AnswerReader
-from gradrule._encoding import ProgramEncoder
-from gradrule._routes import Routes
+from gradrule._messages.program_encoding import ProgramEncoder
+from gradrule._results.answers import AnswerReader
+from gradrule._rpc.call_routes import Routes
 from gradrule.common import fast_paths
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 

@@ -9,22 +9,22 @@ import pytest
 
 from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
 from gradrule_server.engine.batching.merging import (
-    Call,
+    BatchedCall,
     allowed_size,
-    company_of,
-    examples_of,
+    count_examples,
+    group_key_for,
     run,
     run_together,
 )
-from gradrule_server.engine.batching.proof import Proof
+from gradrule_server.engine.batching.proof import BatchingProof
 from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.closeness import is_close
+from gradrule_server.engine.comparison import is_close
+from gradrule_server.engine.program import BuiltProgram
 from tests.unit.engine.batching.programs import PROVEN, REFUSED, Case
 from tests.unit.engine.building import prepared
 
 
-def built_of(case: Case) -> tuple[Built, list[np.ndarray]]:
+def built_of(case: Case) -> tuple[BuiltProgram, list[np.ndarray]]:
     """The program, and the values of its params."""
     program = prepared(case.graph(), case.overrides, **case.derivative)
     values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
@@ -33,8 +33,8 @@ def built_of(case: Case) -> tuple[Built, list[np.ndarray]]:
 
 
 def calls_of(
-    case: Case, built: Built, params: Sequence[np.ndarray], layout: Layout, sizes: Sequence[int]
-) -> list[Call]:
+    case: Case, built: BuiltProgram, params: Sequence[np.ndarray], layout: Layout, sizes: Sequence[int]
+) -> list[BatchedCall]:
     rng = np.random.default_rng(1)
     shared = {name: rng.normal(size=shape).astype(np.float32) for name, shape in case.shared.items()}
     calls = []
@@ -45,7 +45,14 @@ def calls_of(
         ]
         arguments = [*(np.asarray(value, np.float32) for value in given), *params]
         calls.append(
-            Call(number, 0, 0, arguments, examples_of(built, layout, arguments), company_of(built, layout, arguments))
+            BatchedCall(
+                number,
+                0,
+                0,
+                arguments,
+                count_examples(built, layout, arguments),
+                group_key_for(built, layout, arguments),
+            )
         )
     return calls
 
@@ -58,12 +65,12 @@ def test_answers_are_those_of_calls_that_run_alone(name: str) -> None:
     assert isinstance(layout, Layout), layout
     calls = calls_of(case, built, params, layout, (1, 3, 1))
     assert [call.examples for call in calls] == [1, 3, 1]
-    assert len({call.company for call in calls}) == 1
+    assert len({call.group_key for call in calls}) == 1
     together = run_together(built, layout, calls, 6)
     alone = [run(built, call.arguments) for call in calls]
     for ours, theirs in zip(alone, together, strict=True):
         assert all(is_close(a, b, 256, 0.01) for a, b in zip(ours, theirs, strict=True))
-    proof = Proof(layout=layout)
+    proof = BatchingProof(layout=layout)
     proof.attempt(built, layout, calls, alone)
     assert proof.is_proven, proof.refusal
 
@@ -85,7 +92,7 @@ def test_the_trial_finds_what_the_analysis_would_miss(name: str) -> None:
     built, params = built_of(case)
     wrong = Layout((True,) + (False,) * len(params), (1,) * len(built.function.outputs))
     (call,) = calls_of(case, built, params, wrong, (2,))
-    proof = Proof(layout=wrong)
+    proof = BatchingProof(layout=wrong)
     proof.attempt(built, wrong, [call, call], [run(built, call.arguments)] * 2)
     assert not proof.is_proven
     assert "is another when calls run together" in proof.refusal
@@ -97,13 +104,13 @@ def test_calls_run_together_only_where_shared_inputs_and_shapes_are_equal() -> N
     layout = analyse(built)
     assert isinstance(layout, Layout)
 
-    def company(t: float, rows: int = 1) -> object:
+    def group_key(t: float, rows: int = 1) -> object:
         arguments = [np.ones([rows, 4]), np.array(t, np.float32)]
-        return company_of(built, layout, arguments)
+        return group_key_for(built, layout, arguments)
 
-    assert company(1.0) == company(1.0, rows=3)
-    assert company(1.0) != company(1.0 + 2**-23)
-    assert company(0.0) != company(-0.0)
+    assert group_key(1.0) == group_key(1.0, rows=3)
+    assert group_key(1.0) != group_key(1.0 + 2**-23)
+    assert group_key(0.0) != group_key(-0.0)
 
 
 def test_calls_without_one_number_of_examples_run_alone() -> None:
@@ -111,9 +118,9 @@ def test_calls_without_one_number_of_examples_run_alone() -> None:
     built, _ = built_of(case)
     layout = analyse(built)
     assert isinstance(layout, Layout)
-    assert examples_of(built, layout, [np.ones([3, 4]), np.ones([1, 1])]) == 0
-    assert examples_of(built, layout, [np.ones([3, 4]), np.ones([3, 1])]) == 3
-    assert examples_of(built, layout, [np.ones([0, 4]), np.ones([0, 1])]) == 0
+    assert count_examples(built, layout, [np.ones([3, 4]), np.ones([1, 1])]) == 0
+    assert count_examples(built, layout, [np.ones([3, 4]), np.ones([3, 1])]) == 3
+    assert count_examples(built, layout, [np.ones([0, 4]), np.ones([0, 1])]) == 0
 
 
 def test_a_call_with_a_param_that_is_a_tensor_runs_alone() -> None:
@@ -121,8 +128,8 @@ def test_a_call_with_a_param_that_is_a_tensor_runs_alone() -> None:
     built, params = built_of(case)
     layout = analyse(built)
     assert isinstance(layout, Layout)
-    assert examples_of(built, layout, [np.ones([2, 4]), *params]) == 2
-    assert examples_of(built, layout, [np.ones([2, 4]), np.ones([2, 1])]) == 0
+    assert count_examples(built, layout, [np.ones([2, 4]), *params]) == 2
+    assert count_examples(built, layout, [np.ones([2, 4]), np.ones([2, 1])]) == 0
 
 
 def test_sizes_are_few_and_hardly_larger_than_asked() -> None:

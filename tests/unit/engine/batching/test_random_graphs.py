@@ -12,7 +12,7 @@ import gradrule as gr
 from gradrule.v1 import program_pb2
 from gradrule_server.engine.batching.analysis import Layout, analyse
 from gradrule_server.engine.batching.merging import run, run_together
-from gradrule_server.engine.closeness import is_close
+from gradrule_server.engine.comparison import is_close
 from tests.unit.engine.batching.programs import Case
 from tests.unit.engine.batching.test_analysis import built_of, calls_of
 

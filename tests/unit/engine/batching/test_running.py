@@ -13,15 +13,15 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.batching import batch_runner as running_module
 from gradrule_server.engine.batching import proof as proof_module
-from gradrule_server.engine.batching import running as running_module
 from gradrule_server.engine.batching.analysis import MAX_EXAMPLES, Layout
-from gradrule_server.engine.batching.merging import Call, run_together
-from gradrule_server.engine.batching.running import BatchRunner
+from gradrule_server.engine.batching.batch_runner import BatchRunner
+from gradrule_server.engine.batching.merging import BatchedCall, run_together
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
-from gradrule_server.engine.built import Built
-from gradrule_server.engine.shared_memory import SharedMemories
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.batching import pack_batch
 from gradrule_server.link.framing import FrameSocket, Kind
@@ -31,7 +31,7 @@ from tests.unit.engine.building import prepared
 REFUSED, PROVEN = link_pb2.BatchNotice.OUTCOME_REFUSED, link_pb2.BatchNotice.OUTCOME_PROVEN
 
 
-def quotient() -> Built:
+def quotient() -> BuiltProgram:
     """12 // x, which fails where an x is 0."""
     g = gr.Graph()
     g.op_output("FloorDiv", g.constant(np.int32(12)), g.placeholder("x", "int32", [None]), name="y")
@@ -41,14 +41,14 @@ def quotient() -> Built:
 class Engine:
     """Takes requests of one program, and notes answers, errors by request, and notices."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: BuiltProgram) -> None:
         self.answers: dict[int, evaluate_pb2.EvaluateResponse] = {}
         self.errors: dict[int, Exception] = {}
         self.notices: list[link_pb2.BatchNotice] = []
         self.runner = BatchRunner(
             cast(FrameSocket, self),
             ArgumentReader(cast(BlobReader, None)),
-            SharedMemories(None),
+            AttachedMemories(None),
             lambda key: built,
             self.answering,
         )
@@ -74,7 +74,7 @@ class Engine:
         requests = []
         for number, feed in enumerate(feeds):
             call = evaluate_pb2.EvaluateRequest()
-            call.feeds.add(name="x").value.inline.CopyFrom(tensor_codec.to_message(np.array(feed, np.int32)))
+            call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.array(feed, np.int32)))
             request = link_pb2.RunRequest(key="k", request=call.SerializeToString())
             requests.append((number, (request.SerializeToString(),)))
         self.runner.run(99, b"".join(pack_batch(most, requests)))
@@ -82,7 +82,7 @@ class Engine:
 
     def results(self) -> dict[int, list[int]]:
         return {
-            number: tensor_codec.to_numpy(answer.outputs[0].value.inline).tolist()
+            number: tensor_codec.to_numpy(answer.outputs[0].value.inline_tensor).tolist()
             for number, answer in self.answers.items()
         }
 
@@ -138,6 +138,6 @@ def test_no_more_examples_run_together_than_was_proven() -> None:
 
 def test_results_with_another_number_of_rows_are_not_cut() -> None:
     """The test of the test: a layout that is wrong."""
-    calls = [Call(number, 0, 0, [np.array([1], np.int32)], 1) for number in range(2)]
+    calls = [BatchedCall(number, 0, 0, [np.array([1], np.int32)], 1) for number in range(2)]
     with pytest.raises(ValueError, match="2 rows for each of 2 examples"):
         run_together(quotient(), Layout((True,), (2,)), calls, 2)

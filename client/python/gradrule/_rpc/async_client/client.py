@@ -9,18 +9,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from gradrule import _channel, _deadlines, _security
-from gradrule._calls import NoGradient
-from gradrule._local import LocalServer
-from gradrule._overrides import Overrides
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._messages.rpc_calls import NoGradient
+from gradrule._messages.session_calls import SessionOptions
+from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._rpc import channels, deadlines, security
 from gradrule._rpc.async_client.evaluation import AsyncEvaluationMethods
 from gradrule._rpc.async_client.programs import AsyncProgramMethods
 from gradrule._rpc.async_client.rules import AsyncRuleMethods
 from gradrule._rpc.async_client.sessions import AsyncSession
 from gradrule._rpc.async_transport import run_in_thread
-from gradrule._sessions import SessionOptions
-from gradrule._sources import GraphLike
-from gradrule._transfer import PLAIN, Transfer
+from gradrule._rpc.local_server import LocalServer
 
 
 def connect(
@@ -51,13 +51,13 @@ def connect(
     Raises:
         InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
     """
-    timeout = _deadlines.seconds(timeout)
-    _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
-    address, compression = _channel.address(target), transfer.grpc_compression
+    timeout = deadlines.seconds(timeout)
+    security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
+    address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
-        channel = grpc.aio.insecure_channel(address, options=_channel.OPTIONS, compression=compression)
+        channel = grpc.aio.insecure_channel(address, options=channels.OPTIONS, compression=compression)
     else:
-        channel = grpc.aio.secure_channel(address, credentials, options=_channel.OPTIONS, compression=compression)
+        channel = grpc.aio.secure_channel(address, credentials, options=channels.OPTIONS, compression=compression)
     return AsyncClient(
         channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer, shared_memory=shared_memory
     )

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from gradrule import _calls, _derivatives, _results
-from gradrule._groups import groups_of
-from gradrule._overrides import Overrides
-from gradrule._program import ProgramBase, merged
-from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages.program_calls import ProgramBase, merged
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.transfer_options import Transfer
+from gradrule._messages.x_groups import groups_of
+from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
-from gradrule._rpc.async_transport import AsyncPipeline, ManyFeeds, iterate
-from gradrule._sources import GraphLike
-from gradrule._transfer import Transfer
+from gradrule._rpc.async_pipeline import AsyncPipeline, ManyFeeds, iterate
 from gradrule.errors import InvalidParamError
+from gradrule.v1 import program_pb2
 
 
 class AsyncProgramMethods(AsyncClientBase):
@@ -30,13 +32,13 @@ class AsyncProgramMethods(AsyncClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: _calls.UnconnectedGradients = "none",
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: _calls.NoGradient = "error",
+        no_gradient: rpc_calls.NoGradient = "error",
         rewrites: Sequence[str] = (),
         dense_gradients: bool = False,
         batching: bool = True,
-        jit: _calls.Jit = "off",
+        jit: rpc_calls.Jit = "off",
         name: str | None = None,
         timeout: float | None = None,
     ) -> AsyncProgram:
@@ -83,7 +85,7 @@ class AsyncProgramMethods(AsyncClientBase):
             batching=batching,
             jit=jit,
         )
-        message = await self._run(_calls.compile_program(graph, name, words), timeout)
+        message = await self._run(rpc_calls.compile_program(graph, name, words), timeout)
         return AsyncProgram(self, message, groups_of(xs, graph))
 
     async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:
@@ -96,7 +98,14 @@ class AsyncProgramMethods(AsyncClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        return AsyncProgram(self, await self._run(_calls.get_program(name), timeout))
+        message = await self._unary(
+            "ProgramService/GetProgram",
+            program_pb2.GetProgramRequest(name=rpc_calls.full_name("programs", name)),
+            program_pb2.GetProgramResponse,
+            lambda response: response.program,
+            timeout,
+        )
+        return AsyncProgram(self, message)
 
     async def list_programs(self, *, timeout: float | None = None) -> list[AsyncProgram]:
         """Lists all programs, without their `overrides` and `default_gradient_nodes`, which `program` returns.
@@ -104,11 +113,19 @@ class AsyncProgramMethods(AsyncClientBase):
         Args:
             timeout: Seconds for each page; default: that of `connect`.
         """
-        messages, token = await self._run(_calls.list_programs(""), timeout)
-        while token:
-            more, token = await self._run(_calls.list_programs(token), timeout)
-            messages += more
-        return [AsyncProgram(self, message) for message in messages]
+        request = program_pb2.ListProgramsRequest(page_size=rpc_calls.PAGE_SIZE)
+        programs: list[AsyncProgram] = []
+        while True:
+            messages, request.page_token = await self._unary(
+                "ProgramService/ListPrograms",
+                request,
+                program_pb2.ListProgramsResponse,
+                lambda response: (response.programs, response.next_page_token),
+                timeout,
+            )
+            programs += [AsyncProgram(self, message) for message in messages]
+            if not request.page_token:
+                return programs
 
     async def delete_program(self, name: str, *, timeout: float | None = None) -> None:
         """Deletes a program.
@@ -120,17 +137,20 @@ class AsyncProgramMethods(AsyncClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        await self._run(_calls.delete_program(name), timeout)
+        request = program_pb2.DeleteProgramRequest(name=rpc_calls.full_name("programs", name))
+        await self._unary(
+            "ProgramService/DeleteProgram", request, program_pb2.DeleteProgramResponse, lambda _: None, timeout
+        )
 
 
 class AsyncProgram(ProgramBase):
     """A compiled program: calls send only tensors. Made by `AsyncClient.compile` and `AsyncClient.program`."""
 
-    def __init__(self, client: AsyncClientBase, message: Any, groups: _results.Groups = None) -> None:
+    def __init__(self, client: AsyncClientBase, message: Any, groups: call_results.Groups = None) -> None:
         super().__init__(message, groups)
         self._client = client
 
-    async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
+    async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> call_results.Result:
         """Runs the program.
 
         Args:
@@ -151,7 +171,7 @@ class AsyncProgram(ProgramBase):
         stacked_grad_ys: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """Runs the program.
 
         Args:
@@ -213,7 +233,7 @@ class AsyncProgram(ProgramBase):
         params: CallParams | None = None,
         transfer: Transfer | None = None,
         timeout: float | None = None,
-    ) -> AsyncIterator[_results.Result]:
+    ) -> AsyncIterator[call_results.Result]:
         """Runs the program on each of many feeds, several at a time: `async for result in program.map(batches)`.
 
         Args:
@@ -233,12 +253,12 @@ class AsyncProgram(ProgramBase):
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
         chosen = self._client._transfer if transfer is None else transfer.of_call()
-        pipeline: AsyncPipeline[_results.Result] = AsyncPipeline(self._client, timeout)
+        pipeline: AsyncPipeline[call_results.Result] = AsyncPipeline(self._client, timeout)
         try:
             async for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
                     yield await pipeline.next_result()
-                pipeline.start(_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
+                pipeline.start(rpc_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
             while len(pipeline):
                 yield await pipeline.next_result()
         finally:
@@ -251,7 +271,7 @@ class AsyncProgram(ProgramBase):
         *,
         params: CallParams | None = None,
         timeout: float | None = None,
-    ) -> _derivatives.Tangents:
+    ) -> derivatives.Tangents:
         """Computes Jacobian-vector products of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -266,7 +286,7 @@ class AsyncProgram(ProgramBase):
         Raises:
             GradruleError: As in `AsyncClient.jvp`.
         """
-        call = _derivatives.program_jvp(self._message, feeds, tangents, params)
+        call = derivatives.program_jvp(self._message, feeds, tangents, params)
         return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def jacobian(
@@ -276,7 +296,7 @@ class AsyncProgram(ProgramBase):
         params: CallParams | None = None,
         batched: bool = False,
         timeout: float | None = None,
-    ) -> _derivatives.Jacobians:
+    ) -> derivatives.Jacobians:
         """Computes Jacobians of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -291,7 +311,7 @@ class AsyncProgram(ProgramBase):
         Raises:
             GradruleError: As in `AsyncClient.jacobian`.
         """
-        call = _derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
+        call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
         return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def hvp(
@@ -301,7 +321,7 @@ class AsyncProgram(ProgramBase):
         *,
         params: CallParams | None = None,
         timeout: float | None = None,
-    ) -> _derivatives.Products:
+    ) -> derivatives.Products:
         """Computes Hessian-vector products of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -316,7 +336,7 @@ class AsyncProgram(ProgramBase):
         Raises:
             GradruleError: As in `AsyncClient.hvp`.
         """
-        call = _derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
+        call = derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
         return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def delete(self, *, timeout: float | None = None) -> None:
@@ -328,4 +348,7 @@ class AsyncProgram(ProgramBase):
         Raises:
             ProgramNotFoundError: It was deleted before.
         """
-        await self._client._run(_calls.delete_program(self.name), timeout)
+        request = program_pb2.DeleteProgramRequest(name=self.name)
+        await self._client._unary(
+            "ProgramService/DeleteProgram", request, program_pb2.DeleteProgramResponse, lambda _: None, timeout
+        )

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _calls, _deadlines, _routes, _shared_memory
+from gradrule._messages import rpc_calls
+from gradrule._messages.error_status import error_of, message_parts, parsed
+from gradrule._rpc import call_routes, deadlines, shared_memory
 from gradrule._rpc.async_streams import AsyncStream
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, run_in_thread, sleep
-from gradrule._shared_memory import SharedMemory, may_resend
-from gradrule._status import error_of, message_parts, parsed
-from gradrule._stream_messages import CHUNK_BYTES, StreamLostError
+from gradrule._rpc.shared_memory import SharedMemory, may_resend
+from gradrule._rpc.stream_messages import CHUNK_BYTES, StreamLostError
 from gradrule.common import wire_format
 from gradrule.errors import GradruleError, MessageTooLargeError, UnavailableError
 
@@ -37,7 +38,7 @@ class AsyncCallSender:
         self,
         channel: grpc.aio.Channel,
         metadata: Any,
-        routes: _routes.Routes,
+        routes: call_routes.Routes,
         memory: SharedMemory,
         closed: Callable[[], GradruleError],
     ) -> None:
@@ -54,7 +55,7 @@ class AsyncCallSender:
         self._memory.close()
         await self._stream.close()
 
-    async def send(self, call: _calls.Call[R], seconds: float) -> R:
+    async def send(self, call: rpc_calls.Call[R], seconds: float) -> R:
         """Sends a call and returns its answer, decoded. Raises what the call failed with."""
         parts, size = message_parts(call.request, call.large)
         if call.on_stream:
@@ -62,22 +63,22 @@ class AsyncCallSender:
                 return await self._stream.run(call, parts, size, seconds)
             except StreamLostError as lost:
                 raise lost.cause from None
-        if call.method != _calls.EVALUATE:
+        if call.method != rpc_calls.EVALUATE:
             return await self._send_unary(call, parts, seconds)
         if self._memory.is_worth(call, size):
             return await self._send_through_memory(call, parts, size, seconds)
         return await self._send_evaluate(call, parts, size, seconds)
 
     async def _send_through_memory(
-        self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float
+        self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float
     ) -> R:
         """Sends a call with its large tensors in shared memory, or inline if that is not possible."""
         ends_at = time.monotonic() + seconds
         memory = self._memory
         if memory.must_open():
             try:
-                offer = await self._method(_shared_memory.METHOD)(
-                    b"", timeout=min(seconds, _shared_memory.OFFER_S), metadata=self._metadata
+                offer = await self._method(shared_memory.METHOD)(
+                    b"", timeout=min(seconds, shared_memory.OFFER_S), metadata=self._metadata
                 )
             except grpc.RpcError as failure:
                 memory.refuse(error_of(failure))
@@ -85,20 +86,20 @@ class AsyncCallSender:
                 raise self._closed() from cause
             else:
                 # The server may answer slowly; other calls continue meanwhile.
-                await run_in_thread(memory.open, call, size, offer, _deadlines.left(ends_at))
+                await run_in_thread(memory.open, call, size, offer, deadlines.left(ends_at))
         shared = memory.place(call, parts)
         if shared is not None:
             try:
-                answer = await self._send_unary(shared.call, shared.parts, _deadlines.left(ends_at))
+                answer = await self._send_unary(shared.call, shared.parts, deadlines.left(ends_at))
                 memory.end(shared)
                 return answer
             except BaseException as failure:
                 memory.end(shared, failure)
                 if not may_resend(failure):
                     raise
-        return await self._send_evaluate(call, parts, size, _deadlines.left(ends_at))
+        return await self._send_evaluate(call, parts, size, deadlines.left(ends_at))
 
-    async def _send_evaluate(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
+    async def _send_evaluate(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
         if self._routes.must_chunk(size):
             return await self._send_in_chunks(call, parts, size, seconds)
@@ -115,32 +116,32 @@ class AsyncCallSender:
                 self._routes.note_answered()
                 return answer
         try:
-            return await self._send_unary(call, parts, _deadlines.left(ends_at))
+            return await self._send_unary(call, parts, deadlines.left(ends_at))
         except MessageTooLargeError:
             if size <= CHUNK_BYTES:
                 raise
-        answer = await self._send_in_chunks(call, parts, size, _deadlines.left(ends_at))
+        answer = await self._send_in_chunks(call, parts, size, deadlines.left(ends_at))
         self._routes.note_too_long(size)
         return answer
 
-    async def _send_in_chunks(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
+    async def _send_in_chunks(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call that may be too long for one message."""
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
             try:
-                return await self._stream.run(call, parts, size, _deadlines.left(ends_at))
+                return await self._stream.run(call, parts, size, deadlines.left(ends_at))
             except (StreamLostError, UnavailableError) as failure:
                 cause = failure.cause if isinstance(failure, StreamLostError) else failure
-                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == _routes.TRIES:
+                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == call_routes.TRIES:
                     raise cause from None
-            await sleep(_routes.pause_before(attempt))
+            await sleep(call_routes.pause_before(attempt))
         raise AssertionError("the loop ends by itself")
 
     def _may_stream(self, size: int) -> bool:
         stream = self._stream
-        return self._routes.may_stream(size, stream.under_way, is_open=stream.is_open)
+        return self._routes.may_stream(size, stream.pending_count, is_open=stream.is_open)
 
-    async def _send_unary(self, call: _calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
+    async def _send_unary(self, call: rpc_calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
         try:
             answer = await self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gradrule import _blobs, _results
-from gradrule._calls import Call, UnconnectedGradients
-from gradrule._graph import Graph
-from gradrule._requests import CallParams, Feeds, GradYs, Name, Names, Words
+from gradrule._builder import blob_values
+from gradrule._builder.graph import Graph
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, Name, Names, Words
+from gradrule._messages.rpc_calls import Call, UnconnectedGradients
+from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
+from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, AsyncSessionStream
-from gradrule._sessions import SessionBase, SessionOptions, StepResult
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
 from gradrule.optimizers import Optimizer
@@ -96,7 +97,7 @@ class AsyncSession(SessionBase):
         params: CallParams | None = None,
         dense_gradients: bool = False,
         timeout: float | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """Computes outputs and gradients with the session's variables; values that the graph assigns are kept.
 
         Args:
@@ -170,7 +171,7 @@ class AsyncSession(SessionBase):
         await self._upload(call.blobs, timeout)
         return await self._exchange(call, timeout)
 
-    async def _upload(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
+    async def _upload(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
         if blobs:
             await self._send_blobs(blobs, timeout)
             self._uploaded.update(blobs)

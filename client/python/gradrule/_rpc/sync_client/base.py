@@ -4,23 +4,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from gradrule import _blobs, _calls, _channel, _deadlines
-from gradrule._routes import Routes
+from gradrule._builder import blob_values
+from gradrule._messages import blob_uploads, rpc_calls
+from gradrule._messages.error_status import error_of, waiting_error
+from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._results.status_report import ServerStatus, server_status
+from gradrule._rpc import channels, deadlines
+from gradrule._rpc.call_routes import Routes
+from gradrule._rpc.shared_memory import SharedMemory
 from gradrule._rpc.sync_client.sending import CallSender
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED, sleep
-from gradrule._server_status import ServerStatus
-from gradrule._shared_memory import SharedMemory
-from gradrule._status import error_of, waiting_error
-from gradrule._transfer import PLAIN, Transfer
 from gradrule.errors import EngineUnavailableError, GradruleError, UnavailableError
+from gradrule.v1 import admin_pb2
 
 R = TypeVar("R")
+M = TypeVar("M", bound=Message)
 
 _HEALTH_CHECK_S = 0.1
 
@@ -40,7 +45,7 @@ class ClientBase:
         shared_memory: bool = True,
     ) -> None:
         self._channel = channel
-        self._metadata = _channel.metadata(token) + transfer.metadata
+        self._metadata = channels.metadata(token) + transfer.metadata
         self._transfer = transfer
         self._timeout = timeout
         routes = Routes(use_stream=stream)
@@ -58,7 +63,7 @@ class ClientBase:
         Returns:
             Those of `names` whose bytes the server does not have.
         """
-        return self._run(_blobs.find_missing(names), timeout)
+        return self._run(blob_uploads.find_missing(names), timeout)
 
     def upload(self, value: Any, *, timeout: float | None = None) -> str:
         """Sends a graph or a tensor unless the server has it.
@@ -76,8 +81,8 @@ class ClientBase:
             InvalidTensorError: The value is no array of numbers.
             QuotaExceededError: The tenant's blobs take too many bytes.
         """
-        wanted = _calls.upload(value)
-        self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        wanted = rpc_calls.upload(value)
+        self._follow(blob_uploads.uploads({wanted.sha256: wanted.data}), timeout)
         return wanted.sha256
 
     def server_status(self, *, timeout: float | None = None) -> ServerStatus:
@@ -89,7 +94,13 @@ class ClientBase:
         Raises:
             PermissionDeniedError: The caller may not see it.
         """
-        return self._run(_calls.server_status(), timeout)
+        return self._unary(
+            "AdminService/GetServerStatus",
+            admin_pb2.GetServerStatusRequest(),
+            admin_pb2.GetServerStatusResponse,
+            lambda response: server_status(response.status),
+            timeout,
+        )
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Waits until an engine is ready.
@@ -101,13 +112,13 @@ class ClientBase:
             UnavailableError: The server was not reached in time.
             EngineUnavailableError: The server was reached, but no engine was ready in time.
         """
-        ends_at = time.monotonic() + _deadlines.of_call(timeout, self._timeout)
-        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_channel.HEALTH_METHOD)
+        ends_at = time.monotonic() + deadlines.of_call(timeout, self._timeout)
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(channels.HEALTH_METHOD)
         while True:
             left = ends_at - time.monotonic()
             try:
                 answer = check(
-                    _channel.HEALTH_REQUEST, timeout=max(left, 0.001), metadata=self._metadata, wait_for_ready=True
+                    channels.HEALTH_REQUEST, timeout=max(left, 0.001), metadata=self._metadata, wait_for_ready=True
                 )
             except grpc.RpcError as failure:
                 if (error := waiting_error(failure, self.target)) is not None:
@@ -115,7 +126,7 @@ class ClientBase:
             except CHANNEL_CLOSED as cause:
                 raise self._closed() from cause
             else:
-                if answer == _channel.HEALTH_SERVING:
+                if answer == channels.HEALTH_SERVING:
                     return
             if left < _HEALTH_CHECK_S:
                 raise EngineUnavailableError(f"the server at {self.target!r} has no engine ready")
@@ -137,13 +148,27 @@ class ClientBase:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.target!r}>"
 
-    def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+    def _unary(
+        self, method: str, request: Message, response: type[M], decode: Callable[[M], R], timeout: float | None
+    ) -> R:
+        """Calls a method of a service and returns its decoded response.
+
+        Args:
+            method: `Service/Method`, without the package.
+            request: The request.
+            response: The class of the response.
+            decode: Makes the result from the response.
+            timeout: Seconds; None: the client's.
+        """
+        return self._run(rpc_calls.unary(method, request, response, decode), timeout)
+
+    def _run(self, call: rpc_calls.Call[R], timeout: float | None) -> R:
         """Sends a call, and what the server turns out to lack for it. Raises what the call failed with."""
         if call.blobs:
-            return self._follow(_blobs.steps(call), timeout)
-        return self._sender.send(call, _deadlines.of_call(timeout, self._timeout))
+            return self._follow(blob_uploads.steps(call), timeout)
+        return self._sender.send(call, deadlines.of_call(timeout, self._timeout))
 
-    def _follow(self, steps: Generator[_calls.Call[Any] | _blobs.Upload, Any, R], timeout: float | None) -> R:
+    def _follow(self, steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R], timeout: float | None) -> R:
         """Runs the steps that a generator yields, sends it their outcomes, and returns its result."""
         try:
             step = next(steps)
@@ -158,23 +183,23 @@ class ClientBase:
             found: R = end.value
             return found
 
-    def _step(self, step: _calls.Call[Any] | _blobs.Upload, timeout: float | None) -> Any:
-        if not isinstance(step, _blobs.Upload):
+    def _step(self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None) -> Any:
+        if not isinstance(step, blob_values.Upload):
             return self._run(step, timeout)
-        deadline = step.deadline(_deadlines.of_call(timeout, self._timeout))
+        deadline = step.deadline(deadlines.of_call(timeout, self._timeout))
         try:
-            send: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_blobs.UPLOAD_METHOD)
+            send: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(blob_values.UPLOAD_METHOD)
             return send(step.pieces(), timeout=deadline, metadata=self._metadata)
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except CHANNEL_CLOSED as cause:
             raise self._closed() from cause
 
-    def _send_blobs(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
-        self._follow(_blobs.uploads(blobs), timeout)
+    def _send_blobs(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
+        self._follow(blob_uploads.uploads(blobs), timeout)
 
     def _deadline(self, timeout: float | None) -> float:
-        return _deadlines.of_call(timeout, self._timeout)
+        return deadlines.of_call(timeout, self._timeout)
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")

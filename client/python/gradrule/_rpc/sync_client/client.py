@@ -9,18 +9,18 @@ from typing import Any
 
 import grpc
 
-from gradrule import _channel, _deadlines, _security
-from gradrule._calls import NoGradient
-from gradrule._local import LocalServer
-from gradrule._overrides import Overrides
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._messages.rpc_calls import NoGradient
+from gradrule._messages.session_calls import SessionOptions
+from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._rpc import channels, deadlines, security
+from gradrule._rpc.local_server import LocalServer
 from gradrule._rpc.sync_client.evaluation import EvaluationMethods
 from gradrule._rpc.sync_client.programs import ProgramMethods
 from gradrule._rpc.sync_client.rules import RuleMethods
 from gradrule._rpc.sync_client.sessions import Session
 from gradrule._rpc.sync_transport import run_in_thread
-from gradrule._sessions import SessionOptions
-from gradrule._sources import GraphLike
-from gradrule._transfer import PLAIN, Transfer
 
 
 def connect(
@@ -51,13 +51,13 @@ def connect(
     Raises:
         InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
     """
-    timeout = _deadlines.seconds(timeout)
-    _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
-    address, compression = _channel.address(target), transfer.grpc_compression
+    timeout = deadlines.seconds(timeout)
+    security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
+    address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
-        channel = grpc.insecure_channel(address, options=_channel.OPTIONS, compression=compression)
+        channel = grpc.insecure_channel(address, options=channels.OPTIONS, compression=compression)
     else:
-        channel = grpc.secure_channel(address, credentials, options=_channel.OPTIONS, compression=compression)
+        channel = grpc.secure_channel(address, credentials, options=channels.OPTIONS, compression=compression)
     return Client(
         channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer, shared_memory=shared_memory
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradrule import _calls, _compare, _derivatives, _results
-from gradrule._comparison import Comparison
-from gradrule._overrides import Overrides
-from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._comparison import compare
+from gradrule._comparison.comparisons import Comparison
+from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.transfer_options import Transfer
+from gradrule._results import call_results, explanations
 from gradrule._rpc.sync_client.base import ClientBase
-from gradrule._sources import GraphLike
-from gradrule._transfer import Transfer
 
 
 class EvaluationMethods(ClientBase):
@@ -27,18 +29,18 @@ class EvaluationMethods(ClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: _calls.UnconnectedGradients = "none",
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: _calls.NoGradient = "error",
+        no_gradient: rpc_calls.NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
         batching: bool = True,
-        jit: _calls.Jit = "off",
+        jit: rpc_calls.Jit = "off",
         transfer: Transfer | None = None,
         timeout: float | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """Computes outputs and gradients of a graph in one call, as `Session.run` and `tf.gradients` do.
 
         Args:
@@ -94,7 +96,7 @@ class EvaluationMethods(ClientBase):
             jit=jit,
         )
         chosen = self._transfer if transfer is None else transfer.of_call()
-        call = _calls.evaluate(graph, feeds, params, words, stacked_grad_ys, chosen)
+        call = rpc_calls.evaluate(graph, feeds, params, words, stacked_grad_ys, chosen)
         return self._run(call, timeout)
 
     def explain(
@@ -107,14 +109,14 @@ class EvaluationMethods(ClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: _calls.UnconnectedGradients = "none",
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: _calls.NoGradient = "error",
+        no_gradient: rpc_calls.NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         dense_gradients: bool = False,
         timeout: float | None = None,
-    ) -> _results.Explanation:
+    ) -> explanations.Explanation:
         """Tells which node would get which rule, and everything that is wrong, without running the graph.
 
         Args:
@@ -151,7 +153,7 @@ class EvaluationMethods(ClientBase):
             rewrites,
             dense_gradients=dense_gradients,
         )
-        return self._run(_calls.explain(graph, feeds, params, words), timeout)
+        return self._run(rpc_calls.explain(graph, feeds, params, words), timeout)
 
     def compare(
         self,
@@ -188,7 +190,7 @@ class EvaluationMethods(ClientBase):
             InvalidOverrideError: A label is not a string or is reserved.
             GradruleError: A call failed; the message names the label.
         """
-        steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
+        steps = compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
         return self._follow(steps, timeout)
 
     def jvp(
@@ -201,11 +203,11 @@ class EvaluationMethods(ClientBase):
         xs: Names,
         stop_gradients: Names = (),
         overrides: Overrides | None = None,
-        no_gradient: _calls.NoGradient = "error",
+        no_gradient: rpc_calls.NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
-    ) -> _derivatives.Tangents:
+    ) -> derivatives.Tangents:
         """Computes Jacobian-vector products: for each y the sum over xs of dy/dx · tangent.
 
         Where an override gives a gradient, the product is the transpose of what its rule computes, taken at upstream
@@ -233,7 +235,7 @@ class EvaluationMethods(ClientBase):
             GradruleError: As in `evaluate`.
         """
         words = Words((), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites)
-        return self._run(self._transfer.applied(_derivatives.jvp(graph, feeds, tangents, params, words)), timeout)
+        return self._run(self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, words)), timeout)
 
     def jacobian(
         self,
@@ -243,14 +245,14 @@ class EvaluationMethods(ClientBase):
         ys: Names,
         xs: GroupedNames,
         stop_gradients: Names = (),
-        unconnected_gradients: _calls.UnconnectedGradients = "none",
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: _calls.NoGradient = "error",
+        no_gradient: rpc_calls.NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         batched: bool = False,
         timeout: float | None = None,
-    ) -> _derivatives.Jacobians:
+    ) -> derivatives.Jacobians:
         """Computes Jacobians. Each row is pulled back by itself, with the overrides.
 
         Per-example gradients are the Jacobian of a vector of losses, one for each example: for a weight `w` its shape
@@ -279,7 +281,7 @@ class EvaluationMethods(ClientBase):
             GradruleError: As in `evaluate`.
         """
         words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        call = _derivatives.jacobian(graph, feeds, params, words, batched=batched)
+        call = derivatives.jacobian(graph, feeds, params, words, batched=batched)
         return self._run(self._transfer.applied(call), timeout)
 
     def hvp(
@@ -291,13 +293,13 @@ class EvaluationMethods(ClientBase):
         ys: Names,
         xs: GroupedNames,
         stop_gradients: Names = (),
-        unconnected_gradients: _calls.UnconnectedGradients = "none",
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: _calls.NoGradient = "error",
+        no_gradient: rpc_calls.NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
-    ) -> _derivatives.Products:
+    ) -> derivatives.Products:
         """Computes Hessian-vector products: for each x the gradient of the sum over xs of (d sum(ys)/dx) · vector.
 
         Overrides hold in the first differentiation, those of order `"all"` (`Override`) in the second too.
@@ -324,4 +326,4 @@ class EvaluationMethods(ClientBase):
             GradruleError: As in `evaluate`.
         """
         words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        return self._run(self._transfer.applied(_derivatives.hvp(graph, feeds, vectors, params, words)), timeout)
+        return self._run(self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, words)), timeout)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from gradrule._forward import LOST, ForwardBase
-from gradrule._program import ProgramBase
-from gradrule._requests import CallParams, Feeds, GradYs
+from gradrule._messages.forward_calls import LOST, ForwardBase
+from gradrule._messages.program_calls import ProgramBase
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs
+from gradrule._messages.transfer_options import Transfer
 from gradrule._rpc.sync_client.base import ClientBase
-from gradrule._transfer import Transfer
 
 
 class ForwardHandle(ForwardBase):

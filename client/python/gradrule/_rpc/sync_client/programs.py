@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gradrule import _calls, _derivatives, _results
-from gradrule._groups import groups_of
-from gradrule._overrides import Overrides
-from gradrule._program import ProgramBase, merged
-from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages.program_calls import ProgramBase, merged
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.transfer_options import Transfer
+from gradrule._messages.x_groups import groups_of
+from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
-from gradrule._rpc.sync_transport import ManyFeeds, Pipeline, iterate
-from gradrule._sources import GraphLike
-from gradrule._transfer import Transfer
+from gradrule._rpc.sync_pipeline import ManyFeeds, Pipeline, iterate
 from gradrule.errors import InvalidParamError
+from gradrule.v1 import program_pb2
 
 
 class ProgramMethods(ClientBase):
@@ -31,13 +33,13 @@ class ProgramMethods(ClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: _calls.UnconnectedGradients = "none",
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: _calls.NoGradient = "error",
+        no_gradient: rpc_calls.NoGradient = "error",
         rewrites: Sequence[str] = (),
         dense_gradients: bool = False,
         batching: bool = True,
-        jit: _calls.Jit = "off",
+        jit: rpc_calls.Jit = "off",
         name: str | None = None,
         timeout: float | None = None,
     ) -> Program:
@@ -84,7 +86,7 @@ class ProgramMethods(ClientBase):
             batching=batching,
             jit=jit,
         )
-        message = self._run(_calls.compile_program(graph, name, words), timeout)
+        message = self._run(rpc_calls.compile_program(graph, name, words), timeout)
         return Program(self, message, groups_of(xs, graph))
 
     def program(self, name: str, *, timeout: float | None = None) -> Program:
@@ -97,7 +99,14 @@ class ProgramMethods(ClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        return Program(self, self._run(_calls.get_program(name), timeout))
+        message = self._unary(
+            "ProgramService/GetProgram",
+            program_pb2.GetProgramRequest(name=rpc_calls.full_name("programs", name)),
+            program_pb2.GetProgramResponse,
+            lambda response: response.program,
+            timeout,
+        )
+        return Program(self, message)
 
     def list_programs(self, *, timeout: float | None = None) -> list[Program]:
         """Lists all programs, without their `overrides` and `default_gradient_nodes`, which `program` returns.
@@ -105,11 +114,19 @@ class ProgramMethods(ClientBase):
         Args:
             timeout: Seconds for each page; default: that of `connect`.
         """
-        messages, token = self._run(_calls.list_programs(""), timeout)
-        while token:
-            more, token = self._run(_calls.list_programs(token), timeout)
-            messages += more
-        return [Program(self, message) for message in messages]
+        request = program_pb2.ListProgramsRequest(page_size=rpc_calls.PAGE_SIZE)
+        programs: list[Program] = []
+        while True:
+            messages, request.page_token = self._unary(
+                "ProgramService/ListPrograms",
+                request,
+                program_pb2.ListProgramsResponse,
+                lambda response: (response.programs, response.next_page_token),
+                timeout,
+            )
+            programs += [Program(self, message) for message in messages]
+            if not request.page_token:
+                return programs
 
     def delete_program(self, name: str, *, timeout: float | None = None) -> None:
         """Deletes a program.
@@ -121,17 +138,18 @@ class ProgramMethods(ClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        self._run(_calls.delete_program(name), timeout)
+        request = program_pb2.DeleteProgramRequest(name=rpc_calls.full_name("programs", name))
+        self._unary("ProgramService/DeleteProgram", request, program_pb2.DeleteProgramResponse, lambda _: None, timeout)
 
 
 class Program(ProgramBase):
     """A compiled program: calls send only tensors. Made by `Client.compile` and `Client.program`."""
 
-    def __init__(self, client: ClientBase, message: Any, groups: _results.Groups = None) -> None:
+    def __init__(self, client: ClientBase, message: Any, groups: call_results.Groups = None) -> None:
         super().__init__(message, groups)
         self._client = client
 
-    def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
+    def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> call_results.Result:
         """Runs the program.
 
         Args:
@@ -152,7 +170,7 @@ class Program(ProgramBase):
         stacked_grad_ys: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """Runs the program.
 
         Args:
@@ -214,7 +232,7 @@ class Program(ProgramBase):
         params: CallParams | None = None,
         transfer: Transfer | None = None,
         timeout: float | None = None,
-    ) -> Iterator[_results.Result]:
+    ) -> Iterator[call_results.Result]:
         """Runs the program on each of many feeds, several at a time: `for result in program.map(batches)`.
 
         Args:
@@ -234,12 +252,12 @@ class Program(ProgramBase):
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
         chosen = self._client._transfer if transfer is None else transfer.of_call()
-        pipeline: Pipeline[_results.Result] = Pipeline(self._client, timeout)
+        pipeline: Pipeline[call_results.Result] = Pipeline(self._client, timeout)
         try:
             for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
                     yield pipeline.next_result()
-                pipeline.start(_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
+                pipeline.start(rpc_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
             while len(pipeline):
                 yield pipeline.next_result()
         finally:
@@ -252,7 +270,7 @@ class Program(ProgramBase):
         *,
         params: CallParams | None = None,
         timeout: float | None = None,
-    ) -> _derivatives.Tangents:
+    ) -> derivatives.Tangents:
         """Computes Jacobian-vector products of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -267,7 +285,7 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.jvp`.
         """
-        call = _derivatives.program_jvp(self._message, feeds, tangents, params)
+        call = derivatives.program_jvp(self._message, feeds, tangents, params)
         return self._client._run(self._client._transfer.applied(call), timeout)
 
     def jacobian(
@@ -277,7 +295,7 @@ class Program(ProgramBase):
         params: CallParams | None = None,
         batched: bool = False,
         timeout: float | None = None,
-    ) -> _derivatives.Jacobians:
+    ) -> derivatives.Jacobians:
         """Computes Jacobians of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -292,7 +310,7 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.jacobian`.
         """
-        call = _derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
+        call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
         return self._client._run(self._client._transfer.applied(call), timeout)
 
     def hvp(
@@ -302,7 +320,7 @@ class Program(ProgramBase):
         *,
         params: CallParams | None = None,
         timeout: float | None = None,
-    ) -> _derivatives.Products:
+    ) -> derivatives.Products:
         """Computes Hessian-vector products of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -317,7 +335,7 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.hvp`.
         """
-        call = _derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
+        call = derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
         return self._client._run(self._client._transfer.applied(call), timeout)
 
     def delete(self, *, timeout: float | None = None) -> None:
@@ -329,4 +347,7 @@ class Program(ProgramBase):
         Raises:
             ProgramNotFoundError: It was deleted before.
         """
-        self._client._run(_calls.delete_program(self.name), timeout)
+        request = program_pb2.DeleteProgramRequest(name=self.name)
+        self._client._unary(
+            "ProgramService/DeleteProgram", request, program_pb2.DeleteProgramResponse, lambda _: None, timeout
+        )

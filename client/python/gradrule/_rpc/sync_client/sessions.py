@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gradrule import _blobs, _results
-from gradrule._calls import Call, UnconnectedGradients
-from gradrule._graph import Graph
-from gradrule._requests import CallParams, Feeds, GradYs, Name, Names, Words
+from gradrule._builder import blob_values
+from gradrule._builder.graph import Graph
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, Name, Names, Words
+from gradrule._messages.rpc_calls import Call, UnconnectedGradients
+from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
+from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED, SessionStream
-from gradrule._sessions import SessionBase, SessionOptions, StepResult
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
 from gradrule.optimizers import Optimizer
@@ -97,7 +98,7 @@ class Session(SessionBase):
         params: CallParams | None = None,
         dense_gradients: bool = False,
         timeout: float | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """Computes outputs and gradients with the session's variables; values that the graph assigns are kept.
 
         Args:
@@ -171,7 +172,7 @@ class Session(SessionBase):
         self._upload(call.blobs, timeout)
         return self._exchange(call, timeout)
 
-    def _upload(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
+    def _upload(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
         if blobs:
             self._send_blobs(blobs, timeout)
             self._uploaded.update(blobs)

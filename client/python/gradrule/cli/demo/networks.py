@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradrule._graph import Graph
-from gradrule._handles import TensorHandle
+from gradrule._builder.graph import Graph
+from gradrule._builder.handles import TensorHandle
 from gradrule.cli.demo.data import CLASSES, PIXELS, SIDE
 from gradrule.common.tensor_codec import Array
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from gradrule._results import RuleInfo
+from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli.rules.subject import Subject
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradrule._results import RuleInfo
-from gradrule._rules import Rule
+from gradrule._builder.rules import Rule
+from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import figures, output
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.failures import USAGE, CommandError

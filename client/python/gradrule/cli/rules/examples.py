@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from gradrule._results import ParamInfo, PresetInfo, RuleInfo
+from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo
 from gradrule.cli.rules.sites import EXAMPLE_PARAMS
 
 _SECOND_INPUT = re.compile(r"\bx1\b")

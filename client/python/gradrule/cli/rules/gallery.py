@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from gradrule._results import ParamInfo, PresetInfo, RuleInfo
+from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo
 from gradrule.cli.rules import examples, svg, text
 from gradrule.cli.rules.curves import Curve, curve
 from gradrule.cli.rules.sites import NoSiteError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gradrule._results import RuleInfo
+from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.rules import text
@@ -85,7 +85,7 @@ def show(rule: RuleInfo, as_json: bool) -> None:
 
 def run_presets(options: argparse.Namespace) -> int:
     """Prints the presets, or one with its overrides."""
-    from gradrule._names import near
+    from gradrule._builder.names import near
     from gradrule.cli.failures import CommandError
 
     with connect(options) as client:

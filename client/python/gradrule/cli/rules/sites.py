@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradrule._results import RuleInfo
-from gradrule._rules import Rule
+from gradrule._builder.rules import Rule
+from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli.failures import CommandError
 
 STEP = "@step"

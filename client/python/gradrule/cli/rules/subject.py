@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule._results import RuleInfo
-from gradrule._rules import Rule
+from gradrule._builder.rules import Rule
+from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli.rules.sites import NoSiteError, Site
 from gradrule.cli.values import EXPRESSION
 from gradrule.common.tensor_codec import Array

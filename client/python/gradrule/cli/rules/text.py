@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gradrule._results import ParamInfo, PresetInfo, RuleInfo
-from gradrule._rules import Rule
-from gradrule._sources import graph_bytes
+from gradrule._builder.graph_sources import graph_bytes
+from gradrule._builder.rules import Rule
+from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo
 from gradrule.cli import output
 
 

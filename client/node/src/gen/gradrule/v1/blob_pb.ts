@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/blob.proto.
  */
 export const file_gradrule_v1_blob: GenFile = /*@__PURE__*/
-  fileDesc("ChZncmFkcnVsZS92MS9ibG9iLnByb3RvEgtncmFkcnVsZS52MSIpChdGaW5kTWlzc2luZ0Jsb2JzUmVxdWVzdBIOCgZzaGEyNTYYASADKAkiKwoYRmluZE1pc3NpbmdCbG9ic1Jlc3BvbnNlEg8KB21pc3NpbmcYASADKAkiMQoRVXBsb2FkQmxvYlJlcXVlc3QSDgoGc2hhMjU2GAEgASgJEgwKBGRhdGEYAiABKAwiMgoSVXBsb2FkQmxvYlJlc3BvbnNlEg4KBnNoYTI1NhgBIAEoCRIMCgRzaXplGAIgASgDMr8BCgtCbG9iU2VydmljZRJfChBGaW5kTWlzc2luZ0Jsb2JzEiQuZ3JhZHJ1bGUudjEuRmluZE1pc3NpbmdCbG9ic1JlcXVlc3QaJS5ncmFkcnVsZS52MS5GaW5kTWlzc2luZ0Jsb2JzUmVzcG9uc2USTwoKVXBsb2FkQmxvYhIeLmdyYWRydWxlLnYxLlVwbG9hZEJsb2JSZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuVXBsb2FkQmxvYlJlc3BvbnNlKAFiBnByb3RvMw");
+  fileDesc("ChZncmFkcnVsZS92MS9ibG9iLnByb3RvEgtncmFkcnVsZS52MSIpChdGaW5kTWlzc2luZ0Jsb2JzUmVxdWVzdBIOCgZzaGEyNTYYASADKAkiKwoYRmluZE1pc3NpbmdCbG9ic1Jlc3BvbnNlEg8KB21pc3NpbmcYASADKAkiMQoRVXBsb2FkQmxvYlJlcXVlc3QSDgoGc2hhMjU2GAEgASgJEgwKBGRhdGEYAiABKAwiOAoSVXBsb2FkQmxvYlJlc3BvbnNlEg4KBnNoYTI1NhgBIAEoCRISCgpzaXplX2J5dGVzGAIgASgDMr8BCgtCbG9iU2VydmljZRJfChBGaW5kTWlzc2luZ0Jsb2JzEiQuZ3JhZHJ1bGUudjEuRmluZE1pc3NpbmdCbG9ic1JlcXVlc3QaJS5ncmFkcnVsZS52MS5GaW5kTWlzc2luZ0Jsb2JzUmVzcG9uc2USTwoKVXBsb2FkQmxvYhIeLmdyYWRydWxlLnYxLlVwbG9hZEJsb2JSZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuVXBsb2FkQmxvYlJlc3BvbnNlKAFCUwoPY29tLmdyYWRydWxlLnYxQglCbG9iUHJvdG9QAVoWZ3JhZHJ1bGUvdjE7Z3JhZHJ1bGV2MaoCC0dyYWRydWxlLlYx6gIMR3JhZHJ1bGU6OlYxYgZwcm90bzM");
 
 /**
  * Request of FindMissingBlobs.
@@ -100,9 +100,9 @@ export type UploadBlobResponse = Message<"gradrule.v1.UploadBlobResponse"> & {
   /**
    * Its number of bytes.
    *
-   * @generated from field: int64 size = 2;
+   * @generated from field: int64 size_bytes = 2;
    */
-  size: bigint;
+  sizeBytes: bigint;
 };
 
 /**

@@ -1,0 +1,1 @@
+"""Builds graphs without TensorFlow, and defines rules and overrides."""

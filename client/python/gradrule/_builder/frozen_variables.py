@@ -1,0 +1,326 @@
+"""Replaces handles of variables by values, in gradient functions and in graphs that are frozen.
+
+Gradient functions are rules, which cannot read variables. If a region's gradient function captured a variable's handle,
+the region's node gets the value as an input instead, and the function and its callees are copied to take a value.
+Works on gradrule's and TensorFlow's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from gradrule._builder.names import UniqueNames
+from gradrule.common import tensor_codec
+from gradrule.errors import UnsupportedError
+from gradrule.v1 import graph_pb2
+from gradrule.v1.tensor_pb2 import Dt
+
+# Messages of either kind.
+Node: TypeAlias = Any
+Function: TypeAlias = Any
+
+_GRADIENT_ATTR = "_gradient_op_type"
+_READ = "ReadVariableOp"
+
+
+def handles_to_values(
+    definitions: dict[str, Function], gradients: dict[str, str], ordinary: list[str], unique: Callable[[str], str]
+) -> None:
+    """Rewrites the regions' nodes in the ordinary functions, and adds the copies to definitions and gradients."""
+    copies = _Copies(definitions, gradients, unique)
+    for name in ordinary:
+        copies.feed_values(definitions[name])
+
+
+def frozen(data: bytes, variables: Mapping[str, tensor_codec.Array]) -> bytes:
+    """Replaces the variables of a serialized graph by constants.
+
+    Raises:
+        UnsupportedError: a variable has no value, or the graph does more than read it.
+    """
+    graph = graph_pb2.Graph.FromString(data)
+    definitions = {function.signature.name: function for function in graph.library.function}
+    gradients = {item.registered_op_type: item.gradient_func for item in graph.library.registered_gradients}
+    names = UniqueNames()
+    for name in definitions:
+        names.reserve(name)
+    handles = {}
+    for node in graph.node:
+        if node.op == "VarHandleOp":
+            if node.name not in variables:
+                raise UnsupportedError(
+                    f"the variable {node.name!r} has no value in graph.variables; freezing needs all"
+                )
+            tensor = tensor_codec.to_message(variables[node.name], node.attr["dtype"].type)
+            node.op = "Const"
+            node.attr.clear()
+            node.attr["dtype"].type = tensor.dtype
+            node.attr["value"].tensor.CopyFrom(tensor)
+            handles[node.name] = int(tensor.dtype)
+    _Copies(definitions, gradients, names.make).take_values_in(_TopLevel(graph), handles)
+    _keep_needed(graph, definitions, gradients)
+    return graph.SerializeToString(deterministic=True)
+
+
+def functions_of(node: Node) -> list[Any]:
+    """Returns the functions that a node's attributes name."""
+    found = []
+    for key in sorted(node.attr):
+        value = node.attr[key]
+        if value.HasField("func"):
+            found.append(value.func)
+        found += value.list.func
+    return found
+
+
+def needed_functions(nodes: Any, definitions: Mapping[str, Function], gradients: Mapping[str, str]) -> set[str]:
+    """Returns the names of all functions that nodes use, directly or not: calls, bodies and gradients."""
+    needed: set[str] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        gradient = node.attr[_GRADIENT_ATTR].s.decode() if _GRADIENT_ATTR in node.attr else ""
+        for name in [*(function.name for function in functions_of(node)), node.op, gradients.get(gradient, "")]:
+            if name in definitions and name not in needed:
+                needed.add(name)
+                pending.extend(definitions[name].node_def)
+    return needed
+
+
+class _TopLevel:
+    """Gives a graph's nodes the interface of a function's body."""
+
+    def __init__(self, graph: graph_pb2.Graph) -> None:
+        self.node_def = graph.node
+        self.ret: dict[str, str] = {}
+
+
+def _keep_needed(graph: graph_pb2.Graph, definitions: Mapping[str, Function], gradients: Mapping[str, str]) -> None:
+    needed = needed_functions(graph.node, definitions, gradients)
+    kept = graph_pb2.FunctionLibrary(
+        function=[definitions[name] for name in sorted(needed)],
+        registered_gradients=[
+            graph_pb2.RegisteredGradient(gradient_func=function, registered_op_type=name)
+            for name, function in sorted(gradients.items())
+            if function in needed
+        ],
+    )
+    graph.library.CopyFrom(kept)
+
+
+def _data_inputs(node: Node) -> list[str]:
+    return [text for text in node.input if not text.startswith("^")]
+
+
+class _Copies:
+    """Copies functions so that they take values for resource arguments; caches copies by name and arguments."""
+
+    def __init__(
+        self, definitions: dict[str, Function], gradients: dict[str, str], unique: Callable[[str], str]
+    ) -> None:
+        self._definitions = definitions
+        self._gradients = gradients
+        self._unique = unique
+        self._made: dict[tuple[str, tuple[str, ...]], str] = {}
+
+    def feed_values(self, definition: Function) -> None:
+        """Gives the regions' nodes of a forward function values, which their gradient functions need."""
+        names = UniqueNames()
+        for name in [*(node.name for node in definition.node_def), *(a.name for a in definition.signature.input_arg)]:
+            names.reserve(name)
+        for node in list(definition.node_def):
+            handles = self._handles(node)
+            for index, dtype in handles.items():
+                read = definition.node_def.add(name=names.make(f"{node.name}/{_READ}"), op=_READ)
+                read.input.append(node.input[index])
+                read.attr["dtype"].type = dtype
+                node.input[index] = f"{read.name}:value:0"
+            self._value_gradient(node, handles)
+
+    def _handles(self, node: Node) -> dict[int, int]:
+        """Returns the indices of handles among a region node's inputs, with the variables' dtypes."""
+        gradient = self._gradients.get(node.attr[_GRADIENT_ATTR].s.decode()) if _GRADIENT_ATTR in node.attr else None
+        if gradient is None or node.op != "IdentityN":
+            return {}
+        first = node.attr["_gradrule_outputs"].i
+        arguments = {argument.name: argument for argument in self._definitions[gradient].signature.input_arg}
+        found = {}
+        for index, kind in enumerate(node.attr["T"].list.type):
+            argument = arguments.get(_x(index - first))
+            if kind == Dt.DT_RESOURCE and argument is not None:
+                found[index] = _pointed(argument, node)
+        return found
+
+    def _value_gradient(self, node: Node, handles: Mapping[int, int]) -> None:
+        """Changes the inputs at these indices to values, in a region's node and its gradient function."""
+        if not handles:
+            return
+        first = node.attr["_gradrule_outputs"].i
+        for index, dtype in handles.items():
+            node.attr["T"].list.type[index] = dtype
+        old = self._gradients[node.attr[_GRADIENT_ATTR].s.decode()]
+        new = self._copy(old, {_x(index - first): dtype for index, dtype in handles.items()})
+        self._gradients[new] = new
+        node.attr[_GRADIENT_ATTR].s = new.encode()
+
+    def _copy(self, name: str, values: Mapping[str, int]) -> str:
+        key = (name, tuple(sorted(values)))
+        if key not in self._made:
+            self._made[key] = copy = self._unique(name)
+            definition = type(self._definitions[name])()
+            definition.CopyFrom(self._definitions[name])
+            definition.signature.name = copy
+            self._definitions[copy] = definition
+            self._rewrite(definition, values)
+        return self._made[key]
+
+    def _rewrite(self, definition: Function, values: Mapping[str, int]) -> None:
+        for index, argument in enumerate(definition.signature.input_arg):
+            if argument.name in values:
+                argument.type = values[argument.name]
+                del argument.handle_data[:]
+                _forget_shapes(definition.attr, "_input_shapes", [index])
+                if index in definition.arg_attr:
+                    _forget_shapes(definition.arg_attr[index].attr, "_output_shapes", [0])
+        known = self.take_values_in(definition, values)
+        for output in definition.signature.output_arg:
+            output.type = known.get(definition.ret[output.name], output.type)
+
+    def take_values_in(self, body: Any, values: Mapping[str, int]) -> dict[str, int]:
+        """Changes all nodes of a body to take values for handles; returns the tensors that are values, with dtypes."""
+        known = dict(values)
+        left = list(body.node_def)
+        # A node that returns a handle now returns a value, so repeat until no node changes.
+        while hit := [node for node in left if any(text in known for text in _data_inputs(node))]:
+            left = [node for node in left if not any(node is other for other in hit)]
+            for node in hit:
+                places = {index: known[text] for index, text in enumerate(_data_inputs(node)) if text in known}
+                for output, dtype in self._take_values(body, node, places).items():
+                    known[_reference(body, node, "output", output)] = dtype
+        return known
+
+    def _take_values(self, body: Any, node: Node, places: Mapping[int, int]) -> dict[int, int]:
+        """Changes a node to take values at these input indices; returns the outputs that become values, with dtypes."""
+        simple = _SIMPLE.get(node.op)
+        if simple is not None:
+            simple(body, node, places[0])
+            return {}
+        if node.op == "Identity":
+            node.attr["T"].type = places[0]
+            return {0: places[0]}
+        if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
+            self._call(node, [node.attr["f"].func], places, 0)
+            return {}
+        if node.op in ("If", "StatelessIf"):
+            self._call(node, [node.attr["then_branch"].func, node.attr["else_branch"].func], places, 1)
+            return {}
+        if node.op in ("Case", "StatelessCase"):
+            self._call(node, list(node.attr["branches"].list.func), places, 1)
+            return {}
+        if node.op in ("While", "StatelessWhile"):
+            self._call(node, [node.attr["cond"].func, node.attr["body"].func], places, 0, "T")
+            _forget_shapes(node.attr, "output_shapes", places)
+            return dict(places)
+        if node.op == "IdentityN":
+            handles = {index: dtype for index, dtype in self._handles(node).items() if index in places}
+            if len(handles) == len(places):
+                self._value_gradient(node, handles)
+                return {}
+        raise UnsupportedError(
+            f"{node.op} node {node.name!r} does more with a variable than read it, which neither the gradient function "
+            "of a region may do nor a graph that is to be frozen"
+        )
+
+    def _call(
+        self, node: Node, functions: list[Any], places: Mapping[int, int], first: int, types: str = "Tin"
+    ) -> None:
+        for function in functions:
+            arguments = self._definitions[function.name].signature.input_arg
+            named = {arguments[index - first].name: dtype for index, dtype in places.items()}
+            function.name = self._copy(function.name, named)
+        for index, dtype in places.items():
+            node.attr[types].list.type[index - first] = dtype
+
+
+def _forget_shapes(attrs: Any, name: str, places: Iterable[int]) -> None:
+    """Clears the shapes of handles (scalars) in an attribute; values may have other shapes."""
+    shapes = attrs[name].list.shape if name in attrs else ()
+    for index in places:
+        if index < len(shapes):
+            shapes[index].Clear()
+            shapes[index].unknown_rank = True
+
+
+def _reference(body: Any, node: Node, slot: str, index: int) -> str:
+    """Returns the name by which other nodes of the body refer to a node's output."""
+    if isinstance(body, _TopLevel):
+        return f"{node.name}:{index}" if index else str(node.name)
+    return f"{node.name}:{slot}:{index}"
+
+
+def _x(index: int) -> str:
+    return f"x{index}" if index else "x"
+
+
+def _pointed(argument: Any, node: Node) -> int:
+    if len(argument.handle_data) != 1:
+        raise UnsupportedError(
+            f"the gradient of region {node.attr['_gradrule_region'].s.decode()!r} at node {node.name!r} uses a "
+            "resource that is no variable; it can travel only if the gradient does without"
+        )
+    return int(argument.handle_data[0].dtype)
+
+
+def _read(body: Any, node: Node, dtype: int) -> None:
+    old = _reference(body, node, "value", 0)
+    _retyped(node, "Identity", {"T": dtype})
+    _rerouted(body, old, _reference(body, node, "output", 0))
+
+
+def _shape(body: Any, node: Node, dtype: int) -> None:
+    _retyped(node, "Shape", {"T": dtype, "out_type": node.attr["out_type"].type})
+
+
+def _gather_nd(body: Any, node: Node, dtype: int) -> None:
+    _retyped(node, "GatherNd", {"Tparams": dtype, "Tindices": node.attr["Tindices"].type})
+
+
+def _gather(body: Any, node: Node, dtype: int) -> None:
+    batch_dims, indices = node.attr["batch_dims"].i, node.attr["Tindices"].type
+    names = UniqueNames()
+    for other in body.node_def:
+        names.reserve(other.name)
+    axis = body.node_def.add(name=names.make(f"{node.name}/axis"), op="Const")
+    axis.attr["dtype"].type = Dt.DT_INT32
+    axis.attr["value"].tensor.dtype = Dt.DT_INT32
+    axis.attr["value"].tensor.tensor_shape.SetInParent()
+    axis.attr["value"].tensor.int_val.append(batch_dims)
+    _retyped(node, "GatherV2", {"Tparams": dtype, "Tindices": indices, "Taxis": Dt.DT_INT32})
+    node.attr["batch_dims"].i = batch_dims
+    node.input.insert(2, _reference(body, axis, "output", 0))
+
+
+def _retyped(node: Node, op_type: str, types: Mapping[str, int]) -> None:
+    node.op = op_type
+    node.attr.clear()
+    for name, value in types.items():
+        node.attr[name].type = value
+
+
+def _rerouted(body: Any, old: str, new: str) -> None:
+    for node in body.node_def:
+        for index, text in enumerate(node.input):
+            if text == old:
+                node.input[index] = new
+    for name in list(body.ret):
+        if body.ret[name] == old:
+            body.ret[name] = new
+
+
+_SIMPLE: dict[str, Callable[[Any, Node, int], None]] = {
+    _READ: _read,
+    "ResourceGather": _gather,
+    "ResourceGatherNd": _gather_nd,
+    "VariableShape": _shape,
+}

@@ -1,0 +1,69 @@
+"""The names under which the builder offers op types."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from gradrule._builder.names import near
+from gradrule.common import op_definitions
+
+# Python's names for op types that they are not the snake case of.
+_ALIASES = {
+    "add": "AddV2",
+    "subtract": "Sub",
+    "multiply": "Mul",
+    "divide": "RealDiv",
+    "truediv": "RealDiv",
+    "divide_no_nan": "DivNoNan",
+    "multiply_no_nan": "MulNoNan",
+    "negative": "Neg",
+    "mod": "FloorMod",
+    "logical_xor": "NotEqual",
+    "top_k": "TopKV2",
+    "reverse": "ReverseV2",
+    "batch_matmul": "BatchMatMulV2",
+    "tensor_scatter_nd_update": "TensorScatterUpdate",
+    "tensor_scatter_nd_add": "TensorScatterAdd",
+    "fused_batch_norm": "FusedBatchNormV3",
+    "max_pool2d": "MaxPool",
+    "avg_pool2d": "AvgPool",
+    "depthwise_conv2d": "DepthwiseConv2dNative",
+}
+
+
+def op_type_of(method: str) -> str | None:
+    """The op type that a method's name means, `MatMul` for `matmul` and `mat_mul`, or None."""
+    return _ALIASES.get(method) or _by_plain_name().get(method.lower().replace("_", ""))
+
+
+def snake_case(op_type: str) -> str:
+    """`BiasAdd` → `bias_add`, `Conv2D` → `conv2d`: as TensorFlow names the functions of `tf.raw_ops`."""
+    letters = []
+    for index, letter in enumerate(op_type):
+        after_lower = index > 0 and op_type[index - 1].islower()
+        before_lower = index > 0 and op_type[index + 1 : index + 2].islower()
+        if letter.isupper() and (after_lower or before_lower):
+            letters.append("_")
+        letters.append(letter.lower())
+    return "".join(letters)
+
+
+def suggest_method(method: str, methods: Iterable[str]) -> str:
+    """` Did you mean 'reduce_sum'?` for a name that is no op's and none of the methods, or nothing."""
+    return near(method.lower(), dict.fromkeys([*methods, *_ALIASES, *_snake_names()]))
+
+
+@functools.cache
+def _by_plain_name() -> dict[str, str]:
+    """Op types by their name without case and underscores."""
+    return {
+        name.lower().replace("_", ""): name for name in reversed(op_definitions.names()) if not name.startswith("_")
+    }
+
+
+@functools.cache
+def _snake_names() -> tuple[str, ...]:
+    return tuple(
+        snake_case(name) for name in op_definitions.names() if name.isidentifier() and not name.startswith("_")
+    )

@@ -1,0 +1,97 @@
+"""Gives rules to nodes that are added inside `gradient_override_map` contexts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Set
+
+from gradrule._builder.names import near
+from gradrule._builder.overrides import Override
+from gradrule._builder.rules import OverrideValue, Rule, rule_and_params
+from gradrule.errors import Detail, InvalidOverrideError, UnmatchedOverrideError
+from gradrule.v1 import graph_pb2
+
+GRADIENT_ATTR = "_gradient_op_type"
+
+_MAX_SHOWN = 10
+
+
+class OverrideContexts:
+    """Holds the open contexts of one graph, and the overrides that they gave to single nodes."""
+
+    def __init__(self, graph: graph_pb2.Graph) -> None:
+        self._graph = graph
+        self._current: Mapping[str, OverrideValue] = {}
+        self._recorded: list[Override] = []
+
+    @property
+    def recorded(self) -> tuple[Override, ...]:
+        """Overrides with a `Rule` or params, which a node's attribute cannot hold."""
+        return tuple(self._recorded)
+
+    @contextlib.contextmanager
+    def entered(self, overrides: Mapping[str, OverrideValue], optional: bool) -> Iterator[None]:
+        """Opens one context. Raises `UnmatchedOverrideError` at its end if an op type got no node, unless optional."""
+        for op_type, value in overrides.items():
+            rule_and_params(value, _where(op_type))
+            if op_type.startswith("@"):
+                raise InvalidOverrideError(
+                    f"{_where(op_type)}: a context takes op types; put groups into the overrides of a request"
+                )
+        outer, first = self._current, len(self._graph.node)
+        self._current = {**outer, **overrides}
+        try:
+            yield
+        finally:
+            self._current = outer
+        # Not in `finally`: an exception of the body is more useful than this one.
+        if not optional:
+            _refuse_unused(overrides, {node.op for node in self._graph.node[first:]})
+
+    def apply(self, node: graph_pb2.Node) -> None:
+        """Gives a new node the rule of the open contexts for its op type, if there is one."""
+        value = self._current.get(node.op)
+        if value is None:
+            return
+        rule, params = rule_and_params(value, _where(node.op))
+        if isinstance(rule, Rule) or params:
+            # Optional, as in TensorFlow: the node may be outside the path that a request differentiates.
+            self._recorded.append(
+                Override(rule, node=node.name, op_type=node.op, params=params, label=node.op, optional=True)
+            )
+        else:
+            node.attr[GRADIENT_ATTR].s = rule.encode()
+
+    def refuse_export(self) -> None:
+        """Raises `InvalidOverrideError` if the graph's bytes would lose an override."""
+        if not self._recorded:
+            return
+        first = self._recorded[0]
+        more = f" (and {len(self._recorded) - 1} more nodes)" if len(self._recorded) > 1 else ""
+        params = f" with params {dict(first.params)!r}" if first.params else ""
+        raise InvalidOverrideError(
+            f"gradient_override_map gave node {first.selector.node!r}{more} the rule {first.rule!r}{params}, which "
+            "a GraphDef cannot hold: it holds only the name of a registered rule. Register the rule with its params "
+            "as defaults (client.create_rule) and give its name, or send the gr.Graph itself to evaluate or compile"
+        )
+
+
+def _where(op_type: str) -> str:
+    return f"gradient_override_map[{op_type!r}]"
+
+
+def _refuse_unused(overrides: Mapping[str, OverrideValue], made: Set[str]) -> None:
+    shown = sorted(made)[:_MAX_SHOWN]
+    others = f"only {', '.join(shown)}{', …' if len(made) > _MAX_SHOWN else ''}" if made else "nor any other node"
+    details = [
+        Detail(
+            UnmatchedOverrideError.REASON,
+            f"{_where(op_type)}: no {op_type} node was made inside the context, {others}.{near(op_type, made)} "
+            "Add its nodes inside the `with` block, or give optional=True",
+            field=_where(op_type),
+        )
+        for op_type in overrides
+        if op_type not in made
+    ]
+    if details:
+        raise UnmatchedOverrideError(details[0].message, details=details)

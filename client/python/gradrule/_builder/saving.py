@@ -1,0 +1,78 @@
+"""Graphs into files and back: the bytes in a `.pb`, what bytes cannot hold in an `.npz` of the same name beside it."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradrule._builder.frozen_variables import frozen
+from gradrule.common import tensor_codec
+from gradrule.common.dtypes import dtype_name
+from gradrule.errors import InvalidGraphError, UnsupportedError
+
+if TYPE_CHECKING:
+    from gradrule._builder.graph import Graph
+
+# No node's name has a colon in front of an alias's tensor, so entries of both kinds fit one file.
+_VARIABLE = "variable:"
+_ALIAS = "alias:"
+
+
+def save(graph: Graph, path: str | os.PathLike[str], *, freeze: bool) -> None:
+    """See `Graph.save`."""
+    file = Path(path)
+    if file.suffix.lower() != ".pb":
+        raise InvalidGraphError(f"{file}: a graph is saved as .pb")
+    data = graph.to_bytes()
+    if freeze:
+        data = frozen(data, graph.variables)
+    entries: dict[str, Any] = {f"{_ALIAS}{alias}": np.asarray(tensor) for alias, tensor in graph.aliases.items()}
+    for name, value in {} if freeze else graph.variables.items():
+        array = np.asarray(value)
+        if array.dtype.kind == "O":
+            raise UnsupportedError(f"the variable {name!r} holds strings, which .npz does not; save with freeze=True")
+        entries[f"{_VARIABLE}{name}"] = array
+    beside = file.with_suffix(".npz")
+    try:
+        file.write_bytes(data)
+        if entries:
+            with beside.open("wb") as stream:
+                np.savez(stream, **entries)
+        else:
+            beside.unlink(missing_ok=True)
+    except OSError as cause:
+        raise InvalidGraphError(f"{file} cannot be written: {cause.strerror}") from cause
+
+
+def read_beside(graph: Graph, path: Path) -> None:
+    """Takes the variables and aliases that `save` wrote beside a `.pb`, if there are any."""
+    beside = path.with_suffix(".npz")
+    if not beside.exists():
+        return
+    try:
+        with np.load(beside, allow_pickle=False) as entries:
+            for key in entries.files:
+                if key.startswith(_ALIAS):
+                    graph.aliases[key.removeprefix(_ALIAS)] = str(entries[key])
+                elif key.startswith(_VARIABLE):
+                    name = key.removeprefix(_VARIABLE)
+                    graph.variables[name] = _typed(graph, name, entries[key])
+    except (OSError, ValueError, zipfile.BadZipFile) as cause:
+        raise InvalidGraphError(f"{beside}, which belongs to {path}, cannot be read: {cause}") from None
+
+
+def _typed(graph: Graph, name: str, value: tensor_codec.Array) -> tensor_codec.Array:
+    """The value in the type of its variable: NumPy's files lose types that NumPy has not itself."""
+    nodes = graph.find(node=name, op_type="VarHandleOp")
+    if not nodes:
+        raise ValueError(f"it has a value for {name!r}, which is no variable of the graph")
+    dtype = tensor_codec.numpy_dtype(nodes[0].attrs["dtype"].type)
+    if value.dtype == dtype:
+        return value
+    if value.dtype.kind == "V" and value.dtype.itemsize == dtype.itemsize:
+        return value.view(dtype)
+    raise ValueError(f"the value of {name!r} is {value.dtype}, the variable {dtype_name(nodes[0].attrs['dtype'].type)}")

@@ -1,0 +1,1 @@
+"""Compares the gradients of a graph under several override maps."""

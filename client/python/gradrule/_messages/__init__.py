@@ -1,0 +1,1 @@
+"""Builds the requests of calls, and says how their answers are decoded."""

@@ -1,0 +1,172 @@
+"""Jacobian-vector products, Jacobians and Hessian-vector products, as data: requests and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradrule._builder import blob_values
+from gradrule._builder.by_name import ByName
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.names import bare
+from gradrule._messages.request_messages import (
+    CallParams,
+    Feeds,
+    TypeOf,
+    Words,
+    add_named_tensor,
+    evaluate_request,
+    given_aliases,
+    name_of_tensor,
+    program_spec,
+    types_of_graph,
+    types_of_specs,
+)
+from gradrule._messages.rpc_calls import Call, evaluate_call
+from gradrule._messages.x_groups import flat_words, groups_of
+from gradrule._results.answers import labels
+from gradrule._results.call_results import Groups, Sparse, array, gradients_by_x, regrouped
+from gradrule.common.tensor_codec import Array
+from gradrule.errors import InvalidDerivativeError
+from gradrule.v1 import evaluate_pb2, program_pb2
+
+Tangents = ByName[Array | None]
+"""By y; None where a y is of a type without derivatives."""
+
+Jacobians = ByName[Any]
+"""By y, then by x (by group and x, where xs were given in groups): an array, or None where there is none."""
+
+Products = ByName[Any]
+"""By x (by group and x, where xs were given in groups): an array, a `Sparse`, or None where there is none."""
+
+
+def jvp(
+    graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, words: Words
+) -> Call[Tangents]:
+    """Evaluate, for Jacobian-vector products of a graph."""
+    blobs = blob_values.fed(feeds, tangents)
+    request = _inline(graph, feeds, params, words, program_pb2.Jvp, "jvp", blobs)
+    _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
+    return evaluate_call(request, lambda response: _tangents(response, given_aliases(graph, words)), blobs)
+
+
+def jacobian(
+    graph: GraphLike, feeds: Feeds | None, params: CallParams | None, words: Words, *, batched: bool
+) -> Call[Jacobians]:
+    """Evaluate, for Jacobians of a graph."""
+    blobs = blob_values.fed(feeds)
+    request = _inline(graph, feeds, params, words, program_pb2.Jacobian, "jacobian", blobs)
+    request.spec.jacobian.batched = batched
+    groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
+    return evaluate_call(request, lambda response: _jacobians(response, groups, aliases), blobs)
+
+
+def hvp(
+    graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, words: Words
+) -> Call[Products]:
+    """Evaluate, for Hessian-vector products of a graph."""
+    blobs = blob_values.fed(feeds, vectors)
+    request = _inline(graph, feeds, params, words, program_pb2.Hvp, "hvp", blobs)
+    _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
+    groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
+    return evaluate_call(request, lambda response: _products(response, groups, aliases), blobs)
+
+
+def program_jvp(
+    program: program_pb2.Program, feeds: Feeds | None, tangents: Feeds, params: CallParams | None
+) -> Call[Tangents]:
+    """Evaluate, for Jacobian-vector products of a program's ys and xs."""
+    request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
+    _add_directions(request, tangents, types_of_specs(program.xs), "tangents", program)
+    return evaluate_call(
+        request, lambda response: _tangents(response, program.aliases), blob_values.fed(feeds, tangents)
+    )
+
+
+def program_jacobian(
+    program: program_pb2.Program, feeds: Feeds | None, params: CallParams | None, groups: Groups, *, batched: bool
+) -> Call[Jacobians]:
+    """Evaluate, for Jacobians of a program's ys by its xs."""
+    kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
+    request = _of_program(program, feeds, params, kind)
+    return evaluate_call(
+        request, lambda response: _jacobians(response, groups, program.aliases), blob_values.fed(feeds)
+    )
+
+
+def program_hvp(
+    program: program_pb2.Program, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, groups: Groups
+) -> Call[Products]:
+    """Evaluate, for Hessian-vector products of a program's ys and xs."""
+    request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
+    _add_directions(request, vectors, types_of_specs(program.xs), "vectors", program)
+    return evaluate_call(
+        request, lambda response: _products(response, groups, program.aliases), blob_values.fed(feeds, vectors)
+    )
+
+
+def _inline(
+    graph: GraphLike,
+    feeds: Feeds | None,
+    params: CallParams | None,
+    words: Words,
+    kind: type[program_pb2.Jvp | program_pb2.Jacobian | program_pb2.Hvp],
+    part: str,
+    blobs: blob_values.Blobs,
+) -> evaluate_pb2.EvaluateRequest:
+    spec, _ = program_spec(graph, flat_words(words, graph), blobs)
+    vjp = spec.vjp
+    asked = kind(ys=vjp.ys, xs=vjp.xs, stop_gradients=vjp.stop_gradients)
+    if not isinstance(asked, program_pb2.Jvp):
+        asked.unconnected_gradients = vjp.unconnected_gradients
+    getattr(spec, part).CopyFrom(asked)
+    request = evaluate_request(feeds, types_of_graph(graph), params=params, graph=graph)
+    request.spec.CopyFrom(spec)
+    return request
+
+
+def _of_program(
+    program: program_pb2.Program,
+    feeds: Feeds | None,
+    params: CallParams | None,
+    derivative: evaluate_pb2.Derivative.ValueType,
+) -> evaluate_pb2.EvaluateRequest:
+    request = evaluate_request(feeds, types_of_specs([*program.inputs, *program.ys]), params=params, graph=program)
+    request.program = program.name
+    request.derivative = derivative
+    return request
+
+
+def _add_directions(
+    request: evaluate_pb2.EvaluateRequest, given: Feeds, type_of: TypeOf, word: str, graph: GraphLike | None
+) -> None:
+    if not hasattr(given, "items"):
+        raise InvalidDerivativeError(f"{word} is a dict of values by x, not {type(given).__name__}")
+    if not given:
+        raise InvalidDerivativeError(f"{word} holds nothing: give one for at least one x")
+    for key, value in given.items():
+        name = name_of_tensor(key, graph)
+        add_named_tensor(request, word, name, value, type_of)
+
+
+def _tangents(response: evaluate_pb2.EvaluateResponse, aliases: Mapping[str, str]) -> Tangents:
+    told = labels(aliases)
+    found = {
+        told.get(bare(item.name), item.name): array(item.value.inline_tensor) if item.HasField("value") else None
+        for item in response.output_tangents
+    }
+    return ByName(found, aliases)
+
+
+def _jacobians(response: evaluate_pb2.EvaluateResponse, groups: Groups, aliases: Mapping[str, str]) -> Jacobians:
+    told = labels(aliases)
+    by_y: dict[str, dict[str, Array | None]] = {}
+    for block in response.jacobians:
+        by_x = by_y.setdefault(told.get(bare(block.y), block.y), {})
+        by_x[told.get(bare(block.x), block.x)] = array(block.dense) if block.HasField("dense") else None
+    return ByName({y: regrouped(ByName(by_x, aliases), groups) for y, by_x in by_y.items()}, aliases)
+
+
+def _products(response: evaluate_pb2.EvaluateResponse, groups: Groups, aliases: Mapping[str, str]) -> Products:
+    found: ByName[Array | Sparse | None] = gradients_by_x(response.gradients, aliases)
+    return regrouped(found, groups)

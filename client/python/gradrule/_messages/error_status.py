@@ -1,0 +1,137 @@
+"""From a failed RPC to the error that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError, EncodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from gradrule.common.wire_format import Part, Parts, length
+from gradrule.errors import Detail, GradruleError, InternalError, MessageTooLargeError, UnavailableError, of_reason
+
+_DETAILS_KEY = "grpc-status-details-bin"
+_REQUEST_ID_KEY = "x-request-id"
+_NODE = "node:"
+# Of protobuf.
+_MAX_MESSAGE_BYTES = 2**31 - 1
+_R = TypeVar("_R")
+_M = TypeVar("_M", bound=Message)
+
+# Codes that gRPC itself makes, without details; see errors.proto.
+_REASONS = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
+    grpc.StatusCode.CANCELLED: "CANCELLED",
+    grpc.StatusCode.UNAVAILABLE: "UNAVAILABLE",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "MESSAGE_TOO_LARGE",
+    grpc.StatusCode.UNIMPLEMENTED: "UNSUPPORTED",
+}
+
+
+def error_of(failure: grpc.RpcError) -> GradruleError:
+    """The typed error of a failed call, sync or async."""
+    call = cast(Any, failure)
+    error = _error_of(call)
+    error.request_id = next((str(value) for key, value in call.trailing_metadata() or () if key == _REQUEST_ID_KEY), "")
+    return error
+
+
+def _error_of(call: Any) -> GradruleError:
+    code: grpc.StatusCode = call.code()
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            try:
+                status = status_pb2.Status.FromString(value)
+            except DecodeError:
+                break
+            if (error := _from_status(status, code)) is not None:
+                return error
+    return of_reason(_REASONS.get(code, "INTERNAL"), call.details() or f"the call failed: {code.name}", code=code.name)
+
+
+def error_from_status_bytes(data: bytes) -> GradruleError:
+    """Returns the typed error of a serialized status, which streams answer with."""
+    try:
+        return error_from_status(status_pb2.Status.FromString(data))
+    except DecodeError as cause:
+        return InternalError(f"the server's answer cannot be read: {cause}")
+
+
+def error_from_status(status: status_pb2.Status) -> GradruleError:
+    """Returns the typed error of a status, which sessions answer with."""
+    code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
+    error = _from_status(status, code) or of_reason(_REASONS.get(code, "INTERNAL"), status.message, code=code.name)
+    info = _unpacked(status, error_details_pb2.RequestInfo())
+    error.request_id = "" if info is None else info.request_id
+    return error
+
+
+def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
+    """Why waiting for a server is over, or None where it goes on."""
+    error = error_of(failure)
+    if error.reason == "DEADLINE_EXCEEDED":
+        return UnavailableError(f"no server answers at {target!r}")
+    return None if error.reason == "UNAVAILABLE" else error
+
+
+def serialized(request: Message, large: Sequence[Parts] = ()) -> bytes:
+    """A request's bytes, then its large tensors. Raises `MessageTooLargeError` past protobuf's 2 GiB."""
+    parts, _ = message_parts(request, large)
+    return b"".join(parts) if large else bytes(parts[0])
+
+
+def message_parts(request: Message, large: Sequence[Parts] = ()) -> tuple[Parts, int]:
+    """The same not yet joined, and the number of bytes."""
+    try:
+        parts: list[Part] = [request.SerializeToString()]
+    except (EncodeError, ValueError) as cause:
+        raise MessageTooLargeError(f"the request is too large to be one message: {cause}") from None
+    for more in large:
+        parts += more
+    size = length(parts)
+    if size > _MAX_MESSAGE_BYTES:
+        raise MessageTooLargeError(
+            f"the request is too large to be one message: {size} bytes of at most {_MAX_MESSAGE_BYTES}"
+        )
+    return parts, size
+
+
+def parsed(read: Callable[[bytes], Any], decode: Callable[[Any], _R], answer: bytes) -> _R:
+    """An answer's bytes, decoded."""
+    try:
+        message = read(answer)
+    except DecodeError as cause:
+        raise InternalError(f"the server's answer cannot be read: {cause}") from None
+    return decode(message)
+
+
+def _from_status(status: status_pb2.Status, code: grpc.StatusCode) -> GradruleError | None:
+    info = _unpacked(status, error_details_pb2.ErrorInfo())
+    if info is None or not info.reason:
+        return None
+    bad = _unpacked(status, error_details_pb2.BadRequest())
+    retry = _unpacked(status, error_details_pb2.RetryInfo())
+    details = [
+        Detail(
+            violation.reason or info.reason,
+            violation.description,
+            node=violation.field.removeprefix(_NODE) if violation.field.startswith(_NODE) else "",
+            field="" if violation.field.startswith(_NODE) else violation.field,
+        )
+        for violation in (bad.field_violations if bad is not None else ())
+    ]
+    total = info.metadata.get("findings_total", "")
+    return of_reason(
+        info.reason,
+        status.message,
+        code=code.name,
+        details=details,
+        retry_delay=retry.retry_delay.ToNanoseconds() / 1e9 if retry is not None else None,
+        findings_total=int(total) if total.isdecimal() else None,
+    )
+
+
+def _unpacked(status: status_pb2.Status, message: _M) -> _M | None:
+    return next((message for detail in status.details if detail.Unpack(message)), None)

@@ -1,0 +1,397 @@
+"""What a user asks, in the words of `tf.gradients` and `Session.run`, as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from google.protobuf.message import Message
+
+from gradrule._builder import blob_values
+from gradrule._builder.attribute_values import natural
+from gradrule._builder.graph import Graph
+from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
+from gradrule._builder.handles import Node, TensorHandle, as_tensor
+from gradrule._builder.names import bare, near
+from gradrule._builder.overrides import Overrides, label_of, override_messages
+from gradrule._builder.rules import param_value
+from gradrule.common import large_tensors, tensor_codec, wire_format
+from gradrule.common.dtypes import dtype_name, without_ref
+from gradrule.errors import (
+    FeedDtypeError,
+    InvalidDerivativeError,
+    InvalidGraphError,
+    InvalidParamError,
+    InvalidTensorError,
+    UnknownFeedError,
+    UnknownParamError,
+    UnknownTensorError,
+)
+from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
+
+Name: TypeAlias = "str | TensorHandle | Node"
+Names: TypeAlias = "Name | Iterable[Name]"
+GroupedNames: TypeAlias = "Names | Mapping[str, Names]"
+Feeds: TypeAlias = "Mapping[Name, Any]"
+GradYs: TypeAlias = "Mapping[Name, Any] | Sequence[Any]"
+CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
+
+# Element type of a tensor by its name; 0 where it is not known. The flag: whether to go to any length to know it.
+TypeOf: TypeAlias = Callable[[str, bool], int]
+
+_C = TypeVar("_C")
+
+_UNCONNECTED = {
+    "none": program_pb2.UNCONNECTED_GRADIENTS_NONE,
+    "zero": program_pb2.UNCONNECTED_GRADIENTS_ZERO,
+}
+_NO_GRADIENT = {
+    "error": program_pb2.NO_GRADIENT_ERROR,
+    "default": program_pb2.NO_GRADIENT_DEFAULT,
+    "pass": program_pb2.NO_GRADIENT_PASS,
+    "zero": program_pb2.NO_GRADIENT_ZERO,
+}
+# The default is not written, so that equal programs have equal bytes.
+_JIT = {"off": program_pb2.JIT_UNSPECIFIED, "auto": program_pb2.JIT_AUTO}
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What to compute, as the user says it."""
+
+    fetches: Names = ()
+    ys: Names = ()
+    xs: GroupedNames = ()
+    grad_ys: GradYs | None = None
+    stop_gradients: Names = ()
+    unconnected_gradients: str = "none"
+    overrides: Overrides | None = None
+    no_gradient: str = "error"
+    rewrites: Sequence[str] = ()
+    dense_gradients: bool = False
+    batching: bool = True
+    jit: str = "off"
+
+
+def program_spec(
+    graph: GraphLike, words: Words, blobs: blob_values.Blobs | None = None
+) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
+    """The program, and the upstream gradients that are values and so travel with each call, by y.
+
+    The words have their xs without groups (`_groups.flat_words`). `blobs`: takes the bytes that the program names by
+    their hash; None: it names none.
+    """
+    unconnected = _chosen(words.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
+    spec = program_pb2.ProgramSpec(
+        fetches=names_of(words.fetches, graph),
+        no_gradient=_chosen(words.no_gradient, _NO_GRADIENT, "no_gradient"),
+        overrides=override_messages(words.overrides),
+        rewrites=[words.rewrites] if isinstance(words.rewrites, str) else list(words.rewrites),
+        aliases=aliases_of(graph),
+    )
+    if not words.batching:
+        spec.batching.allowed = False
+    spec.jit = _chosen(words.jit, _JIT, "jit")
+    for override in spec.overrides:
+        _resolve_aliases(override.selector, aliases_of(graph))
+    put_graph(graph, spec.graph, blobs)
+    if isinstance(graph, Graph):
+        spec.variables.extend(graph.variables.messages(blobs))
+    y_names, x_names = names_of(words.ys, graph), names_of(words.xs, graph)
+    tensors, values = _split_grad_ys(words.grad_ys, y_names, graph)
+    stops = names_of(words.stop_gradients, graph)
+    if y_names or x_names or stops or tensors or values:
+        spec.vjp.ys.extend(y_names)
+        spec.vjp.xs.extend(x_names)
+        spec.vjp.stop_gradients.extend(stops)
+        spec.vjp.unconnected_gradients = unconnected
+        spec.vjp.dense_gradients = words.dense_gradients
+        for y, tensor in tensors.items():
+            spec.vjp.grad_ys.add(y=y, tensor=tensor)
+        # With nothing to differentiate, what the builder recorded has no meaning, and would be refused.
+        if isinstance(graph, Graph):
+            spec.overrides.extend(override.message() for override in graph.node_overrides)
+    return spec, values
+
+
+def _resolve_aliases(selector: override_pb2.Selector, aliases: Mapping[str, str]) -> None:
+    """Names of tensors in the places of their aliases."""
+    for names in (selector.region.inputs, selector.region.outputs, selector.depends_on):
+        # Looking at the region of a selector that has none does not make one; writing would.
+        for index, name in enumerate(names):
+            names[index] = aliases.get(name, name)
+
+
+def evaluate_request(
+    feeds: Feeds | None,
+    type_of: TypeOf,
+    *,
+    grad_ys: Mapping[str, Any] | None = None,
+    params: CallParams | None = None,
+    graph: GraphLike | None = None,
+    stacked_grad_ys: bool = False,
+    large: list[wire_format.Parts] | None = None,
+) -> evaluate_pb2.EvaluateRequest:
+    """A call's values; the caller sets what to run. `grad_ys`: values only, by y.
+
+    large: takes large tensors, whose bytes then follow those of the request; None: they go into the request.
+    """
+    request = evaluate_pb2.EvaluateRequest(stacked_grad_ys=stacked_grad_ys)
+    for key, value in pairs(feeds or {}, "feeds"):
+        name = name_of_tensor(key, graph)
+        add_named_tensor(request, "feeds", name, value, type_of, large=large)
+    for y, value in (grad_ys or {}).items():
+        add_named_tensor(request, "grad_ys", y, value, type_of, large=large)
+    if not isinstance(params, Mapping | None):
+        raise InvalidParamError(f"params is a dict of labels to dicts of values, not {type(params).__name__}")
+    for label, values in (params or {}).items():
+        if not isinstance(label, str):
+            raise InvalidParamError(f"params are named by the override's label, a string, not by {label!r}")
+        if not isinstance(values, Mapping):
+            raise InvalidParamError(f"params[{label!r}] is a dict of values by the rule's param names, not {values!r}")
+        for name, value in values.items():
+            request.params[label].values[name].CopyFrom(param_value(name, value))
+    return request
+
+
+def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest, graph: GraphLike) -> None:
+    """Refuses feeds and params that fit neither the graph nor the program's overrides."""
+    if not (call.feeds or call.params):
+        return
+    try:
+        read = graph if isinstance(graph, Graph) else Graph.from_bytes(graph_bytes(graph))
+    except InvalidGraphError:
+        # The server says what is wrong with the graph.
+        return
+    fed: set[str] = set()
+    for feed in call.feeds:
+        try:
+            tensor = read.value_of(feed.name)
+        except UnknownTensorError as cause:
+            known = ", ".join(map(repr, read.inputs)) or "none"
+            raise UnknownFeedError(f"feeds[{feed.name!r}]: {cause.message} Placeholders: {known}") from None
+        if tensor.name in fed:
+            raise UnknownFeedError(f"the tensor {feed.name!r} is fed twice")
+        fed.add(tensor.name)
+        # Arrays for a graph that came as bytes have not been compared yet.
+        dtype = feed.value.inline_tensor.dtype or feed.value.blob.dtype
+        if tensor.number and dtype != without_ref(tensor.number):
+            actual = dtype_name(dtype)
+            raise FeedDtypeError(f"feeds[{feed.name!r}] is an array of {actual}, the tensor is {tensor.dtype}")
+    labels = {*map(label_of, spec.overrides), *read.op_types_with_rule_names()}
+    for label in call.params:
+        if label not in labels and "" not in labels:
+            raise UnknownParamError(
+                f"params name the label {label!r}, which no override has.{near(label, labels)} "
+                f"Labels: {', '.join(map(repr, sorted(labels))) or 'none'}"
+            )
+
+
+def types_of_graph(graph: GraphLike) -> TypeOf:
+    """Element types of a graph's tensors. A graph that came as bytes is read only where a type is needed."""
+    parsed: list[Graph] = [graph] if isinstance(graph, Graph) else []
+
+    def type_of(name: str, needed: bool) -> int:
+        if not parsed:
+            if not needed:
+                return 0
+            try:
+                parsed.append(Graph.from_bytes(graph_bytes(graph)))
+            except InvalidGraphError:
+                # The server says what is wrong with the graph.
+                return 0
+        try:
+            return without_ref(parsed[0].value_of(name).number)
+        except UnknownTensorError:
+            return 0
+
+    return type_of
+
+
+def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
+    """Element types by name of what a program's signature lists."""
+    known = {bare(spec.name): spec.dtype for spec in specs}
+
+    def type_of(name: str, needed: bool) -> int:
+        return known.get(bare(name), 0)
+
+    return type_of
+
+
+def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dict[str, Any]:
+    """The upstream gradients of one call of a program, by y."""
+    tensors, values = _split_grad_ys(grad_ys, [spec.name for spec in program.ys], program)
+    if tensors:
+        y = next(iter(tensors))
+        raise InvalidDerivativeError(
+            f"grad_ys of {y!r} names the tensor {tensors[y]!r}; names are given to compile, calls give arrays"
+        )
+    return values
+
+
+def names_of(names: Names, graph: GraphLike | None = None) -> list[str]:
+    """Names of tensors, from names and handles, one or many."""
+    return [name_of_tensor(name, graph) for name in listed(names)]
+
+
+def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
+    """A tensor's name, from a name, an alias, a handle of this graph, or a node of it that has one output."""
+    name = as_tensor(name)
+    if isinstance(name, TensorHandle):
+        if isinstance(graph, Graph) and name.graph is not graph:
+            raise UnknownTensorError(f"the handle {name.name!r} belongs to another graph")
+        return name.name
+    if not isinstance(name, str):
+        raise UnknownTensorError(f"a tensor is named by a string or a handle, not by {type(name).__name__}")
+    return aliases_of(graph).get(name, name)
+
+
+def aliases_of(graph: GraphLike | None) -> Mapping[str, str]:
+    """Further names of a graph's or program's tensors."""
+    return graph.aliases if isinstance(graph, Graph | program_pb2.Program) else {}
+
+
+def given_aliases(graph: GraphLike, words: Words) -> dict[str, str]:
+    """A graph's aliases, those first by which the words call what is asked for: answers tell tensors by the first."""
+    aliases = aliases_of(graph)
+    if not aliases:
+        return {}
+    asked = [name for names in (words.fetches, words.ys, words.xs) for name in listed(names) if isinstance(name, str)]
+    # A tensor that is called by its own name is told by it.
+    return {name: aliases.get(name, name) for name in asked} | dict(aliases)
+
+
+def listed(names: GroupedNames) -> list[Any]:
+    """Names, one or many, or in groups."""
+    if isinstance(names, Mapping):
+        return [name for group in names.values() for name in listed(group)]
+    return [names] if isinstance(names, str | TensorHandle | Node) else list(names)
+
+
+def add_named_tensor(
+    request: Message,
+    field: str,
+    name: str,
+    value: Any,
+    type_of: TypeOf,
+    *,
+    what: str | None = None,
+    large: list[wire_format.Parts] | None = None,
+) -> None:
+    """Adds a value to a repeated field of `NamedTensor`. Raises `InvalidTensorError`, `FeedDtypeError`.
+
+    Args:
+        request: The message that is sent. Values are written into it: each message around would copy them once more.
+        field: The name of its field.
+        name: The tensor's name.
+        value: Lists and numbers take the tensor's type; arrays must have it.
+        type_of: Element types of tensors.
+        what: How errors call the values; None: as the field.
+        large: Takes large tensors instead of the message; None: there are none.
+    """
+    where = f"{what or field}[{name!r}]"
+    messages = getattr(request, field)
+    if isinstance(value, blob_values.Blob):
+        number = type_of(name, False)
+        if number and value.number != number:
+            raise FeedDtypeError(f"{where} is a blob of {dtype_name(value.number)}, the tensor is {dtype_name(number)}")
+        messages.add(name=name, value=value.source())
+        return
+    array = array_of(value, type_of(name, not is_array(value)), where)
+    try:
+        if large is not None and large_tensors.is_large(array):
+            large.append(large_tensors.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
+        else:
+            tensor_codec.write_message(messages.add(name=name).value.inline_tensor, array)
+    except ValueError as cause:
+        raise InvalidTensorError(f"{where}: {cause}") from None
+
+
+def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
+    """A value as a tensor of an element type (0: its own)."""
+    try:
+        return tensor_codec.to_message(array_of(value, number, where))
+    except ValueError as cause:
+        raise InvalidTensorError(f"{where}: {cause}") from None
+
+
+def array_of(value: Any, number: int, where: str) -> tensor_codec.Array:
+    """A value as an array of an element type (0: its own). Raises `InvalidTensorError`, `FeedDtypeError`."""
+    if value is None or isinstance(value, TensorHandle | Node):
+        raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
+    try:
+        if is_array(value):
+            array = np.asarray(value)
+            actual = tensor_codec.number_of_array(array)
+            if number and actual != number:
+                raise FeedDtypeError(
+                    f"{where} is an array of {dtype_name(actual)}, the tensor is {dtype_name(number)}; "
+                    f"convert it, or give a list, which takes the tensor's type"
+                )
+            return array
+        if not number:
+            return natural(value)
+    except ValueError as cause:
+        raise InvalidTensorError(f"{where}: {cause}") from None
+    try:
+        return tensor_codec.from_value(value, number)
+    except tensor_codec.RaggedError as cause:
+        raise InvalidTensorError(f"{where}: {cause}") from None
+    except ValueError as cause:
+        raise FeedDtypeError(f"{where}, whose tensor is {dtype_name(number)}: {cause}") from None
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value has an element type of its own: NumPy's arrays and scalars, tensors of other libraries."""
+    return hasattr(value, "dtype") or hasattr(value, "__array__")
+
+
+def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:
+    if isinstance(value, str) and value in choices:
+        return choices[value]
+    *most, last = map(repr, choices)
+    known = f"{', '.join(most)} or {last}" if most else last
+    raise InvalidDerivativeError(f"{what} is {known}, not {value!r}.{near(str(value), choices)}")
+
+
+def pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
+    """Values by tensor as pairs. Raises `InvalidTensorError` where they are no dict."""
+    if not isinstance(values, Mapping):
+        raise InvalidTensorError(f"{what} is a dict of values by tensor, not {type(values).__name__}")
+    return values.items()
+
+
+def _split_grad_ys(
+    grad_ys: GradYs | None, ys: Sequence[str], graph: GraphLike | None
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Upstream gradients by y: those that are tensors of the graph, and those that are values. None drops out."""
+    if grad_ys is None:
+        return {}, {}
+    given: dict[str, Any] = {}
+    if isinstance(grad_ys, Mapping):
+        known = {bare(y): y for y in ys}
+        for key, value in grad_ys.items():
+            name = name_of_tensor(key, graph)
+            y = known.get(bare(name))
+            if y is None:
+                raise InvalidDerivativeError(
+                    f"grad_ys has {name!r}, which is none of the ys {list(ys)}.{near(name, ys)}"
+                )
+            given[y] = value
+    elif isinstance(grad_ys, list | tuple):
+        if len(grad_ys) != len(ys):
+            raise InvalidDerivativeError(f"grad_ys has {len(grad_ys)} entries for {len(ys)} ys; None stands for ones")
+        given = dict(zip(ys, grad_ys, strict=True))
+    else:
+        kind = type(grad_ys).__name__
+        raise InvalidDerivativeError(f"grad_ys is a dict by y or a list in the order of ys, not {kind}")
+    tensors: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for y, value in given.items():
+        if isinstance(value, str | TensorHandle | Node):
+            tensors[y] = name_of_tensor(value, graph)
+        elif value is not None:
+            values[y] = value
+    return tensors, values

@@ -1,0 +1,226 @@
+"""Makes the requests of sessions and decodes their answers, for both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from gradrule._builder import blob_values, by_name, graph_sources
+from gradrule._builder.graph import Graph
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.names import bare
+from gradrule._builder.overrides import Overrides
+from gradrule._builder.tensor_specs import TensorSpec
+from gradrule._messages import request_messages
+from gradrule._messages.error_status import error_from_status, serialized
+from gradrule._messages.request_messages import CallParams, Feeds, Name, Names
+from gradrule._messages.rpc_calls import Call
+from gradrule._messages.transfer_options import Transfer
+from gradrule._results import call_results
+from gradrule._results.call_results import Resolution, Timings
+from gradrule.common.tensor_codec import Array, to_numpy
+from gradrule.errors import InternalError, InvalidOptimizerError
+from gradrule.optimizers import Optimizer
+from gradrule.v1 import evaluate_pb2, session_pb2
+from gradrule.v1.tensor_pb2 import Dt
+
+R = TypeVar("R")
+
+METHOD = "/gradrule.v1.SessionService/RunSession"
+
+_FLOATS = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE, Dt.DT_COMPLEX64, Dt.DT_COMPLEX128})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """The result of one training step.
+
+    Attributes:
+        loss: The loss before the update.
+        outputs: Arrays by fetch, before the update.
+        step: How many steps the session has run.
+        timings: How long the step took.
+        overrides: The rule that each node got; only with the first step of its kind.
+    """
+
+    loss: Array
+    outputs: Mapping[str, Array]
+    step: int
+    timings: Timings
+    overrides: list[Resolution]
+
+
+class SessionOptions(NamedTuple):
+    """The arguments that a session is opened with."""
+
+    graph: GraphLike
+    overrides: Overrides | None
+    variables: Mapping[str, Any] | None
+    no_gradient: str
+    transfer: Transfer
+
+
+class SessionBase:
+    """Makes a session's requests and decodes its answers; the base of `Session` and `AsyncSession`."""
+
+    def __init__(self, options: SessionOptions) -> None:
+        self._transfer = options.transfer
+        self._graph = options.graph
+        self._words = request_messages.Words(overrides=options.overrides, no_gradient=options.no_gradient)
+        self._given = dict(options.variables or {})
+        self._specs: Mapping[str, TensorSpec] = {}
+        self._numbers: dict[str, int] = {}
+        # Hashes of the blobs that were sent to the server.
+        self._uploaded: set[str] = set()
+
+    @property
+    def variables(self) -> Mapping[str, TensorSpec]:
+        """Dtypes and shapes of the variables, by name."""
+        return self._specs
+
+    def _type_of(self, name: str, needed: bool) -> int:
+        number = self._numbers.get(bare(name))
+        return request_messages.types_of_graph(self._graph)(name, needed) if number is None else number
+
+    def _start(self) -> Call[None]:
+        blobs = blob_values.fed(self._given)
+        # The session differentiates later, so the overrides recorded by the builder are sent too.
+        spec, _ = request_messages.program_spec(self._graph, self._words, blobs)
+        start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
+        if isinstance(self._graph, Graph):
+            start.overrides.extend(override.message() for override in self._graph.node_overrides)
+        start.variables.extend(item for item in spec.variables if item.name not in self._given)
+        self._add_variables(start, self._given, "variables")
+        return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs)
+
+    def _started(self, answer: session_pb2.SessionStarted) -> None:
+        self._specs = call_results.specs(answer.variables)
+        self._numbers = {bare(spec.name): spec.dtype for spec in answer.variables}
+
+    def _step(
+        self,
+        feeds: Feeds | None,
+        loss: Name,
+        optimizer: Optimizer,
+        variables: Names,
+        fetches: Names,
+        params: CallParams | None,
+    ) -> Call[StepResult]:
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidOptimizerError(f"an optimiser is one of gradrule.optimizers, not {type(optimizer).__name__}")
+        names_given = request_messages.names_of(variables, self._graph) or self._trainable()
+        loss_name = request_messages.name_of_tensor(loss, self._graph)
+        names = request_messages.names_of(fetches, self._graph)
+        call = self._call(feeds, params)
+        request = session_pb2.StepRequest(
+            feeds=call.feeds,
+            loss=loss_name,
+            optimizer=optimizer.message(),
+            variables=names_given,
+            fetches=[loss_name, *names],
+            params=call.params,
+        )
+
+        def decode(answer: session_pb2.StepResponse) -> StepResult:
+            loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
+            return StepResult(
+                loss_value,
+                by_name.ByName(dict(zip(names, outputs, strict=True))),
+                answer.step,
+                call_results.timings(answer.timings),
+                call_results.resolutions(answer.overrides),
+            )
+
+        return Call("step", request, session_pb2.StepResponse.FromString, decode, blob_values.fed(feeds))
+
+    def _trainable(self) -> list[str]:
+        """Returns the variables to train; empty if the graph marks none as not trainable."""
+        if not isinstance(self._graph, Graph) or not self._graph.non_trainable:
+            return []
+        return [
+            name
+            for name in self._specs
+            if name not in self._graph.non_trainable and self._numbers[bare(name)] in _FLOATS
+        ]
+
+    def _evaluate(
+        self,
+        feeds: Feeds | None,
+        words: request_messages.Words,
+        params: CallParams | None,
+    ) -> Call[call_results.Result]:
+        spec, values = request_messages.program_spec(self._graph, words)
+        call = self._call(feeds, params)
+        request = session_pb2.SessionEvaluateRequest(feeds=call.feeds, fetches=spec.fetches, params=call.params)
+        if spec.WhichOneof("derivative") == "vjp":
+            request.vjp.CopyFrom(spec.vjp)
+        for y, value in values.items():
+            request_messages.add_named_tensor(request, "grad_ys", y, value, self._type_of)
+        blobs = blob_values.fed(feeds, words.grad_ys)
+
+        def decode(answer: evaluate_pb2.EvaluateResponse) -> call_results.Result:
+            return call_results.result(answer.SerializeToString())
+
+        return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode, blobs)
+
+    def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:
+        request = session_pb2.ReadRequest(variables=request_messages.names_of(names, self._graph))
+
+        def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
+            return by_name.ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
+
+        return Call("read", request, session_pb2.ReadResponse.FromString, decode)
+
+    def _assign(self, values: Mapping[Name, Any]) -> Call[None]:
+        request = session_pb2.AssignRequest()
+        self._add_variables(request, values, "values")
+        answer = session_pb2.AssignResponse.FromString
+        return Call("assign", request, answer, lambda _: None, blob_values.fed(values))
+
+    def _saved(self, values: Mapping[str, Array]) -> Graph:
+        graph = Graph.from_bytes(graph_sources.graph_bytes(self._graph))
+        if isinstance(self._graph, Graph):
+            graph.aliases.update(self._graph.aliases)
+            graph.non_trainable.update(self._graph.non_trainable)
+        graph.variables.update(values)
+        return graph
+
+    def _add_variables(self, request: Message, values: Mapping[Any, Any], what: str) -> None:
+        for key, value in values.items():
+            name = request_messages.name_of_tensor(key, self._graph)
+            request_messages.add_named_tensor(request, "variables", name, value, self._type_of, what=what)
+
+    def _call(self, feeds: Feeds | None, params: CallParams | None) -> evaluate_pb2.EvaluateRequest:
+        return request_messages.evaluate_request(feeds, self._type_of, params=params, graph=self._graph)
+
+    def _not_uploaded(self, call: Call[Any]) -> blob_values.Blobs:
+        return {name: data for name, data in call.blobs.items() if name not in self._uploaded}
+
+    def _message(self, call: Call[Any], timeout: float) -> bytes:
+        packing = self._transfer.packing
+        if packing is not None:
+            # In place: the request may be sent again.
+            self._transfer.pack(call.request)
+        kind: dict[str, Any] = {call.method: call.request}
+        request = session_pb2.RunSessionRequest(**kind)
+        request.timeout.FromNanoseconds(int(timeout * 1e9))
+        if packing is not None:
+            request.answer_packing.CopyFrom(packing.message())
+        return serialized(request)
+
+    def _decoded(self, call: Call[R], data: bytes) -> R:
+        try:
+            answer = session_pb2.RunSessionResponse.FromString(data)
+        except DecodeError as cause:
+            raise InternalError(f"the server's answer cannot be read: {cause}") from None
+        kind = answer.WhichOneof("response")
+        if kind == "status":
+            raise error_from_status(answer.status)
+        expected = "started" if call.method == "start" else call.method
+        if kind != expected:
+            raise InternalError(f"the server answered a {call.method} with {kind}")
+        self._transfer.unpack(answer)
+        return call.decode(getattr(answer, kind))

@@ -1,0 +1,1 @@
+"""Decodes answers of the server into results."""

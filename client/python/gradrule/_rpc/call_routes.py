@@ -1,0 +1,73 @@
+"""Chooses how a call of `Evaluate` is sent: alone, over the client's stream, or in chunks."""
+
+from __future__ import annotations
+
+import time
+
+from gradrule.common import fast_paths
+
+MAX_WHOLE_BYTES = 64 << 20
+"""Longer requests are sent in chunks: servers limit the length of a message, by default to 64 MiB."""
+
+_MAX_STREAMED_BYTES = 512 << 10
+# A stream is opened for calls that are repeated, each within REPEATED_WITHIN_S after the one before.
+_CALLS_BEFORE = 3
+REPEATED_WITHIN_S = 60.0
+"""Seconds without a request after which a stream is closed, unless the server may keep forward handles for it."""
+# A server runs at most this many requests of one stream at a time; more would wait.
+_MAX_PENDING = 32
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+TRIES = 4
+"""How often a call in chunks is sent if streams are lost; gRPC sends other calls as often."""
+
+
+class Routes:
+    """Chooses routes by what the client has learned about its server.
+
+    Args:
+        use_stream: Send repeated calls over a stream.
+    """
+
+    def __init__(self, *, use_stream: bool) -> None:
+        self._use_stream = use_stream and fast_paths.is_enabled("streams")
+        self._calls = 0
+        self._called_at = 0.0
+        self._pause_s = 0.0
+        self._not_before = 0.0
+        self._max_whole_bytes = MAX_WHOLE_BYTES
+
+    def must_chunk(self, size: int) -> bool:
+        """Whether a request of this many bytes is too long for one message."""
+        return size > self._max_whole_bytes
+
+    def may_stream(self, size: int, pending_count: int, *, is_open: bool) -> bool:
+        """Whether a request of this many bytes goes over the stream, which has this many requests without an answer."""
+        if not self._use_stream or size > _MAX_STREAMED_BYTES:
+            return False
+        now = time.monotonic()
+        if now - self._called_at > REPEATED_WITHIN_S:
+            self._calls = 0
+        self._called_at = now
+        self._calls += 1
+        if self._calls <= _CALLS_BEFORE or pending_count >= _MAX_PENDING:
+            return False
+        return is_open or now >= self._not_before
+
+    def note_answered(self) -> None:
+        """Records that a stream works."""
+        self._pause_s = 0.0
+
+    def note_lost(self) -> None:
+        """Records that a stream was lost: none is opened for a time that doubles with each loss."""
+        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        self._not_before = time.monotonic() + self._pause_s
+
+    def note_too_long(self, size: int) -> None:
+        """Records that the server refuses messages of this many bytes."""
+        self._max_whole_bytes = min(self._max_whole_bytes, size - 1)
+
+
+def pause_before(attempt: int) -> float:
+    """Returns the seconds to wait before a call in chunks is sent again, after this many attempts."""
+    return min(0.05 * (1 << attempt - 1), 1.0)

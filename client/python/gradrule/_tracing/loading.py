@@ -1,0 +1,144 @@
+"""Loads graphs from files; SavedModels and Keras models need TensorFlow, graph files do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format, text_format
+from google.protobuf.message import DecodeError
+
+from gradrule._builder.graph import Graph
+from gradrule._builder.saving import read_beside
+from gradrule.common import wire_format
+from gradrule.errors import InvalidGraphError, UnsupportedError
+from gradrule.v1 import graph_pb2
+
+_SAVED_MODEL = ("saved_model.pb", "saved_model.pbtxt")
+_KERAS = (".keras", ".h5", ".hdf5")
+
+_REMEDIES = {
+    "SavedModel": "give the whole folder of the SavedModel, where it is called saved_model.pb",
+    "MetaGraphDef": "it has no values of variables; save a SavedModel, or take its graph_def and freeze it",
+}
+
+# A SavedModel starts with its schema's version, a varint in field 1; field 1 of a GraphDef is a node.
+_SAVED_MODEL_TAG = 1 << 3 | wire_format.VARINT
+# Fields of `MetaGraphDef` and of its `MetaInfoDef`.
+_META_INFO, _INNER_GRAPH, _TENSORFLOW_VERSION = 1, 2, 5
+_VERSION = re.compile(rb"\d+\.\d+\.\d+")
+
+# Zero values whose names differ from TensorFlow's: one convention for enums holds in all of gradrule's messages.
+_RENAMED = {"DT_INVALID": "DT_UNSPECIFIED", "TFT_UNSET": "TFT_UNSPECIFIED"}
+
+# A quoted string, which stays as it is, or one of the renamed words.
+_TEXT_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|\b(?:DT_INVALID|TFT_UNSET)\b')
+
+
+def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Graph:
+    """Loads a graph from a file, a SavedModel's folder or a Keras model's file.
+
+    The graph's `inputs` are its placeholders. Its `outputs` are the tensors with an alias, or, if there are none, the
+    tensors that no node uses. Names from signatures and from Keras become aliases of tensors.
+
+    Args:
+        path: `.pb` (bytes of a GraphDef, with the files that `Graph.save` wrote next to it), `.pbtxt` (protobuf text)
+            or `.json` (protobuf's JSON mapping); with TensorFlow also a SavedModel's folder, `.keras` and `.h5`.
+            Fields that gradrule does not know are kept in `.pb` and skipped in `.pbtxt` and `.json`.
+        signature: The SavedModel's signature, or a function of its object (`__call__`, or a method's name); ignored
+            for other files.
+
+    Returns:
+        The graph, with variables and aliases.
+
+    Raises:
+        InvalidGraphError: The file is missing or holds no graph.
+        UnsupportedError: TensorFlow is needed but not installed, or the graph uses something that cannot be sent.
+    """
+    file = Path(path)
+    if file.is_dir() and any((file / name).exists() for name in _SAVED_MODEL):
+        from gradrule._tracing import load_saved_model
+
+        return load_saved_model(file, signature)
+    if file.name in _SAVED_MODEL and file.exists():
+        raise UnsupportedError(
+            f"{file} is one file of a SavedModel, which holds its variables in others; give the folder {file.parent}"
+        )
+    if file.is_dir():
+        raise InvalidGraphError(
+            f"{file} is a folder without a SavedModel; expected a file that ends with {', '.join(_READERS)}, or a "
+            "folder with saved_model.pb"
+        )
+    if file.suffix.lower() in _KERAS:
+        if not file.exists():
+            raise InvalidGraphError(f"{file} cannot be read: No such file or directory")
+        from gradrule._tracing import load_keras
+
+        return load_keras(file)
+    reader = _READERS.get(file.suffix.lower())
+    if reader is None:
+        raise InvalidGraphError(f"{file}: expected a file that ends with {', '.join([*_READERS, *_KERAS])}")
+    try:
+        data = file.read_bytes()
+    except OSError as cause:
+        raise InvalidGraphError(f"{file} cannot be read: {cause.strerror}") from cause
+    if file.suffix.lower() == ".pb" and (kind := _other_format(data)) is not None:
+        raise UnsupportedError(f"{file} is a {kind}, not a GraphDef; {_REMEDIES[kind]}")
+    try:
+        graph = reader(data)
+    except (DecodeError, ValueError, text_format.ParseError, json_format.ParseError) as cause:
+        raise InvalidGraphError(f"{file} holds no graph: {cause}") from None
+    except InvalidGraphError as cause:
+        raise InvalidGraphError(f"{file}: {cause.message}") from None
+    if file.suffix.lower() == ".pb":
+        read_beside(graph, file)
+    return graph
+
+
+def _other_format(data: bytes) -> str | None:
+    """Returns `SavedModel` or `MetaGraphDef` for bytes of these messages, else None."""
+    try:
+        fields = list(islice(wire_format.fields(data, 0, len(data)), 2))
+        if fields and data[0] == _SAVED_MODEL_TAG:
+            return "SavedModel"
+        if [number for number, _, _ in fields] == [_META_INFO, _INNER_GRAPH]:
+            _, start, end = fields[0]
+            info = {number: data[first:last] for number, first, last in wire_format.fields(data, start, end)}
+            if _VERSION.match(info.get(_TENSORFLOW_VERSION, b"")):
+                return "MetaGraphDef"
+    except wire_format.MalformedError:
+        return None
+    return None
+
+
+def _from_text(data: bytes) -> Graph:
+    text = _TEXT_TOKEN.sub(lambda match: _RENAMED.get(match[0], match[0]), data.decode())
+    message = text_format.Parse(text, graph_pb2.Graph(), allow_unknown_field=True)
+    return Graph.from_bytes(message.SerializeToString(deterministic=True))
+
+
+def _from_json(data: bytes) -> Graph:
+    document = _renamed(json.loads(data))
+    message = json_format.ParseDict(document, graph_pb2.Graph(), ignore_unknown_fields=True)
+    return Graph.from_bytes(message.SerializeToString(deterministic=True))
+
+
+def _renamed(value: Any, key: str = "") -> Any:
+    """Renames TensorFlow's zero values of enums to ours, anywhere in parsed JSON."""
+    if isinstance(value, dict):
+        return {name: _renamed(entry, name) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_renamed(entry, key) for entry in value]
+    if isinstance(value, str) and key in _ENUM_KEYS:
+        return _RENAMED.get(value, value)
+    return value
+
+
+_ENUM_KEYS = {"type", "dtype", "typeId", "type_id"}
+
+_READERS: dict[str, Callable[[bytes], Graph]] = {".pb": Graph.from_bytes, ".pbtxt": _from_text, ".json": _from_json}

@@ -1,0 +1,180 @@
+"""Answers requests that came in one frame: together where that is proven to change no answer, else one by one."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from threading import Lock
+from typing import TypeAlias
+
+from gradrule.v1 import evaluate_pb2
+from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.batching.analysis import MAX_EXAMPLES
+from gradrule_server.engine.batching.merging import (
+    BatchedCall,
+    allowed_size,
+    chunks,
+    count_examples,
+    group_key_for,
+    run,
+    run_together,
+)
+from gradrule_server.engine.batching.proof import BatchingProof
+from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.engine.large_tensors import cut_large_tensors
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.run import packing_of, respond
+from gradrule_server.engine.shared_memory import AttachedMemories
+from gradrule_server.errors import GradruleError
+from gradrule_server.link.arena import LEAST_PLACED_BYTES
+from gradrule_server.link.batching import unpack_batch
+from gradrule_server.link.framing import FrameSocket, Kind
+from gradrule_server.link.v1 import link_pb2
+
+_log = logging.getLogger(__name__)
+
+_Answering: TypeAlias = Callable[[int], AbstractContextManager[None]]
+
+
+class BatchRunner:
+    """Answers RUN_BATCH frames. Thread-safe.
+
+    memories: of clients, in which tensors may lie. program: finds a program by its key.
+    answering: within this context an error becomes the answer of that request.
+    """
+
+    def __init__(
+        self,
+        frames: FrameSocket,
+        reader: ArgumentReader,
+        memories: AttachedMemories,
+        program: Callable[[str], BuiltProgram],
+        answering: _Answering,
+    ) -> None:
+        self._frames = frames
+        self._reader = reader
+        self._memories = memories
+        self._program = program
+        self._answering = answering
+        self._proofs: weakref.WeakKeyDictionary[BuiltProgram, BatchingProof] = weakref.WeakKeyDictionary()
+        self._lock = Lock()
+
+    def run(self, number: int, payload: bytes | memoryview) -> None:
+        """Answers all requests of a frame, which are of one program; then tells that it is done with the frame.
+
+        What it raises must be sent as the FAULT of the frame: the front end answers the rest of the requests with it.
+        """
+        notice = link_pb2.BatchNotice()
+        self._run_all(payload, notice)
+        self._frames.send(Kind.BATCH_NOTICE, number, notice.SerializeToString())
+
+    def _run_all(self, payload: bytes | memoryview, notice: link_pb2.BatchNotice) -> None:
+        most, requests = unpack_batch(payload)
+        most = min(most, MAX_EXAMPLES)
+        calls: list[BatchedCall] = []
+        built: BuiltProgram | None = None
+        for request_id, part in requests:
+            with self._answering(request_id):
+                opened = cut_large_tensors(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
+                request = link_pb2.RunRequest.FromString(opened.payload)
+                notice.key = request.key
+                built = self._program(request.key)
+                values = evaluate_pb2.EvaluateRequest.FromString(request.request)
+                started_ns = time.monotonic_ns()
+                contents, answer_area = self._memories.open(values, opened.contents)
+                reader = self._reader.for_folder(request.blob_folder)
+                arguments = reader.arrays(built, values, request.params, contents)
+                packing = packing_of(values.answer_packing) if values.HasField("answer_packing") else None
+                call = BatchedCall(
+                    request_id, request.received_ns, started_ns, arguments, packing=packing, answer_area=answer_area
+                )
+                may_batch = values.batching.allowed or not values.batching.HasField("allowed")
+                calls.append(self._placed(built, call) if may_batch else call)
+        if built is not None:
+            self._run(built, calls, most, notice)
+
+    def _placed(self, built: BuiltProgram, call: BatchedCall) -> BatchedCall:
+        """The call, with what it needs to run with others if it can."""
+        layout = self._proof(built).analyse(built)
+        if layout is None:
+            return call
+        examples = count_examples(built, layout, call.arguments)
+        group_key = group_key_for(built, layout, call.arguments) if examples else None
+        return replace(call, examples=examples, group_key=group_key)
+
+    def _proof(self, built: BuiltProgram) -> BatchingProof:
+        with self._lock:
+            return self._proofs.setdefault(built, BatchingProof())
+
+    def _run(self, built: BuiltProgram, calls: Sequence[BatchedCall], most: int, notice: link_pb2.BatchNotice) -> None:
+        proof = self._proof(built)
+        groups: dict[object, list[BatchedCall]] = {}
+        for call in calls:
+            # Those that run by themselves come first: whoever asks for that must not wait for the others.
+            groups.setdefault(call.group_key if call.examples else None, []).append(call)
+        for call in groups.pop(None, []):
+            self._answer_alone(built, call)
+        met = False
+        for group in groups.values():
+            for chunk in chunks(group, most):
+                met |= len(chunk) > 1
+                self._answer_chunk(built, proof, chunk, most)
+        notice.reason = proof.refusal
+        if proof.refusal:
+            notice.outcome = link_pb2.BatchNotice.OUTCOME_REFUSED
+        elif proof.is_proven and (met or len(calls) < 2):
+            notice.outcome = link_pb2.BatchNotice.OUTCOME_PROVEN
+
+    def _answer_chunk(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall], most: int) -> None:
+        layout = proof.layout
+        if len(calls) == 1 or layout is None:
+            for call in calls:
+                self._answer_alone(built, call)
+        elif not proof.is_proven:
+            done = [(call, results) for call in calls if (results := self._answer_alone(built, call)) is not None]
+            if len(done) > 1:
+                with proof.lock:
+                    proof.attempt(built, layout, [call for call, _ in done], [results for _, results in done])
+        else:
+            examples = sum(call.examples for call in calls)
+            try:
+                parts = run_together(built, layout, calls, allowed_size(examples, most))
+            except Exception as cause:
+                if not isinstance(cause, GradruleError):
+                    _log.exception("calls failed together; they run alone")
+                # One of them is at fault, or they are too large together: alone, each gets the answer that it should.
+                self._answer_each(built, proof, calls)
+                return
+            for call, results in zip(calls, parts, strict=True):
+                self._answer(built, call, results, examples)
+
+    def _answer_each(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall]) -> None:
+        done = [self._answer_alone(built, call) for call in calls]
+        if all(results is not None for results in done):
+            with proof.lock:
+                proof.refuse("calls that succeed alone failed together")
+
+    def _answer_alone(self, built: BuiltProgram, call: BatchedCall) -> Arrays | None:
+        """Runs and answers a call; returns its results, if it has any."""
+        with self._answering(call.request_id):
+            results = run(built, call.arguments)
+            self._answer(built, call, results, 0)
+            return results
+        return None
+
+    def _answer(self, built: BuiltProgram, call: BatchedCall, results: Arrays, batch_size: int) -> None:
+        with self._answering(call.request_id):
+            answer = respond(
+                built,
+                results,
+                call.received_ns,
+                call.started_ns,
+                batch_size,
+                packing=call.packing,
+                answer_area=call.answer_area,
+            )
+            self._frames.send(Kind.RAN, call.request_id, answer)

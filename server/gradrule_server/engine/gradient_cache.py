@@ -1,0 +1,152 @@
+"""Builds the gradients of similar nodes once, for programs that are described and never run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
+
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.code_rules.common import Gradient
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
+
+_Key: TypeAlias = tuple[Any, ...]
+
+_FOR_GRADRULE = frozenset({"_gradrule_mark", tf_private.GRADIENT_ATTR})
+# Larger constants are kept as a hash. Gradient functions read the values of integer constants: sizes and axes.
+_MOST_VALUE_BYTES = 4096
+
+
+class GradientCache:
+    """Reuses the gradients of a node for similar nodes. For programs that never run: values would be wrong.
+
+    The gradients that a gradient function or a rule builds depend on the op's type and attributes, on types, shapes and
+    constants of its inputs, and on which upstream gradients exist. If all of these are equal for two nodes, their
+    gradients have the same types and shapes, the same ones are missing, and building both succeeds or fails.
+
+    Args:
+        graph: The graph that is built.
+        graph_def: The graph that is imported into it.
+    """
+
+    def __init__(self, graph: tf_private.RecordingGraph, graph_def: tf_graph_pb2.GraphDef) -> None:
+        self._graph = graph
+        self._nodes = {node.name: node for node in graph_def.node}
+        self._attributes: dict[str, bytes] = {}
+        self._known: dict[_Key, tuple[Sequence[Gradient], list[tf.Operation]]] = {}
+        self._constants: dict[str, bytes] = {}
+        self._sums: dict[_Key, tuple[tf.Tensor, list[tf.Operation]]] = {}
+
+    def gradients(
+        self,
+        op: tf.Operation,
+        dys: Sequence[Gradient],
+        rule: int,
+        make: Callable[[], Sequence[Gradient]],
+        noted: Callable[[], int],
+    ) -> Sequence[Gradient]:
+        """Returns the gradients that `make` builds, or those that it built for a similar op.
+
+        Args:
+            op: The op.
+            dys: Upstream gradients of its outputs.
+            rule: Number of the rule; negative for the op's own gradient.
+            make: Builds the gradients.
+            noted: Returns a count; if `make` changes it, the gradients are not reused.
+        """
+        key = self._key(op, dys, rule)
+        if key is None:
+            return make()
+        known = self._known.get(key)
+        if known is not None:
+            self._graph.made += known[1]
+            return known[0]
+        before, noted_before = len(self._graph.made), noted()
+        gradients = make()
+        if noted() == noted_before:
+            self._known[key] = gradients, self._graph.made[before:]
+        return gradients
+
+    def sum(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:
+        """Returns the sum of tensors, or an earlier sum of tensors of the same types and shapes.
+
+        None where an earlier sum cannot stand for this one: in graphs of loops and branches.
+        """
+        graph = self._graph
+        if tf.compat.v1.get_default_graph() is not graph or any(tensor.graph is not graph for tensor in tensors):
+            return None
+        key = tuple([(tensor.dtype, _shape(tensor)) for tensor in tensors])
+        known = self._sums.get(key)
+        if known is not None:
+            graph.made += known[1]
+            return known[0]
+        before = len(graph.made)
+        total = tf.add_n(tensors)
+        self._sums[key] = total, graph.made[before:]
+        return total
+
+    def _key(self, op: tf.Operation, dys: Sequence[Gradient], rule: int) -> _Key | None:
+        """Returns everything on which the gradients of an op depend; None if that is not known."""
+        graph = self._graph
+        if op.graph is not graph or tf.compat.v1.get_default_graph() is not graph:
+            # Gradients in the graph of a loop or branch also decide which tensors the forward part keeps.
+            return None
+        attributes = self._attributes_of(op)
+        if attributes is None:
+            return None
+        inputs: dict[int, int] = {}
+        parts: list[Any] = [rule, op.type, attributes]
+        for number, value in enumerate(op.inputs):
+            described = self._described(value)
+            if described is None:
+                return None
+            parts.append((inputs.setdefault(id(value), number), described))
+        parts += [(output.dtype, _shape(output)) for output in op.outputs]
+        for dy in dys:
+            if isinstance(dy, tf.IndexedSlices):
+                parts.append((_upstream(dy.values), _upstream(dy.indices), _upstream(dy.dense_shape)))
+            elif dy is not None and dy.op.type == "Const":
+                return None
+            else:
+                parts.append(_upstream(dy))
+        return tuple(parts)
+
+    def _attributes_of(self, op: tf.Operation) -> bytes | None:
+        """Returns the attributes as bytes; None for an op that was not imported or runs functions."""
+        name = op.name.removeprefix(IMPORT_SCOPE)
+        found = self._attributes.get(name)
+        if found is None and name in self._nodes and not tf_private.runs_functions(op.type):
+            attributes = self._nodes[name].attr
+            parts = [(key, attributes[key].SerializeToString()) for key in sorted(attributes)]
+            found = repr([part for part in parts if part[0] not in _FOR_GRADRULE]).encode()
+            self._attributes[name] = found
+        return found
+
+    def _described(self, value: tf.Tensor) -> _Key | None:
+        """Returns type, shape and producer of a tensor, and its values if gradient functions may read them."""
+        producer, dtype = value.op, value.dtype
+        if dtype.is_floating or dtype.is_complex or producer.type == "Placeholder":
+            return dtype, _shape(value), producer.type
+        # TensorFlow may know computed integers too, from the shapes of other tensors, so they have no key.
+        constant = self._constant(producer) if producer.type == "Const" else None
+        return None if constant is None else (dtype, _shape(value), constant)
+
+    def _constant(self, op: tf.Operation) -> bytes | None:
+        found = self._constants.get(op.name)
+        node = self._nodes.get(op.name.removeprefix(IMPORT_SCOPE))
+        if found is None and node is not None:
+            data = node.attr["value"].SerializeToString()
+            found = self._constants[op.name] = data if len(data) <= _MOST_VALUE_BYTES else hashlib.sha256(data).digest()
+        return found
+
+
+def _shape(value: tf.Tensor) -> tuple[int | None, ...] | None:
+    shape = value.shape
+    return None if shape.rank is None else tuple(shape)
+
+
+def _upstream(value: tf.Tensor | None) -> _Key | None:
+    return None if value is None else (value.dtype, _shape(value), value.op.type)

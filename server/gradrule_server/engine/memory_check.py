@@ -1,0 +1,218 @@
+"""Checks that a program and each call of it can fit into an engine's memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
+from tensorflow.core.framework import node_def_pb2
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.graph_import import label_varying
+from gradrule_server.engine.memory_estimate import MemoryNeed, bytes_of, estimate_need
+from gradrule_server.errors import error
+from gradrule_server.policy.op_traits import input_numbers
+
+# Inputs that decide how large an output is, by op: a call may feed them.
+_SIZES = input_numbers("size_inputs")
+# Inputs that hold sizes have few elements; larger inputs are not read.
+_MAX_SIZE_ELEMENTS = 64
+# Size of the largest common element type.
+_ELEMENT_BYTES = 16
+# Larger constants are replaced by placeholders: only their shapes matter.
+_LARGE_CONSTANT = 4096
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+# Number of results that are kept. Sizes are rounded up to powers of two, so most calls find a result.
+_MAX_KEPT = 256
+
+_Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+# Shape and values; no values if there are too many.
+_Value: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+_Key: TypeAlias = tuple[_Shapes, tuple[_Value, ...]]
+
+
+class MemoryCheck:
+    """Checks the calls of one built function against the memory limit. Thread-safe.
+
+    limit: bytes; 0: none. Raises MEMORY_EXCEEDED at once where the program cannot fit, whatever is fed.
+    """
+
+    def __init__(self, function: Any, limit: int) -> None:
+        self._function = function
+        self._limit = limit
+        self._fitting: OrderedDict[_Key, None] = OrderedDict()
+        # Exact shapes and values of calls that fit; read without a lock.
+        self._checked: dict[_Key, None] = {}
+        self._lock = threading.Lock()
+        self._open: list[int] = []
+        self._sizing: list[int] = []
+        if limit:
+            graph = function.graph
+            self._refuse(estimate_need(graph, function.outputs, limit))
+            self._ops = len(graph.get_operations())
+            self._sizing = [index for index, item in enumerate(graph.inputs) if _leads_to_size(item)]
+            self._open = [
+                index
+                for index, item in enumerate(graph.inputs)
+                if item.shape.num_elements() is None and index not in self._sizing
+            ]
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        """Raises MEMORY_EXCEEDED if a call with these arguments, tensors or NumPy arrays, cannot fit."""
+        if not self._open and not self._sizing:
+            return
+        shapes = tuple([tuple(arguments[index].shape) for index in self._open])
+        values = tuple([_value_of(arguments[index]) for index in self._sizing])
+        if (shapes, values) in self._checked:
+            return
+        self._check(shapes, values)
+        if len(self._checked) >= _MAX_KEPT:
+            self._checked.clear()
+        self._checked[shapes, values] = None
+
+    def _check(self, shapes: _Shapes, values: tuple[_Value, ...]) -> None:
+        if self._is_far(shapes, values):
+            return
+        rounded = tuple(tuple(map(_rounded, shape)) for shape in shapes)
+        if self._is_known(rounded, values) or self._is_known(shapes, values):
+            return
+        # If larger arguments fit, these fit. If they do not, or contradict the graph, the exact arguments are checked.
+        need = self._need(rounded, values)
+        if need is not None and need.size <= self._limit:
+            self._keep(rounded, values)
+            return
+        need = self._need(shapes, values)
+        if need is not None:
+            self._refuse(need)
+        self._keep(shapes, values)
+
+    def _is_known(self, shapes: _Shapes, values: tuple[_Value, ...]) -> bool:
+        with self._lock:
+            found = (shapes, values) in self._fitting
+            if found:
+                self._fitting.move_to_end((shapes, values))
+            return found
+
+    def _keep(self, shapes: _Shapes, values: tuple[_Value, ...]) -> None:
+        with self._lock:
+            self._fitting[shapes, values] = None
+            while len(self._fitting) > _MAX_KEPT:
+                self._fitting.popitem(last=False)
+
+    def _is_far(self, shapes: _Shapes, values: Iterable[_Value]) -> bool:
+        """Returns whether the limit is far away even if each op made outer products of all tensors of unknown size."""
+        elements = 1 + sum(map(math.prod, shapes))
+        for shape, numbers in values:
+            elements = (elements + math.prod(shape)) * math.prod(max(abs(number), 1) for number in numbers)
+        return bool(_ELEMENT_BYTES * self._ops * elements**2 <= self._limit)
+
+    def _need(self, shapes: _Shapes, values: tuple[_Value, ...]) -> MemoryNeed | None:
+        """Returns the memory need for arguments of these shapes and values; None if they contradict the function."""
+        inputs = [tensor.op.name for tensor in self._function.graph.inputs]
+        known = {inputs[index]: shape for index, shape in zip(self._open, shapes, strict=True)}
+        given = {inputs[index]: value for index, value in zip(self._sizing, values, strict=True)}
+        graph_def = _without_weights(self._function.graph)
+        for node in graph_def.node:
+            if node.name in known:
+                _set_shape(node, known[node.name])
+            elif node.name in given:
+                _set_value(node, *given[node.name])
+        # This graph never runs, so its labels may stay.
+        label_varying(graph_def)
+        results = [tensor.name for tensor in self._function.outputs]
+        with tf.Graph().as_default() as graph:
+            try:
+                tensors = tf.import_graph_def(graph_def, return_elements=results, name="")
+            except ValueError:
+                # The shapes contradict each other: the call itself fails with a better message.
+                return None
+            return estimate_need(graph, tensors, self._limit)
+
+    def _refuse(self, need: MemoryNeed) -> None:
+        if need.size > self._limit:
+            raise error(
+                errors_pb2.ERROR_REASON_MEMORY_EXCEEDED,
+                f"running this would take about {_shown(need.size)}; an engine has {_shown(self._limit)} "
+                f"(--memory-limit). The largest tensor is {need.where}: {_shown(need.largest)}",
+            )
+
+
+def _without_weights(graph: tf.Graph) -> tf_graph_pb2.GraphDef:
+    """Returns the graph with its functions as a message, with placeholders in place of large constants."""
+    made = tf_graph_pb2.GraphDef(versions=graph.graph_def_versions)
+    functions: dict[str, None] = {}
+    for op in graph.get_operations():
+        if op.type == "Const" and bytes_of(op.outputs[0]) > _LARGE_CONSTANT:
+            node = made.node.add(name=op.name, op="Placeholder")
+            node.attr["dtype"].type = op.outputs[0].dtype.as_datatype_enum
+            _set_shape(node, tuple(op.outputs[0].shape))
+            continue
+        node = made.node.add()
+        node.CopyFrom(op.node_def)
+        functions.update(dict.fromkeys(tf_private.functions_named(node)))
+    made.library.function.extend(tf_private.functions_reached(functions))
+    return made
+
+
+def _set_shape(node: node_def_pb2.NodeDef, shape: Sequence[int]) -> None:
+    node.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
+
+
+def _set_value(node: node_def_pb2.NodeDef, shape: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    """Replaces an argument of known value by a constant, so that TensorFlow infers shapes from it."""
+    if len(numbers) != math.prod(shape):
+        _set_shape(node, shape)
+        return
+    dtype = tf.as_dtype(node.attr["dtype"].type)
+    value = tf.make_tensor_proto(np.array(numbers, dtype.as_numpy_dtype).reshape(shape), dtype, shape)
+    node.op = "Const"
+    node.attr.clear()
+    node.attr["dtype"].type = dtype.as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(value)
+
+
+def _leads_to_size(tensor: tf.Tensor) -> bool:
+    """Returns whether values of an argument, or integers computed from them, decide the size of a tensor."""
+    if not tensor.dtype.is_integer:
+        return False
+    seen: set[str] = set()
+    pending = [tensor]
+    while pending:
+        current = pending.pop()
+        if current.name in seen:
+            continue
+        seen.add(current.name)
+        for op in current.consumers():
+            if any(taken is current for taken in _sizes_of(op)):
+                return True
+            pending += [output for output in op.outputs if output.dtype.is_integer]
+    return False
+
+
+def _sizes_of(op: tf.Operation) -> list[tf.Tensor]:
+    numbers = _SIZES.get(op.type)
+    return [] if numbers is None else [op.inputs[number] for number in numbers]
+
+
+def _value_of(argument: Any) -> _Value:
+    shape = tuple(argument.shape)
+    few = math.prod(shape) <= _MAX_SIZE_ELEMENTS
+    return shape, tuple(map(int, np.asarray(argument).flat)) if few else ()
+
+
+def _rounded(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 1 else size
+
+
+def _shown(size: int) -> str:
+    for unit, name in _UNITS:
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size} bytes"

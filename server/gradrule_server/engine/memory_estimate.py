@@ -1,0 +1,215 @@
+"""Estimates from shapes the least memory that a program takes, so that programs that cannot fit are refused.
+
+The estimate of a graph is the sum of its inputs, constants and results, and of the other tensors that exist at the same
+time, at the worst moment, if ops run depth first, which takes less memory than TensorFlow's own order. It is a lower
+bound: unknown sizes count as 0; an op that can reuse the memory of an input takes none; a tensor of which only the
+shape is used takes none; a loop counts as one iteration, a branch as its smallest function. A refused program
+cannot fit. A program that is not refused may still not fit: then it ends at the engine's memory limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.policy.op_traits import ops_with, trait_values
+
+_VIEWS: Mapping[str, int] = {op: int(value) for op, value in trait_values("view").items() if value != "each"}
+_VIEWS_EACH = ops_with("view", "each")
+_ASK_SHAPES = ops_with("reads_shape")
+_STRING_BYTES = 24
+
+# A tensor: number of its op, number among the op's outputs.
+_Place: TypeAlias = tuple[int, int]
+
+
+@dataclass(slots=True)
+class MemoryNeed:
+    """The least bytes that a graph takes, and its largest tensor: its bytes and its description."""
+
+    size: int = 0
+    largest: int = 0
+    where: str = ""
+
+
+@dataclass(slots=True)
+class _Node:
+    """One op. `views`: for each output, the number of the input whose memory it shares; empty if outputs are new.
+
+    `extra`: bytes that a run of its functions takes besides its inputs and outputs.
+    """
+
+    inputs: list[_Place]
+    controls: list[int]
+    sizes: list[int]
+    views: Sequence[int]
+    asks_shapes: bool
+    extra: int
+
+
+@dataclass(slots=True)
+class _Graph:
+    nodes: list[_Node] = field(default_factory=list)
+    # Numbers of the nodes whose outputs take memory during the whole run.
+    lasting: set[int] = field(default_factory=set)
+    # Places of the results.
+    results: list[_Place] = field(default_factory=list)
+
+
+def estimate_need(graph: tf.Graph, results: Sequence[tf.Tensor], enough: int) -> MemoryNeed:
+    """Returns the memory that running a graph takes. `enough`: a need up to this many bytes is not made precise."""
+    return _Reader(enough).need(graph, results)
+
+
+class _Reader:
+    def __init__(self, enough: int) -> None:
+        self._enough = enough
+        self._functions: dict[tuple[str, str], MemoryNeed] = {}
+
+    def need(self, graph: tf.Graph, results: Sequence[tf.Tensor]) -> MemoryNeed:
+        need = MemoryNeed()
+        ops = graph.get_operations()
+        sizes, extras = self._sizes(ops, need)
+        # The sum of all tensors is an upper bound, and for most graphs it is below `enough`.
+        need.size = sum(map(sum, sizes)) + sum(extras)
+        if need.size > self._enough:
+            need.size = _peak(_structure(ops, results, sizes, extras))
+        return need
+
+    def _sizes(self, ops: Sequence[tf.Operation], need: MemoryNeed) -> tuple[list[list[int]], list[int]]:
+        """Returns the bytes of each op's outputs, and the additional bytes of each op's functions."""
+        all_sizes: list[list[int]] = []
+        extras: list[int] = []
+        for op in ops:
+            sizes = [bytes_of(tensor) for tensor in op.outputs]
+            largest = max(sizes, default=0)
+            if largest > need.largest:
+                need.largest, need.where = largest, _described(op, op.outputs[sizes.index(largest)])
+            all_sizes.append(sizes)
+            extras.append(self._inside(op, need) if tf_private.runs_functions(op.type) else 0)
+        return all_sizes, extras
+
+    def _inside(self, op: tf.Operation, need: MemoryNeed) -> int:
+        """Returns the bytes inside an op's functions: the largest of a loop, the smallest of branches."""
+        taken = []
+        shapes = tf_private.argument_shapes(op)
+        for name in tf_private.functions_named(op.node_def):
+            key = (name, repr(shapes))
+            if key not in self._functions:
+                inner = tf_private.function_graph(name, shapes)
+                self._functions[key] = MemoryNeed() if inner is None else self.need(inner, inner.outputs)
+            inside = self._functions[key]
+            if inside.largest > need.largest:
+                need.largest, need.where = inside.largest, inside.where
+            around = [*op.inputs, *op.outputs]
+            taken.append(max(inside.size - sum(map(bytes_of, around)), 0))
+        return (min if tf_private.is_branch(op) else max)(taken, default=0)
+
+
+def _structure(
+    ops: Sequence[tf.Operation], results: Sequence[tf.Tensor], all_sizes: list[list[int]], extras: list[int]
+) -> _Graph:
+    numbers = {op.name: number for number, op in enumerate(ops)}
+    read = _Graph()
+
+    def place(tensor: tf.Tensor) -> _Place:
+        return numbers[tensor.op.name], tensor.value_index
+
+    for number, (op, sizes, extra) in enumerate(zip(ops, all_sizes, extras, strict=True)):
+        controls = [numbers[control.name] for control in op.control_inputs]
+        inputs = [place(tensor) for tensor in op.inputs]
+        asks_shapes = op.type in _ASK_SHAPES
+        read.nodes.append(_Node(inputs, controls, sizes, _views(op.type, len(sizes)), asks_shapes, extra))
+        if op.type in ("Placeholder", "Const"):
+            read.lasting.add(number)
+    read.results = [place(tensor) for tensor in results]
+    return read
+
+
+def _views(op_type: str, outputs: int) -> Sequence[int]:
+    if op_type in _VIEWS_EACH:
+        return range(outputs)
+    viewed = _VIEWS.get(op_type)
+    return () if viewed is None else [viewed] * outputs
+
+
+def _peak(graph: _Graph) -> int:
+    nodes = graph.nodes
+    roots = _roots(graph)
+    order = _order(graph)
+    # The number of reads to come, for each piece of memory.
+    uses: dict[_Place, int] = {}
+    for number in order:
+        node = nodes[number]
+        if not node.asks_shapes:
+            for ref in node.inputs:
+                uses[roots[ref]] = uses.get(roots[ref], 0) + 1
+    for ref in graph.results:
+        uses[roots[ref]] = uses.get(roots[ref], 0) + 1
+    now = most = sum(sum(nodes[number].sizes) for number in order if number in graph.lasting)
+    for number in order:
+        node = nodes[number]
+        ending = [] if node.asks_shapes else [roots[ref] for ref in node.inputs]
+        free = 0
+        for root in ending:
+            uses[root] -= 1
+            if not uses[root] and root[0] not in graph.lasting:
+                free += nodes[root[0]].sizes[root[1]]
+        made = 0
+        if number not in graph.lasting and not node.views:
+            made = sum(size for index, size in enumerate(node.sizes) if uses.get((number, index)))
+        # An output may reuse the memory of an input that is read here for the last time.
+        most = max(most, now + node.extra + max(made - free, 0))
+        now += made - free
+    return most
+
+
+def _roots(graph: _Graph) -> dict[_Place, _Place]:
+    """Returns for each tensor the tensor whose memory it uses: itself, or the one of which it is a view."""
+    roots: dict[_Place, _Place] = {}
+    for number in _visit(graph, range(len(graph.nodes)), with_controls=False):
+        node = graph.nodes[number]
+        for index in range(len(node.sizes)):
+            place = (number, index)
+            roots[place] = roots[node.inputs[node.views[index]]] if node.views else place
+    return roots
+
+
+def _order(graph: _Graph) -> list[int]:
+    """Returns the numbers of the nodes that run, each after its inputs, and inputs as late as possible."""
+    return _visit(graph, [number for number, _ in graph.results], with_controls=True)
+
+
+def _visit(graph: _Graph, starts: Sequence[int], *, with_controls: bool) -> list[int]:
+    done: dict[int, None] = {}
+    stack = [(number, False) for number in reversed(starts)]
+    while stack:
+        number, ready = stack.pop()
+        if number in done:
+            continue
+        if ready:
+            done[number] = None
+            continue
+        node = graph.nodes[number]
+        stack.append((number, True))
+        needed = [producer for producer, _ in node.inputs] + (node.controls if with_controls else [])
+        stack += [(producer, False) for producer in reversed(needed) if producer not in done]
+    return list(done)
+
+
+def bytes_of(tensor: tf.Tensor) -> int:
+    """Returns the bytes of a tensor; 0 if its shape or type is not known."""
+    elements = tensor.shape.num_elements()
+    if elements is None or tensor.dtype in (tf.variant, tf.resource):
+        return 0
+    return int(elements) * (_STRING_BYTES if tensor.dtype == tf.string else int(tensor.dtype.size))
+
+
+def _described(op: tf.Operation, tensor: tf.Tensor) -> str:
+    name, dtype = op.name.removeprefix(IMPORT_SCOPE), tensor.dtype.base_dtype.name
+    return f"{name!r} ({op.type}), {dtype} of shape {list(tensor.shape)}"

@@ -1,0 +1,145 @@
+"""Runs the optimizers of sessions: Keras's own, on variables of one session."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+
+from gradrule.v1 import errors_pb2, session_pb2
+from gradrule_server.errors import did_you_mean, error
+
+NAMES = (
+    "SGD",
+    "RMSprop",
+    "Adam",
+    "AdamW",
+    "Adadelta",
+    "Adagrad",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Lion",
+    "Adafactor",
+    "Lamb",
+)
+
+_LEARNING_RATE = "learning_rate"
+# Not supported: averages of variables would have to be swapped in and out, and accumulated gradients span steps.
+_NOT_OFFERED = frozenset({"name", "self", "kwargs"} | {"use_ema", "ema_momentum", "ema_overwrite_frequency"})
+_NOT_OFFERED |= {"loss_scale_factor", "gradient_accumulation_steps"}
+
+
+def _update_each(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+    for gradient, variable in zip(gradients, variables, strict=True):
+        optimizer.update_step(gradient, variable, learning_rate)
+
+
+# Keras passes the step to tf.distribute, which keeps every traced graph alive, and with it the variables.
+TFOptimizer._backend_update_step = _update_each
+# Imported objects are never garbage; frozen, they do not slow down the collections after sessions.
+gc.freeze()
+
+
+class StepOptimizer:
+    """An optimizer with its slots."""
+
+    def __init__(self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor]) -> None:
+        """Creates the optimizer for the variables `values`. Raises INVALID_OPTIMIZER if Keras refuses the settings."""
+        settings = _settings(message)
+        try:
+            self._optimizer: Any = getattr(keras.optimizers, message.name)(**settings)
+        except (ValueError, TypeError) as cause:
+            raise _invalid_optimizer(f"{message.name}: {cause}") from cause
+        self.identity = _identity(message)
+        self._default_rate = _known_settings(message.name)[_LEARNING_RATE]
+        self._shapes = _shapes(values)
+        self._variables = {
+            name: keras.Variable(value, dtype=value.dtype.name, trainable=True, name=f"v{number}")
+            for number, (name, value) in enumerate(values.items())
+        }
+        self._optimizer.build(list(self._variables.values()))
+        self._apply: dict[tuple[str, ...], Any] = {}
+
+    def fits(self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor]) -> bool:
+        """Returns whether a step with this message and these values can continue with the slots."""
+        return _identity(message) == self.identity and _shapes(values) == self._shapes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots."""
+        return sum(_bytes_of(variable) for variable in self._optimizer.variables)
+
+    def step(
+        self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor], gradients: Mapping[str, Any]
+    ) -> dict[str, tf.Tensor]:
+        """Returns new values of the variables that have a gradient (a tensor or `tf.IndexedSlices`)."""
+        self._optimizer.learning_rate.assign(_settings(message).get(_LEARNING_RATE, self._default_rate))
+        for name in gradients:
+            # The client may have assigned them since the last step.
+            self._variables[name].assign(values[name])
+        self._update(tuple(gradients))(*gradients.values())
+        return {name: tf.identity(self._variables[name].value) for name in gradients}
+
+    def _update(self, names: tuple[str, ...]) -> Any:
+        """Returns a function that applies the gradients of these variables."""
+        if names not in self._apply:
+            variables = [self._variables[name] for name in names]
+
+            def update(*gradients: Any) -> None:
+                self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+            self._apply[names] = tf.function(update, autograph=False)
+        return self._apply[names]
+
+
+def _identity(message: session_pb2.Optimizer) -> tuple[str, tuple[tuple[str, float], ...]]:
+    return message.name, tuple(sorted(item for item in message.settings.items() if item[0] != _LEARNING_RATE))
+
+
+def _settings(message: session_pb2.Optimizer) -> dict[str, float | bool | int]:
+    """Returns the settings as Keras takes them. Raises INVALID_OPTIMIZER for an unknown name or an invalid value."""
+    if message.name not in NAMES:
+        hint = did_you_mean(message.name, NAMES)
+        raise _invalid_optimizer(f"there is no optimiser {message.name!r}.{hint} There are {', '.join(NAMES)}")
+    known = _known_settings(message.name)
+    settings: dict[str, float | bool | int] = {}
+    for name, value in message.settings.items():
+        if name not in known:
+            raise _invalid_optimizer(
+                f"{message.name} has no setting {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}"
+            )
+        if not math.isfinite(value):
+            raise _invalid_optimizer(f"{message.name}: {name} is {value}; expected a finite number")
+        if isinstance(known[name], bool):
+            if value not in (0.0, 1.0):
+                raise _invalid_optimizer(f"{message.name}: {name} is a switch, 0 or 1, not {value:g}")
+            settings[name] = bool(value)
+        else:
+            settings[name] = value
+    return settings
+
+
+def _known_settings(name: str) -> dict[str, Any]:
+    """Returns the settings of an optimizer of Keras's, with their defaults."""
+    parameters = inspect.signature(getattr(keras.optimizers, name).__init__).parameters
+    return {key: parameter.default for key, parameter in parameters.items() if key not in _NOT_OFFERED}
+
+
+def _shapes(values: Mapping[str, tf.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(value.shape)) for name, value in values.items())
+
+
+def _bytes_of(variable: Any) -> int:
+    size = math.prod(variable.shape)
+    return int(size * tf.as_dtype(variable.dtype).size)
+
+
+def _invalid_optimizer(message: str) -> Exception:
+    return error(errors_pb2.ERROR_REASON_INVALID_OPTIMIZER, message, field="step.optimizer")

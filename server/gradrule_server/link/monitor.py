@@ -1,0 +1,116 @@
+"""Looks after all processes: ends those that answer nothing any more, and those that take too much memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable, Set
+from pathlib import Path
+
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.process import EngineProcess
+from gradrule_server.recovery.endings import EndReason
+
+_log = logging.getLogger(__name__)
+
+_MEMORY_PERIOD_S = 0.25
+# The process keeps to the limit itself, as far as the kernel can count; this is for what it cannot.
+_MEMORY_SLACK = 1.125
+# TensorFlow holds the interpreter lock for seconds at most; a machine may be busy with something else for longer.
+_SILENCE_IDLE_S = 10.0
+_SILENCE_RUNNING_S = 30.0
+# A shared mapping of memory without a name in a file system: its inode, and the KiB of it that lie in memory.
+_MEMORY_FILE = re.compile(r"^\S+ ..[-x]s \S+ \S+ (\d+) +/memfd:.*\n(?:(?!Rss:).*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
+_RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+
+
+class EngineMonitor:
+    """Watches for as long as `run` does. `heartbeat_s`: between two pings, 0: none. `memory_limit`: bytes, 0: none."""
+
+    def __init__(self, processes: Callable[[], Iterable[EngineProcess]], heartbeat_s: float, memory_limit: int) -> None:
+        self._processes = processes
+        self._heartbeat_s = heartbeat_s
+        self._memory_limit = memory_limit
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._check_memory())
+            if self._heartbeat_s:
+                tasks.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + self._heartbeat_s
+            await asyncio.sleep(self._heartbeat_s)
+            # Answers that came while this loop was busy have not been read yet.
+            late_s = max(0.0, loop.time() - due)
+            for process in self._processes():
+                self._check_heartbeat(process, late_s)
+
+    def _check_heartbeat(self, process: EngineProcess, late_s: float) -> None:
+        connection = process.connection
+        if not connection.greeting.done():
+            return
+        now = asyncio.get_running_loop().time()
+        if connection.is_compiling:
+            # That may take long in one piece; the deadline of who waits for it decides.
+            connection.last_heard = now
+        connection.last_heard = min(now, connection.last_heard + late_s)
+        silence_s = now - connection.last_heard
+        if silence_s > (_SILENCE_RUNNING_S if connection.running else _SILENCE_IDLE_S):
+            _log.warning("engine %d has answered nothing for %.1f s; ending it", process.pid, silence_s)
+            process.end(EndReason.HEARTBEAT)
+        else:
+            connection.notify(Kind.PING, b"")
+
+    async def _check_memory(self) -> None:
+        while True:
+            await asyncio.sleep(_MEMORY_PERIOD_S)
+            for process in self._processes():
+                await self._measure(process)
+                if self._memory_limit and process.resident_bytes > self._memory_limit * _MEMORY_SLACK:
+                    _log.warning("engine %d takes %d bytes; ending it", process.pid, process.resident_bytes)
+                    process.end(EndReason.MEMORY)
+
+    async def _measure(self, process: EngineProcess) -> None:
+        """Measures the memory of a process; exactly, which takes longer, if it may be over the limit."""
+        arenas, channel = process.arenas, process.connection.memories
+        anonymous, shared = resident_sizes(process.pid)
+        if self._memory_limit and anonymous + shared > self._memory_limit * _MEMORY_SLACK:
+            inodes = set() if channel is None else set(channel.inodes)
+            if arenas is not None:
+                inodes |= {arenas.outgoing.inode, arenas.incoming.inode}
+            exempt = await asyncio.to_thread(mapped_bytes, process.pid, inodes)
+        else:
+            # All pages of this memory count, whether the process has mapped them or not.
+            exempt = (0 if arenas is None else arenas.held_bytes) + (0 if channel is None else channel.held_bytes)
+        process.resident_bytes = anonymous + max(0, shared - exempt)
+
+
+def resident_sizes(pid: int) -> tuple[int, int]:
+    """Returns the bytes of a process that lie in memory: private ones, and those shared with other processes.
+
+    Files do not count. Returns zeros if the process is gone.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        # The process is gone, or the system has no such files.
+        return 0, 0
+    sizes = {name: int(size) * 1024 for name, size in _RESIDENT.findall(status)}
+    return sizes.get("Anon", 0), sizes.get("Shmem", 0)
+
+
+def mapped_bytes(pid: int, inodes: Set[int]) -> int:
+    """Returns how many bytes of memory files with these inodes a process has mapped and in memory.
+
+    Takes milliseconds: the kernel walks the page tables of the process.
+    """
+    try:
+        mappings = Path(f"/proc/{pid}/smaps").read_text()
+    except OSError:
+        return 0
+    return sum(int(size) * 1024 for inode, size in _MEMORY_FILE.findall(mappings) if int(inode) in inodes)

@@ -1,0 +1,132 @@
+"""Large tensors cut out of messages, against protobuf's own parser."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.message import DecodeError, Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradrule.v1 import evaluate_pb2, tensor_pb2
+from gradrule_server.engine.large_tensors import CutPayload, cut_large_tensors
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.v1 import link_pb2
+
+_LARGE = 20_000
+_FIELDS = ("feeds", "grad_ys", "tangents", "vectors")
+
+
+def _entry(name: str, content: bytes, values: int = 0) -> tensor_pb2.NamedTensor:
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT, tensor_content=content, float_val=[1.5] * values)
+    tensor.tensor_shape.dim.add(size=-1)
+    return tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline_tensor=tensor))
+
+
+def _opened(kind: Kind, message: Message) -> CutPayload:
+    return cut_large_tensors(kind, memoryview(message.SerializeToString()))
+
+
+def _put_back(call: Message, opened: CutPayload) -> Message:
+    """The call with all that was cut out of it."""
+    for (field, index), content in opened.contents.items():
+        tensor = getattr(call, field)[index].value.inline_tensor
+        assert not tensor.tensor_content
+        tensor.tensor_content = bytes(content)
+    return call
+
+
+_SIZES = st.sampled_from([0, 1, 127, 128, 16_000, _LARGE, 2_200_000])
+_ENTRIES = st.lists(st.tuples(st.text(max_size=200), _SIZES, st.sampled_from([0, 3, 9_000])), max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(_FIELDS), _ENTRIES))
+def test_what_is_left_and_what_was_cut_out_make_the_whole(
+    drawn: dict[str, list[tuple[str, int, int]]],
+) -> None:
+    call = evaluate_pb2.EvaluateRequest(stacked_grad_ys=True)
+    for field, entries in drawn.items():
+        getattr(call, field).extend(
+            _entry(name, bytes([index + 1]) * size, values) for index, (name, size, values) in enumerate(entries)
+        )
+    run = link_pb2.RunRequest(key="program", received_ns=-5, request=call.SerializeToString())
+    run.params.add(rule=3, name="beta").value.number = 0.5
+    opened = _opened(Kind.RUN, run)
+    left = link_pb2.RunRequest.FromString(opened.payload)
+    found = _put_back(evaluate_pb2.EvaluateRequest.FromString(left.request), opened)
+    assert found == call
+    left.request = run.request
+    assert left == run
+    large = sum(size >= _LARGE for entries in drawn.values() for _, size, _ in entries)
+    assert len(opened.contents) >= large
+
+
+def test_every_kind_of_call_is_opened() -> None:
+    call = evaluate_pb2.EvaluateRequest(feeds=[_entry("a", b""), _entry("x", b"x" * _LARGE)])
+    run = link_pb2.RunRequest(key="k", request=call.SerializeToString())
+    forward = _opened(Kind.FORWARD, link_pb2.ForwardRequest(run=run, handle="h"))
+    assert dict(forward.contents) == {("feeds", 1): b"x" * _LARGE}
+    assert link_pb2.ForwardRequest.FromString(forward.payload).handle == "h"
+    step = link_pb2.SessionRequest(session="s", run=link_pb2.SessionRun(run=run, store=["v"]))
+    session = _opened(Kind.SESSION, step)
+    assert dict(session.contents) == {("feeds", 1): b"x" * _LARGE}
+    assert link_pb2.SessionRequest.FromString(session.payload).run.store == ["v"]
+    grad_ys = evaluate_pb2.PullBackRequest(grad_ys=[_entry("y", b"y" * _LARGE)])
+    pull_back = link_pb2.PullBackRequest(handle="h", request=grad_ys.SerializeToString())
+    assert dict(_opened(Kind.PULL_BACK, pull_back).contents) == {("grad_ys", 0): b"y" * _LARGE}
+    compiled = link_pb2.CompileRequest(graph=b"g" * _LARGE)
+    assert _opened(Kind.COMPILE, compiled) == CutPayload(compiled.SerializeToString(), {})
+
+
+def _wire(number: int, value: bytes) -> bytes:
+    """A field with a length, its number below 16."""
+    size, length = len(value), bytearray()
+    while size >= 0x80:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes([number << 3 | 2, *length, size]) + value
+
+
+@pytest.mark.parametrize("depth", range(5))
+def test_a_tensor_in_several_pieces_is_left_to_the_parser(depth: int) -> None:
+    """Protobuf merges what comes twice, at each level: the message, the call, the value, the tensor, its bytes."""
+    whole, pieces = b"a" * _LARGE, b"b"
+    # Field numbers from the bytes of a tensor outwards.
+    for level, number in enumerate((4, 1, 2, 3, 3)):
+        repeats = _wire(number, whole) + _wire(number, pieces) if level == 4 - depth else _wire(number, whole)
+        whole, pieces = repeats, _wire(number, pieces)
+    opened = cut_large_tensors(Kind.RUN, memoryview(whole))
+    run = link_pb2.RunRequest.FromString(whole)
+    left = link_pb2.RunRequest.FromString(opened.payload)
+    call = evaluate_pb2.EvaluateRequest.FromString(run.request)
+    assert _put_back(evaluate_pb2.EvaluateRequest.FromString(left.request), opened) == call
+
+
+@pytest.mark.parametrize("damage", [b"\x1a\xff\xff\xff\xff\x0f", b"\x1b", b"\xff" * 11, b"\x1a", b"\x0d\x00"])
+def test_what_is_no_message_is_still_none(damage: bytes) -> None:
+    run = link_pb2.RunRequest(request=b"r" * _LARGE).SerializeToString() + damage
+    opened = cut_large_tensors(Kind.RUN, memoryview(run))
+    assert opened == CutPayload(run, {})
+    with pytest.raises(DecodeError):
+        link_pb2.RunRequest.FromString(opened.payload)
+
+
+def test_small_payloads_are_not_looked_into() -> None:
+    assert cut_large_tensors(Kind.RUN, b"\xff") == CutPayload(b"\xff", {})
+
+
+def test_the_content_of_a_packed_tensor_is_cut_out() -> None:
+    packed = tensor_pb2.PackedTensor(dtype=tensor_pb2.DT_FLOAT, content=bytes(_LARGE))
+    entry = tensor_pb2.NamedTensor(
+        name="x", value=tensor_pb2.TensorSource(inline_tensor=tensor_pb2.Tensor(packed=packed))
+    )
+    call = evaluate_pb2.EvaluateRequest(feeds=[entry])
+    opened = _opened(Kind.RUN, link_pb2.RunRequest(key="k", request=call.SerializeToString()))
+    assert opened.contents[("feeds", 0)].tobytes() == bytes(_LARGE)
+    left = evaluate_pb2.EvaluateRequest.FromString(link_pb2.RunRequest.FromString(opened.payload).request)
+    assert left.feeds[0].value.inline_tensor.packed.dtype == tensor_pb2.DT_FLOAT
+    assert not left.feeds[0].value.inline_tensor.packed.content
+    # With two contents, nobody knows whose the bytes are.
+    entry.value.inline_tensor.tensor_content = bytes(_LARGE)
+    call = evaluate_pb2.EvaluateRequest(feeds=[entry])
+    assert not _opened(Kind.RUN, link_pb2.RunRequest(key="k", request=call.SerializeToString())).contents

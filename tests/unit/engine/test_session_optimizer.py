@@ -1,0 +1,87 @@
+"""Optimisers of sessions beside Keras's, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from gradrule import optimizers
+from gradrule.v1 import session_pb2
+from gradrule_server.engine.session_optimizer import NAMES, StepOptimizer
+from gradrule_server.errors import GradruleError, reason_name
+
+
+def graphs_alive() -> int:
+    gc.collect()
+    return sum(type(item).__name__ == "FuncGraph" for item in gc.get_objects())
+
+
+def test_names_are_those_of_the_client() -> None:
+    assert set(NAMES) == set(optimizers.__all__) - {"Optimizer"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sparse_and_dense_gradients(name: str) -> None:
+    message = getattr(optimizers, name)().message()
+    values = {"a": tf.constant([1.0, 2.0]), "e": tf.ones([4, 2])}
+    ours = StepOptimizer(message, values)
+    theirs = getattr(keras.optimizers, name)()
+    variables = [keras.Variable(value) for value in values.values()]
+    for step in range(3):
+        dense = tf.constant([0.1 * step, 0.2])
+        sparse = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 1]), tf.constant([4, 2]))
+        values.update(ours.step(message, values, {"a": dense, "e": sparse}))
+        theirs.apply_gradients([(dense, variables[0]), (sparse, variables[1])])
+    for value, variable in zip(values.values(), variables, strict=True):
+        np.testing.assert_allclose(value, variable.value, rtol=1e-6)
+
+
+def test_slots_fit_the_same_optimizer_on_the_same_shapes() -> None:
+    values = {"a": tf.ones([3])}
+    ours = StepOptimizer(optimizers.Adam(0.1).message(), values)
+    assert ours.fits(optimizers.Adam(0.5).message(), values)
+    assert not ours.fits(optimizers.Adam(0.1, beta_1=0.5).message(), values)
+    assert not ours.fits(optimizers.Adam(0.1).message(), {"a": tf.ones([4])})
+    assert not ours.fits(optimizers.Adam(0.1).message(), {"b": tf.ones([3])})
+
+
+def test_a_step_without_a_learning_rate_has_keras_default() -> None:
+    values, gradients = {"a": tf.zeros([1])}, {"a": tf.ones([1])}
+    bare = session_pb2.Optimizer(name="SGD")
+    ours = StepOptimizer(optimizers.SGD(7.0).message(), values)
+    values.update(ours.step(optimizers.SGD(7.0).message(), values, gradients))
+    values.update(ours.step(bare, values, gradients))
+    np.testing.assert_allclose(values["a"], [-7.01], rtol=1e-6)
+
+
+def test_nothing_stays_of_an_optimizer_that_is_gone() -> None:
+    message = optimizers.Adam(0.1).message()
+    before = graphs_alive()
+    for _ in range(3):
+        values = {"a": tf.ones([3])}
+        StepOptimizer(message, values).step(message, values, values)
+    assert graphs_alive() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("Adagard", {}, ["'Adagard'", "Adagrad"]),
+        ("Optimizer", {}, ["'Optimizer'"]),
+        ("Adam", {"beta1": 0.9}, ["'beta1'", "beta_1"]),
+        ("Adam", {"use_ema": 1.0}, ["'use_ema'"]),
+        ("Adam", {"learning_rate": float("nan")}, ["learning_rate", "nan"]),
+        ("SGD", {"nesterov": 0.5}, ["nesterov", "0 or 1"]),
+        ("SGD", {"momentum": 7.0}, ["SGD", "momentum"]),
+    ],
+)
+def test_what_keras_does_not_take(name: str, settings: dict[str, float], words: list[str]) -> None:
+    with pytest.raises(GradruleError) as caught:
+        StepOptimizer(session_pb2.Optimizer(name=name, settings=settings), {"a": tf.ones([1])})
+    assert reason_name(caught.value.reason) == "INVALID_OPTIMIZER"
+    for word in words:
+        assert word in caught.value.message
