@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Callable[[gr.Graph, Any], Any], Callable[[Any], Any]]] = 
     "einsum": (lambda g, x: g.einsum("ij,kj->ik", x, x), lambda x: tf.einsum("ij,kj->ik", x, x)),
     "einsum list": (lambda g, x: g.einsum("ij->j", [x]), lambda x: tf.einsum("ij->j", x)),
     "unstack": (lambda g, x: g.unstack(x, axis=1)[2], lambda x: tf.unstack(x, axis=1)[2]),
-    "unstack num": (lambda g, x: g.unstack(g.neg(x), 3, 1)[0], lambda x: tf.unstack(-x, 3, 1)[0]),
+    "unstack num": (lambda g, x: g.unstack(g.neg(x), 3, axis=1)[0], lambda x: tf.unstack(-x, 3, 1)[0]),
     "stack": (lambda g, x: g.stack(values=[x, x], axis=-1), lambda x: tf.stack(values=[x, x], axis=-1)),
     "split": (
         lambda g, x: g.split(x, num_or_size_splits=3, axis=1)[1],

@@ -1,4 +1,4 @@
-"""How tensors travel between a client and its server, as users choose it."""
+"""Defines how tensors are compressed between a client and its server."""
 
 from __future__ import annotations
 
@@ -25,24 +25,27 @@ ANSWER_COMPRESSION = ("gradrule-answer-compression", "gzip")
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How tensors travel: for all calls of a client (`connect`), or for one call. The default sends them as they are.
+    """Chooses how tensors are sent, for all calls of a client (`connect`) or for one call. Default: unchanged.
 
-    compression: `"zstd"`: the contents of tensors of 1 KiB or more, in both directions, where that makes them smaller;
-    the engine unpacks and packs. It needs the extra `gradrule[zstd]`. `"gzip"`: all requests, and answers of up to
-    256 KiB, by gRPC; it belongs to a connection, so it is given to `connect`. It takes ten times the processor time.
-    wire_dtype: `"bfloat16"`: float32 tensors travel as bfloat16, in both directions, rounded to nearest, ties to even.
-    That keeps 8 bits of precision of 24 (a relative error of at most 2**-8; values beyond 3.39e38 become infinite) and
-    halves the bytes. The program computes in float32. Other element types travel as they are.
-    keep_wire_dtype: float32 results that travelled as bfloat16 are given as bfloat16 arrays, not widened to float32.
+    Attributes:
+        compression: `"zstd"` compresses tensors of at least 1 KiB, in both directions, if that makes them smaller; it
+            needs `gradrule[zstd]`. `"gzip"` compresses all requests, and answers of up to 256 KiB, by gRPC; it holds
+            for a whole connection, so only `connect` takes it. It needs ten times the processor time of zstd.
+        wire_dtype: `"bfloat16"` sends float32 tensors as bfloat16 in both directions, rounded to nearest, ties to even:
+            half the bytes, a relative error of at most 2**-8, and values beyond 3.39e38 become infinite. The program
+            computes in float32. Other element types do not change.
+        keep_wire_dtype: Returns float32 results that were sent as bfloat16 as bfloat16 arrays.
 
-    Raises `InvalidParamError`, and `UnsupportedError` where the package for zstd is missing.
+    Raises:
+        InvalidParamError: A value is unknown.
+        UnsupportedError: The package for zstd is not installed.
     """
 
     compression: Literal["gzip", "zstd"] | None = None
     wire_dtype: Literal["bfloat16"] | None = None
     keep_wire_dtype: bool = False
     packing: Packing | None = field(init=False, repr=False, compare=False)
-    """How single tensors are packed; None: they are not."""
+    """Packing of single tensors; None: they are not packed."""
 
     def __post_init__(self) -> None:
         if self.compression not in _COMPRESSIONS:
@@ -65,7 +68,7 @@ class Transfer:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What the metadata of every call says of it."""
+        """Metadata of every call of the connection."""
         return (ANSWER_COMPRESSION,) if self.compression == "gzip" else ()
 
     @property
@@ -76,7 +79,7 @@ class Transfer:
         return grpc.Compression.Gzip if self.compression == "gzip" else None
 
     def of_call(self) -> Transfer:
-        """Returns the same, for one call. Raises `InvalidParamError` for what only a connection can have."""
+        """Returns these options for one call. Raises `InvalidParamError` for gzip, which needs a connection."""
         if self.compression == "gzip":
             raise InvalidParamError(
                 "gzip compresses a whole connection: give it to connect; one call can have compression='zstd'"
@@ -84,9 +87,10 @@ class Transfer:
         return self
 
     def applied(self, call: Call[R]) -> Call[R]:
-        """Returns the call with its tensors packed, and asking for an answer that is.
+        """Returns the call with packed tensors and a request for a packed answer.
 
-        The call's request is an `EvaluateRequest` or a `PullBackRequest` that holds all of its tensors.
+        Args:
+            call: A call whose request is an `EvaluateRequest` or `PullBackRequest` that holds all its tensors.
         """
         if self.packing is None:
             return call
@@ -102,20 +106,35 @@ class Transfer:
         return call._replace(request=request, answer=answer)
 
     def prepare(self, request: Any) -> None:
-        """Packs the tensors in an `EvaluateRequest` or a `PullBackRequest`, and asks for an answer that is packed."""
+        """Packs the tensors of a request and requests a packed answer.
+
+        Args:
+            request: An `EvaluateRequest` or `PullBackRequest`; changed in place.
+        """
         if self.packing is not None:
             self.pack(request)
             request.answer_packing.CopyFrom(self.packing.message())
 
     def pack(self, request: Message) -> None:
-        """Packs the values of a call, where they lie."""
+        """Packs the tensors of a request.
+
+        Args:
+            request: A request; changed in place.
+        """
         if self.packing is not None:
             from gradrule.common.tensor_packing import pack_feeds
 
             pack_feeds(request, self.packing)
 
     def unpack(self, answer: Message) -> None:
-        """Unpacks the tensors in an answer, where they lie. Raises `InvalidTensorError`."""
+        """Unpacks the tensors of an answer.
+
+        Args:
+            answer: An answer; changed in place.
+
+        Raises:
+            InvalidTensorError: A packed tensor is malformed.
+        """
         if self.packing is not None:
             from gradrule.common.tensor_packing import unpack_all
 
@@ -126,4 +145,4 @@ class Transfer:
 
 
 PLAIN = Transfer()
-"""Tensors as they are."""
+"""Sends tensors unchanged."""

@@ -1,4 +1,4 @@
-"""How a client proves who it is, and sees to it that nobody else hears."""
+"""Makes TLS credentials and checks that tokens are sent encrypted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ _ADDRESS_SCHEMES = ("dns:", "ipv4:", "ipv6:", "passthrough:")
 
 
 def tls(root: Pem | None = None, *, certificate: Pem | None = None, key: Pem | None = None) -> grpc.ChannelCredentials:
-    """Credentials for `connect(credentials=…)`: TLS, and the client's own certificate where the server asks for one.
+    """Makes TLS credentials for `connect(credentials=…)`.
 
-    root: certificates of the authorities that may vouch for the server; unless given, those that gRPC brings along.
-    certificate, key: the client's certificate chain and its private key. Each is a path, or the bytes of a file in PEM.
-    Raises `InvalidParamError` for files that cannot be read.
+    Args:
+        root: Certificates of the authorities that may sign the server's certificate, as a path or the bytes of a PEM
+            file. Default: those of gRPC.
+        certificate: The client's certificate chain, if the server requires one, as a path or bytes.
+        key: The private key of `certificate`, as a path or bytes.
+
+    Returns:
+        The credentials.
+
+    Raises:
+        InvalidParamError: A file cannot be read, or only one of `certificate` and `key` is given.
     """
     if (certificate is None) != (key is None):
         raise InvalidParamError("a client's certificate and its key go together: give both or none")
@@ -31,7 +39,7 @@ def tls(root: Pem | None = None, *, certificate: Pem | None = None, key: Pem | N
 
 
 def check_token(target: str, token: str | None, *, is_encrypted: bool, insecure_token: bool) -> None:
-    """`InvalidParamError` for a token that would travel readable by others, or is none."""
+    """Raises `InvalidParamError` for a malformed token, and for one that would be sent unencrypted to another host."""
     if token is None:
         return
     if not token or not token.isascii() or not token.isprintable() or " " in token:
@@ -44,12 +52,12 @@ def check_token(target: str, token: str | None, *, is_encrypted: bool, insecure_
 
 
 def is_local(target: str) -> bool:
-    """Whether a target is this machine by its name alone."""
+    """Returns whether a target's name always means this machine."""
     if target.startswith(_LOCAL_SCHEMES):
         return True
     for scheme in _ADDRESS_SCHEMES:
         if target.startswith(scheme):
-            # `dns://authority/name` and `dns:name` are one.
+            # `dns://authority/name` and `dns:name` name the same target.
             target = target.removeprefix(scheme).rpartition("/")[2]
             break
     return all(_is_loopback(address) for address in target.split(","))
@@ -65,7 +73,7 @@ def _is_loopback(address: str) -> bool:
 
 def _has_port(address: str) -> bool:
     host, colon, port = address.rpartition(":")
-    # Two colons without brackets are an address of IPv6 that has no port.
+    # Two colons without brackets: an IPv6 address without a port.
     return bool(colon) and port.isdecimal() and (":" not in host or host.endswith("]"))
 
 
