@@ -12,6 +12,13 @@ import pytest
 
 import gradrule as gr
 from gradrule import optimizers
+from gradrule._builder.notebook_text import MAX_REPR_CHARACTERS, html_table, short_repr
+from gradrule._comparison.comparisons import ComparedRow
+from gradrule._messages.program_calls import ProgramBase
+from gradrule._results import call_results, explanations
+from gradrule.errors import Detail
+from gradrule.v1 import evaluate_pb2, program_pb2
+from gradrule.v1.tensor_pb2 import Dt
 
 MOST_POSITIONAL = 3
 SKIPPED_PARAMETERS = {"self", "cls"}
@@ -99,8 +106,8 @@ def resolution(name: str) -> gr.Resolution:
 def result(name: str) -> gr.Result:
     message = evaluate_pb2.EvaluateResponse()
     for field in (message.outputs, message.outputs):
-        field.add(name=name).value.inline_tensor.dtype = 1
-    message.gradients.add(x=name).dense.dtype = 1
+        field.add(name=name).value.inline_tensor.dtype = Dt.DT_FLOAT
+    message.gradients.add(x=name).dense.dtype = Dt.DT_FLOAT
     message.overrides.add(node=name, op_type="Relu", rule=name, label=name, status=1)
     return call_results.result(message.SerializeToString())
 
@@ -151,7 +158,7 @@ REPRS: dict[str, Any] = {
     "TensorHandle": lambda name: gr.Graph().placeholder(name.strip("/"), "float32"),
     "Node": lambda name: gr.Graph().placeholder(name.strip("/"), "float32").node,
     "Override": lambda name: gr.Override(name, node=name),
-    "Preset": lambda name: gr.Preset(name),
+    "Preset": gr.Preset,
     "Region": lambda name: gr.Region(name, name),
     "Resolution": resolution,
     "Digests": lambda name: gr.Digests("0" * 64, "1" * 64),
