@@ -166,7 +166,7 @@ def many_params() -> bytes:
 def many_selectors() -> bytes:
     """Overrides each of which matches every node."""
     nodes = [raw.placeholder()] + [raw.node(f"n{i}", "Sign", "x") for i in range(2_000)]
-    override = override_pb2.Override(selector=override_pb2.Selector(node="**"), rule="Identity", optional=True)
+    override = override_pb2.GradientOverride(selector=override_pb2.Selector(node="**"), rule="Identity", optional=True)
     overrides = [override] * 2_000
     return raw.request(
         raw.graph(*nodes), fetches=["n0"], vjp=program_pb2.Vjp(ys=["n0"], xs=["x"]), overrides=overrides

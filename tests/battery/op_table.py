@@ -17,6 +17,7 @@ from gradrule.common import op_definitions
 from gradrule.common.op_definitions import OpDef
 from gradrule.v1 import program_pb2
 from gradrule_server import policy
+from gradrule_server.errors import reason_name
 from gradrule_server.policy import OpReview
 from tests.battery import judging
 from tests.battery.figures import Figures, Findings, Scale
@@ -120,7 +121,7 @@ def told_of(count: int, findings: Iterable[program_pb2.Finding]) -> tuple[list[s
     for finding in findings:
         match = _NODE.search(finding.node)
         if finding.node:
-            (found[int(match[1])] if match else others).add(finding.reason.removeprefix("ERROR_REASON_"))
+            (found[int(match[1])] if match else others).add(reason_name(finding.reason))
     return found, others
 
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradrule.v1 import program_pb2
+from gradrule_server.link.arena import Arenas
 from gradrule_server.link.fork_server import engine_environment
-from gradrule_server.link.framing import Arenas, FrameSocket, Kind
+from gradrule_server.link.framing import FrameSocket, Kind
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits

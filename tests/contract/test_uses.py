@@ -131,7 +131,9 @@ def test_every_rpc_of_today_has_a_use() -> None:
     assert set(SERVICES) <= {use["rpc"] for use in uses if not use["adds"]}
 
 
-@pytest.mark.parametrize("name", ["EvaluateRequest", "EvaluateResponse", "ProgramSpec", "Override", "RuleDefinition"])
+@pytest.mark.parametrize(
+    "name", ["EvaluateRequest", "EvaluateResponse", "ProgramSpec", "GradientOverride", "RuleDefinition"]
+)
 def test_every_field_of_today_has_a_use(name: str) -> None:
     wanted = {field.camelcase_name for field in descriptor_of(name).fields}
     seen: set[str] = set()

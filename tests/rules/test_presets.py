@@ -87,10 +87,10 @@ def test_params_have_the_values_of_the_preset() -> None:
     assert to_proto(PRESETS["deconvnet"]).params == []
 
 
-def entry(rule: str, **params: float) -> override_pb2.Override:
+def entry(rule: str, **params: float) -> override_pb2.GradientOverride:
     values: dict[str, rule_pb2.ParamValue] = {name: write_param_value(value) for name, value in params.items()}
     selector = override_pb2.Selector(op_type="Relu")
-    return override_pb2.Override(selector=selector, rule=rule, params=values, optional=True)
+    return override_pb2.GradientOverride(selector=selector, rule=rule, params=values, optional=True)
 
 
 def test_preset_with_two_values_of_a_param_is_refused() -> None:

@@ -100,7 +100,7 @@ def test_missing_param(either: Any) -> None:
 @fine
 def test_param_without_a_value(channel: grpc.Channel) -> None:
     definition = rule_pb2.RuleDefinition(expression="alpha * dy", params=[rule_pb2.RuleParam(name="alpha")])
-    override = override_pb2.Override(
+    override = override_pb2.GradientOverride(
         selector=override_pb2.Selector(op_type="Sign"), definition=definition, params={"alpha": rule_pb2.ParamValue()}
     )
     with refused_raw("INVALID_PARAM") as refusal:
@@ -123,7 +123,7 @@ def test_overrides_without_ys(either: Any) -> None:
 def test_override_that_selects_nothing(channel: grpc.Channel) -> None:
     with refused_raw("INVALID_OVERRIDE"):
         raw.evaluate(
-            channel, raw.request(raw.sign_graph(), overrides=[override_pb2.Override(rule="ste")], vjp=raw.vjp())
+            channel, raw.request(raw.sign_graph(), overrides=[override_pb2.GradientOverride(rule="ste")], vjp=raw.vjp())
         )
 
 

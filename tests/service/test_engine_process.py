@@ -120,7 +120,7 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
         last = engine.pid
         assert last is not None
         assert dict(pool.status()[0].ended) == {"killed": 1}
-        assert str(engine.last_ending) == "SIGKILL"
+        assert str(engine.last_end) == "SIGKILL"
     finally:
         await pool.stop()
     with pytest.raises(ProcessLookupError):
@@ -178,7 +178,7 @@ async def test_a_cancelled_call_goes_on_until_its_deadline_where_its_end_would_c
 ) -> None:
     monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 1.5)
     await _compile_endless(engine)
-    engine.keeps(engine.generation, kept)
+    engine.add_kept(engine.generation, kept)
     first = engine.pid
     hanging = asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), _in(4 if kept else 300)))
     await asyncio.sleep(0.5)

@@ -14,7 +14,7 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.common import op_definitions
 from gradrule.common.op_definitions import OpDef
-from gradrule.v1 import graph_pb2, program_pb2, program_pb2_grpc
+from gradrule.v1 import errors_pb2, graph_pb2, program_pb2, program_pb2_grpc
 from gradrule_server import graphs, policy
 from gradrule_server.errors import GradruleError
 from tests.policy import minimal
@@ -92,7 +92,7 @@ def test_each_category_is_refused_in_each_place(channel: grpc.Channel, place: st
     told = {finding.message.split("(")[1].split(")")[0]: finding for finding in findings}
     for category, op in samples.items():
         finding = told[op.name]
-        assert finding.reason == "OP_NOT_ALLOWED"
+        assert finding.reason == errors_pb2.ERROR_REASON_OP_NOT_ALLOWED
         assert category in finding.message
         assert minimal.OP in finding.node
 

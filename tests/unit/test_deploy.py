@@ -8,7 +8,14 @@ from textwrap import dedent
 
 import pytest
 
-from gradrule_server.settings import PRESETS, Settings, environment_name, flag_name, kubernetes_service_variables
+from gradrule_server.settings import (
+    PRESETS,
+    SOURCE_NAMES,
+    Settings,
+    environment_name,
+    flag_name,
+    kubernetes_service_variables,
+)
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted([*DEPLOY.glob("*.yaml"), *DEPLOY.glob("Dockerfile*"), DEPLOY / "README.md"])
@@ -33,7 +40,7 @@ def test_every_example_is_looked_at() -> None:
 def test_settings_that_are_named_are_there(file: Path) -> None:
     text = file.read_text()
     variables = set(re.findall(r"\bGRADRULE_[A-Z_]+\b", text))
-    assert variables <= {environment_name(name) for name in Settings.model_fields} | OF_CLIENTS
+    assert variables <= {environment_name(name) for name in (*SOURCE_NAMES, *Settings.model_fields)} | OF_CLIENTS
     if file.suffix != ".md":
         return
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]\b", text))

@@ -12,6 +12,11 @@ export const REASONS: readonly Reason[] = Object.keys(ErrorReason).filter(
   (key): key is Reason => Number.isNaN(Number(key)) && key !== "UNSPECIFIED",
 );
 
+/** Returns the name of a reason; its number where this client is older than the reason. */
+export function reasonName(reason: ErrorReason): string {
+  return ErrorReason[reason] ?? String(reason);
+}
+
 /** The gRPC codes of the reasons that have another than INVALID_ARGUMENT. */
 const CODES: { readonly [R in Reason]?: Code } = {
   UNKNOWN_RULE: Code.NOT_FOUND,

@@ -9,7 +9,7 @@ import { DTYPES, dtOf, isDType } from "./dtypes.js";
 import type { DType } from "./dtypes.js";
 import { errorOf } from "./errors.js";
 import { PositionNearest, PositionSchema, RegionSchema, SelectorSchema } from "./gen/gradrule/v1/override_pb.js";
-import type { OverrideSchema, Position as PositionMessage, Selector } from "./gen/gradrule/v1/override_pb.js";
+import type { GradientOverrideSchema, Position as PositionMessage, Selector } from "./gen/gradrule/v1/override_pb.js";
 import type { Graph } from "./graph.js";
 import { Output, nameOf, namesOf } from "./handles.js";
 import type { Names } from "./handles.js";
@@ -88,7 +88,7 @@ export interface PresetChoice extends Use {
 /** Rules by op type, or an ordered list in which the first match decides. */
 export type Overrides = Readonly<Record<string, RuleChoice>> | readonly (Override | PresetChoice)[];
 
-type OverrideMessage = MessageInitShape<typeof OverrideSchema>;
+type OverrideMessage = MessageInitShape<typeof GradientOverrideSchema>;
 
 const PRESET_WORDS = ["preset", "params", "label", "optional"] satisfies (keyof PresetChoice)[];
 const OVERRIDE_WORDS = [

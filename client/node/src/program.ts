@@ -3,7 +3,7 @@
 import { timestampDate } from "@bufbuild/protobuf/wkt";
 
 import type { CallOptions, Channel, TransferOptions } from "./channel.js";
-import { errorOf } from "./errors.js";
+import { errorOf, reasonName } from "./errors.js";
 import type { Detail } from "./errors.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
 import type { CompileProgramResponse, Program as ProgramMessage } from "./gen/gradrule/v1/program_pb.js";
@@ -71,7 +71,7 @@ export class Explanation extends Signature {
 export function explanationOf({ program, findings }: CompileProgramResponse): Explanation {
   return new Explanation(
     program,
-    findings.map(({ reason, message, node, field }) => ({ reason, message, node, field })),
+    findings.map(({ reason, message, node, field }) => ({ reason: reasonName(reason), message, node, field })),
   );
 }
 

@@ -326,6 +326,12 @@ def _classes() -> dict[str, type[GradruleError]]:
 BY_REASON: dict[str, type[GradruleError]] = _classes()
 
 
+def reason_name(reason: int) -> str:
+    """Returns the name of an `ErrorReason` without its prefix; its number if this client is older than the reason."""
+    value = ErrorReason.DESCRIPTOR.values_by_number.get(reason)
+    return str(reason) if value is None else value.name.removeprefix("ERROR_REASON_")
+
+
 def of_reason(
     reason: str,
     message: str,

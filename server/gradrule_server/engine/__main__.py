@@ -1,7 +1,7 @@
-"""Entry of the engines' fork server: `python -m gradrule_server.engine --fd N`.
+"""Runs the fork server of engines: `python -m gradrule_server.engine --fd N`.
 
 Imports TensorFlow once, then forks one engine for each request on the socket `fd`: a fork takes milliseconds, an import
-seconds. A request holds the engine's flags and descriptors; see `gradrule_server.link.fork_server` for the other end.
+seconds. A request holds the engine's flags and descriptors. `gradrule_server.link.fork_server` sends the requests.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def main() -> int:
     # The front end decides when an engine ends; a terminal's Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    # TensorFlow's import asks for a folder for temporary files, and fails where none can be written.
+    # TensorFlow's import fails if it finds no writable folder for temporary files.
     tempfile.tempdir = os.devnull
     with without_libraries():
         from gradrule_server.engine.process import run_engine
     _check_single_thread()
-    # Imported objects are never garbage. Frozen, they are not written to, so engines share their memory pages.
+    # Imported objects are never garbage. The collector does not write to frozen objects, so engines share their pages.
     gc.collect()
     gc.freeze()
     while True:
@@ -61,17 +61,17 @@ def main() -> int:
 
 
 def _check_single_thread() -> None:
-    """Raises `RuntimeError` where an import started a thread: a lock that it holds during a fork is never released."""
+    """Raises `RuntimeError` if an import started a thread: a lock that it holds during a fork is never released."""
     count = len(os.listdir("/proc/self/task"))
     if count != 1:
         raise RuntimeError(f"importing TensorFlow started {count - 1} threads; only one thread can fork engines")
 
 
 def _fork_engine(request: fork_protocol.Request, control: socket.socket, run: _RunEngine) -> int:
-    """Returns the pid of a new engine, whose parent is the front end: the front end waits for its exit code.
+    """Forks an engine whose parent is the front end, which waits for its exit code; returns its pid.
 
-    The process between the two ends at once, and the kernel gives its child to the front end, which asked to be the
-    parent of such processes (`PR_SET_CHILD_SUBREAPER`).
+    An intermediate process forks the engine and ends at once. The kernel then makes the front end the engine's parent
+    (`PR_SET_CHILD_SUBREAPER`).
     """
     reading, writing = os.pipe()
     try:
@@ -95,7 +95,7 @@ def _fork_engine(request: fork_protocol.Request, control: socket.socket, run: _R
 def _fork_again(
     request: fork_protocol.Request, control: socket.socket, pipe: tuple[int, int], run: _RunEngine
 ) -> NoReturn:
-    """Forks the engine and ends, after writing the engine's pid, or the negative error number."""
+    """Forks the engine, writes its pid or the negative error number to the pipe, and ends."""
     reading, writing = pipe
     try:
         pid = os.fork()
@@ -116,7 +116,7 @@ def _fork_again(
         code = run(request.flags, request.link, request.arenas)
     except BaseException:
         traceback.print_exc()
-    # An interpreter that ends beside threads that are in TensorFlow waits for them, or crashes.
+    # A regular end would wait for threads inside TensorFlow, or crash.
     os._exit(code)
 
 

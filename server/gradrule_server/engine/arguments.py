@@ -1,4 +1,4 @@
-"""What a built function takes, from what a call gives."""
+"""Reads the arguments of a built function from a request."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NONE_APART: LargeTensors = MappingProxyType({})
 
 
 class ArgumentReader:
-    """Reads values of calls. `blobs`: where those are that are named by their hash."""
+    """Reads the values of requests. `blobs`: holds the values that requests name by their hash."""
 
     def __init__(self, blobs: BlobReader) -> None:
         self._blobs = blobs
 
     def for_folder(self, blob_folder: str) -> ArgumentReader:
-        """A reader for calls whose blobs are in a folder of that folder; without a name, this one."""
+        """Returns a reader whose blobs are in a subfolder; without a name, this reader."""
         return ArgumentReader(self._blobs.for_folder(blob_folder)) if blob_folder else self
 
     def arguments(
@@ -46,14 +46,14 @@ class ArgumentReader:
     ) -> list[tf.Tensor]:
         """Returns the arguments of the built function as tensors.
 
-        MEMORY_EXCEEDED where a call with them cannot fit.
+        Raises MEMORY_EXCEEDED if the call cannot fit into memory.
 
         Args:
             built: The program.
             call: The request.
             params: Values of the params of rules.
-            state: Values of inputs, by name, that are not fed.
-            contents: What was cut out of the call.
+            state: Values, by name, of inputs that the call does not feed.
+            contents: Bytes of tensors that were cut out of the request.
         """
         values = self._values(built, call, params, state, contents)
         dtypes = [item.dtype for item in (*built.inputs, *built.grad_ys, *built.directions)]
@@ -69,7 +69,7 @@ class ArgumentReader:
         params: Iterable[link_pb2.ParamSetting],
         contents: LargeTensors = _NONE_APART,
     ) -> Sequence[Any]:
-        """As `arguments`, but returns NumPy arrays, which may share the memory of the request."""
+        """Returns the arguments of the built function as NumPy arrays, which may share the memory of the request."""
         values = built.feed_plan.arrays(call, params, contents)
         if values is None:
             given = self._values(built, call, params, None, contents)
@@ -110,7 +110,7 @@ class ArgumentReader:
         stacked: bool,
         built: BuiltProgram,
     ) -> list[tf.Tensor]:
-        """Returns upstream gradients; stacked, they are all of one length. `built`: the program, for its limits."""
+        """Returns upstream gradients; stacked ones have the same size on axis 0. `built`: gives the limits."""
         values = self._grad_ys(given, inputs, contents, stacked=stacked, built=built)
         return [_as_tensor(value, item.dtype) for value, item in zip(values, inputs, strict=True)]
 
@@ -166,7 +166,7 @@ class ArgumentReader:
         what: str,
         field: str,
     ) -> list[_Value]:
-        """The given values in the order of `inputs`; all that is wrong with them comes as one error."""
+        """Returns the given values in the order of `inputs`. Reports all their faults in one error."""
         findings: list[Finding] = []
         tensors: list[_Value] = []
         for item, is_unused in zip(inputs, unused, strict=True):
@@ -208,10 +208,10 @@ class ArgumentReader:
     ) -> np.ndarray:
         source = value.WhichOneof("source")
         if source not in ("inline_tensor", "blob"):
-            told = "lies in shared memory, which this request does not use" if source else "holds no tensor"
+            fault = "lies in shared memory, which this request does not use" if source else "holds no tensor"
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_TENSOR,
-                f"{what} {item.name!r} {told}",
+                f"{what} {item.name!r} {fault}",
                 node=item.name,
                 field=field,
             )
@@ -235,7 +235,7 @@ class ArgumentReader:
                 field=field,
             )
         if packed is not None:
-            # Nothing is unpacked for a shape that is refused.
+            # The shape is checked first: a tensor of a wrong shape is not unpacked.
             _check_shape(tuple(dim.size for dim in shape.dim), item, where, field)
         array = (
             self._blobs.array(value.blob, where, field) if source == "blob" else _array(inline, content, where, field)
@@ -245,7 +245,7 @@ class ArgumentReader:
 
 
 def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) -> None:
-    """FEED_SHAPE where a value of the shape is not what an input takes."""
+    """Raises FEED_SHAPE if an input does not take values of the shape."""
     if not item.shape.is_compatible_with(shape):
         raise error(
             errors_pb2.ERROR_REASON_FEED_SHAPE,
@@ -256,19 +256,19 @@ def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) ->
 
 
 def _as_tensor(value: _Value, dtype: tf.DType) -> tf.Tensor:
-    """A tensor with memory of its own: the request's is gone once the request is answered."""
+    """Returns a tensor with its own memory: the memory of the request is freed once it is answered."""
     return value if isinstance(value, tf.Tensor) else tf.constant(value, dtype)
 
 
 def _nothing(item: Input) -> np.ndarray:
-    """A value for an input that no result depends on."""
+    """Returns a value for an input on which no result depends."""
     shape = [size or 0 for size in item.shape] if item.shape.rank else []
     dtype = np.dtype(item.dtype.as_numpy_dtype)
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 
 def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: LargeTensors, max_unpacking: int) -> _Given:
-    """Values by name. LIMIT_EXCEEDED where packed ones would take too much memory unpacked."""
+    """Returns values by name. Raises LIMIT_EXCEEDED if packed ones would take too much memory unpacked."""
     values = [(item.value, contents.get((field, index))) for index, item in enumerate(given)]
     packed = [
         (source.inline_tensor.packed, content) for source, content in values if source.inline_tensor.HasField("packed")
@@ -298,7 +298,7 @@ def _check_unpacking(
 
 
 def _renamed(by_name: _Given, built: BuiltProgram) -> _Given:
-    """Feeds by the names of inputs; UNKNOWN_FEED where one input is fed under two of its names."""
+    """Returns feeds by the names of inputs. Raises UNKNOWN_FEED if one input is fed under two of its names."""
     if built.aliases.keys().isdisjoint(by_name):
         return by_name
     renamed = {built.aliases.get(name, name): value for name, value in by_name.items()}

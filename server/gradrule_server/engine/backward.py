@@ -1,7 +1,7 @@
-"""The backward part as a function of its own, and what is made of it: many pull-backs at once, and Jacobians.
+"""Builds the backward part of a program as a separate function, for many upstream gradients at once and for Jacobians.
 
-Many pull-backs run one after the other, in a loop: a vectorized backward part (`tf.vectorized_map`) has no counterpart
-for loops' stacks and for many kernels, and takes as much memory as all of them together.
+Many upstream gradients run one after the other, in a loop. `tf.vectorized_map` would not work for the stacks of loops
+and for many kernels, and would take the memory of all of them together.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from gradrule_server.engine.runtime_checks import MAX_ANSWER_BYTES, require_byte
 from gradrule_server.errors import error
 
 Row = Callable[[tf.Tensor], Sequence[tf.Tensor]]
-"""From a number to one upstream gradient for each fed y."""
+"""Makes, from its number, one upstream gradient for each fed y."""
 
 
 class Backward:
-    """A function from upstream gradients of the ys in `fed` to gradients by all xs.
+    """The function from upstream gradients of the ys in `fed` to the gradients by all xs.
 
-    It is built inside the forward part's graph; what it needs from there are its captures, in the order of `captures`.
-    `layout` is that of its gradients. `shapes`: of the fed ys.
+    It is built inside the graph of the forward part and captures the tensors that it needs from there, in the order of
+    `captures`. `layout`: layout of its gradients. `shapes`: shapes of the fed ys.
     """
 
     def __init__(self, request: DifferentiationRequest, fed: Sequence[int], differentiation: Differentiation) -> None:
@@ -47,7 +47,7 @@ class Backward:
         self.ys = request.ys
         self.xs = [(x.name, x.tensor.dtype, x.tensor.shape) for x in request.xs]
         self.layout: list[tuple[tuple[str, ...], str]] = []
-        # Made here so that pulling back needs no y for its shape alone.
+        # Computed in the forward part, so that the backward part does not keep a y only for its shape.
         self.shapes = [tf.shape(request.ys[index].tensor) for index in fed]
 
         def pull_back(*grad_ys: tf.Tensor) -> list[tf.Tensor]:
@@ -67,16 +67,19 @@ class Backward:
 
     @property
     def captures(self) -> list[tf.Tensor]:
-        """What it needs of the forward part."""
+        """Tensors of the forward part that it needs."""
         return list(self.function.captured_inputs)
 
     def once(self, grad_ys: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The tensors of `layout`."""
+        """Runs the backward part once; returns the tensors of `layout`."""
         return tf_private.call_with_captures(self.function, grad_ys, captures)
 
     def stacked(self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Dense gradients by the xs that have one, `count` (int32) of each on axis 0; for `count` 0, `row` is called
-        once all the same. The first row tells whether all fit into an answer: MESSAGE_TOO_LARGE."""
+        """Runs the backward part `count` (int32) times; returns dense gradients by the xs that have one, on axis 0.
+
+        `row` is called once even for a `count` of 0. The first row gives the size of the answer: MESSAGE_TOO_LARGE is
+        raised before the others run.
+        """
         xs = [x for x, (_, form) in zip(self.xs, self.layout, strict=True) if WIDTHS[form]]
         steps = tf.maximum(count, 1)
         arrays = [tf.TensorArray(dtype, steps, element_shape=shape) for _, dtype, shape in xs]
@@ -109,12 +112,12 @@ class Backward:
 
 
 def stacked_layout(layout: Sequence[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
-    """The layout of many gradients at once: slices have become dense."""
+    """Returns the layout of stacked gradients, where slices are dense."""
     return [(names, DENSE if form == SPARSE else form) for names, form in layout]
 
 
 def row_of(stacks: Sequence[tf.Tensor]) -> Row:
-    """Rows of stacks; zeros beyond their end."""
+    """Returns a function that gives rows of the stacks, and zeros beyond their end."""
 
     def row(index: tf.Tensor) -> Sequence[tf.Tensor]:
         return [tf.reduce_sum(stack[index : index + 1], axis=0) for stack in stacks]
@@ -125,7 +128,7 @@ def row_of(stacks: Sequence[tf.Tensor]) -> Row:
 def stacked_vjp(
     request: DifferentiationRequest, stacks: Sequence[tf.Tensor | None], differentiation: Differentiation
 ) -> Derivatives:
-    """Gradients for many upstream gradients at once: `stacks`, one for each fed y, have one more axis in front."""
+    """Builds gradients for many upstream gradients: `stacks`, one per fed y, have one more axis in front."""
     fed = [index for index, stack in enumerate(stacks) if stack is not None and request.ys[index].is_differentiable]
     backward = Backward(request, fed, differentiation)
     given = [stack for stack in stacks if stack is not None]
@@ -135,10 +138,11 @@ def stacked_vjp(
 
 
 def jacobian(request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool) -> Derivatives:
-    """For each y and x the Jacobian, of shape (y's shape, x's shape): pulled back from the rows of the identity.
+    """Builds for each y and x the Jacobian, of shape (y's shape, x's shape), from the rows of an identity matrix.
 
-    batched: axis 0 of all of them counts examples, none of which depends on another; the shape is (examples, rest of
-    y's shape, rest of x's shape). INVALID_DERIVATIVE where a y is complex, or has other examples than an x.
+    batched: axis 0 of all ys and xs counts examples that do not depend on one another; the shape is then (examples,
+    rest of y's shape, rest of x's shape). Raises INVALID_DERIVATIVE if a y is complex, or if a y and an x have
+    different numbers of examples.
     """
     derivatives = Derivatives()
     for y in request.ys:
@@ -175,7 +179,7 @@ def _jacobians_of(
     shape = tf.shape(y.tensor)
     examples = shape[:1] if batched else tf.zeros([0], tf.int32)
     count = tf.reduce_prod(shape[1:] if batched else shape)
-    # Refused before anything is computed: a Jacobian is easily larger than all that can be sent.
+    # Refused before it is computed: a Jacobian is often too large to send.
     size = tf.add_n(
         [
             tf.size(x.tensor, out_type=tf.int64) * x.tensor.dtype.size
@@ -205,7 +209,7 @@ def _jacobians_of(
 
 
 def _laid_out(stack: tf.Tensor, y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:
-    """From (elements of y, x's shape) to the Jacobian's shape."""
+    """Reshapes (elements of y, x's shape) to the shape of the Jacobian."""
     if batched:
         rank = tf.rank(stack)
         stack = tf.transpose(stack, tf.concat([[1, 0], tf.range(2, rank)], 0))
@@ -221,7 +225,7 @@ def _jacobian_shape(y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tens
 
 
 def _require_examples(value: NamedTensor, y: NamedTensor) -> None:
-    """INVALID_DERIVATIVE for a tensor without an axis that could count examples, or with others than the y's."""
+    """Raises INVALID_DERIVATIVE if axis 0 of a tensor cannot count the same examples as axis 0 of the y."""
     shape, examples = value.tensor.shape, y.tensor.shape
     fits = shape.rank != 0 and (not shape.rank or not examples.rank or shape[:1].is_compatible_with(examples[:1]))
     if not fits:
@@ -237,10 +241,10 @@ Layout = list[tuple[tuple[str, ...], str]]
 
 
 class TwoPartProgram:
-    """Forward and backward part of a vector-Jacobian product as functions of their own. Thread-safe.
+    """Forward and backward part of a vector-Jacobian product as separate functions. Thread-safe.
 
-    What `forward` saves stays on the device; it is a list of tensors, some of them TensorLists and optionals, whose
-    meaning is this object's. Params are arguments of the forward part, and saved where the backward part needs them.
+    The tensors that `forward` saves stay on the device; some are TensorLists and optionals, and only this object
+    understands them. Params are arguments of the forward part, which saves those that the backward part needs.
     """
 
     def __init__(self, function: Any, output_count: int, backward: Backward, *, trusted: bool) -> None:
@@ -253,27 +257,27 @@ class TwoPartProgram:
 
     @property
     def layout(self) -> Layout:
-        """Of a single pull-back's tensors: x and form (`request.WIDTHS` tensors each)."""
+        """Layout of the tensors of one pull-back: x and form (`derivatives.WIDTHS` tensors each)."""
         return self._backward.layout
 
     @property
     def stacked_layout(self) -> Layout:
-        """Of many pull-backs at once: dense where there is a gradient at all."""
+        """Layout of the tensors of stacked pull-backs: gradients are dense."""
         return stacked_layout(self._backward.layout)
 
     def forward(self, arguments: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Takes what `BuiltProgram.function` takes; returns the fetches, and what pulling back needs."""
+        """Runs the forward part; returns the fetches, and the tensors that `backward` needs."""
         results = list(self._function(*arguments))
         return results[: self._output_count], results[self._output_count :]
 
     def backward(
         self, saved: Sequence[tf.Tensor], grad_ys: Mapping[int, tf.Tensor], *, stacked: bool = False
     ) -> list[tf.Tensor]:
-        """The tensors of `layout`, or of `stacked_layout`.
+        """Runs the backward part; returns the tensors of `layout`, or of `stacked_layout`.
 
-        grad_ys: by index among the ys, of the y's type; a y without one gets ones. stacked: all of them have one more
-        axis in front, of one size. Raises INVALID_DERIVATIVE; TensorFlow's error of a failed check where a shape is
-        not the y's (FEED_SHAPE, see `checks.failed_check`).
+        grad_ys: upstream gradients by the index of the y, of its type; a y without one gets ones. stacked: all of them
+        have one more axis in front, of the same size. Raises INVALID_DERIVATIVE. TensorFlow raises the error of a
+        failed check if a shape differs from that of the y (FEED_SHAPE, see `runtime_checks.failed_check`).
         """
         fed, ys = self._backward.fed, self._backward.ys
         given = [grad_ys[index] for index in fed if index in grad_ys]
@@ -285,14 +289,14 @@ class TwoPartProgram:
             )
         count = tf.shape(given[0])[:1] if stacked else tf.zeros([0], tf.int32)
         values = []
-        # What is saved begins with the shapes of the ys.
+        # The saved tensors start with the shapes of the ys.
         for index, shape in zip(fed, saved, strict=False):
             value = grad_ys.get(index)
             if value is None:
                 checked_upstream(ys[index], None)
                 value = tf.ones(tf.concat([count, shape], 0), ys[index].tensor.dtype)
             values.append(value)
-        # Tracing one and the same function in two threads is not safe.
+        # Two threads must not trace the same function.
         with self._lock:
             function = self._pull_backs.get(stacked)
             if function is None:

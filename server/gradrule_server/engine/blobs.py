@@ -26,13 +26,13 @@ _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 
 
 class BlobReader:
-    """The blobs in a folder; None: there are none."""
+    """Reads blobs from a folder; None: there are none."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def for_folder(self, name: str) -> BlobReader:
-        """The blobs in a folder of that folder; without a name, these. INTERNAL for what is no name of one."""
+        """Returns a reader for a subfolder; without a name, this reader. Raises INTERNAL for an invalid name."""
         if not name:
             return self
         if _FOLDER.fullmatch(name) is None:
@@ -40,14 +40,14 @@ class BlobReader:
         return BlobReader(None if self._folder is None else self._folder / name)
 
     def read(self, name: str) -> bytes:
-        """Returns the bytes of a blob. BLOB_NOT_FOUND."""
+        """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
         path = self._path(name)
         if path is None or not path.exists():
             raise missing_blobs([name])
         return path.read_bytes()
 
     def array(self, blob: tensor_pb2.BlobTensor, what: str, field: str) -> NDArray[Any]:
-        """The tensor, read-only. BLOB_NOT_FOUND, INVALID_TENSOR; `what` and `field` tell which tensor it is."""
+        """Returns a read-only tensor. `what`, `field`: name it in errors. Raises BLOB_NOT_FOUND or INVALID_TENSOR."""
         shape = tensor_codec.shape_tuple(blob.shape)
         if shape is None or any(size is None for size in shape):
             raise _invalid(f"{what}: a tensor's shape must be known", field)
@@ -59,7 +59,7 @@ class BlobReader:
         if dtype.hasobject:
             raise _invalid(f"{what} is a blob of strings; strings travel inline", field)
         path = self._path(blob.sha256)
-        # What is counted in Python does not overflow.
+        # Python's integers do not overflow.
         wanted = int(np.prod(np.array(sizes, object), initial=1)) * dtype.itemsize
         size = path.stat().st_size if path is not None and path.exists() else None
         if path is None or size is None:
@@ -74,7 +74,7 @@ class BlobReader:
                 field,
             )
         little = dtype.newbyteorder("<")
-        # Nothing can be mapped that has no bytes.
+        # An empty file cannot be mapped.
         array = np.memmap(path, little, "r", shape=sizes) if wanted else np.empty(sizes, little)
         return array.astype(dtype, copy=False)
 
@@ -90,7 +90,7 @@ _Key = tuple[str, str, int, tuple[int, ...]]
 
 
 class VariableCache:
-    """Tensors by whose they are, hash, element type and shape, for as long as a program holds them. Thread-safe.
+    """Keeps values of variables on the device, by tenant, hash, type and shape, while programs use them. Thread-safe.
 
     Tenants, whose blobs lie in different folders, share none: nobody learns from the speed what another has.
     """
@@ -101,7 +101,7 @@ class VariableCache:
         self._kept: weakref.WeakValueDictionary[_Key, tf.Tensor] = weakref.WeakValueDictionary()
 
     def tensors(self, variables: Sequence[link_pb2.BoundVariable], blob_folder: str = "") -> list[tf.Tensor]:
-        """The tensor of each variable. `blob_folder`: where its caller's blobs are. BLOB_NOT_FOUND, INVALID_TENSOR."""
+        """Returns the value of each variable. `blob_folder`: the tenant's. Raises BLOB_NOT_FOUND or INVALID_TENSOR."""
         blobs = self._blobs.for_folder(blob_folder)
         return [self._tensor(item, blob_folder, blobs) for item in variables]
 

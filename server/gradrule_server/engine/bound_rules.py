@@ -1,4 +1,4 @@
-"""A rule bound to an override of a program: from a target's tensors to one checked gradient per input."""
+"""Applies the rules of a program's overrides: from the tensors of a target to one checked gradient per input."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from gradrule_server.policy.op_traits import ops_with
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
 _KEEPS_SHAPE = ops_with("keeps_shape")
-# The gradient that arrives at an output has its shape: it was checked where it was made.
+# An upstream gradient has the shape of its output: it was checked when it was made.
 _ONE_SHAPE = frozenset({"x0", "y0", "dy0", "default0"})
 
 
 class BoundRule:
-    """What all rules share: the check of what comes out. `own_gradient`: the rule for this rule's own gradient.
+    """Base of all rules: checks the gradients. `own_gradient`: the rule for the gradient of this rule.
 
-    `is_local`: what comes out depends on the node and its tensors alone, not on the graph around it.
+    `is_local`: the gradients depend on the node and its tensors alone, not on the graph around it.
     """
 
     is_local = True
@@ -38,7 +38,7 @@ class BoundRule:
         self.name = name
 
     def gradients(self, target: RuleTarget, dys: Sequence[Gradient]) -> Sequence[Gradient]:
-        """One gradient per input of the target; RULE_ARITY, RULE_OUTPUT, RULE_NOT_APPLICABLE if the rule gives none."""
+        """Returns one gradient per input of the target. Raises RULE_ARITY, RULE_OUTPUT or RULE_NOT_APPLICABLE."""
         raise NotImplementedError
 
     def _checked(self, gradients: Sequence[Gradient], target: RuleTarget) -> list[Gradient]:
@@ -63,7 +63,7 @@ class BoundRule:
 
 
 class OpGradientRule(BoundRule):
-    """The gradient that TensorFlow registers for some op type, used on any op."""
+    """Applies the gradient that TensorFlow registers for one op type to any op."""
 
     def __init__(self, op_type: str) -> None:
         super().__init__(op_type)
@@ -78,7 +78,7 @@ class OpGradientRule(BoundRule):
         except GradruleError:
             raise
         except Exception as cause:
-            # The function was written for another op: what it misses can be anything, and all means the same here.
+            # The function was written for another op type, so it can fail with any error.
             raise self._not_applicable(
                 target, f"{type(cause).__name__}: {clean_message(error_message(cause))}"
             ) from cause
@@ -86,7 +86,7 @@ class OpGradientRule(BoundRule):
 
 
 class _StandIn:
-    """A subgraph as a gradient function of TensorFlow's sees an op; it has no attributes."""
+    """Represents a subgraph as an op for a gradient function of TensorFlow's. It has no attributes."""
 
     def __init__(self, target: RuleTarget) -> None:
         self.inputs, self.outputs, self.name, self.type = (
@@ -97,12 +97,12 @@ class _StandIn:
         )
 
     def get_attr(self, name: str) -> NoReturn:
-        """As an op that lacks the attribute."""
+        """Raises `ValueError`, as an op without the attribute does."""
         raise ValueError(f"a subgraph has no attribute {name!r}")
 
 
 class CodeRule(BoundRule):
-    """A rule of the catalogue that is code."""
+    """Applies a rule of the catalogue that is code."""
 
     is_local = False
 
@@ -129,21 +129,21 @@ class CodeRule(BoundRule):
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A rule's graph for one signature, without the placeholders that values take the place of."""
+    """A rule's graph for one signature, also as TensorFlow's message."""
 
     rule_graph: RuleGraph
     graph_def: tf_graph_pb2.GraphDef
 
 
 class GraphRule(BoundRule):
-    """A rule given by an expression or a graph."""
+    """Applies a rule that is an expression or a graph."""
 
     def __init__(self, name: str, content: RuleContent, params: Mapping[str, tf.Tensor]) -> None:
         super().__init__(name)
         self._content = content
         self._params = {f"param/{param}": value for param, value in params.items()}
         if content.gradient is not None:
-            # Params of one name are one.
+            # A rule and its own gradient share params of the same name.
             self.own_gradient = GraphRule(f"{name} (its gradient)", content.gradient, params)
         self._prepared: dict[Signature, _Prepared] = {}
 
@@ -162,7 +162,7 @@ class GraphRule(BoundRule):
         one_shape = _ONE_SHAPE if target.op is not None and target.op.type in _KEEPS_SHAPE else frozenset()
         for index, (result, source) in enumerate(zip(rule_graph.results, rule_graph.shape_sources, strict=True)):
             gradient = None if result is None else computed[result]
-            # What is broadcast from tensors of the input's shape has it: a check while running would cost a dozen ops.
+            # A result of tensors of the input's shape has that shape; a check at run time would cost a dozen ops.
             shape_known = source <= {f"x{index}"} | one_shape
             gradients.append(
                 checked_gradient(
@@ -201,7 +201,7 @@ class GraphRule(BoundRule):
         values.update({f"y{index}": value for index, value in enumerate(target.outputs)})
         for index, dy in enumerate(dys):
             if dy is not None:
-                # A rule sees dense gradients only: `5 * dy` means nothing on slices.
+                # Rules work on dense gradients only: slices have no `5 * dy`.
                 values[f"dy{index}"] = tf.convert_to_tensor(dy)
             elif f"dy{index}" in wanted:
                 values[f"dy{index}"] = tf.zeros_like(target.outputs[index])

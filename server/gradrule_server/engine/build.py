@@ -64,9 +64,9 @@ def start_build(
     values: Sequence[tf.Tensor],
     gradient_cache: GradientCache | None = None,
 ) -> tuple[BuiltProgram, Trace]:
-    """Returns what is known of the program before its graph is built, and what builds it.
+    """Returns the program without its function, and the trace that builds the function.
 
-    `repeats`: knows gradients of nodes like those to come, where values do not matter.
+    `gradient_cache`: reuses the gradients of similar nodes, for a program that never runs.
     """
     contents = [_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
@@ -94,7 +94,7 @@ def start_build(
 
 
 def function_arguments(built: BuiltProgram) -> list[tf.TensorSpec]:
-    """Returns what the built function takes."""
+    """Returns the signature of the built function."""
     return [
         *(tf.TensorSpec(item.shape, item.dtype, name=f"in{index}") for index, item in enumerate(built.inputs)),
         *(tf.TensorSpec(_stacked(item, built), item.dtype) for item in built.grad_ys),
@@ -136,7 +136,7 @@ def _build(
 
 
 def _add_fed_inputs(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, built: BuiltProgram) -> None:
-    """Which grad_ys and directions are arguments is known only together with their types, which the import tells."""
+    """Adds the fed grad_ys and the directions to the program's arguments. Importing the graph gives their types."""
     fed_ys = [y for y, item in zip(request.ys, request.grad_ys, strict=True) if item.WhichOneof("source") == "fed"]
     moved_xs = [x for x, is_given in zip(request.xs, request.directions, strict=False) if is_given]
     asked = [*fed_ys, *moved_xs]
@@ -159,8 +159,8 @@ def _is_small(graph: tf.Graph) -> bool:
     ops = graph.get_operations()
     if len(ops) > _SMALL_OPS or any(op.type in _NEEDS_THREADS for op in ops):
         return False
-    # Kernels of strings and lists of tensors take memory beside TensorFlow's allocator. Where there is none, C++'s
-    # exception ends TensorFlow's own threads with a word about memory, and the calling thread with a SIGSEGV.
+    # Kernels of strings and of lists of tensors do not use TensorFlow's allocator. If they run out of memory, the C++
+    # exception ends a thread of TensorFlow's with a clear message, but the calling thread with a SIGSEGV.
     return not any(tensor.dtype in (tf.string, tf.variant) for op in ops for tensor in op.outputs)
 
 
@@ -177,16 +177,16 @@ def _content(rule: link_pb2.BoundRule) -> RuleContent | None:
 
 
 def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: list[str]) -> list[tf.TensorSpec]:
-    """Types and shapes of tensors, by importing the graph into a scratch one."""
+    """Returns types and shapes of tensors. Imports the graph into another one, which is thrown away."""
     with tf.Graph().as_default():
         feeds = {tensor_name(item.name): tf.compat.v1.placeholder(item.dtype, item.shape) for item in inputs}
-        # The scratch graph never runs, so its labels may stay.
+        # This graph never runs, so its labels may stay.
         tensors = import_tensors(graph_def, feeds, names, [])
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def shape_from(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
-    """A shape from its message."""
+    """Returns the shape that a message describes."""
     return tf.TensorShape(None if shape.unknown_rank else [None if dim.size < 0 else dim.size for dim in shape.dim])
 
 
@@ -197,10 +197,10 @@ _VJP = (evaluate_pb2.DERIVATIVE_UNSPECIFIED, evaluate_pb2.DERIVATIVE_VJP)
 
 
 def describe(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor], device: str) -> BuiltProgram:
-    """Returns what `build` returns, without what runs it; raises the same errors.
+    """Returns the program as `build` does, but without its function; raises the same errors.
 
-    Where gradients are differentiated again, or built in a function of their own, and where the program might not fit
-    into memory, it is built as a whole.
+    The whole program is built if gradients are differentiated again, if they are a function of their own, or if the
+    program might not fit into memory.
     """
     if request.derivative in _VJP and not request.stacked_grad_ys and not request.split:
         built = _described(request, values)
@@ -210,7 +210,7 @@ def describe(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor], devi
 
 
 def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) -> BuiltProgram | None:
-    """None where the program might need more memory than there is."""
+    """Returns the program without its function; None if it might not fit into memory."""
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     functions = tf_private.add_functions(graph_def.library)
     try:
@@ -233,6 +233,6 @@ def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) ->
 
 
 def _most_bytes(graph: tf_private.RecordingGraph, outputs: Sequence[tf.Tensor]) -> int:
-    """Bytes of all tensors that the built program would have, at least."""
+    """Returns the bytes of all tensors of the program; reused gradients count each time."""
     repeated = sum(bytes_of(tensor) for op in graph.made for tensor in op.outputs)
     return estimate_need(graph, outputs, sys.maxsize).size + repeated

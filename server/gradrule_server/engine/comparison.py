@@ -35,7 +35,7 @@ def is_close(first: Any, second: Any, units: float, least: float) -> bool:
 
 
 def _array(value: Any) -> np.ndarray:
-    # A string of rank 0 comes as bytes.
+    # TensorFlow returns a scalar string as bytes.
     return np.asarray(value, object if isinstance(value, bytes) else None)
 
 

@@ -22,27 +22,28 @@ DENSE = "dense"
 SPARSE = "sparse"
 
 WIDTHS = {DENSE: 1, SPARSE: 3, UNCONNECTED: 0, NOT_DIFFERENTIABLE: 0}
-"""How many tensors an answer of each form consists of."""
+"""Number of tensors of a derivative, by its form."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A y or an x, under the name asked."""
+    """A y or an x, with its name in the request."""
 
     name: str
     tensor: tf.Tensor
 
     @property
     def is_differentiable(self) -> bool:
-        """Floating or complex."""
+        """Whether its type is floating or complex."""
         return bool(self.tensor.dtype.is_floating or self.tensor.dtype.is_complex)
 
 
 @dataclass(frozen=True, slots=True)
 class DifferentiationRequest:
-    """ys and xs of `graph`.
+    """The ys and xs of `graph` whose derivatives are requested.
 
-    `upstream`: of each y, None for ones. `unconnected_is_zero`: zeros where not connected. `dense`: slices come whole.
+    `upstream`: gradient of each y, None for ones. `unconnected_is_zero`: gives zeros for an x that is not connected.
+    `dense`: gives dense tensors instead of slices.
     """
 
     graph: tf.Graph
@@ -54,24 +55,24 @@ class DifferentiationRequest:
     dense: bool = False
 
     def with_ys(self, ys: Sequence[NamedTensor], upstream: Sequence[tf.Tensor | None]) -> DifferentiationRequest:
-        """The same about other ys, or other upstream gradients."""
+        """Returns the request with other ys and upstream gradients."""
         return replace(self, ys=ys, upstream=upstream)
 
 
 @dataclass(slots=True)
 class Derivatives:
-    """Tensors with their layout. Per entry: names asked (an x, a y, or a y and an x), and the form."""
+    """Tensors of derivatives, with their layout: for each derivative its names (x, y, or y and x) and its form."""
 
     layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     tensors: list[tf.Tensor] = field(default_factory=list)
 
     def add(self, names: tuple[str, ...], form: str, tensors: Sequence[tf.Tensor] = ()) -> None:
-        """One more entry."""
+        """Adds a derivative."""
         self.layout.append((names, form))
         self.tensors += tensors
 
     def add_gradient(self, x: NamedTensor, gradient: Any, *, whole: bool = False) -> None:
-        """The gradient by x, as TensorFlow gave it, or `whole` where that is slices."""
+        """Adds the gradient by `x` that TensorFlow built. `whole`: makes slices dense."""
         if not x.is_differentiable:
             self.add((x.name,), NOT_DIFFERENTIABLE)
         elif gradient is None:
@@ -90,9 +91,9 @@ class Derivatives:
 def checked_upstream(
     y: NamedTensor, grad_y: tf.Tensor | None, shape: tf.Tensor | None = None, field: str = "grad_ys"
 ) -> tf.Tensor | None:
-    """A y's upstream gradient; INVALID_DERIVATIVE, FEED_SHAPE where it does not fit.
+    """Returns the upstream gradient of a y. Raises INVALID_DERIVATIVE or FEED_SHAPE if it does not fit.
 
-    `shape`: the y's, where it is at hand without the y.
+    `shape`: shape of the y, if it is known without the y.
     """
     where = f"grad_y of {y.name!r}"
     if grad_y is None:
@@ -119,7 +120,7 @@ def checked_upstream(
 
 
 def same_shape(value: tf.Tensor, like: tf.Tensor, where: str, shape: tf.Tensor | None = None) -> tf.Tensor:
-    """`value`, if at run time it has the shape of `like`, which is `shape`; FEED_SHAPE otherwise."""
+    """Returns `value`, with a check at run time that it has the shape of `like`; FEED_SHAPE if not."""
     if value.shape.is_fully_defined() and like.shape.is_fully_defined():
         return value
     wanted = tf.shape(like) if shape is None else shape
@@ -129,11 +130,11 @@ def same_shape(value: tf.Tensor, like: tf.Tensor, where: str, shape: tf.Tensor |
 
 
 Directions = Sequence[tf.Tensor | None]
-"""For each x a tensor of its type and shape; None where there is none."""
+"""For each x a tensor of its type and shape, or None."""
 
 
 def vjp(request: DifferentiationRequest, differentiation: Differentiation) -> Derivatives:
-    """The gradients of the ys, weighted by their upstream gradients, by each x."""
+    """Builds the gradient of the ys, weighted by their upstream gradients, by each x."""
     with differentiation.active():
         gradients = build_gradients(request)
     derivatives = Derivatives()
@@ -143,10 +144,10 @@ def vjp(request: DifferentiationRequest, differentiation: Differentiation) -> De
 
 
 def jvp(request: DifferentiationRequest, tangents: Directions, differentiation: Differentiation) -> Derivatives:
-    """For each y the sum over xs of dy/dx · tangent, of y's type and shape.
+    """Builds for each y the sum over xs of dy/dx · tangent, of the type and shape of the y.
 
-    Pulling back is linear in the upstream gradients; its transpose, which pushes forward, is its derivative by them, at
-    zero. An x without a tangent is a constant.
+    A vector-Jacobian product is linear in the upstream gradients, so its derivative by them, at zero, is its transpose:
+    the Jacobian-vector product. An x without a tangent is a constant.
     """
     ys = [y for y in request.ys if y.is_differentiable]
     zeros = [tf.zeros_like(y.tensor) for y in ys]
@@ -176,9 +177,9 @@ def jvp(request: DifferentiationRequest, tangents: Directions, differentiation: 
 
 
 def hvp(request: DifferentiationRequest, vectors: Directions, differentiation: Differentiation) -> Derivatives:
-    """The gradient by each x of the sum over xs of (d sum(ys) / dx) · vector: reverse over reverse.
+    """Builds the gradient by each x of the sum over xs of (d sum(ys) / dx) · vector: reverse over reverse.
 
-    An x without a vector counts as one whose vector is zeros.
+    An x without a vector has a vector of zeros.
     """
     moved = _with_directions(request, vectors, "vector")
     with _watched(request.graph), differentiation.active():
@@ -193,9 +194,9 @@ def hvp(request: DifferentiationRequest, vectors: Directions, differentiation: D
 
 
 def build_gradients(request: DifferentiationRequest, xs: Sequence[NamedTensor] | None = None) -> list[Any]:
-    """By each x (default: those of the request) a tensor, slices, or None where it is not connected.
+    """Builds the gradient by each x (default: the xs of the request): a tensor, slices, or None if not connected.
 
-    BuiltProgram in the current graph, which may be another than the request's. Raises INVALID_DERIVATIVE.
+    They are built in the current graph, which may differ from the graph of the request. Raises INVALID_DERIVATIVE.
     """
     pairs = [(y, upstream) for y, upstream in zip(request.ys, request.upstream, strict=True) if y.is_differentiable]
     values = [x.tensor for x in (request.xs if xs is None else xs)]
@@ -219,7 +220,7 @@ def build_gradients(request: DifferentiationRequest, xs: Sequence[NamedTensor] |
 
 
 def dense(gradient: Any, like: tf.Tensor) -> tf.Tensor:
-    """Slices as a tensor of the shape of `like`; a tensor as it is."""
+    """Returns slices as a tensor of the shape of `like`; returns a tensor unchanged."""
     if isinstance(gradient, tf.IndexedSlices) and gradient.dense_shape is None:
         gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.shape(like, out_type=gradient.indices.dtype))
     value: tf.Tensor = tf.convert_to_tensor(gradient)
@@ -248,7 +249,7 @@ def _with_directions(
 def _dense(
     moved: Sequence[tuple[NamedTensor, tf.Tensor]], gradients: Sequence[Any]
 ) -> list[tuple[NamedTensor, tf.Tensor]]:
-    """The gradients that there are, each with the direction of its x."""
+    """Returns the gradients that are not None, each with the direction of its x."""
     return [
         (NamedTensor(x.name, dense(gradient, x.tensor)), direction)
         for (x, direction), gradient in zip(moved, gradients, strict=True)

@@ -1,9 +1,9 @@
-"""The one gradient that gradrule registers with TensorFlow, and what it does for each node that asks for it.
+"""Computes the gradient of each node: by the rule of its override, or as TensorFlow registers it for the op type.
 
-Every node of a program's graph carries `_gradient_op_type="gradrule"`, so TensorFlow asks `_dispatch` for its gradient
-wherever the node lies: at top level, in a loop body, in a branch. An overridden node also carries `_gradrule_mark`; a
-subgraph that is overridden has a marked IdentityN behind it. Where gradients are differentiated again, the nodes that
-they made carry the same attribute (`tf_private.watch`).
+Every node of a program's graph carries `_gradient_op_type="gradrule"`, so TensorFlow calls `_dispatch` for its gradient
+at top level, in loop bodies and in branches. An overridden node also carries `_gradrule_mark`. An overridden subgraph
+is followed by an IdentityN with that mark. If gradients are differentiated again, the nodes that they made carry the
+attribute too (`tf_private.watch`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Reference = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 class DifferentiationStage(enum.Enum):
     """Which differentiation of a program is built.
 
-    FIRST: of ys; all overrides hold. AGAIN: of the first one's gradients; overrides for every order hold. TRANSPOSE: of
-    gradients by their upstream gradients, which turns pulling back into pushing forward; no override holds, for the
-    rules have spoken already.
+    FIRST: of the ys; all overrides apply. AGAIN: of the gradients of the first; overrides for every order apply.
+    TRANSPOSE: of gradients by their upstream gradients, which makes a Jacobian-vector product of a vector-Jacobian
+    product; no override applies, since the rules are part of these gradients already.
     """
 
     FIRST = enum.auto()
@@ -58,11 +58,10 @@ class DifferentiationStage(enum.Enum):
 
 
 class Differentiation:
-    """Answers TensorFlow's questions for gradients while one program is built, and notes which nodes were asked.
+    """Gives TensorFlow the gradients of nodes while one program is built, and records the nodes that it asked for.
 
-    What is noted is what the first differentiation asked. `made`: rules for nodes that gradients make, by op type.
-    `again`: the gradients will be differentiated again. `repeats`: knows gradients of nodes that are alike, where
-    values do not matter.
+    Only the first differentiation is recorded. `made`: rules for nodes that gradients make, by op type. `again`: the
+    gradients will be differentiated again. `gradient_cache`: reuses gradients of similar nodes; None builds all.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Differentiation:
         gradient_cache: GradientCache | None = None,
     ) -> None:
         self._mark_count = len(marks)
-        # Gradients that carry a rule of their own add to both.
+        # Rules with an own gradient add to both lists.
         self._marks = list(marks)
         self._rules = list(rules)
         self._scopes = scopes
@@ -99,7 +98,7 @@ class Differentiation:
 
     @property
     def statuses(self) -> list[override_pb2.ResolutionStatus.ValueType]:
-        """Per mark: ACTIVE where its gradient was asked, unspecified where the node turned out to have another rank."""
+        """For each mark: ACTIVE if its gradient was requested, unspecified if the node has another rank."""
         return [
             _ACTIVE if index in self._asked else _NO_MATCH if index in self._other_rank else _OFF_PATH
             for index in range(self._mark_count)
@@ -107,23 +106,23 @@ class Differentiation:
 
     @property
     def defaulted(self) -> list[str]:
-        """Nodes without a mark whose gradient was asked, from xs towards ys."""
+        """Nodes without a mark whose gradient was requested, from xs towards ys."""
         return [name for name in list(self._defaulted)[::-1] if name not in self._without_gradient]
 
     @property
     def without_gradient(self) -> list[link_pb2.WithoutGradient]:
-        """Nodes that the policy decided, from xs towards ys."""
+        """Nodes without a gradient, to which the `no_gradient` policy was applied, from xs towards ys."""
         found = list(self._without_gradient.items())[::-1]
         return [link_pb2.WithoutGradient(node=node, op_type=op_type) for node, op_type in found]
 
     @property
     def made(self) -> list[int]:
-        """Which of the rules for nodes that gradients make were asked for, as indices."""
+        """Indices of the rules for nodes that gradients make which were applied."""
         return sorted(self._asked_made)
 
     @contextlib.contextmanager
     def active(self, stage: DifferentiationStage = DifferentiationStage.FIRST) -> Iterator[None]:
-        """Within this context `_dispatch` asks this object."""
+        """Makes `_dispatch` use this object within the context."""
         token = _current.set(self)
         self._stage, before = stage, self._stage
         try:
@@ -133,7 +132,7 @@ class Differentiation:
             _current.reset(token)
 
     def gradient(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
-        """One gradient per input of `op`."""
+        """Returns one gradient per input of `op`."""
         first = self._stage is DifferentiationStage.FIRST
         index = self._find_mark(op)
         if index is None:
@@ -148,7 +147,7 @@ class Differentiation:
             self._asked.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
         if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
-            # Of a subgraph this is the IdentityN's, and leads through the inside.
+            # The gradient of a subgraph's IdentityN goes on through the nodes of the subgraph.
             return self._own_gradient(op, dys, mark.node)
         if mark.rule == _FOREIGN_GRADIENT:
             raise error(
@@ -176,11 +175,11 @@ class Differentiation:
     def _with_own_gradient(
         self, gradients: Sequence[Gradient], target: RuleTarget, dys: Sequence[Gradient], rule: BoundRule
     ) -> Sequence[Gradient]:
-        """The gradients, as a subgraph that has a rule: its inputs are all that the rule that gave them was given."""
+        """Returns the gradients as outputs of a subgraph with a rule, whose inputs are the inputs of the first rule."""
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if not given:
             return gradients
-        # The rule counts on every upstream gradient being there.
+        # The rule needs every upstream gradient.
         upstream = [
             tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
             for y, dy in zip(target.outputs, dys, strict=True)
@@ -200,7 +199,7 @@ class Differentiation:
         return wrapped
 
     def _gradient_of_made(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
-        """Gradients of a node that a gradient, or a rule, made."""
+        """Returns the gradients of a node that a gradient or a rule made."""
         if self._stage is not DifferentiationStage.FIRST:
             tf_private.watch_inside(op)
         number, rule = self._made.get(op.type, (0, _OWN_GRADIENT))
@@ -212,7 +211,7 @@ class Differentiation:
         return self._rules[rule].gradients(self._op_target(op, clean_message(op.name)), dys)
 
     def _find_mark(self, op: tf.Operation) -> int | None:
-        """The number of the mark that holds for the op, if one does."""
+        """Returns the number of the mark that applies to the op, or None."""
         try:
             index: int | None = int(op.get_attr(MARK_ATTR))
         except ValueError:
@@ -254,18 +253,18 @@ class Differentiation:
         )
 
     def _subgraph_target(self, wrapper: tf.Operation, mark: link_pb2.MarkedNode) -> RuleTarget:
-        """The subgraph that an IdentityN passes on: it takes the subgraph's outputs, then its inputs."""
+        """Returns the subgraph before an IdentityN that takes the outputs and then the inputs of the subgraph."""
         graph = tf.compat.v1.get_default_graph()
         inputs, outputs = list(wrapper.inputs), mark.subgraph_outputs
         end = outputs + mark.subgraph_inputs if mark.HasField("subgraph_inputs") else len(inputs)
         ys, xs = inputs[:outputs], inputs[outputs:end]
 
         def find_ops() -> Sequence[tf.Operation]:
-            # A step's input is a difference that nothing of the forward graph uses.
+            # The input of a step is a difference that no other node of the forward graph uses.
             return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _ops_between(xs, ys)
 
         def own_gradients(dys: Sequence[Gradient]) -> Sequence[Gradient]:
-            # A missing upstream gradient would count as ones here.
+            # TensorFlow would take a missing upstream gradient as ones.
             pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if dy is not None]
             self._inside += 1
             try:
@@ -277,7 +276,7 @@ class Differentiation:
             node=mark.node,
             what=mark.op_type,
             inputs=tuple(tf_private.in_graph(graph, value) for value in xs),
-            # Behind the IdentityN, where the rule stands in the way of whoever differentiates again.
+            # Outputs of the IdentityN: a second differentiation then reaches the rule.
             outputs=tuple(tf_private.in_graph(graph, value) for value in wrapper.outputs[: len(ys)]),
             find_ops=find_ops,
             own_gradients=own_gradients,
@@ -286,7 +285,7 @@ class Differentiation:
         )
 
     def _own_gradient(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
-        """The gradient that TensorFlow registers for the op's type; what the policy says if it registers none."""
+        """Returns the gradients that TensorFlow registers for the op type; applies the policy if it registers none."""
         try:
             function = tf_private.gradient_of(op.type)
         except LookupError:
@@ -319,13 +318,13 @@ class Differentiation:
     def _registered(
         op: tf.Operation, dys: Sequence[Gradient], node: str, function: tf_private.GradientFunction
     ) -> Sequence[Gradient]:
-        """What TensorFlow's gradient function gives. NO_GRADIENT where it does not work for the op."""
+        """Calls TensorFlow's gradient function. Raises NO_GRADIENT if it fails for the op."""
         try:
             result: Any = function(op, *dys)
         except GradruleError:
             raise
         except Exception as cause:
-            # What a gradient function cannot do it says in many ways: NotImplementedError, ValueError, TypeError.
+            # Gradient functions raise many types: NotImplementedError, ValueError, TypeError.
             raise error(
                 errors_pb2.ERROR_REASON_NO_GRADIENT,
                 f"node {node!r}: TensorFlow's gradient of {op.type!r} does not work here: "
@@ -337,7 +336,7 @@ class Differentiation:
     def _missing_gradient(
         self, op: tf.Operation, dys: Sequence[Gradient], node: str, message: str, *, known: bool
     ) -> Sequence[Gradient]:
-        """What an op without a gradient gives, by the program's policy. NO_GRADIENT if that is to refuse."""
+        """Returns the gradients of an op without one, by the policy. Raises NO_GRADIENT if the policy refuses."""
         policy = self._no_gradient
         refuses = policy in (program_pb2.NO_GRADIENT_UNSPECIFIED, program_pb2.NO_GRADIENT_ERROR)
         if refuses or (policy == program_pb2.NO_GRADIENT_DEFAULT and not known):
@@ -357,15 +356,15 @@ class Differentiation:
         return gradients
 
     def _noted_count(self) -> int:
-        """Returns how many nodes without a gradient were noted."""
+        """Returns the number of nodes without a gradient so far."""
         return len(self._without_gradient)
 
     def _public_name(self, op: tf.Operation) -> str | None:
-        """The node's name in the uploaded graph; None for a node that a gradient made."""
+        """Returns the node's name in the uploaded graph; None for a node that a gradient made."""
         if op.name.startswith(IMPORT_SCOPE):
             return str(op.name).removeprefix(IMPORT_SCOPE)
         graph = getattr(op.graph, "name", "")
-        # TensorFlow renames what it extends, so that a second differentiation finds its intermediate results.
+        # TensorFlow renames graphs of bodies that it extends by intermediate results for a second differentiation.
         while graph not in self._scopes and graph.endswith(_EXTENDED):
             graph = graph.removesuffix(_EXTENDED)
         scope = self._scopes.get(graph)
@@ -380,7 +379,7 @@ def _is_differentiable(value: tf.Tensor) -> bool:
 
 
 def _ops_between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """The ops on the way from the tensors `xs` to the tensors `ys`, producers before consumers."""
+    """Returns the ops on the paths from the tensors `xs` to the tensors `ys`, producers before consumers."""
     border = {x.ref() for x in xs}
     reaches: dict[tf.Operation, bool] = {}
     order: list[tf.Operation] = []

@@ -1,4 +1,4 @@
-"""Reads the usual call of a program in few steps: all values are tensors with bytes, of the right type and shape."""
+"""Reads the arguments of usual calls fast: all values are tensors with bytes, of the right type and shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Slot(NamedTuple):
-    """One argument: its place, what a value must be, and the NumPy type of its bytes."""
+    """One argument: its position, the type and shape that it requires, and the NumPy type of its bytes."""
 
     place: int
     dtype_number: int
@@ -28,7 +28,7 @@ class _Slot(NamedTuple):
 
 
 class FeedPlan:
-    """The arguments of a built function by the names that calls use, worked out once per program. Thread-safe."""
+    """The arguments of a built function by the names that calls use, prepared once per program. Thread-safe."""
 
     def __init__(self, built: BuiltProgram, *, is_used: bool = True) -> None:
         self._max_rank = built.max_rank
@@ -48,7 +48,7 @@ class FeedPlan:
             self._params[param.rule, param.name] = len(self._template)
             self._template.append(None)
         self._required += len(self._params)
-        # Stacked values must be of one length, which is for the general reader to check.
+        # The general reader checks that stacked values have the same length.
         self._is_usable = is_used and not built.stacked
 
     def _slot(self, item: Input) -> _Slot:
@@ -56,18 +56,18 @@ class FeedPlan:
         self._template.append(None if item.default is None else as_array(item.default))
         self._required += is_required
         shape = None if item.shape.rank is None else tuple(item.shape.as_list())
-        # Strings have no such type: NumPy refuses to read objects from bytes.
+        # NumPy cannot read strings from bytes.
         dtype = np.dtype(item.dtype.base_dtype.as_numpy_dtype)
         return _Slot(place, item.dtype.base_dtype.as_datatype_enum, shape, dtype, is_required)
 
     def is_default(self, place: int, array: Any) -> bool:
-        """Returns whether an argument is what it is in calls that do not give it."""
+        """Returns whether an argument is the default of its input."""
         return self._template[place] is not None and array is self._template[place]
 
     def arrays(
         self, call: evaluate_pb2.EvaluateRequest, params: Iterable[link_pb2.ParamSetting], contents: LargeTensors
     ) -> Sequence[Any] | None:
-        """Returns the arguments as NumPy arrays; None where anything is not as usual, which need not be wrong.
+        """Returns the arguments as NumPy arrays; None for an unusual call, which may be valid.
 
         The arrays may share the memory of `call` and `contents`.
         """
@@ -94,7 +94,7 @@ class FeedPlan:
         return None if missing else values
 
     def _array(self, message: Any, slot: _Slot, contents: Mapping[Any, memoryview], key: tuple[str, int]) -> Any:
-        """The tensor's values in the memory of its bytes; None where it is not as usual."""
+        """Returns a view of the tensor's bytes as an array; None if the tensor is unusual."""
         if message.dtype != slot.dtype_number or slot.dtype.hasobject:
             return None
         told = message.tensor_shape

@@ -23,7 +23,7 @@ from gradrule_server.engine.run import check_size, execute, packing_of, set_timi
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
-# Names that were let go before their forward run was done, so that it is not kept then.
+# Number of released names that are remembered: a run that ends after its release is not kept.
 _MAX_RELEASED = 4096
 
 
@@ -35,7 +35,7 @@ class _Kept:
 
 
 class ForwardRuns:
-    """What forward runs left, by the front end's names, until it lets go of them. Thread-safe."""
+    """Keeps the saved tensors of forward runs, by handle, until the front end releases them. Thread-safe."""
 
     def __init__(self, reader: ArgumentReader) -> None:
         self._reader = reader
@@ -46,7 +46,7 @@ class ForwardRuns:
     def forward(
         self, built: BuiltProgram, request: link_pb2.ForwardRequest, contents: LargeTensors, device: str
     ) -> link_pb2.ForwardReply:
-        """Runs the forward part of a split program. `contents`: what was cut out of the request."""
+        """Runs the forward part of a program. `contents`: bytes of tensors that were cut out of the request."""
         if built.two_parts is None:
             raise AssertionError("the program was not built in two parts")
         started = time.monotonic_ns()
@@ -71,7 +71,7 @@ class ForwardRuns:
         return link_pb2.ForwardReply(response=response.SerializeToString(), kept_bytes=kept_bytes)
 
     def pull_back(self, request: link_pb2.PullBackRequest, contents: LargeTensors) -> evaluate_pb2.PullBackResponse:
-        """Gradients; HANDLE_EXPIRED where nothing is kept under the name."""
+        """Runs the backward part; returns gradients. Raises HANDLE_EXPIRED if the handle is unknown."""
         started = time.monotonic_ns()
         with self._lock:
             kept = self._kept.get(request.handle)
@@ -92,7 +92,7 @@ class ForwardRuns:
         return response
 
     def release(self, name: str) -> None:
-        """Lets go of what is kept under the name, or will be."""
+        """Releases a forward run, even one that has not ended yet."""
         with self._lock:
             if self._kept.pop(name, None) is None:
                 self._released[name] = None
@@ -103,7 +103,7 @@ class ForwardRuns:
     def _grad_ys(
         call: evaluate_pb2.PullBackRequest, contents: LargeTensors, built: BuiltProgram, reader: ArgumentReader
     ) -> dict[int, tf.Tensor]:
-        """The given upstream gradients by the index of their y. INVALID_DERIVATIVE where a name is none of the ys."""
+        """Returns upstream gradients by the index of their y. Raises INVALID_DERIVATIVE for any other name."""
         ys = {_canonical(spec.name): index for index, spec in enumerate(built.specs["ys"])}
         given = [_canonical(item.name) for item in call.grad_ys]
         for name in given:
@@ -119,5 +119,5 @@ class ForwardRuns:
 
 
 def _canonical(name: str) -> str:
-    """`y:0` and `y` are one tensor."""
+    """Returns the short name of a tensor: `y` for `y:0`."""
     return name.removesuffix(":0")

@@ -16,21 +16,20 @@ from gradrule_server.engine.graph_import import IMPORT_SCOPE
 _Key: TypeAlias = tuple[Any, ...]
 
 _FOR_GRADRULE = frozenset({"_gradrule_mark", tf_private.GRADIENT_ATTR})
-# Gradient functions read the values of sizes and axes. Values of other element types they only compute with.
+# Larger constants are kept as a hash. Gradient functions read the values of integer constants: sizes and axes.
 _MOST_VALUE_BYTES = 4096
 
 
 class GradientCache:
-    """Gives a node the gradients that were built for a node like it.
+    """Reuses the gradients of a node for similar nodes. For programs that never run: values would be wrong.
 
-    What a gradient function, or a rule that is a graph, makes follows from the op's type and attributes, from types,
-    shapes and constants among its inputs, and from which upstream gradients there are. So the gradients of two nodes
-    that have all of this in common are equal in all that can be told without running: which there are, their types
-    and shapes, and whether building them fails.
+    The gradients that a gradient function or a rule builds depend on the op's type and attributes, on types, shapes and
+    constants of its inputs, and on which upstream gradients exist. If all of these are equal for two nodes, their
+    gradients have the same types and shapes, the same ones are missing, and building both succeeds or fails.
 
     Args:
         graph: The graph that is built.
-        graph_def: What is imported into it.
+        graph_def: The graph that is imported into it.
     """
 
     def __init__(self, graph: tf_private.RecordingGraph, graph_def: tf_graph_pb2.GraphDef) -> None:
@@ -49,14 +48,14 @@ class GradientCache:
         make: Callable[[], Sequence[Gradient]],
         noted: Callable[[], int],
     ) -> Sequence[Gradient]:
-        """Returns what `make` returns, or returned for an op like this one.
+        """Returns the gradients that `make` builds, or those that it built for a similar op.
 
         Args:
-            op: The op whose inputs' gradients are asked for.
+            op: The op.
             dys: Upstream gradients of its outputs.
             rule: Number of the rule; negative for the op's own gradient.
             make: Builds the gradients.
-            noted: Counts what building gradients noted of nodes; where `make` adds to it, its gradients are not kept.
+            noted: Returns a count; if `make` changes it, the gradients are not reused.
         """
         key = self._key(op, dys, rule)
         if key is None:
@@ -90,10 +89,10 @@ class GradientCache:
         return total
 
     def _key(self, op: tf.Operation, dys: Sequence[Gradient], rule: int) -> _Key | None:
-        """All that the gradients of an op depend on; None where that cannot be told."""
+        """Returns everything on which the gradients of an op depend; None if that is not known."""
         graph = self._graph
         if op.graph is not graph or tf.compat.v1.get_default_graph() is not graph:
-            # Gradients in a loop's or a branch's graph also decide what the forward part keeps.
+            # Gradients in the graph of a loop or branch also decide which tensors the forward part keeps.
             return None
         attributes = self._attributes_of(op)
         if attributes is None:
@@ -116,7 +115,7 @@ class GradientCache:
         return tuple(parts)
 
     def _attributes_of(self, op: tf.Operation) -> bytes | None:
-        """A digest of the attributes; None for an op that was not imported, or runs functions."""
+        """Returns the attributes as bytes; None for an op that was not imported or runs functions."""
         name = op.name.removeprefix(IMPORT_SCOPE)
         found = self._attributes.get(name)
         if found is None and name in self._nodes and not tf_private.runs_functions(op.type):
@@ -127,11 +126,11 @@ class GradientCache:
         return found
 
     def _described(self, value: tf.Tensor) -> _Key | None:
-        """A tensor's type, shape and producer, and its values where gradient functions may read them."""
+        """Returns type, shape and producer of a tensor, and its values if gradient functions may read them."""
         producer, dtype = value.op, value.dtype
         if dtype.is_floating or dtype.is_complex or producer.type == "Placeholder":
             return dtype, _shape(value), producer.type
-        # Integers that are computed may be known all the same, from shapes far away.
+        # TensorFlow may know computed integers too, from the shapes of other tensors, so they have no key.
         constant = self._constant(producer) if producer.type == "Const" else None
         return None if constant is None else (dtype, _shape(value), constant)
 

@@ -1,4 +1,4 @@
-"""Runs a built graph: NumPy arrays in, NumPy arrays out."""
+"""Runs built graphs on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays: TypeAlias = Sequence[Any]
 """NumPy arrays, or NumPy scalars and bytes for tensors of rank 0."""
 GraphCall: TypeAlias = Callable[[Arrays], Arrays]
 
-# Element types whose tensors a session takes and gives as NumPy arrays of the same type.
+# Element types that a session takes and returns as NumPy arrays of the same type.
 _SESSION_DTYPES = frozenset(
     {
         *(tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64),
@@ -81,5 +81,5 @@ def graph_call(function: Any, *, single_threaded: bool, may_use_session: bool) -
 
 
 def as_array(tensor: tf.Tensor) -> np.ndarray:
-    """Returns a tensor's values; where the tensor lies in host memory, in its own memory."""
+    """Returns a tensor's values, without a copy if it is in host memory."""
     return np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None)

@@ -22,12 +22,17 @@ _KNOWN_BY_SHAPE = ops_with("tells_shape")
 def label_varying(graph_def: tf_graph_pb2.GraphDef, varying: Iterable[str] = ()) -> list[str]:
     """Labels the nodes whose values cannot be constants; returns their names.
 
-    A node without inputs that is no Const varies, and so does a node that takes a varying one. A node that stands
-    before one of its inputs may go without a label, which costs time alone.
+    To infer the shape of a Reshape, a Sum or a Fill, TensorFlow searches backwards for a constant that gives the sizes.
+    Behind the Shape of a tensor of unknown size lies the whole network, and the search is repeated for each node of a
+    gradient, so building takes time that grows with the square of the graph. The search also ends at a node without a
+    kernel, and no op has a kernel for this label. So the search ends earlier, with the same answer.
+
+    A node varies if it has no inputs and is not a Const, or if one of its inputs varies. A node that precedes one of
+    its inputs may lack the label: the search then only takes longer.
 
     Args:
         graph_def: The graph. It cannot run while it has the labels.
-        varying: Names of nodes outside the graph that vary.
+        varying: Names of varying nodes that are not in the graph.
     """
     known = set(varying)
     labelled = []
@@ -45,7 +50,7 @@ def label_varying(graph_def: tf_graph_pb2.GraphDef, varying: Iterable[str] = ())
 
 
 def remove_labels(graph: tf.Graph, names: Iterable[str]) -> None:
-    """Takes the labels from ops of these names, without which the graph can run."""
+    """Removes the labels from the ops of these names, so that the graph can run."""
     for name in names:
         tf_private.clear_attribute(graph.get_operation_by_name(name), _KERNEL_ATTR)
 
@@ -59,14 +64,14 @@ def import_graph(
 ) -> list[tf.Tensor]:
     """Imports `graph_def` under `scope`, the tensors in `bound` (`node:0`) replaced; returns the tensors `wanted`.
 
-    The nodes of `bound` are left out: a placeholder that stays behind would keep XLA from compiling the program.
+    The nodes of `bound` are left out: with an unused placeholder XLA would not compile the program.
 
     Args:
         graph_def: The graph.
         bound: Tensors of the current graph; arguments if `labelled` is given.
         wanted: Names of tensors.
-        scope: What names begin with in the current graph.
-        labelled: Gets the names of ops that have to lose their label before the graph runs (`constant_search`).
+        scope: Prefix of the names in the current graph.
+        labelled: Receives the names of ops whose labels must be removed before the graph runs.
     """
     replaced = {name.rpartition(":")[0] for name in bound}
     kept = tf_graph_pb2.GraphDef(versions=graph_def.versions, library=graph_def.library)
@@ -98,9 +103,10 @@ def import_graph(
 def replay(
     graph_def: tf_graph_pb2.GraphDef, bound: Mapping[str, tf.Tensor], wanted: Sequence[str], scope: str
 ) -> list[tf.Tensor]:
-    """As `import_graph`, for a few nodes in order; functions that they run are known to the process.
+    """Adds a few nodes, in order, to the current graph; returns the tensors `wanted`.
 
-    An import costs more the larger the graph is that it goes into; this does not.
+    The functions that they run must be known to the process. The cost does not depend on the size of the current
+    graph; the cost of `import_graph` does.
     """
     graph = tf.compat.v1.get_default_graph()
     made: dict[str, tf.Tensor] = dict(bound)
@@ -123,5 +129,5 @@ def replay(
 
 
 def tensor_name(name: str) -> str:
-    """`y` is `y:0`."""
+    """Returns the full name of a tensor: `y` is `y:0`."""
     return name if ":" in name else f"{name}:0"

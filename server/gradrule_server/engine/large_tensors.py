@@ -13,7 +13,7 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
 LargeTensors: TypeAlias = Mapping[tuple[str, int], memoryview]
-"""Bytes of tensors, those of packed ones as they came, by the repeated field that they came in, and their place in it.
+"""Bytes of tensors (packed ones still packed), by their repeated field and their index in it.
 
 They last as long as the request.
 """
@@ -21,7 +21,7 @@ They last as long as the request.
 _NONE_APART: LargeTensors = MappingProxyType({})
 _LEAST_BYTES = 16 * 1024
 
-# Field numbers on the way from a frame's message to the call within it, and from a field of the call to the bytes.
+# Field numbers on the path from a frame's message to the request in it, and from a tensor's field to its bytes.
 _CALL = link_pb2.RunRequest.REQUEST_FIELD_NUMBER
 _WAYS: dict[Kind, Sequence[int]] = {
     Kind.RUN: (_CALL,),
@@ -41,22 +41,22 @@ _PULL_BACK = {evaluate_pb2.PullBackRequest.GRAD_YS_FIELD_NUMBER: "grad_ys"}
 
 
 class CutPayload(NamedTuple):
-    """A frame's message without the bytes of its large tensors, and those."""
+    """The message of a frame without the bytes of its large tensors, and these bytes."""
 
     payload: bytes
     contents: LargeTensors
 
 
 class _Unusual(MalformedError):
-    """The message has parts of one tensor in several places."""
+    """The message has one tensor in several parts, which protobuf allows; it is parsed as a whole."""
 
 
 _Change: TypeAlias = Callable[[memoryview, int], "bytes | memoryview | None"]
-"""Of a field's value and how many of the field came before it; None drops the field."""
+"""Makes the new value of a field from its value and its index; None drops the field."""
 
 
 def cut_large_tensors(kind: Kind, payload: bytes | memoryview) -> CutPayload:
-    """Cuts large tensors out of a large payload; any other is given back as it is."""
+    """Cuts large tensors out of a payload; returns a small payload unchanged."""
     if isinstance(payload, bytes):
         return CutPayload(payload, _NONE_APART)
     way = _WAYS.get(kind)
@@ -77,7 +77,7 @@ def _without_tensors(
     value: memoryview,
     before: int,
 ) -> bytes:
-    """The message without the large tensors in these fields of the call at the end of the way."""
+    """Returns the message without the large tensors in these fields of the request at the end of the path."""
     if before:
         raise _Unusual
     if way:
@@ -97,7 +97,7 @@ def _without_tensors(
 def _without_content(
     keep: Callable[[memoryview, int], None], way: Sequence[int], value: memoryview, before: int
 ) -> bytes:
-    """The message without the bytes at the end of the way, which are kept."""
+    """Returns the message without the bytes at the end of the path, which are kept."""
     if before:
         raise _Unusual
     if way:

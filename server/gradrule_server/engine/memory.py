@@ -14,13 +14,13 @@ from gradrule_server.errors import GradruleError, error
 
 
 class _Bound:
-    """What the process was told that it may take."""
+    """The memory limit of this process."""
 
     bytes = 0
 
 
 def limit_memory(limit: int) -> None:
-    """From now on this process may take `limit` bytes, as far as the kernel can count them; 0: any.
+    """Limits the memory of this process to `limit` bytes, as the kernel counts them; 0: no limit.
 
     What is reserved and never used (stacks, heaps of threads) does not count.
     """
@@ -36,7 +36,7 @@ def limit_memory(limit: int) -> None:
 
 
 def memory_error(what: str) -> GradruleError:
-    """MEMORY_EXCEEDED, with the limit."""
+    """Returns the error MEMORY_EXCEEDED with the limit in its text."""
     least = f"{_Bound.bytes} bytes (--memory-limit)" if _Bound.bytes else "the machine's memory"
     return error(
         errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the program takes more than the engine has, {least}: {what}"
@@ -44,7 +44,7 @@ def memory_error(what: str) -> GradruleError:
 
 
 def _status(field: str) -> int:
-    """A size of this process's, in bytes; 0 where the system does not tell."""
+    """Returns a size of this process from `/proc/self/status`, in bytes; 0 if there is none."""
     try:
         text = Path("/proc/self/status").read_text()
     except OSError:
@@ -53,7 +53,7 @@ def _status(field: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-# What TensorFlow saves, the frequent first: a variant does not tell what it holds, so they are tried in turn.
+# Types that TensorFlow saves, frequent ones first: a variant does not show the type that it holds, so all are tried.
 _HELD = (
     tf.float32,
     tf.variant,
@@ -73,11 +73,11 @@ _HELD = (
     tf.uint64,
 )
 _STRING_BYTES = 24
-"""What a string takes besides its characters."""
+"""Bytes of a string besides its characters."""
 
 
 def saved_bytes(saved: Sequence[tf.Tensor]) -> int:
-    """Bytes of eager tensors; of a list, whose items are much alike, about as many times its first as it has items."""
+    """Returns the bytes of eager tensors. A list counts as its first item times its length."""
     return sum(_bytes_of(tensor) for tensor in saved)
 
 
@@ -91,7 +91,7 @@ def _bytes_of(tensor: tf.Tensor) -> int:
 
 
 def _bytes_in(tensor: tf.Tensor, index: int) -> int:
-    """Of one variant: a list, an optional, or nothing that is known."""
+    """Returns the bytes of one variant: a list or an optional; 0 for anything else."""
     variant = tf.reshape(tensor, [-1])[index] if tensor.shape.rank else tensor
     try:
         length = int(tf.raw_ops.TensorListLength(input_handle=variant))

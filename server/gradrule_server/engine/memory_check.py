@@ -1,4 +1,4 @@
-"""Whether a program, or one call of it, can fit into an engine's memory: MEMORY_EXCEEDED where it cannot."""
+"""Checks that a program and each call of it can fit into an engine's memory."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from gradrule_server.policy.op_traits import input_numbers
 
 # Inputs that decide how large an output is, by op: a call may feed them.
 _SIZES = input_numbers("size_inputs")
-# A tensor whose sizes are the values of others has few elements, and few calls feed larger ones.
+# Inputs that hold sizes have few elements; larger inputs are not read.
 _MAX_SIZE_ELEMENTS = 64
-# Of the largest common element type.
+# Size of the largest common element type.
 _ELEMENT_BYTES = 16
-# A constant above this is known by its shape alone.
+# Larger constants are replaced by placeholders: only their shapes matter.
 _LARGE_CONSTANT = 4096
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-# Verdicts that are kept. Sizes are rounded up to powers of two first, so that most calls find theirs.
+# Number of results that are kept. Sizes are rounded up to powers of two, so most calls find a result.
 _MAX_KEPT = 256
 
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-# Shape and values; no values where there are too many.
+# Shape and values; no values if there are too many.
 _Value: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 _Key: TypeAlias = tuple[_Shapes, tuple[_Value, ...]]
 
 
 class MemoryCheck:
-    """Holds the calls of one built function against a limit. Thread-safe.
+    """Checks the calls of one built function against the memory limit. Thread-safe.
 
     limit: bytes; 0: none. Raises MEMORY_EXCEEDED at once where the program cannot fit, whatever is fed.
     """
@@ -48,7 +48,7 @@ class MemoryCheck:
         self._function = function
         self._limit = limit
         self._fitting: OrderedDict[_Key, None] = OrderedDict()
-        # Calls that fit, as they came: found without a lock.
+        # Exact shapes and values of calls that fit; read without a lock.
         self._checked: dict[_Key, None] = {}
         self._lock = threading.Lock()
         self._open: list[int] = []
@@ -65,7 +65,7 @@ class MemoryCheck:
             ]
 
     def check(self, arguments: Sequence[Any]) -> None:
-        """MEMORY_EXCEEDED where a call with these arguments, tensors or NumPy arrays, cannot fit."""
+        """Raises MEMORY_EXCEEDED if a call with these arguments, tensors or NumPy arrays, cannot fit."""
         if not self._open and not self._sizing:
             return
         shapes = tuple([tuple(arguments[index].shape) for index in self._open])
@@ -83,7 +83,7 @@ class MemoryCheck:
         rounded = tuple(tuple(map(_rounded, shape)) for shape in shapes)
         if self._is_known(rounded, values) or self._is_known(shapes, values):
             return
-        # What fits when it is larger fits. Otherwise, or where the larger shapes contradict the graph, the very call.
+        # If larger arguments fit, these fit. If they do not, or contradict the graph, the exact arguments are checked.
         need = self._need(rounded, values)
         if need is not None and need.size <= self._limit:
             self._keep(rounded, values)
@@ -107,14 +107,14 @@ class MemoryCheck:
                 self._fitting.popitem(last=False)
 
     def _is_far(self, shapes: _Shapes, values: Iterable[_Value]) -> bool:
-        """Whether the limit is far even if each op made the outer product with itself of all that is not known yet."""
+        """Returns whether the limit is far away even if each op made outer products of all tensors of unknown size."""
         elements = 1 + sum(map(math.prod, shapes))
         for shape, numbers in values:
             elements = (elements + math.prod(shape)) * math.prod(max(abs(number), 1) for number in numbers)
         return bool(_ELEMENT_BYTES * self._ops * elements**2 <= self._limit)
 
     def _need(self, shapes: _Shapes, values: tuple[_Value, ...]) -> MemoryNeed | None:
-        """What the function takes with arguments of these shapes and values; None where they contradict it."""
+        """Returns the memory need for arguments of these shapes and values; None if they contradict the function."""
         inputs = [tensor.op.name for tensor in self._function.graph.inputs]
         known = {inputs[index]: shape for index, shape in zip(self._open, shapes, strict=True)}
         given = {inputs[index]: value for index, value in zip(self._sizing, values, strict=True)}
@@ -124,14 +124,14 @@ class MemoryCheck:
                 _set_shape(node, known[node.name])
             elif node.name in given:
                 _set_value(node, *given[node.name])
-        # The graph never runs, so its labels may stay.
+        # This graph never runs, so its labels may stay.
         label_varying(graph_def)
         results = [tensor.name for tensor in self._function.outputs]
         with tf.Graph().as_default() as graph:
             try:
                 tensors = tf.import_graph_def(graph_def, return_elements=results, name="")
             except ValueError:
-                # Shapes contradict one another: the call will fail of itself, and say better why.
+                # The shapes contradict each other: the call itself fails with a better message.
                 return None
             return estimate_need(graph, tensors, self._limit)
 
@@ -145,7 +145,7 @@ class MemoryCheck:
 
 
 def _without_weights(graph: tf.Graph) -> tf_graph_pb2.GraphDef:
-    """The graph as a message, its large constants as placeholders of their shapes, and the functions that it uses."""
+    """Returns the graph with its functions as a message, with placeholders in place of large constants."""
     made = tf_graph_pb2.GraphDef(versions=graph.graph_def_versions)
     functions: dict[str, None] = {}
     for op in graph.get_operations():
@@ -166,7 +166,7 @@ def _set_shape(node: node_def_pb2.NodeDef, shape: Sequence[int]) -> None:
 
 
 def _set_value(node: node_def_pb2.NodeDef, shape: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-    """Makes an argument of a known value a constant, so that shapes are inferred that follow from it."""
+    """Replaces an argument of known value by a constant, so that TensorFlow infers shapes from it."""
     if len(numbers) != math.prod(shape):
         _set_shape(node, shape)
         return
@@ -179,7 +179,7 @@ def _set_value(node: node_def_pb2.NodeDef, shape: tuple[int, ...], numbers: tupl
 
 
 def _leads_to_size(tensor: tf.Tensor) -> bool:
-    """Whether the values of an argument of integers say how large something is, as they are or computed with."""
+    """Returns whether values of an argument, or integers computed from them, decide the size of a tensor."""
     if not tensor.dtype.is_integer:
         return False
     seen: set[str] = set()

@@ -1,11 +1,10 @@
-"""What a program takes at least while it runs, from shapes alone; what cannot fit is refused before it runs.
+"""Estimates from shapes the least memory that a program takes, so that programs that cannot fit are refused.
 
-The estimate of a graph is: its inputs, its constants and what it returns, and at the worst moment all other tensors
-that were made and are yet to be used, if ops run in the order in which the results need them (depth first, which
-takes less than TensorFlow's own order). It errs on the low side: sizes that are not known count nothing; an op that
-can write over an input that ends there, or hands on a part of it, takes nothing more; what is asked for its shape
-alone is not made; a loop counts as one round of it, a branch as the least of its ways. So what is refused does not
-fit, and what is not refused may still not fit: that ends at the engine's own limit.
+The estimate of a graph is the sum of its inputs, constants and results, and of the other tensors that exist at the same
+time, at the worst moment, if ops run depth first, which takes less memory than TensorFlow's own order. It is a lower
+bound: unknown sizes count as 0; an op that can reuse the memory of an input takes none; a tensor of which only the
+shape is used takes none; a loop counts as one iteration, a branch as its smallest function. A refused program
+cannot fit. A program that is not refused may still not fit: then it ends at the engine's memory limit.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _Place: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class MemoryNeed:
-    """Bytes that a graph takes at least, and the largest tensor in it: its bytes and a text that names it."""
+    """The least bytes that a graph takes, and its largest tensor: its bytes and its description."""
 
     size: int = 0
     largest: int = 0
@@ -40,7 +39,7 @@ class MemoryNeed:
 
 @dataclass(slots=True)
 class _Node:
-    """One op. `views`: by output, the number of the input whose memory it is; none where all outputs are new.
+    """One op. `views`: for each output, the number of the input whose memory it shares; empty if outputs are new.
 
     `extra`: bytes that a run of its functions takes besides its inputs and outputs.
     """
@@ -56,14 +55,14 @@ class _Node:
 @dataclass(slots=True)
 class _Graph:
     nodes: list[_Node] = field(default_factory=list)
-    # Numbers of the nodes that are there throughout.
+    # Numbers of the nodes whose outputs take memory during the whole run.
     lasting: set[int] = field(default_factory=set)
-    # Places of what comes out.
+    # Places of the results.
     results: list[_Place] = field(default_factory=list)
 
 
 def estimate_need(graph: tf.Graph, results: Sequence[tf.Tensor], enough: int) -> MemoryNeed:
-    """What running a graph takes. `enough`: up to this many bytes it does not matter how much."""
+    """Returns the memory that running a graph takes. `enough`: a need up to this many bytes is not made precise."""
     return _Reader(enough).need(graph, results)
 
 
@@ -76,14 +75,14 @@ class _Reader:
         need = MemoryNeed()
         ops = graph.get_operations()
         sizes, extras = self._sizes(ops, need)
-        # All tensors together are more than there ever are at a time, and most graphs take less than is enough.
+        # The sum of all tensors is an upper bound, and for most graphs it is below `enough`.
         need.size = sum(map(sum, sizes)) + sum(extras)
         if need.size > self._enough:
             need.size = _peak(_structure(ops, results, sizes, extras))
         return need
 
     def _sizes(self, ops: Sequence[tf.Operation], need: MemoryNeed) -> tuple[list[list[int]], list[int]]:
-        """Returns the bytes of each op's outputs, and what each op's functions take besides."""
+        """Returns the bytes of each op's outputs, and the additional bytes of each op's functions."""
         all_sizes: list[list[int]] = []
         extras: list[int] = []
         for op in ops:
@@ -96,7 +95,7 @@ class _Reader:
         return all_sizes, extras
 
     def _inside(self, op: tf.Operation, need: MemoryNeed) -> int:
-        """What an op's functions take besides what goes in and comes out: a loop's largest, branches' smallest."""
+        """Returns the bytes inside an op's functions: the largest of a loop, the smallest of branches."""
         taken = []
         shapes = tf_private.argument_shapes(op)
         for name in tf_private.functions_named(op.node_def):
@@ -143,7 +142,7 @@ def _peak(graph: _Graph) -> int:
     nodes = graph.nodes
     roots = _roots(graph)
     order = _order(graph)
-    # How often each piece of memory is yet to be read.
+    # The number of reads to come, for each piece of memory.
     uses: dict[_Place, int] = {}
     for number in order:
         node = nodes[number]
@@ -164,14 +163,14 @@ def _peak(graph: _Graph) -> int:
         made = 0
         if number not in graph.lasting and not node.views:
             made = sum(size for index, size in enumerate(node.sizes) if uses.get((number, index)))
-        # What ends here may be written over.
+        # An output may reuse the memory of an input that is read here for the last time.
         most = max(most, now + node.extra + max(made - free, 0))
         now += made - free
     return most
 
 
 def _roots(graph: _Graph) -> dict[_Place, _Place]:
-    """Whose memory each tensor is: its own, or that of what it is a view of."""
+    """Returns for each tensor the tensor whose memory it uses: itself, or the one of which it is a view."""
     roots: dict[_Place, _Place] = {}
     for number in _visit(graph, range(len(graph.nodes)), with_controls=False):
         node = graph.nodes[number]
@@ -182,7 +181,7 @@ def _roots(graph: _Graph) -> dict[_Place, _Place]:
 
 
 def _order(graph: _Graph) -> list[int]:
-    """Numbers of the nodes that run, each after what it needs, and that as late as can be."""
+    """Returns the numbers of the nodes that run, each after its inputs, and inputs as late as possible."""
     return _visit(graph, [number for number, _ in graph.results], with_controls=True)
 
 
@@ -204,7 +203,7 @@ def _visit(graph: _Graph, starts: Sequence[int], *, with_controls: bool) -> list
 
 
 def bytes_of(tensor: tf.Tensor) -> int:
-    """Bytes of a tensor of known shape; 0 where something is not known."""
+    """Returns the bytes of a tensor; 0 if its shape or type is not known."""
     elements = tensor.shape.num_elements()
     if elements is None or tensor.dtype in (tf.variant, tf.resource):
         return 0

@@ -20,7 +20,7 @@ _reviews: dict[str, OpReview] = {}
 
 
 def check_ops(graph: tf.Graph) -> None:
-    """OP_NOT_ALLOWED, with all op types of the graph and its functions that the list denies."""
+    """Raises OP_NOT_ALLOWED with the op types of the graph and its functions that the table denies."""
     findings: list[Finding] = []
     for op_type, name in _ops_of(graph).items():
         ruling = _review(op_type)
@@ -35,7 +35,7 @@ def check_ops(graph: tf.Graph) -> None:
 
 
 def _ops_of(graph: tf.Graph) -> dict[str, str]:
-    """Every op type that can run, in the graph or in a function, with the name of one node of it."""
+    """Returns every op type of the graph and its functions, with the name of one node."""
     found: dict[str, str] = {}
     functions: dict[str, None] = {}
     for op in graph.get_operations():

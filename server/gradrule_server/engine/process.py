@@ -1,4 +1,4 @@
-"""An engine process, after its fork: enters the sandbox, greets the front end, then serves frames."""
+"""Runs an engine process after its fork: enters the sandbox, sends its greeting, then serves frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
 from gradrule_server.engine.service import EngineService, tensorflow_version
 from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.engine.tf_config import DeviceRefused, choose_device, configure_optimizer
-from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, MainCalls, serve_frames
+from gradrule_server.link.arena import Arenas
+from gradrule_server.link.framing import LINK_VERSION, FrameSocket, Kind, MainCalls, serve_frames
 from gradrule_server.link.shared_memory import ReceivedMemories
 from gradrule_server.link.system_calls import set_process_name
 from gradrule_server.link.v1 import link_pb2
@@ -39,21 +40,21 @@ _OOM_SCORE_ADJ = 1000
 
 
 def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
-    """Serves until the front end closes the socket `link`, whatever runs then. Returns the exit code of the process.
+    """Serves frames until the front end closes the socket `link`.
 
     Args:
         flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`, `--jit-after`,
             `--disabled-fast-paths`.
         link: Descriptor of a connected stream socket.
-        arenas: Descriptors of the shared memory that the engine reads and writes, and of the socket by which memory of
-            clients comes; empty where there is none.
+        arenas: Descriptors of the shared memory that the engine reads, of the one that it writes, and of the socket
+            over which it receives memory of clients; empty if there is none.
 
     Returns:
-        0 once the socket was closed, 3 where the engine cannot run as asked, 1 after an unexpected error.
+        The exit code: 0 once the socket was closed, 3 if the engine cannot run as requested, 1 after another error.
     """
     options = _parse(flags)
     _be_first_to_end()
-    frames = FrameSocket(socket.socket(fileno=link), Arenas.of(arenas[1], arenas[0]) if arenas else None)
+    frames = FrameSocket(socket.socket(fileno=link), Arenas.from_descriptors(arenas[1], arenas[0]) if arenas else None)
     memories = AttachedMemories(ReceivedMemories(socket.socket(fileno=arenas[2])) if arenas else None)
     try:
         sandbox = enter(options.sandbox, options.blobs)
@@ -74,7 +75,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     configure_optimizer()
     limit_memory(options.memory_limit)
     calls: MainCalls = queue.SimpleQueue()
-    # A name is that of the thread that sets it, and that of the main thread is the process's.
+    # The name of the process is that of its main thread, so the main thread has to set it.
     service = EngineService(
         frames,
         device,
@@ -94,7 +95,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
 
 
 def _be_first_to_end() -> None:
-    """Has the kernel end engines before the front end when memory runs out: only an engine can be replaced."""
+    """Makes the kernel end engines before the front end when memory runs out: only an engine can be replaced."""
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
     except OSError as cause:

@@ -21,7 +21,7 @@ from gradrule_server.link.v1 import link_pb2
 class Input:
     """One argument of the built function: the value of a placeholder or variable, an upstream gradient, a direction.
 
-    `default`: what it is in calls that do not give it.
+    `default`: its value in calls that do not feed it.
     """
 
     name: str
@@ -40,12 +40,12 @@ class ParamInput:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class BuiltProgram:
-    """A function of feeds, fed grad_ys, directions and params, in this order, that returns fetches and derivatives."""
+    """A program with its function, from feeds, fed grad_ys, directions and params to fetches and derivatives."""
 
     function: Any = None
     inputs: list[Input] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
-    """Names of inputs by further names that calls may use."""
+    """Names of inputs, by the other names that calls may use for them."""
     grad_ys: list[Input] = field(default_factory=list)
     stacked: bool = False
     """Whether all fed grad_ys, and so all gradients, have one more axis in front, of one size."""
@@ -53,27 +53,27 @@ class BuiltProgram:
     """Tangents of a JVP, vectors of an HVP."""
     params: list[ParamInput] = field(default_factory=list)
     max_rank: int = 0
-    """Rank that what a call gives may have."""
+    """Highest rank of the tensors of a call."""
     max_unpacking: int = 0
-    """Bytes that packed tensors of a call may have unpacked, by bytes packed, besides what every call may have."""
+    """Bytes that packed tensors of a call may take unpacked, per byte packed, beyond `FREE_BYTES`."""
     small: bool = False
-    """Few ops and no loops or branches: faster on the calling thread than on TensorFlow's threads."""
+    """Whether it has few ops and no loops or branches: then it is faster on the calling thread."""
     memory_check: MemoryCheck | None = None
-    """Whether a call fits into the engine's memory."""
+    """Checks that a call fits into the engine's memory."""
     unused: list[bool] = field(default_factory=list)
-    """Per input: whether the results do not depend on it, so that a call need not feed it."""
+    """For each input, whether no result depends on it, so that calls need not feed it."""
     outputs: list[str] = field(default_factory=list)
     kind: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_VJP
     layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-    """Of the derivatives, per entry: an x, a y (JVP), or a y and an x (Jacobian), as asked, and the form."""
+    """For each derivative its names (an x, a y of a JVP, or y and x of a Jacobian) and its form."""
     unbatched: bool = False
-    """Whether calls never run together, as the program asks."""
+    """Whether the program forbids that calls run together."""
     jit: JitChoice | None = None
-    """Set where XLA may compile the program."""
+    """Chooses between TensorFlow's kernels and XLA; None if XLA may not compile the program."""
     updates: list[str] = field(default_factory=list)
-    """Variables whose new values come last among the results."""
+    """Variables whose new values are the last results."""
     two_parts: TwoPartProgram | None = None
-    """Set where the forward and the backward part are functions of their own; `function` is then the forward part."""
+    """Set if the forward and the backward part are separate functions; `function` is then the forward part."""
     statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
     defaulted: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)

@@ -1,4 +1,8 @@
-"""Writes the answers of one program: names and types are encoded once, and shapes once per set of shapes."""
+"""Writes the answers of programs.
+
+`ResponseWriter` encodes names and types once per program, and shapes once per set of shapes. The functions below it
+write the tensors of forward runs and sessions into messages.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ if TYPE_CHECKING:
 _EvaluateResponse = evaluate_pb2.EvaluateResponse
 _Timings = evaluate_pb2.Timings
 _JACOBIANS = (evaluate_pb2.DERIVATIVE_JACOBIAN, evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN)
-# From this size on the bytes of a tensor are passed on where they lie.
+# Smaller tensors are copied: a copy costs less than one more part of the answer.
 _LEAST_VIEWED_BYTES = 4096
-# Sets of shapes whose encoding is kept.
+# Number of sets of shapes whose encoding is kept.
 _MAX_KEPT = 64
 NARROW_INTS = frozenset({"int2", "uint2", "int4", "uint4"})
 """Element types that are written as varints."""
@@ -36,13 +40,13 @@ NARROW_INT_BYTES = 10
 _NANOSECONDS = 1_000_000_000
 
 _Tree: TypeAlias = "bytes | _Tensor | tuple[int, list[_Tree]]"
-"""Part of a message: encoded fields; a tensor; a message field."""
+"""Part of a message: encoded fields, a tensor, or a field that holds a message."""
 
 
 class _Tensor(NamedTuple):
-    """A result by its number, and the fields that it is in: with its bytes, and without them, in shared memory.
+    """The place of a result: its number, its field when inline, and its field when in shared memory.
 
-    None: it cannot be in shared memory.
+    `shared` is None if the result cannot be in shared memory.
     """
 
     number: int
@@ -62,7 +66,7 @@ class ResponseWriter:
         self._kept: dict[tuple[tuple[int, ...], ...], tuple[list[bytes], bytes]] = {}
 
     def size_of(self, results: Arrays) -> int:
-        """Returns the bytes that the results take in a message, at most."""
+        """Returns an upper bound on the bytes that the results take in a message."""
         if self._is_plain:
             return sum([result.nbytes for result in results])
         return sum(map(_size_of, results))
@@ -130,7 +134,7 @@ class ResponseWriter:
         return parts
 
     def _packed(self, results: Arrays, packing: Packing) -> tuple[tuple[list[bytes], bytes], list[Buffer]]:
-        """Returns what stands around the contents, and the contents, packed where that makes them smaller."""
+        """Returns the bytes around the contents, and the contents, packed where that makes them smaller."""
         heads: list[bytes] = []
         contents: list[Buffer] = []
         for number, result in zip(self._numbers, results, strict=True):
@@ -147,9 +151,9 @@ class ResponseWriter:
     def _encoded(
         self, heads: Sequence[bytes], sizes: Sequence[int], shared: Sequence[bytes | None] = ()
     ) -> tuple[list[bytes], bytes]:
-        """Returns what stands before the content of each result, and what stands behind the last one.
+        """Returns the bytes before the content of each result, and the bytes after the last content.
 
-        shared: the bytes of results that lie in shared memory, and so have no content.
+        shared: references to results in shared memory, which have no content here.
         """
         before: list[bytes] = []
         piece: list[bytes] = []
@@ -298,7 +302,7 @@ def _duration(nanoseconds: int) -> bytes:
 def write_derivatives(
     response: evaluate_pb2.EvaluateResponse, built: BuiltProgram, tensors: Sequence[tf.Tensor], packing: Packing | None
 ) -> None:
-    """All derivatives of a program, whose tensors come in the order of its layout."""
+    """Adds all derivatives of a program to a response. `tensors` are in the order of the program's layout."""
     rest = iter(tensors)
     for names, form in built.layout:
         values = [next(rest) for _ in range(WIDTHS[form])]
@@ -315,7 +319,7 @@ def write_derivatives(
 def write_gradient(
     message: evaluate_pb2.Gradient, form: str, values: Sequence[tf.Tensor], packing: Packing | None
 ) -> None:
-    """One gradient in its form."""
+    """Writes one gradient: dense, sparse, unconnected or not differentiable."""
     if form == SPARSE:
         parts = (message.sparse.values, message.sparse.indices, message.sparse.dense_shape)
         for part, value in zip(parts, values, strict=True):
@@ -339,8 +343,8 @@ def _write_block(
 
 
 def write_tensor(message: tensor_pb2.Tensor, tensor: tf.Tensor, packing: Packing | None = None) -> None:
-    """A value of any type, packed where that is asked and makes it smaller."""
-    # A scalar string comes as bytes, not as an array.
+    """Writes a tensor of any type; packs it if `packing` is given and makes it smaller."""
+    # TensorFlow returns a scalar string as bytes, not as an array.
     array = np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None)
     packed = None if packing is None else pack(tensor.dtype.as_datatype_enum, array, packing)
     if packed is not None:

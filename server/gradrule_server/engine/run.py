@@ -31,7 +31,7 @@ from gradrule_server.link.v1 import link_pb2
 
 
 def packing_of(message: tensor_pb2.Packing) -> tensor_packing.Packing | None:
-    """Returns how an answer is packed; None: not at all. MALFORMED_REQUEST."""
+    """Returns how the tensors of an answer are packed; None: they are not. Raises MALFORMED_REQUEST."""
     try:
         return tensor_packing.packing_of(message)
     except ValueError as cause:
@@ -54,7 +54,7 @@ def run(
 ) -> list[Buffer]:
     """Runs the program; returns the parts of an `EvaluateResponse` with outputs, gradients, timings and device.
 
-    `contents`: what was cut out of the request. `memories`: in which tensors may lie.
+    `contents`: bytes of tensors that were cut out of the request. `memories`: shared memory of clients.
     """
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
@@ -84,7 +84,7 @@ def respond(
     packing: Packing | None = None,
     answer_area: AnswerArea | None = None,
 ) -> list[Buffer]:
-    """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE.
+    """Returns the parts of the `EvaluateResponse` with the results of a run. Raises MESSAGE_TOO_LARGE.
 
     `packing`: how results are packed. `room`: where large results are written instead, if they are not packed.
     """
@@ -97,7 +97,7 @@ def respond(
 
 
 def set_timings(timings: evaluate_pb2.Timings, received_ns: int, started_ns: int) -> None:
-    """Where the time went, until now."""
+    """Sets the time that the call waited and the time that it has run until now."""
     timings.queue.FromNanoseconds(max(0, started_ns - received_ns))
     timings.run.FromNanoseconds(time.monotonic_ns() - started_ns)
 
@@ -109,7 +109,7 @@ def execute(built: BuiltProgram, function: Callable[[], T]) -> T:
 
 
 def check_size(results: Iterable[tf.Tensor]) -> None:
-    """MESSAGE_TOO_LARGE, before anything is copied."""
+    """Raises MESSAGE_TOO_LARGE if the results do not fit into an answer. Copies nothing."""
     _check_bytes(sum(_size_of(tensor) for tensor in results))
 
 

@@ -11,12 +11,12 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.engine.code_rules.common import Gradient
 from gradrule_server.errors import GradruleError, error
 
-# A message ends at 2 GiB; the rest is for names and for what the front end adds.
+# A message has at most 2 GiB; the rest is for names and for fields that the front end adds.
 MAX_ANSWER_BYTES = 2**31 - 2**26
 
 
 _MARKER = "gradrule-check"
-# By kind of check, what is said of what there is and of what must be.
+# Text of the error, by kind of check.
 _WORDS = {
     "shape": "has shape ({got}), must have ({wanted})",
     "bytes": "takes {got} bytes, and at most {wanted} fit into an answer",
@@ -31,7 +31,7 @@ _FAILED = re.compile(
 def require_same_shape(
     value: tf.Tensor, like: tf.Tensor, reason: errors_pb2.ErrorReason.ValueType, where: str
 ) -> tf.Tensor:
-    """`value`, checked at run time to have the shape of `like` unless that is known already."""
+    """Returns `value`, with a check at run time that it has the shape of `like`, unless that is known already."""
     if value.shape.is_fully_defined() and like.shape.is_fully_defined() and value.shape == like.shape:
         return value
     checked = require_same(value, tf.shape(value), tf.shape(like), reason, where)
@@ -42,15 +42,15 @@ def require_same_shape(
 def require_same(
     value: tf.Tensor, got: tf.Tensor, wanted: tf.Tensor, reason: errors_pb2.ErrorReason.ValueType, where: str
 ) -> tf.Tensor:
-    """`value`, if at run time the vectors of sizes `got` and `wanted` are equal."""
-    # A plain Equal fails on some ranks that differ, before the message below can be given, and broadcasts others.
+    """Returns `value`, with a check at run time that the vectors of sizes `got` and `wanted` are equal."""
+    # A plain Equal would fail on some different ranks, with another message, and broadcast others.
     same_sizes = tf.reduce_all(tf.raw_ops.Equal(x=got, y=wanted, incompatible_shape_error=False))
     same = tf.logical_and(tf.equal(tf.size(got), tf.size(wanted)), same_sizes)
     return _require(same, value, [f"{_MARKER}|shape|{int(reason)}|{where}|", got, wanted])
 
 
 def require_bytes(value: tf.Tensor, size: tf.Tensor, most: int, where: str) -> tf.Tensor:
-    """`value`, if at run time `size` is at most `most`; MESSAGE_TOO_LARGE otherwise."""
+    """Returns `value`, with a check at run time that `size` is at most `most`; MESSAGE_TOO_LARGE if not."""
     reason = errors_pb2.ERROR_REASON_MESSAGE_TOO_LARGE
     limit = tf.constant([most], size.dtype)
     return _require(size <= limit[0], value, [f"{_MARKER}|bytes|{int(reason)}|{where}|", tf.stack([size]), limit])
@@ -65,9 +65,9 @@ def _require(condition: tf.Tensor, value: tf.Tensor, data: list[str | tf.Tensor]
 def checked_gradient(
     gradient: Gradient, value: tf.Tensor, *, rule: str, node: str, index: int, shape_known: bool = False
 ) -> Gradient:
-    """`gradient` if it has the dtype and shape of `value`, a rank 0 one broadcast to it; RULE_OUTPUT otherwise.
+    """Returns `gradient`, broadcast if it has rank 0. Raises RULE_OUTPUT unless it has the dtype and shape of `value`.
 
-    Where the shapes are known only at run time, the check is made then.
+    Shapes that are known only at run time are checked then.
     """
     if gradient is None:
         return None
@@ -102,7 +102,7 @@ def checked_gradient(
 
 
 def failed_check(message: str) -> GradruleError | None:
-    """The error of a check that failed, read from TensorFlow's message; None where it is about something else."""
+    """Returns the error of a failed check, read from TensorFlow's message; None for any other message."""
     match = _FAILED.search(message)
     if match is None:
         return None

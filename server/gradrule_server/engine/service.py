@@ -1,4 +1,4 @@
-"""What an engine does with each frame."""
+"""Handles the frames that the front end sends to an engine."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class EngineService:
-    """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe.
+    """Holds an engine's programs, sessions and forward runs, and handles each kind of frame. Thread-safe.
 
-    `memories`: of clients, in which tensors may lie. `on_worker`: called at the first task of a compile worker.
-    `jit_after_s`: as for `JitCompiler`. `disabled_fast_paths`: see `gradrule.common.fast_paths`.
+    `memories`: shared memory of clients. `on_worker`: called at the first task of a compile worker. `jit_after_s`: as
+    for `JitCompiler`. `disabled_fast_paths`: see `gradrule.common.fast_paths`.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class EngineService:
         self._on_worker = on_worker
         self._is_worker = False
         self._preparation = PreparationService(frames, lambda folder, name: blobs.for_folder(folder).read(name))
-        # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
+        # Tracing holds the interpreter lock, so several threads would not make it faster.
         self._build_lock = threading.Lock()
-        # Written while there is memory.
+        # Encoded now: later there may be no memory for it.
         self._no_memory = fault_message(memory_error("no memory is left")).SerializeToString()
 
     def refuse(self, request_id: int) -> None:
-        """Answers a request that there is no memory for."""
+        """Answers a request with MEMORY_EXCEEDED without allocating memory."""
         self._frames.send(Kind.FAULT, request_id, self._no_memory)
 
     def handle(self, frame: Frame) -> None:
-        """Handles one frame; whatever goes wrong becomes a FAULT. `MemoryError` where there is none even for that."""
+        """Handles one frame; an error is sent as a FAULT. Raises `MemoryError` if there is no memory for the FAULT."""
         with self._answering(frame.request_id):
             if frame.kind is Kind.RUN_BATCH:
                 self._batches.run(frame.request_id, frame.payload)
@@ -82,7 +82,7 @@ class EngineService:
 
     @contextlib.contextmanager
     def _answering(self, request_id: int) -> Iterator[None]:
-        """Within this context whatever goes wrong becomes a FAULT."""
+        """Sends each error that is raised within this context as a FAULT."""
         try:
             yield
         except GradruleError as cause:
@@ -94,7 +94,7 @@ class EngineService:
             message = f"the bytes are no {evaluate_pb2.EvaluateRequest.DESCRIPTOR.full_name}"
             self._send_fault(request_id, error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
         except Exception as cause:
-            # The boundary of the process: an unforeseen error must reach the caller as one, and the log in full.
+            # This is the boundary of the process: the caller gets a FAULT, the log the whole error.
             _log.exception("request %d failed", request_id)
             self._send_fault(request_id, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
 
@@ -151,7 +151,7 @@ class EngineService:
 
     def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:
         if self._device.startswith("GPU"):
-            # Tensors lie in the device's memory, which TensorFlow bounds itself.
+            # TensorFlow itself limits the memory of the device, which holds the tensors.
             request.memory_limit = 0
         values = self._variable_cache.tensors(request.variables, request.blob_folder)
         with self._build_lock:
@@ -179,6 +179,6 @@ class EngineService:
 
 
 def tensorflow_version() -> str:
-    """Version of the TensorFlow that runs."""
+    """Returns the version of TensorFlow."""
     version: str = tf.__version__
     return version

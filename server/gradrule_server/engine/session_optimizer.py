@@ -31,7 +31,7 @@ NAMES = (
 )
 
 _LEARNING_RATE = "learning_rate"
-# Averages of variables would have to be swapped in and out, and accumulated gradients span steps.
+# Not supported: averages of variables would have to be swapped in and out, and accumulated gradients span steps.
 _NOT_OFFERED = frozenset({"name", "self", "kwargs"} | {"use_ema", "ema_momentum", "ema_overwrite_frequency"})
 _NOT_OFFERED |= {"loss_scale_factor", "gradient_accumulation_steps"}
 
@@ -41,17 +41,17 @@ def _update_each(optimizer: Any, gradients: Sequence[Any], variables: Sequence[A
         optimizer.update_step(gradient, variable, learning_rate)
 
 
-# Keras hands the step to tf.distribute, which keeps every graph that one was traced in, and so the variables.
+# Keras passes the step to tf.distribute, which keeps every traced graph alive, and with it the variables.
 TFOptimizer._backend_update_step = _update_each
-# What was imported is never garbage: collecting what sessions leave need not look at it.
+# Imported objects are never garbage; frozen, they do not slow down the collections after sessions.
 gc.freeze()
 
 
 class StepOptimizer:
-    """One optimiser with its slots."""
+    """An optimizer with its slots."""
 
     def __init__(self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor]) -> None:
-        """`values`: the variables that it updates. INVALID_OPTIMIZER where Keras has none of that kind."""
+        """Creates the optimizer for the variables `values`. Raises INVALID_OPTIMIZER if Keras refuses the settings."""
         settings = _settings(message)
         try:
             self._optimizer: Any = getattr(keras.optimizers, message.name)(**settings)
@@ -68,27 +68,27 @@ class StepOptimizer:
         self._apply: dict[tuple[str, ...], Any] = {}
 
     def fits(self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor]) -> bool:
-        """Whether a step of these words, on these values, goes on with these slots."""
+        """Returns whether a step with this message and these values can continue with the slots."""
         return _identity(message) == self.identity and _shapes(values) == self._shapes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that slots take."""
+        """Bytes of the slots."""
         return sum(_bytes_of(variable) for variable in self._optimizer.variables)
 
     def step(
         self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor], gradients: Mapping[str, Any]
     ) -> dict[str, tf.Tensor]:
-        """New values of the variables that have a gradient (a tensor or `tf.IndexedSlices`)."""
+        """Returns new values of the variables that have a gradient (a tensor or `tf.IndexedSlices`)."""
         self._optimizer.learning_rate.assign(_settings(message).get(_LEARNING_RATE, self._default_rate))
         for name in gradients:
-            # They may have been assigned since the last step.
+            # The client may have assigned them since the last step.
             self._variables[name].assign(values[name])
         self._update(tuple(gradients))(*gradients.values())
         return {name: tf.identity(self._variables[name].value) for name in gradients}
 
     def _update(self, names: tuple[str, ...]) -> Any:
-        """A function of the gradients of these variables."""
+        """Returns a function that applies the gradients of these variables."""
         if names not in self._apply:
             variables = [self._variables[name] for name in names]
 
@@ -104,7 +104,7 @@ def _identity(message: session_pb2.Optimizer) -> tuple[str, tuple[tuple[str, flo
 
 
 def _settings(message: session_pb2.Optimizer) -> dict[str, float | bool | int]:
-    """Settings as Keras takes them. INVALID_OPTIMIZER where it has none of the name, or not with such a value."""
+    """Returns the settings as Keras takes them. Raises INVALID_OPTIMIZER for an unknown name or an invalid value."""
     if message.name not in NAMES:
         hint = did_you_mean(message.name, NAMES)
         raise _invalid_optimizer(f"there is no optimiser {message.name!r}.{hint} There are {', '.join(NAMES)}")
@@ -127,7 +127,7 @@ def _settings(message: session_pb2.Optimizer) -> dict[str, float | bool | int]:
 
 
 def _known_settings(name: str) -> dict[str, Any]:
-    """The settings that Keras has for an optimiser, with their defaults."""
+    """Returns the settings of an optimizer of Keras's, with their defaults."""
     parameters = inspect.signature(getattr(keras.optimizers, name).__init__).parameters
     return {key: parameter.default for key, parameter in parameters.items() if key not in _NOT_OFFERED}
 

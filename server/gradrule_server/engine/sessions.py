@@ -1,4 +1,4 @@
-"""Variables of sessions, on the device, until the front end ends the session."""
+"""Keeps the variables of sessions on the device until the front end ends the session."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class _Session:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def bytes_with(self, values: Values) -> int:
-        """What the session takes with these values and its optimiser."""
+        """Returns the bytes of the session with these values and its optimizer."""
         slots = 0 if self.optimizer is None else self.optimizer.slot_bytes
         return saved_bytes(list(values.values())) + int(slots)
 
 
 class Sessions:
-    """Sessions by the front end's names. Thread-safe; the messages of one session are handled one after the other.
+    """Runs sessions, by the front end's names. Thread-safe; the messages of one session are handled in turn.
 
     What fails changes nothing.
     """
@@ -62,9 +62,9 @@ class Sessions:
         self._lock = threading.Lock()
 
     def handle(self, request: link_pb2.SessionRequest, contents: LargeTensors) -> link_pb2.SessionReply:
-        """One message. SESSION_LOST for a session that is not there, QUOTA_EXCEEDED where it gets too large.
+        """Handles one message. Raises SESSION_LOST for an unknown session, QUOTA_EXCEEDED if it gets too large.
 
-        `contents`: what was cut out of the message.
+        `contents`: bytes of tensors that were cut out of the message.
         """
         with self._lock:
             if request.assign.opens and request.session not in self._ended:
@@ -88,7 +88,7 @@ class Sessions:
         return reply
 
     def end(self, name: str) -> None:
-        """Lets a session go."""
+        """Ends a session and frees its memory."""
         with self._lock:
             session = self._sessions.pop(name, None)
             if session is None:
@@ -99,7 +99,7 @@ class Sessions:
             with session.lock:
                 session.optimizer = None
                 session.values.clear()
-            # Optimisers, their variables and functions refer to one another.
+            # Optimizers, their variables and functions form reference cycles.
             gc.collect()
 
     def _read(self, session: _Session, asked: link_pb2.SessionRead, reply: link_pb2.SessionReply) -> None:
@@ -144,7 +144,7 @@ class Sessions:
             check_size([*outputs, *([] if request.HasField("optimizer") else derivatives)])
             for name, value in zip(built.outputs, outputs, strict=True):
                 write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
-        # A caller that was told that its time has passed must find everything as it was.
+        # A caller whose deadline has passed must find its session unchanged.
         if time.monotonic_ns() > message.deadline_ns:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed while the program ran")
         if request.HasField("optimizer"):
@@ -167,8 +167,8 @@ class Sessions:
         gradients: Mapping[str, Any],
         asked: link_pb2.SessionRequest,
     ) -> Values:
-        """The values after one update."""
-        # Keras takes seconds to import, and only who trains needs it.
+        """Returns the values after one step of the optimizer."""
+        # Keras takes seconds to import, and only training needs it.
         from gradrule_server.engine.session_optimizer import StepOptimizer
 
         if not gradients:
@@ -185,13 +185,13 @@ class Sessions:
             except BaseException:
                 session.optimizer = before
                 raise
-            # What was replaced is made of things that refer to one another.
+            # The old optimizer is freed at once: it has reference cycles.
             gc.collect()
         new: Values = execute(built, lambda: session.optimizer.step(message, values, gradients))
         return {**values, **new}
 
     def _check_size(self, session: _Session, values: Values, message: link_pb2.SessionRequest) -> Values:
-        """The values; QUOTA_EXCEEDED where they, with the optimiser's slots, take more than a message allows."""
+        """Returns the values. Raises QUOTA_EXCEEDED if they and the optimizer's slots exceed the message's limit."""
         size = session.bytes_with(values)
         if size > message.max_bytes:
             raise error(
@@ -203,7 +203,7 @@ class Sessions:
 
 
 def _gradients_by_x(built: BuiltProgram, derivatives: Sequence[tf.Tensor]) -> dict[str, Any]:
-    """The gradients that there are, each as a tensor or slices, by the name of its x."""
+    """Returns the connected gradients, as tensors or slices, by the name of their x."""
     rest = iter(derivatives)
     found: dict[str, Any] = {}
     for (x,), form in built.layout:

@@ -1,6 +1,7 @@
-"""Buffers that tensors are copied into: each is used again once nothing refers to it, and given up after a while.
+"""Reads tensors from memory that a client shares, and writes results there.
 
-The first write to a new page costs several times as much as copying to one that is there.
+The client may change its memory at any time, so every tensor is copied before its values are read. The buffers for
+these copies are reused: the first write to a new page costs several times as much as the copy.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ _ROUND = 1 << 20
 
 
 class CopyBuffers:
-    """Hands out buffers, aligned to pages. Thread-safe."""
+    """Provides page-aligned buffers, reuses those that nothing refers to, and frees them after a while. Thread-safe."""
 
     def __init__(self) -> None:
-        # What is referred to by nothing may be so in any thread, in the middle of anything.
+        # The finalizer of a buffer may run in any thread at any time, so it uses no lock.
         self._returned: deque[mmap.mmap] = deque()
         self._free: list[mmap.mmap] = []
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._was_used = False
-        # Buffers handed out, less those collected since.
+        # Number of buffers in use.
         self._out = 0
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Returns a buffer of so many bytes, with any content. `MemoryError`."""
+        """Returns a buffer of `size` bytes with undefined content. Raises `MemoryError`."""
         if size < _LEAST_KEPT_BYTES:
             return np.empty(size, np.uint8)
         length = -(-size // _ROUND) * _ROUND
@@ -60,7 +61,7 @@ class CopyBuffers:
         with self._lock:
             self._out += 1
         whole = np.frombuffer(memory, np.uint8)
-        # Arrays made of it keep it as their base, since it is of another type.
+        # A subclass: arrays made of it keep it, and not its base, alive.
         buffer: NDArray[np.uint8] = _Buffer(size, np.uint8, whole)
         weakref.finalize(buffer, self._give_back, memory).atexit = False
         return buffer
@@ -87,7 +88,7 @@ class CopyBuffers:
         with self._lock:
             self._timer = None
             was_used, self._was_used = self._was_used, False
-            # Those returned since the last call too: nothing else may ever collect them.
+            # Collects those returned since the last call too, since there may be no further call.
             self._collect()
             if not was_used:
                 self._free.clear()
@@ -108,13 +109,13 @@ def _new(length: int) -> mmap.mmap:
 
 
 _FIELDS = ("feeds", "grad_ys", "tangents", "vectors")
-# Of a client's memory that is no larger nothing is gained.
+# Writing a smaller result to shared memory saves nothing.
 _LEAST_BYTES = 64 * 1024
 _PAGE = mmap.PAGESIZE
 
 
 class AnswerArea:
-    """Where the tensors of one answer may be written."""
+    """The part of a client's memory into which the tensors of one answer are written."""
 
     def __init__(self, memory: mmap.mmap, offset: int, size: int) -> None:
         self._memory = memory
@@ -122,7 +123,7 @@ class AnswerArea:
         self._end = offset + size
 
     def place(self, contents: Sequence[Buffer]) -> list[int | None]:
-        """Writes what is large into the memory; returns where each lies, None where it has no room or is small."""
+        """Writes large contents; returns their offsets, None for a content that is small or does not fit."""
         return [self._place(content) for content in contents]
 
     def _place(self, content: Buffer) -> int | None:
@@ -137,7 +138,7 @@ class AnswerArea:
 
 
 class AttachedMemories:
-    """The memories of this engine's clients, by name. Thread-safe. `received`: where they come from; None: nowhere."""
+    """Holds the memory of this engine's clients, by name. Thread-safe. `received`: receives it; None: there is none."""
 
     def __init__(self, received: ReceivedMemories | None) -> None:
         self._received = received
@@ -148,7 +149,7 @@ class AttachedMemories:
     def open(
         self, call: evaluate_pb2.EvaluateRequest, contents: LargeTensors
     ) -> tuple[LargeTensors, AnswerArea | None]:
-        """Replaces tensors in shared memory by inline ones whose bytes are apart, as those of large tensors are.
+        """Replaces tensors in shared memory by inline ones without bytes, and copies their bytes, as for large tensors.
 
         Returns the bytes of tensors, with those of `contents`, and the room for the answer. INVALID_TENSOR,
         SHARED_MEMORY_LOST.
@@ -178,9 +179,9 @@ class AttachedMemories:
         return found, AnswerArea(memory, use.answer_offset, use.answer_bytes) if use.answer_bytes else None
 
     def detach(self, name: bytes) -> None:
-        """Gives a memory up; calls that use it go on."""
+        """Releases a memory. Calls that use it continue."""
         with self._lock:
-            # It may have been passed on without being used since.
+            # The memory may have been passed on and never used.
             self._receive()
             self._memories.pop(name, None)
 
@@ -199,7 +200,7 @@ class AttachedMemories:
             try:
                 self._memories[name] = mmap.mmap(fd, os.fstat(fd).st_size)
             except (OSError, ValueError):
-                # Memory that cannot be mapped is as good as none.
+                # A call that names it gets SHARED_MEMORY_LOST.
                 continue
             finally:
                 os.close(fd)
@@ -208,7 +209,7 @@ class AttachedMemories:
 def _copy(
     memory: mmap.mmap, source: tensor_pb2.SharedMemoryTensor, buffers: CopyBuffers, where: str, field: str
 ) -> memoryview:
-    """The bytes of a tensor. INVALID_TENSOR."""
+    """Copies a tensor out of the memory; returns its bytes. Raises INVALID_TENSOR."""
     shape = tensor_codec.shape_tuple(source.shape)
     if shape is None or any(size is None or size < 0 for size in shape):
         raise _invalid(f"{where}: a tensor's shape must be known", field)
@@ -242,7 +243,7 @@ def _invalid(message: str, field: str) -> GradruleError:
 
 
 def placed_tensor(number: int, shape: Sequence[int], offset: int, size: int) -> bytes:
-    """Returns the bytes of a tensor that was placed."""
+    """Returns the encoded reference to a result that was written into shared memory."""
     message = tensor_pb2.SharedMemoryTensor(offset=offset, size_bytes=size, shape=tensor_codec.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]
     return message.SerializeToString()

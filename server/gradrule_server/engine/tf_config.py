@@ -12,11 +12,11 @@ from tensorflow.core.protobuf import rewriter_config_pb2
 
 
 class DeviceRefused(Exception):
-    """The device that was asked for is not there; the message says what is."""
+    """The requested device does not exist; the message lists the devices."""
 
 
 def choose_device(wanted: str) -> str:
-    """Makes TensorFlow use `auto` (the first GPU, else the CPU), `cpu` or `gpu:N`; returns its name, like `CPU:0`."""
+    """Selects the device `auto` (the first GPU, else the CPU), `cpu` or `gpu:N`; returns its name, such as `CPU:0`."""
     gpus = tf.config.list_physical_devices("GPU")
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         tf.config.set_visible_devices([], "GPU")
@@ -35,19 +35,19 @@ _PASSES_THAT_CHANGE_RESULTS = (
     "constant_folding",
     # Regroups the operands of AddN, and makes argmin of a relu another index (tensorflow issues 118374, 118675).
     "arithmetic_optimization",
-    # Makes maximum(2 * v, v) a LeakyRelu of slope 2, which is the smaller of the two (tensorflow issue
-    # 116436); replaces swish, mish and batch normalization by ops that round in another way.
+    # Makes maximum(2 * v, v) a LeakyRelu of slope 2, which computes the minimum (tensorflow issue 116436); replaces
+    # swish, mish and batch normalization by ops that round in another way.
     "remapping",
 )
 
 
 def configure_optimizer() -> None:
-    """Turns off, for the whole process, the passes that change results. Sessions take these options over."""
+    """Turns off, for the whole process, the passes that change results. Sessions use these options too."""
     tf.config.optimizer.set_experimental_options(dict.fromkeys(_PASSES_THAT_CHANGE_RESULTS, False))
 
 
 def limit_to_cpu_passes(rewrites: rewriter_config_pb2.RewriterConfig) -> None:
-    """Turns off the passes that serve GPUs alone, and the second round, which finds next to nothing."""
+    """Turns off the passes that help GPUs only, and the second round, which improves almost nothing."""
     rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
     rewrites.layout_optimizer = rewriter_config_pb2.RewriterConfig.OFF
     rewrites.meta_optimizer_iterations = rewriter_config_pb2.RewriterConfig.ONE

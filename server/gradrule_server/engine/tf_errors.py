@@ -25,14 +25,14 @@ _SCOPE_IN_TEXT = re.compile(r"(?<![\w/])g/(?=[\w.])")
 
 
 def error_message(cause: Exception) -> str:
-    """What an error of TensorFlow's says; where that holds bytes that are no UTF-8, Python has only those bytes."""
+    """Returns the message of an error of TensorFlow's. Python raises `UnicodeDecodeError` for one that is not UTF-8."""
     if isinstance(cause, UnicodeDecodeError):
         return cause.object.decode(errors="backslashreplace")
     return cause.message if isinstance(cause, tf.errors.OpError) else str(cause)
 
 
 def clean_message(message: str) -> str:
-    """TensorFlow's message without its decorations and without ours: one line, names as in the uploaded graph."""
+    """Returns a message of TensorFlow's as one line, without locations, with names as in the uploaded graph."""
     text = message
     for decoration in (_STACK, _LOCATION, _CALL):
         text = decoration.sub("", text)
@@ -40,12 +40,12 @@ def clean_message(message: str) -> str:
     return " ".join(_SCOPE_IN_TEXT.sub("", text).split())
 
 
-# TensorFlow runs out of other things too, of rows in a table for example.
+# The same error type reports other resources too, such as rows of a table.
 _NO_MEMORY = re.compile(r"OOM|[Oo]ut of memory|allocat")
 
 
 def out_of_memory(cause: tf.errors.OpError) -> bool:
-    """Whether an error of TensorFlow's says that there is no memory left."""
+    """Returns whether an error of TensorFlow's reports that no memory is left."""
     return isinstance(cause, tf.errors.ResourceExhaustedError) and _NO_MEMORY.search(cause.message) is not None
 
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 def translate_errors(function: Callable[[], T]) -> T:
-    """Returns what TensorFlow returns; raises a failed check as the error that it stands for, or EXECUTION_FAILED."""
+    """Calls a function; translates TensorFlow's errors: a failed check's own, MEMORY_EXCEEDED, or EXECUTION_FAILED."""
     try:
         return function()
     except (tf.errors.OpError, UnicodeDecodeError) as cause:

@@ -1,4 +1,4 @@
-"""The parts of TensorFlow that have no public name. A test holds each against the installed version."""
+"""Wraps the parts of TensorFlow that have no public name. A test checks each with the installed version."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gradrule_server.engine.tf_config import limit_to_cpu_passes
 from gradrule_server.policy.op_traits import ops_with
 
 GRADIENT_NAME = "gradrule"
-"""The one name that gradrule itself registers; it is no tenant's rule."""
+"""Name of the gradient that gradrule registers; no tenant's rule has it."""
 
 GRADIENT_ATTR = "_gradient_op_type"
-"""Names the registered gradient that an op has instead of its type's."""
+"""Attribute of an op that names another registered gradient than that of its type."""
 
 _LOOPS = ops_with("loop")
-# Where TensorFlow looks for the graph of a branch.
+# Name of the Python attribute in which TensorFlow keeps the graph of a branch, by the number of the branch.
 _BRANCHES: dict[str, Callable[[int], str]] = {
     "If": ("_true_graph", "_false_graph").__getitem__,
     "StatelessIf": ("_true_graph", "_false_graph").__getitem__,
@@ -39,31 +39,31 @@ GradientFunction = Callable[..., Any]
 
 
 def registered_gradients() -> dict[str, GradientFunction | None]:
-    """TensorFlow's own gradients by op type; None where an op is registered as not differentiable."""
+    """Returns TensorFlow's gradient functions by op type; None for an op registered as not differentiable."""
     registry = ops.gradient_registry
     return {name: registry.lookup(name) for name in registry.list() if name != GRADIENT_NAME}
 
 
 def gradient_of(op_type: str) -> GradientFunction | None:
-    """The gradient function of an op type, None if it is registered as not differentiable; else `LookupError`."""
+    """Returns the gradient function of an op type; None if registered as not differentiable. Raises `LookupError`."""
     function: GradientFunction | None = ops.gradient_registry.lookup(op_type)
     return function
 
 
 def all_op_definitions() -> list[bytes]:
-    """Serialised `OpDef` of every op type that TensorFlow has registered."""
+    """Returns the serialised `OpDef` of every op type that TensorFlow has registered."""
     registered = op_def_pb2.OpList.FromString(c_api.TF_GetBuffer(c_api.TF_GetAllOpList()))
     return [op.SerializeToString() for op in registered.op]
 
 
 def op_definition(op_type: str) -> bytes:
-    """Serialised `OpDef` of an op type; of a function that is called by its name as op, one with nothing but that."""
+    """Returns the serialised `OpDef` of an op type; empty for a function that is called by its name as an op."""
     found = op_def_registry.get(op_type)
     return b"" if found is None else bytes(found.SerializeToString())
 
 
 def runs_functions(op_type: str) -> bool:
-    """Whether ops of this type have attributes that are functions."""
+    """Returns whether ops of this type have attributes that are functions."""
     found = _runs_functions.get(op_type)
     if found is None:
         definition = op_def_registry.get(op_type)
@@ -76,19 +76,19 @@ _runs_functions: dict[str, bool] = {}
 
 
 def functions_named(node: node_def_pb2.NodeDef) -> list[str]:
-    """Names of the functions in a node's attributes."""
+    """Returns the names of the functions in a node's attributes."""
     values = node.attr.values()
     found = [value.func.name for value in values if value.HasField("func")]
     return [*found, *(function.name for value in values for function in value.list.func)]
 
 
 def function_definition(name: str) -> function_pb2.FunctionDef:
-    """A function that is known to the process."""
+    """Returns the definition of a function that the process knows."""
     return context.context().get_function_def(name)
 
 
 def functions_reached(names: Iterable[str]) -> Iterator[function_pb2.FunctionDef]:
-    """The functions of these names, then those that they run and so on, each once."""
+    """Yields the functions of these names, then the functions that they run, and so on, each once."""
     reached = dict.fromkeys(names)
     pending = deque(reached)
     while pending:
@@ -100,8 +100,9 @@ def functions_reached(names: Iterable[str]) -> Iterator[function_pb2.FunctionDef
 
 
 def function_graph(name: str, shapes: Sequence[tf.TensorShape]) -> Any:
-    """The graph of a function, its arguments being of these shapes; None where they contradict what is inside, or where
-    that has an op of old graphs alone, for which nothing is built anew.
+    """Returns the graph of a function for arguments of these shapes.
+
+    None if the shapes contradict the function, or if it has an op of old graphs that cannot be built again.
     """
     try:
         return function_def_to_graph.function_def_to_graph(function_definition(name), input_shapes=list(shapes))
@@ -110,34 +111,34 @@ def function_graph(name: str, shapes: Sequence[tf.TensorShape]) -> Any:
 
 
 def is_branch(op: tf.Operation) -> bool:
-    """Whether the op runs one of its functions."""
+    """Returns whether the op runs one of its functions."""
     return op.type in _BRANCHES
 
 
 def argument_shapes(op: tf.Operation) -> list[tf.TensorShape]:
-    """What an op that runs functions gives these, as far as is known: what goes round a loop is as its results are."""
+    """Returns the shapes of the arguments of an op's functions. Those of a loop have the shapes of its results."""
     if op.type in _LOOPS:
         return [tensor.shape for tensor in op.outputs]
     return [tensor.shape for tensor in (list(op.inputs)[1:] if op.type in _BRANCHES else op.inputs)]
 
 
 def add_functions(library: function_pb2.FunctionDefLibrary) -> list[str]:
-    """Makes functions known to the process, where a built function looks for its loop bodies; returns their names."""
+    """Adds functions to the process, where built functions find the bodies of loops; returns their names."""
     for function in library.function:
         context.context().add_function_def(function)
     return [function.signature.name for function in library.function]
 
 
 def remove_functions(names: Iterable[str]) -> None:
-    """Takes back what `add_functions` made known."""
+    """Removes functions that `add_functions` added."""
     for name in names:
         context.context().remove_function(name)
 
 
 def on_calling_thread() -> AbstractContextManager[None]:
-    """Within this context functions run op by op on the thread that calls them.
+    """Makes functions run op by op on the calling thread within the context.
 
-    It saves a small function the hand-over to other threads, which costs more than its kernels.
+    A small function is then faster: passing its ops to other threads costs more than its kernels.
     """
     manager: AbstractContextManager[None] = context.function_executor_type("SINGLE_THREADED_EXECUTOR")
     return manager
@@ -146,7 +147,7 @@ def on_calling_thread() -> AbstractContextManager[None]:
 def session_call(
     graph: tf.Graph, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], *, single_threaded: bool
 ) -> tuple[Callable[..., list[Any]], Callable[[], None]]:
-    """Returns a function that runs a graph on the CPU, and one that frees what the first one holds.
+    """Returns a function that runs a graph on the CPU, and a function that frees its session.
 
     The first takes NumPy arrays for `inputs` and returns those of `outputs`. It runs in a session that shares the
     graph: calling it costs a tenth of calling a concrete function, which gives each call to another thread.
@@ -157,7 +158,7 @@ def session_call(
         outputs: Tensors of the graph.
         single_threaded: Whether ops run one after the other on the calling thread. There may be no control flow then.
     """
-    # Its options are those with which functions run, so that both compute the same.
+    # The options of functions, so that sessions compute the same results.
     config = context.context().config
     limit_to_cpu_passes(config.graph_options.rewrite_options)
     if single_threaded:
@@ -166,14 +167,14 @@ def session_call(
     options = config_pb2.CallableOptions(
         feed=[tensor.name for tensor in inputs],
         fetch=[tensor.name for tensor in outputs],
-        # Ops that a function runs although no output needs them, such as checks.
+        # Ops that must run although no output depends on them, such as checks.
         target=[op.name for op in getattr(graph, "control_outputs", ())],
     )
     return session._make_callable_from_options(options), session.close
 
 
 class RecordingGraph(func_graph.FuncGraph):  # type: ignore[misc]
-    """A function's graph that notes the ops that are made in it one by one, imported ones not."""
+    """A function's graph that records the ops created in it, without imported ones."""
 
     def __init__(self) -> None:
         super().__init__("recording")
@@ -188,10 +189,10 @@ class RecordingGraph(func_graph.FuncGraph):  # type: ignore[misc]
 def gradients_in(
     graph: tf.Graph, ys: Sequence[tf.Tensor], xs: Sequence[tf.Tensor], grad_ys: Sequence[Any]
 ) -> list[Any]:
-    """Partial gradients of tensors of `graph`, which may be another than the one in which gradients are built.
+    """Returns partial gradients of tensors of `graph`, built in the current graph.
 
-    Each x counts as a variable of its own, even where one depends on another; of one that stands there twice the first
-    place gets the gradient.
+    Each x counts as an independent variable, even if it depends on another x. If an x occurs twice, the first
+    occurrence gets the gradient.
     """
     if not ys:
         return [None] * len(xs)
@@ -213,7 +214,7 @@ _add_on_devices = gradients_util._MultiDeviceAddN
 
 @contextlib.contextmanager
 def sums_made_by(add: AddTensors) -> Iterator[None]:
-    """Within this context `add` makes the sums of the gradients that arrive at one tensor."""
+    """Makes `add` compute, within the context, the sums of the gradients of one tensor."""
     token = _add_tensors.set(add)
     try:
         yield
@@ -231,7 +232,7 @@ gradients_util._MultiDeviceAddN = _sum_of_gradients
 
 
 def watch(ops: Iterable[tf.Operation]) -> None:
-    """Sees to it that the gradients of these ops are asked of gradrule."""
+    """Makes TensorFlow call gradrule for the gradients of these ops."""
     for op in ops:
         try:
             op.get_attr(GRADIENT_ATTR)
@@ -240,16 +241,16 @@ def watch(ops: Iterable[tf.Operation]) -> None:
 
 
 def clear_attribute(op: tf.Operation, name: str) -> None:
-    """Removes an attribute of an op of a graph that has not run yet."""
+    """Removes an attribute of an op. Its graph must not have run yet."""
     op._clear_attr(name)
 
 
 def watch_inside(op: tf.Operation) -> None:
-    """`watch`, for the loop body or the branches of an op that a gradient made; nothing for other ops."""
+    """Makes TensorFlow call gradrule for the ops in the body or branches of an op; does nothing for other ops."""
     if op.type in _LOOPS:
         for part in ("cond", "body"):
             graph = while_v2._get_graph(op, part, f"_{part}_graph")
-            # Found here by whoever builds the loop's gradient.
+            # TensorFlow finds the graph here when it builds the gradient of the loop.
             setattr(op, f"_{part}_graph", graph)
             watch(graph.get_operations())
     elif op.type in _BRANCHES:
@@ -266,7 +267,7 @@ def gradients_from(
     stop_gradients: Sequence[tf.Tensor],
     unconnected_gradients: tf.UnconnectedGradients,
 ) -> list[Any]:
-    """`tf.gradients` of tensors of `graph`, built in the graph that is current."""
+    """Returns `tf.gradients` of tensors of `graph`, built in the current graph."""
     found: list[Any] = gradients_util._GradientsHelper(
         list(ys),
         list(xs),
@@ -279,12 +280,12 @@ def gradients_from(
 
 
 def call_with_captures(function: Any, arguments: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Runs a concrete function that returns a flat list, with other tensors in the place of those it captured."""
+    """Runs a concrete function that returns a flat list, with other tensors in place of its captured tensors."""
     return list(function._call_flat(list(arguments), list(captures)) or ())
 
 
 def identity_n(tensors: Sequence[tf.Tensor], notes: Mapping[str, str | int]) -> list[tf.Tensor]:
-    """The tensors, through an IdentityN of the default graph that carries attributes of its own."""
+    """Passes tensors through an IdentityN with additional attributes, in the default graph."""
     value_of = attr_value_pb2.AttrValue
     attrs = {
         name: value_of(s=value.encode()) if isinstance(value, str) else value_of(i=value)
@@ -293,12 +294,12 @@ def identity_n(tensors: Sequence[tf.Tensor], notes: Mapping[str, str | int]) -> 
     types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in tensors]
     attrs["T"] = value_of(list=value_of.ListValue(type=types))
     graph = tf.compat.v1.get_default_graph()
-    # Made without the public function, which knows no attributes of others.
+    # The public function takes no additional attributes.
     return list(graph.create_op("IdentityN", list(tensors), attrs=attrs, name="rule/gradient").outputs)
 
 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` as seen from inside `graph`: captured where it belongs to an outer graph (as in a loop's gradient)."""
+    """Returns `tensor` for use in `graph`: captured if it belongs to an outer graph, as in the gradient of a loop."""
     if tensor.graph is graph:
         return tensor
     around = getattr(graph, "outer_graph", None)
@@ -306,13 +307,13 @@ def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
     while further is not None and further is not tensor.graph:
         further = getattr(further, "outer_graph", None)
     if around is not None and further is not None:
-        # The gradient of a branch takes only what lies right around it: what lies further out comes level by level.
+        # The gradient of a branch captures from the next outer graph only, so tensors are captured level by level.
         tensor = in_graph(around, tensor)
     return graph.capture(tensor)
 
 
 def from_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor of `graph` that `tensor` is, where it was captured from there; else itself."""
+    """Returns the tensor of `graph` from which `tensor` was captured; `tensor` itself if it was not."""
     found = tensor
     while found.graph is not graph:
         outer = [external for external, internal in getattr(found.graph, "captures", ()) if internal is found]

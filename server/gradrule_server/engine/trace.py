@@ -1,4 +1,4 @@
-"""ReferenceForwards forwards: what a program's tensors are where all xs are a baseline."""
+"""Traces the function of a program: imports its graph and differentiates it as requested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SCOPE = "reference"
 
 
 class ReferenceForwards:
-    """Imports the program's graph a second time for each baseline, the xs replaced by it; only what is used is run."""
+    """Imports the program's graph once more for each baseline, with the xs replaced by it. Unused ops never run."""
 
     def __init__(
         self, graph_def: tf_graph_pb2.GraphDef, feeds: Mapping[str, tf.Tensor], xs: Mapping[str, tf.Tensor]
@@ -45,9 +45,9 @@ class ReferenceForwards:
         self._scopes: dict[str, str] = {}
 
     def find(self, tensor: tf.Tensor, baseline: tf.Tensor) -> tf.Tensor:
-        """The tensor's counterpart; RULE_NOT_APPLICABLE inside loops and branches."""
+        """Returns the tensor with the xs at the baseline. Raises RULE_NOT_APPLICABLE inside loops and branches."""
         baseline = tf_private.from_graph(self._graph, baseline)
-        # Placeholders are arguments here, outside the import.
+        # Placeholders are arguments of the function and not imported.
         if any(tensor is x for x in self._xs.values()):
             return self._baseline(tensor, baseline)
         if any(tensor is fed for fed in self._feeds.values()):
@@ -59,7 +59,7 @@ class ReferenceForwards:
             )
         name = tensor.name.removeprefix(IMPORT_SCOPE)
         if baseline.name not in self._scopes:
-            # Gradients may be built in a graph of their own; the forward part has one place.
+            # Gradients may be built in another graph; the forward part belongs to this one.
             with self._graph.as_default():
                 self._scopes[baseline.name] = self._import(baseline)
         return self._graph.get_tensor_by_name(f"{self._scopes[baseline.name]}/{name}")
@@ -68,7 +68,7 @@ class ReferenceForwards:
         scope = f"{_SCOPE}_{len(self._scopes)}"
         bound = {**self._feeds, **{name: self._baseline(x, baseline) for name, x in self._xs.items()}}
         try:
-            # Gradients are built inside a name scope, and the import's names must not depend on it.
+            # Leaves the name scope of gradients, on which imported names must not depend.
             with self._graph.name_scope(None):
                 import_graph(self._graph_def, bound, [], scope=scope)
         except (ValueError, TypeError) as cause:
@@ -87,7 +87,10 @@ _KIND = evaluate_pb2.Derivative
 
 
 class Trace:
-    """What `tf.function` runs once; it fills in `built`. `backward`: then, the backward part of a split program."""
+    """Builds the body of a program's function, and completes `built`.
+
+    `backward`: after the run, the backward part of a program in two parts.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class Trace:
         self.backward: Backward | None = None
 
     def run(self, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Fetches, then what `built.layout` tells or the backward part needs, then new values of variables."""
+        """Returns fetches, then derivatives or the tensors that the backward part needs, then values of variables."""
         request, built = self._request, self._built
         groups, rest = [], list(arguments)
         for group in (built.inputs, built.grad_ys, built.directions):
@@ -235,9 +238,9 @@ class Trace:
 def import_tensors(
     graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], wanted: list[str], labelled: list[str]
 ) -> list[tf.Tensor]:
-    """The wanted tensors of a graph that is put into the current one; INVALID_GRAPH where TensorFlow refuses it.
+    """Imports a graph into the current one; returns the wanted tensors. Raises INVALID_GRAPH if TensorFlow refuses it.
 
-    `labelled`: gets the names of ops that have to lose their label before the graph runs (`constant_search`).
+    `labelled`: receives the names of ops whose labels must be removed before the graph runs (`graph_import`).
     """
     try:
         return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE, labelled=labelled)
@@ -249,7 +252,7 @@ def import_tensors(
 
 
 def spec_message(name: str, tensor: tf.Tensor) -> tensor_pb2.TensorSpec:
-    """A tensor's name, type and shape as a message."""
+    """Returns the name, type and shape of a tensor as a message."""
     shape = tensor_pb2.TensorShape()
     if tensor.shape.rank is None:
         shape.unknown_rank = True
@@ -259,7 +262,7 @@ def spec_message(name: str, tensor: tf.Tensor) -> tensor_pb2.TensorSpec:
 
 
 def _require_value(name: str, tensor: tf.Tensor) -> None:
-    """UNSUPPORTED_OP for what is no value that could leave the process."""
+    """Raises UNSUPPORTED_OP for a resource or variant, which cannot leave the process."""
     if tensor.dtype.base_dtype in (tf.resource, tf.variant):
         raise error(
             errors_pb2.ERROR_REASON_UNSUPPORTED_OP,

@@ -34,7 +34,7 @@ class _Refusing(MetaPathFinder):
 
 @contextlib.contextmanager
 def without_libraries() -> Iterator[None]:
-    """Refuses the libraries that engines never use from now on, and Keras as long as the block lasts.
+    """Refuses imports of the libraries that engines never use, for good, and of Keras within the context.
 
     Keras is needed for the optimizers of sessions only, which import it with their first step.
     """

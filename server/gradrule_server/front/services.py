@@ -18,7 +18,7 @@ from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.messages import finding_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.forward_handles import StreamHandles
-from gradrule_server.programs.rule_sampling import sample
+from gradrule_server.programs.rule_sampling import sample_rule
 from gradrule_server.registry import presets
 from gradrule_server.registry.rules import to_proto
 from gradrule_server.rules import has_graph
@@ -77,7 +77,7 @@ class RuleServicer:
 
     async def sample(self, call: Call[link_pb2.RawSampleRuleRequest]) -> rule_pb2.SampleRuleResponse:
         tenant = call.tenant
-        return await sample(
+        return await sample_rule(
             call.request, call.raw, tenant.rules, tenant.program_service, call.received_ns, call.ends_at
         )
 

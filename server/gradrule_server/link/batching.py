@@ -56,21 +56,21 @@ class BatchKey(NamedTuple):
 class Batch:
     """Requests that were sent together. The engine is done with them when it sends its BATCH_NOTICE."""
 
-    works: Sequence[EngineRequest]
+    requests: Sequence[EngineRequest]
     chunk: Chunk | None = None
     """Where their payloads lie, if they are large."""
 
     @property
     def key(self) -> BatchKey:
         """Which requests they are."""
-        key = self.works[0].batch_key
+        key = self.requests[0].batch_key
         assert key is not None
         return key
 
     @property
     def is_given_up(self) -> bool:
         """Whether nobody waits for any of those that are not answered."""
-        return all(work.is_given_up or work.ended for work in self.works)
+        return all(work.is_given_up or work.ended for work in self.requests)
 
 
 @dataclass(slots=True)

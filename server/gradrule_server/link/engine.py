@@ -1,4 +1,4 @@
-"""An engine of one tenant, as the front end holds it: given work, ended when it overruns, replaced when it dies."""
+"""The front end's view of one engine: submits requests, ends overruns, and replaces a process that died."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import Finding, error
+from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine_request import ConnectionLost, EngineRequest
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import jit_refusal
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.spares import Spares
-from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.crash_history import OutcomeRecorder
-from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost
+from gradrule_server.recovery.endings import (
+    EndReason,
+    EngineEnd,
+    EngineLost,
+    engine_unavailable,
+    lost_before_start,
+)
 
-__all__ = ["Engine", "EngineRefused", "EngineStatus"]
+__all__ = ["Engine", "EngineRefused", "EngineStatus", "Use"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_UNBATCHED = 1024
-_RETRY_AFTER_S = 2.0
+_MOST_REMEMBERED = 1024
 _OVERRUN_GRACE_S = 0.5
-# How long a call that was cancelled may go on where ending its engine would cost others their sessions and handles.
+# How long a cancelled call may go on if ending its engine would cost other callers their sessions and handles.
 _CANCEL_PATIENCE_S = 4.5
 
 
@@ -40,20 +45,20 @@ class Use(enum.Enum):
     PROGRAMS = enum.auto()
     """Calls without a session. Its process is replaced when it ends."""
     EXTRA = enum.auto()
-    """Programs that would wait behind one that compiles for long; for a while."""
+    """Programs that would wait behind one that compiles for long. Exists for a while only."""
     SESSIONS = enum.auto()
     """Sessions and nothing else, so that no other call ends them."""
     TRIAL = enum.auto()
-    """One call alone."""
+    """A single call."""
     COMPILE = enum.auto()
     """Reads graphs and runs nothing: see `link.workers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """An engine as it is now.
+    """A snapshot of an engine.
 
-    `owner`: its tenant; None while it has none. `ended`: how many processes in its place ended, by reason.
+    `owner`: its tenant; None if it has none yet. `ended`: how many processes of this engine ended, by reason.
     """
 
     index: int
@@ -76,11 +81,11 @@ class Engine:
 
     Args:
         index: Its number in metrics.
-        spares: Where its processes come from; None where the caller installs one.
+        spares: Provides its processes; None if the caller installs one.
         on_change: Called when a process comes or goes.
-        owner: The tenant; None until a tenant needs it.
+        owner: The tenant; None until a tenant needs the engine.
         use: What it is for.
-        ended: Where its processes' ends are counted, by reason.
+        ended: Counts the ends of its processes, by reason.
     """
 
     def __init__(
@@ -101,20 +106,19 @@ class Engine:
         self._process: EngineProcess | None = None
         self._filling: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
-        self._is_stopped = False
+        self.is_removed = False
+        """Whether it was given up for good: it gets no further process."""
         self._ended: Counter[str] = Counter() if ended is None else ended
         self.used_at = 0.0
         """Loop time of the last request, or of the start of its process."""
-        self.shelf: object = None
-        """What those who load programs note of it; it goes with the engine."""
         self._unbatched: set[str] = set()
-        """Programs whose calls ran together when a process ended: from then on they run alone."""
+        """Programs that were running as a batch when a process ended. Their calls run alone from then on."""
         self._without_jit: set[str] = set()
-        """Programs that XLA compiled when a process ended: it does not compile them again."""
-        self.last_ending: EngineEnd | None = None
-        """How the process before this one ended, as soon as that is known."""
+        """Programs whose XLA code was compiled or run when a process ended. XLA does not compile them again."""
+        self.last_end: EngineEnd | None = None
+        """How the previous process ended, once that is known."""
         self.generation = 0
-        """Grows whenever a process comes or goes: what the last one held is gone."""
+        """Grows whenever a process comes or goes. What the previous process held is lost."""
         self.kept = 0
         """Sessions and forward handles that are pinned to the process."""
         self.programs = 0
@@ -122,43 +126,43 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes work."""
+        """Whether it accepts requests."""
         return self._process is not None
 
     @property
     def is_extra(self) -> bool:
-        """Whether it is there for a while only."""
+        """Whether it exists for a while only."""
         return self.use is Use.EXTRA
 
     @property
     def is_idle(self) -> bool:
-        """Whether ending it would cost nobody a request, a session or a forward handle."""
+        """Whether ending it would lose no request, session or forward handle."""
         return self._process is not None and not self.load and not self.kept
 
     @property
     def is_doomed(self) -> bool:
-        """Whether its process is about to be ended."""
+        """Whether its process will be ended soon."""
         return self._process is not None and (self._process.is_ending or self._process.connection.has_given_up)
 
     @property
     def pid(self) -> int | None:
-        """That process's id."""
+        """The id of its process."""
         return self._process.pid if self._process is not None else None
 
     @property
     def resident_bytes(self) -> int:
-        """Memory of its process when it was last looked at."""
+        """The last measured memory of its process."""
         return self._process.resident_bytes if self._process is not None else 0
 
     @property
     def load(self) -> int:
-        """Requests under way and waiting."""
+        """The number of requests that run or wait."""
         connection = self._process.connection if self._process is not None else None
         return 0 if connection is None else connection.running + connection.waiting
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request would not have to wait."""
+        """Whether one more request would start at once."""
         return self._process is not None and self._process.connection.has_room
 
     @property
@@ -167,13 +171,13 @@ class Engine:
         return self._process is not None and self._process.connection.is_compiling
 
     def has_compiled_for(self, seconds: float) -> bool:
-        """Whether it has been at one and the same program for so long."""
+        """Returns whether it has been compiling the same program for at least this long."""
         if self._process is None or not self._process.connection.is_compiling:
             return False
         return asyncio.get_running_loop().time() - self._process.connection.compiling_since >= seconds
 
     def status(self, device: str) -> EngineStatus:
-        """As it is now."""
+        """Takes a snapshot."""
         process = self._process
         connection = process.connection if process is not None else None
         return EngineStatus(
@@ -193,38 +197,37 @@ class Engine:
         )
 
     async def fill(self) -> None:
-        """Takes a process as soon as there is one. `EngineRefused` where the first of all cannot start."""
+        """Waits for a process and installs it. Raises `EngineRefused` if the very first process cannot start."""
         if self._spares is not None:
             self.install(await self._spares.take())
 
     def start(self) -> None:
-        """Takes a spare at once, or waits in a task for the next process that is ready."""
+        """Installs a spare process at once, or the next one that is ready in a background task."""
         assert self._spares is not None
         spare = self._spares.take_now()
         if spare is not None:
             self.install(spare)
             return
         self._filling = asyncio.create_task(self.fill(), name="engine-fill")
-        self._filling.add_done_callback(_report_failure)
+        self._filling.add_done_callback(_log_failure)
 
     def install(self, process: EngineProcess) -> None:
-        """From now on this process serves here."""
+        """Makes a process this engine's process."""
         self._process = process
         process.connection.process = process
-        process.connection.on_lost = lambda: self._on_lost(process)
+        process.connection.on_lost = lambda: self._handle_end(process)
         self.generation += 1
         self.kept = self.programs = 0
         self.used_at = asyncio.get_running_loop().time()
         for digest in self._without_jit:
-            notice = link_pb2.JitNotice(key=digest, outcome=link_pb2.JitNotice.OUTCOME_REFUSED)
-            process.connection.tell(Kind.JIT_NOTICE, notice.SerializeToString())
+            process.connection.notify(Kind.JIT_NOTICE, jit_refusal(digest))
         self._on_change(self)
         if process.connection.is_closed:
-            self._on_lost(process)
+            self._handle_end(process)
 
     def remove(self) -> EngineProcess | None:
-        """Gives up the process, which is returned if it does nothing, and ended otherwise."""
-        self._is_stopped = True
+        """Gives up the process. Returns it if it is idle; ends it otherwise."""
+        self.is_removed = True
         if self._filling is not None:
             self._filling.cancel()
         process = self._process
@@ -248,25 +251,33 @@ class Engine:
         batch_key: BatchKey | None = None,
         memory: MemoryUse | None = None,
     ) -> bytes:
-        """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
-        `on_ask`: called with each question of the process's. `batch_key`: which others it may run with.
-        `memory`: of a client, which the request uses.
+        """Sends one request and waits for its answer. Abandons the request if the caller is cancelled.
 
-        ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
-        soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
+        Args:
+            kind: The kind of its frame.
+            payload: Its payload.
+            ends_at: Loop time of the deadline.
+            recorder: Records what the request does to the engine.
+            on_ask: Called with each question of the engine.
+            batch_key: Requests of one key may run together.
+            memory: The client's memory that the request uses.
+
+        Raises:
+            EngineLost: The engine ended before it answered.
+            GradruleError: ENGINE_UNAVAILABLE, DEADLINE_EXCEEDED, and what the engine answers.
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload, recorder, batch_key=batch_key, memory=memory)
+        request = self.submit(kind, payload, recorder, batch_key=batch_key, memory=memory)
         if on_ask is not None:
-            work.on_ask = functools.partial(on_ask, work)
+            request.on_ask = functools.partial(on_ask, request)
         try:
-            return await work.answer
+            return await request.answer
         except asyncio.CancelledError:
-            self.abandon(work, ends_at)
+            self.abandon(request, ends_at)
             raise
         except ConnectionLost as gone:
-            raise await self.lost(work, gone) from None
+            raise await self.loss_error(request, gone) from None
 
     def submit(
         self,
@@ -277,10 +288,7 @@ class Engine:
         batch_key: BatchKey | None = None,
         memory: MemoryUse | None = None,
     ) -> EngineRequest:
-        """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine.
-
-        `memory`: of a client, which the request uses.
-        """
+        """Submits a request; see `Connection.submit` and `call`. Raises `EngineLost` or ENGINE_UNAVAILABLE."""
         if self._process is None:
             raise engine_unavailable()
         if self._unbatched and batch_key is not None and batch_key.digest in self._unbatched:
@@ -290,86 +298,91 @@ class Engine:
             if memory is not None:
                 self._process.connection.attach(memory.memory)
                 shared_bytes = memory.size
-            work = self._process.connection.submit(kind, payload, recorder, suffix, batch_key, shared_bytes)
+            request = self._process.connection.submit(kind, payload, recorder, suffix, batch_key, shared_bytes)
         except ConnectionLost:
             raise lost_before_start() from None
-        self.used_at = work.submitted_at
-        return work
+        self.used_at = request.submitted_at
+        return request
 
-    def abandon(self, work: EngineRequest, ends_at: float) -> None:
-        """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended soon.
+    def abandon(self, request: EngineRequest, ends_at: float) -> None:
+        """Gives up a request for which no caller waits: drops it, or ends the engine soon if the request runs.
 
-        It is an overrun only where `ends_at` has passed by then: whoever cancels may have had enough of a good program.
+        Only a request that runs after `ends_at` (loop time) counts as an overrun: callers cancel good programs too.
         """
-        if work.ended or work.connection.drop(work):
+        if request.ended or request.connection.drop(request):
             return
-        work.is_given_up = True
+        request.is_given_up = True
         loop = asyncio.get_running_loop()
-        # Once the deadline has passed, or where nobody else loses anything, there is nothing to wait for.
+        # After the deadline, or if no one else loses anything, there is no reason to wait.
         patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
-        work.set_timer(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
+        timer = loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_abandoned, request, ends_at)
+        request.set_timer(timer)
 
-    def _end_given_up(self, work: EngineRequest, ends_at: float) -> None:
-        """Ends the engine, unless others keep something in it and the request holds up nobody before its deadline."""
+    def _end_abandoned(self, request: EngineRequest, ends_at: float) -> None:
+        """Ends the engine, or waits longer if that would cost other callers more than the request costs them."""
         loop = asyncio.get_running_loop()
-        if work.batch is not None and not work.batch.is_given_up:
-            # Somebody waits for another request of the same run.
-            work.set_timer(loop.call_later(_OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
-        elif self.kept and not work.connection.waiting and loop.time() < ends_at and not work.ended:
+        if request.batch is not None and not request.batch.is_given_up:
+            # A caller waits for another request of the same batch.
+            request.set_timer(loop.call_later(_OVERRUN_GRACE_S, self._end_abandoned, request, ends_at))
+        elif self.kept and not request.connection.waiting and loop.time() < ends_at and not request.ended:
+            # The process holds sessions or handles, and no request waits for the thread.
             due = min(ends_at + _OVERRUN_GRACE_S, loop.time() + _CANCEL_PATIENCE_S)
-            work.set_timer(loop.call_at(due, self._end_given_up, work, ends_at))
+            request.set_timer(loop.call_at(due, self._end_abandoned, request, ends_at))
         else:
-            self._end_overrun(work, ends_at)
+            self._end_overrun(request, ends_at)
 
-    def limit(self, work: EngineRequest, ends_at: float, least_s: float) -> None:
-        """Somebody waits for it, or does again: only where it runs after `ends_at`, and has for so long, it overran."""
+    def limit_run(self, request: EngineRequest, ends_at: float, least_s: float) -> None:
+        """Ends the engine if the request still runs after `ends_at` (loop time) and has run for `least_s`.
+
+        A request that was abandoned has a caller again from now on.
+        """
         loop = asyncio.get_running_loop()
-        work.is_given_up = False
+        request.is_given_up = False
 
-        def look() -> None:
-            due = max(ends_at, (loop.time() if work.started_at is None else work.started_at) + least_s)
-            if work.ended:
+        def check() -> None:
+            due = max(ends_at, (loop.time() if request.started_at is None else request.started_at) + least_s)
+            if request.ended:
                 return
             if loop.time() < due:
-                work.set_timer(loop.call_at(due, look))
+                request.set_timer(loop.call_at(due, check))
             else:
-                self._end_overrun(work, ends_at)
+                self._end_overrun(request, ends_at)
 
-        look()
+        check()
 
-    async def lost(self, work: EngineRequest, gone: ConnectionLost) -> EngineLost:
-        """The error of a request whose engine is gone."""
-        process = work.connection.process
+    async def loss_error(self, request: EngineRequest, gone: ConnectionLost) -> EngineLost:
+        """Returns the error of a request whose engine ended, once it is known how that ended."""
+        process = request.connection.process
         if not gone.started or process is None:
             return lost_before_start()
         try:
-            ending = await process.wait_ended()
+            end = await process.wait_ended()
         except asyncio.CancelledError:
-            work.is_given_up = True
+            request.is_given_up = True
             raise
-        return _lost(process, ending)
+        return process.loss_error(end)
 
     async def wait_lost(self) -> EngineEnd | None:
-        """Waits until the process that serves now is gone. Returns how it ended; None where there is no process."""
+        """Waits until the current process ends. Returns how it ended; None if there is no process."""
         process = self._process
         if process is None:
-            return self.last_ending
+            return self.last_end
         await process.connection.wait_closed()
         return await process.wait_ended()
 
-    def tell(self, kind: Kind, payload: bytes) -> None:
-        """One message without an answer."""
+    def notify(self, kind: Kind, payload: bytes) -> None:
+        """Sends a message that has no answer."""
         if self._process is not None:
-            self._process.connection.tell(kind, payload)
+            self._process.connection.notify(kind, payload)
 
-    def keeps(self, generation: int, change: int) -> None:
-        """So many more sessions and handles are pinned to that process."""
+    def add_kept(self, generation: int, change: int) -> None:
+        """Changes the number of sessions and handles that are pinned to the process of a generation."""
         if generation == self.generation:
             self.kept += change
 
     async def stop(self) -> None:
-        """Ends the process."""
-        self._is_stopped = True
+        """Stops the process."""
+        self.is_removed = True
         if self._filling is not None:
             self._filling.cancel()
             await asyncio.gather(self._filling, return_exceptions=True)
@@ -380,89 +393,51 @@ class Engine:
         if self._reports:
             await asyncio.wait(self._reports)
 
-    def _on_lost(self, process: EngineProcess) -> None:
-        """The process is gone: another takes its place where it runs programs, at once or as soon as there is one."""
+    def _handle_end(self, process: EngineProcess) -> None:
+        """Replaces a process that ended, if this engine runs programs: at once, or as soon as another one is ready."""
         if self._process is not process:
             return
         self._process = None
         process.crash_report.present = process.connection.present
-        if len(self._unbatched) < _MOST_UNBATCHED:
+        if len(self._unbatched) < _MOST_REMEMBERED:
             self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
-        if len(self._without_jit) < _MOST_UNBATCHED:
-            self._without_jit |= {key.partition("/")[0] for key in _run_by_xla(process)}
-        report = asyncio.create_task(self._report(process), name="engine-report")
+        if len(self._without_jit) < _MOST_REMEMBERED:
+            self._without_jit |= {key.partition("/")[0] for key in process.connection.lost_xla_programs}
+        report = asyncio.create_task(self._report_end(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
-        if self.use is Use.PROGRAMS and self._spares is not None and not self._is_stopped:
+        if self.use is Use.PROGRAMS and self._spares is not None and not self.is_removed:
             self.start()
         if self._process is None:
             self.generation += 1
             self.kept = self.programs = 0
             self._on_change(self)
 
-    async def _report(self, process: EngineProcess) -> None:
-        ending = self.last_ending = await process.wait_ended()
-        self._ended[ending.reason] += 1
-        _log.warning("engine %d ended (%s)", process.pid, ending)
-        for work in process.connection.lost:
-            if work.is_given_up and work.recorder is not None:
-                work.recorder.record_engine_loss(_lost(process, ending))
+    async def _report_end(self, process: EngineProcess) -> None:
+        """Counts and logs how a process ended, and records it for requests that have no caller any more."""
+        end = self.last_end = await process.wait_ended()
+        self._ended[end.reason] += 1
+        _log.warning("engine %d ended (%s)", process.pid, end)
+        for request in process.connection.lost:
+            if request.is_given_up and request.recorder is not None:
+                request.recorder.record_engine_loss(process.loss_error(end))
 
-    def _end_overrun(self, work: EngineRequest, ends_at: float) -> None:
+    def _end_overrun(self, request: EngineRequest, ends_at: float) -> None:
         process = self._process
-        if process is None or process is not work.connection.process or work.ended or work.started_at is None:
+        if process is None or process is not request.connection.process:
+            return
+        if request.ended or request.started_at is None:
             return
         now = asyncio.get_running_loop().time()
-        overran = now >= ends_at
-        _log.warning(
-            "a request %s; ending engine %d", "overran its deadline" if overran else "is given up", process.pid
-        )
+        is_overrun = now >= ends_at
+        cause = "ran past its deadline" if is_overrun else "was cancelled and still runs"
+        _log.warning("a request %s; ending engine %d", cause, process.pid)
         process.end(EndReason.OVERRUN)
-        # A request of a batch runs for as long as all of them.
-        if overran and work.batch is None and work.recorder is not None:
-            work.recorder.record_overrun(now - work.started_at)
+        # A request of a batch runs as long as the whole batch, so its time says nothing about the request.
+        if is_overrun and request.batch is None and request.recorder is not None:
+            request.recorder.record_overrun(now - request.started_at)
 
 
-def engine_unavailable() -> Exception:
-    """There is no engine. ENGINE_UNAVAILABLE."""
-    return error(
-        errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
-        "no engine is ready; one is being started",
-        retry_after_s=_RETRY_AFTER_S,
-    )
-
-
-def lost_before_start() -> EngineLost:
-    """The engine is gone, and the request had not started."""
-    return EngineLost(
-        [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the engine died before it took the request up")],
-        engine_end=EngineEnd(EndReason.STOPPED, "its connection broke"),
-        ran_alone=False,
-        crash_report=CrashReport(),
-    )
-
-
-def _lost(process: EngineProcess, ending: EngineEnd) -> EngineLost:
-    """The process ended so, while it had the request."""
-    reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {ending}"
-    if ending.reason is EndReason.MEMORY:
-        reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
-    ran_alone = process.connection.lost_one
-    return EngineLost(
-        [Finding(reason, message)], engine_end=ending, ran_alone=ran_alone, crash_report=process.crash_report
-    )
-
-
-def _run_by_xla(process: EngineProcess) -> set[str]:
-    """Returns keys of programs whose code of XLA may have ended a process: compiled or run then."""
-    jit = process.connection.jit
-    lost = [work for work in process.connection.lost if work.kind is Kind.RUN and not work.is_given_up]
-    if any(work.batch_key is None for work in lost):
-        # It is not known which program such a request runs.
-        return jit.compiling | jit.chosen
-    return jit.compiling | (jit.chosen & {work.batch_key.program for work in lost if work.batch_key is not None})
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (cause := task.exception()) is not None:
-        _log.critical("an engine's place cannot be filled any more", exc_info=cause)
+        _log.critical("an engine cannot get a process any more", exc_info=cause)

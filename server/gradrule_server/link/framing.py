@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outgoing, make_arena
+from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas, Chunk
 
 _log = logging.getLogger(__name__)
 
@@ -111,40 +111,6 @@ def unpack_place(payload: bytes | memoryview) -> tuple[Kind, Chunk]:
         raise ValueError(f"a place takes {_PLACE.size} bytes, not {len(payload)}")
     kind, offset, length = _PLACE.unpack(payload)
     return Kind(kind), Chunk(offset, length)
-
-
-@dataclass(frozen=True, slots=True)
-class Arenas:
-    """One side's ends of the two arenas of a link."""
-
-    outgoing: Outgoing
-    incoming: Incoming
-
-    @classmethod
-    def make(cls) -> tuple[Arenas, list[int]]:
-        """New ones, with the descriptors for the other side: what it reads, what it writes. `OSError`."""
-        outgoing = Outgoing(make_arena())
-        try:
-            incoming = Incoming(make_arena())
-        except OSError:
-            outgoing.close()
-            raise
-        return cls(outgoing, incoming), [outgoing.fd, incoming.fd]
-
-    @classmethod
-    def of(cls, outgoing: int, incoming: int) -> Arenas:
-        """From descriptors, which it takes over."""
-        return cls(Outgoing(outgoing), Incoming(incoming))
-
-    @property
-    def held_bytes(self) -> int:
-        """The memory that both take now; 0 once they are closed."""
-        return self.outgoing.held_bytes + self.incoming.held_bytes
-
-    def close(self) -> None:
-        """Neither is used any more."""
-        self.outgoing.close()
-        self.incoming.close()
 
 
 class FrameSocket:

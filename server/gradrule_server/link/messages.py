@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
-from gradrule_server.errors import Finding, GradruleError, Resource, reason_name
+from gradrule_server.errors import Finding, GradruleError, Resource
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
 
@@ -78,9 +78,7 @@ def sampled_gradient(index: int) -> str:
 
 def finding_message(finding: Finding) -> program_pb2.Finding:
     """Returns a finding as a message of the API, which the link uses as well."""
-    return program_pb2.Finding(
-        reason=reason_name(finding.reason), message=finding.message, node=finding.node, field=finding.field
-    )
+    return program_pb2.Finding(reason=finding.reason, message=finding.message, node=finding.node, field=finding.field)
 
 
 def fault_message(cause: GradruleError) -> link_pb2.Fault:
@@ -99,16 +97,16 @@ def fault_message(cause: GradruleError) -> link_pb2.Fault:
 def read_fault(payload: bytes) -> GradruleError:
     """Parses the error that an engine sent. Raises `DecodeError` or `ValueError` if it is malformed."""
     fault = link_pb2.Fault.FromString(payload)
-    # Raises `ValueError` for a number that is no reason.
-    errors_pb2.ErrorReason.Name(fault.reason)
     return error_from_fault(fault)
 
 
 def error_from_fault(fault: link_pb2.Fault) -> GradruleError:
     """Returns the error that a message holds. Raises `ValueError` if it names an unknown reason."""
+    for reason in (fault.reason, *(item.reason for item in fault.findings)):
+        # Raises `ValueError` for a number that is no reason.
+        errors_pb2.ErrorReason.Name(reason)
     findings: Sequence[Finding] = [
-        Finding(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{item.reason}"), item.message, item.node, item.field)
-        for item in fault.findings
+        Finding(item.reason, item.message, item.node, item.field) for item in fault.findings
     ] or [Finding(fault.reason, fault.message)]
     if fault.not_loaded:
         return ProgramNotLoaded(findings)

@@ -64,7 +64,7 @@ class EngineMonitor:
             _log.warning("engine %d has answered nothing for %.1f s; ending it", process.pid, silence_s)
             process.end(EndReason.HEARTBEAT)
         else:
-            connection.tell(Kind.PING, b"")
+            connection.notify(Kind.PING, b"")
 
     async def _check_memory(self) -> None:
         while True:

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
-from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, Use, engine_unavailable
+from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, Use
 from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.spares import Spares
 from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.workers import CompileWorkers
+from gradrule_server.recovery.endings import engine_unavailable
 from gradrule_server.tenant_locks import TenantLocks
 
 __all__ = ["EnginePool", "EngineRefused", "EngineStatus"]
@@ -71,6 +72,8 @@ class EnginePool:
             self._add(None, Use.PROGRAMS)
         self.on_filled: list[Callable[[Engine], None]] = []
         """Called with each engine that got another process."""
+        self.on_removed: list[Callable[[Engine], None]] = []
+        """Called with each engine that is given up for good, trials included."""
         self._on_change = on_change
         self._was_ready = False
         self._change = asyncio.Event()
@@ -276,17 +279,21 @@ class EnginePool:
     def _end(self, engine: Engine) -> None:
         """Ends an engine's process: it has seen one tenant's work, so no other tenant gets it."""
         process = engine.remove()
-        # What it held must not wait for a garbage collection.
-        engine.shelf = None
+        self._report_removed(engine)
         if process is not None:
             closing = asyncio.create_task(process.stop(), name="engine-stop")
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
+    def _report_removed(self, engine: Engine) -> None:
+        for listener in self.on_removed:
+            listener(engine)
+
     def _changed(self, engine: Engine) -> None:
         if engine.use is Use.SESSIONS and not engine.is_ready and engine in self.engines and engine.generation:
             # Its sessions are gone; the next session gets an engine of its own.
             self.engines.remove(engine)
+            self._report_removed(engine)
         self._change.set()
         self._change = asyncio.Event()
         is_ready = self.is_ready

@@ -12,14 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule_server.link import arena
+from gradrule_server.link.arena import Arenas
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
-from gradrule_server.link.framing import LINK_VERSION, Arenas
+from gradrule_server.link.framing import LINK_VERSION
 from gradrule_server.link.stderr import FatalMessage, log_stderr
 from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, end_from_exit
+from gradrule_server.recovery.endings import (
+    CrashReport,
+    EndReason,
+    EngineEnd,
+    EngineLost,
+    end_from_exit,
+    lost_while_running,
+)
 
 _GREETING_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
@@ -126,6 +134,10 @@ class EngineProcess:
         if self._ending is None:
             self._ending = asyncio.create_task(self._find_ending(), name="engine-ending")
         return await asyncio.shield(self._ending)
+
+    def loss_error(self, end: EngineEnd) -> EngineLost:
+        """Returns the error of a request that was running when the process ended."""
+        return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
 
     async def stop(self) -> None:
         """Lets it end, or ends it."""

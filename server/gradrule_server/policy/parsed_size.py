@@ -38,7 +38,7 @@ _GROWTH = 3
 _SERVER_OBJECT_BYTES: Mapping[str, int] = {
     "gradrule.v1.Node": 850,
     "gradrule.v1.AttrValue": 40,
-    "gradrule.v1.Override": 1600,
+    "gradrule.v1.GradientOverride": 1600,
     "gradrule.v1.NamedTensor": 400,
     "gradrule.v1.RuleParam": 800,
     "gradrule.v1.TensorShape.Dim": 24,

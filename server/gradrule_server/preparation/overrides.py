@@ -133,7 +133,7 @@ def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
     return link_pb2.BoundRule(name=rule.name, definition=rule.content.to_definition())
 
 
-def rule_names(overrides: Iterable[override_pb2.Override]) -> list[str]:
+def rule_names(overrides: Iterable[override_pb2.GradientOverride]) -> list[str]:
     """Returns the names of all rules that the overrides name, each once, in their order."""
     names: dict[str, None] = {}
     for override in overrides:
@@ -145,7 +145,9 @@ def rule_names(overrides: Iterable[override_pb2.Override]) -> list[str]:
     return [name for name in names if name not in ("", DEFAULT_RULE)]
 
 
-def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup, bounds: NodeLimits) -> OverrideTable:
+def read_overrides(
+    overrides: Sequence[override_pb2.GradientOverride], lookup: RuleLookup, bounds: NodeLimits
+) -> OverrideTable:
     """Resolves the rule and params of each override; the result's `findings` list all errors."""
     table = OverrideTable(bounds)
     # Equal inline rules of several overrides are read once.
@@ -188,7 +190,7 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
     return table
 
 
-def _add_preset(table: OverrideTable, override: override_pb2.Override, index: int, lookup: RuleLookup) -> None:
+def _add_preset(table: OverrideTable, override: override_pb2.GradientOverride, index: int, lookup: RuleLookup) -> None:
     """Adds a preset's overrides; sets its params on all of its rules that declare them."""
     choice, where = override.preset, f"overrides[{index}]"
     if choice.name not in PRESETS:
@@ -239,7 +241,7 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
             table.findings += table.params.set(table.params.settings, bound, {name: value}, f"{where}.preset.params")
 
 
-def _applies_to_every_order(override: override_pb2.Override) -> bool:
+def _applies_to_every_order(override: override_pb2.GradientOverride) -> bool:
     return override.order == override_pb2.OVERRIDE_ORDER_ALL
 
 
@@ -260,7 +262,7 @@ def _default_label(selector: override_pb2.Selector) -> str:
 
 
 def _read_rule(
-    override: override_pb2.Override,
+    override: override_pb2.GradientOverride,
     lookup: RuleLookup,
     bounds: NodeLimits,
     inline: dict[bytes, RuleContent],

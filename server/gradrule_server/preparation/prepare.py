@@ -392,7 +392,7 @@ def override_values(table: OverrideTable) -> bytes:
     """Returns the serialized param values of overrides, which distinguish programs of equal digests."""
     items = sorted(table.params.settings.items())
     return b"".join(
-        override_pb2.Override(
+        override_pb2.GradientOverride(
             label=f"{rule}.{name}", params={"value": rule_pb2.ParamValue.FromString(value.SerializeToString())}
         ).SerializeToString(deterministic=True)
         for (rule, name), value in items

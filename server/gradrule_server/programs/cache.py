@@ -1,8 +1,7 @@
-"""Compiled programs as the front end keeps them, so that the next call finds them: bounded in number and bytes."""
+"""Caches compiled programs for later calls; limited in number and bytes."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,38 +12,24 @@ from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.programs.call_structure import CallStructure
-from gradrule_server.programs.compiled import CompiledProgram
-from gradrule_server.programs.loaded import Load, Loadable
+from gradrule_server.programs.compiled import RunnableProgram
+from gradrule_server.programs.engine_cache import Load
 from gradrule_server.recovery.crash_history import HistoryRecorder
 
-_MOST_DIGESTS = 1024
+_MAX_DIGESTS = 1024
 # Structures of calls, of at most 16 KiB each and mostly of a hundred bytes.
-_MOST_CALLS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RunnableProgram:
-    """A program that can run, and be loaded again into a new engine."""
-
-    compiled: CompiledProgram
-    loadable: Loadable
-
-    @property
-    def size(self) -> int:
-        """Roughly the bytes that it takes."""
-        told = len(self.compiled.program) + len(self.compiled.tail)
-        return len(self.loadable.request) + told
+_MAX_CALLS = 1024
 
 
 class StoredKey(NamedTuple):
-    """Key of a kept program as one kind of call needs it."""
+    """Key of a stored program as calls of one shape need it."""
 
     name: str
     call: CallShape
 
 
-class Inline(NamedTuple):
-    """Key of a program that calls bring along. Its rules are those that names meant at `revision` of the registry."""
+class InlineKey(NamedTuple):
+    """Key of a program that calls hold. `revision`: of the registry in which its rules were found."""
 
     spec_hash: bytes
     revision: int
@@ -52,23 +37,32 @@ class Inline(NamedTuple):
 
 
 class SessionKey(NamedTuple):
-    """Key of a program that a session runs. `asked`: its spec, without the graph, which is the session's."""
+    """Key of a program that a session runs. `spec`: its spec without the graph, which is the session's."""
 
     session: str
-    asked: bytes
+    spec: bytes
     call: CallShape
 
 
-Key: TypeAlias = StoredKey | Inline | SessionKey
+ProgramKey: TypeAlias = StoredKey | InlineKey | SessionKey
 
 
 @dataclass(slots=True, eq=False)
 class KnownCall:
-    """How a stored program is run for calls of one structure.
+    """What running a stored program for calls of one structure needs.
 
-    settings: of params and blobs, the bytes of a `RunRequest` without its call. may_batch: whether such calls may run
-    together with others. used_at: loop time at which the use was last noted. load: where it ran last; `head` and
-    `batch_key` belong to that. prefix: what stands before a request of `request_size` bytes.
+    Attributes:
+        key: The program's key in the cache.
+        program: The program.
+        settings: Bytes of a `RunRequest` with params and blob folder, without the call.
+        recorder: Records what the program does to engines.
+        may_batch: Whether such calls may run together with others.
+        used_at: Loop time at which the use was last recorded.
+        load: The program in the engine that ran the last call; `head` and `batch_key` belong to it.
+        head: Bytes of a `RunRequest` without the call.
+        batch_key: Key of the calls that it may run together with; None: it runs alone.
+        request_size: Bytes of the last request.
+        prefix: Tag and length before a request of `request_size` bytes.
     """
 
     key: StoredKey
@@ -83,20 +77,20 @@ class KnownCall:
     request_size: int = -1
     prefix: bytes = b""
 
-    def runs_at(self, load: Load) -> None:
-        """Notes where it runs from now on."""
+    def set_load(self, load: Load) -> None:
+        """Sets the engine that runs the next calls."""
         self.load = load
         self.head = self.settings + link_pb2.RunRequest(key=load.engine_key).SerializeToString()
         self.batch_key = BatchKey(load.engine_key, self.settings) if self.may_batch else None
 
 
 class ProgramCache:
-    """The programs used last, and the structures of calls that they ran for."""
+    """The programs that were used last, and what known calls of them need."""
 
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._programs: OrderedDict[Key, tuple[RunnableProgram, int]] = OrderedDict()
+        self._programs: OrderedDict[ProgramKey, tuple[RunnableProgram, int]] = OrderedDict()
         self._calls: OrderedDict[CallStructure, KnownCall] = OrderedDict()
         self._structures: dict[StoredKey, set[CallStructure]] = {}
         self._bytes = 0
@@ -104,15 +98,15 @@ class ProgramCache:
 
     @property
     def held_bytes(self) -> int:
-        """Roughly the bytes of all programs."""
+        """The approximate size of all programs, bytes."""
         return self._bytes
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of programs."""
         return len(self._programs)
 
-    def get(self, key: Key, *, is_counted: bool = True) -> RunnableProgram | None:
-        """The program, if it is there. `is_counted`: whether the look-up counts in metrics."""
+    def get(self, key: ProgramKey, *, is_counted: bool = True) -> RunnableProgram | None:
+        """Returns a program and marks it as used; None if it is not cached. `is_counted`: whether metrics count it."""
         found = self._programs.get(key)
         if is_counted:
             record_cache_lookup("programs", is_hit=found is not None)
@@ -122,38 +116,38 @@ class ProgramCache:
         return found[0]
 
     def get_call(self, structure: CallStructure) -> KnownCall | None:
-        """How calls of this structure are run, if their program is still there."""
+        """Returns what calls of a structure need; None if they are unknown or their program was dropped."""
         return self._calls.get(structure)
 
     def put_call(self, structure: CallStructure, call: KnownCall) -> None:
-        """Keeps how calls of this structure are run, as long as their program; of many, those that were used last."""
-        self._forget_call(structure)
+        """Adds what calls of a structure need, until their program is dropped; drops the least recently used calls."""
+        self._remove_call(structure)
         self._calls[structure] = call
         self._structures.setdefault(call.key, set()).add(structure)
-        if len(self._calls) > _MOST_CALLS:
-            self._forget_call(next(iter(self._calls)))
+        if len(self._calls) > _MAX_CALLS:
+            self._remove_call(next(iter(self._calls)))
 
-    def used_call(self, structure: CallStructure, call: KnownCall) -> None:
-        """Notes that calls of this structure, and so their program, are used."""
+    def mark_call_used(self, structure: CallStructure, call: KnownCall) -> None:
+        """Marks calls of a structure, and their program, as used."""
         self._programs.move_to_end(call.key)
         self._calls.move_to_end(structure)
 
-    def recent(self) -> Iterator[tuple[Key, RunnableProgram]]:
+    def recent(self) -> Iterator[tuple[ProgramKey, RunnableProgram]]:
         """Returns the programs, most recently used first."""
         return ((key, program) for key, (program, _) in reversed(self._programs.items()))
 
-    def put(self, key: Key, program: RunnableProgram, *, is_used: bool = True) -> None:
-        """Adds a program and drops those that were used least recently. The last one stays, however large it is.
+    def put(self, key: ProgramKey, program: RunnableProgram, *, is_used: bool = True) -> None:
+        """Adds a program and drops the least recently used ones; the last program stays, whatever its size.
 
         is_used: Whether a call uses it; if not, it is dropped before all that were used.
         """
-        if isinstance(key, Inline):
+        if isinstance(key, InlineKey):
             if key.revision < self._revision:
                 return
             if key.revision > self._revision:
-                # Names mean other rules by now: nobody will ask for these again.
+                # Names mean other rules now, so no call finds programs of older revisions.
                 self._revision = key.revision
-                self._remove([old for old in self._programs if isinstance(old, Inline)])
+                self._remove([old for old in self._programs if isinstance(old, InlineKey)])
         self._remove([key] if key in self._programs else [])
         size = program.size
         self._programs[key] = (program, size)
@@ -164,26 +158,26 @@ class ProgramCache:
             self._remove([next(iter(self._programs))])
 
     def drop_oldest(self) -> None:
-        """The program that was used least recently goes."""
+        """Drops the least recently used program, if there is one."""
         self._remove([next(iter(self._programs))] if self._programs else [])
 
-    def forget(self, name: str) -> None:
-        """The name belongs to no program any more."""
+    def remove_stored(self, name: str) -> None:
+        """Removes a stored program that was deleted."""
         self._remove([key for key in self._programs if isinstance(key, StoredKey) and key.name == name])
 
-    def forget_session(self, session: str) -> None:
-        """The session has ended."""
+    def remove_session(self, session: str) -> None:
+        """Removes the programs of a session that has ended."""
         self._remove([key for key in self._programs if isinstance(key, SessionKey) and key.session == session])
 
-    def _remove(self, keys: list[Key]) -> None:
+    def _remove(self, keys: list[ProgramKey]) -> None:
         for key in keys:
             _, size = self._programs.pop(key)
             self._bytes -= size
             if isinstance(key, StoredKey):
                 for structure in list(self._structures.get(key, ())):
-                    self._forget_call(structure)
+                    self._remove_call(structure)
 
-    def _forget_call(self, structure: CallStructure) -> None:
+    def _remove_call(self, structure: CallStructure) -> None:
         call = self._calls.pop(structure, None)
         if call is not None:
             same = self._structures[call.key]
@@ -192,42 +186,23 @@ class ProgramCache:
                 del self._structures[call.key]
 
 
-class DeletedNames:
-    """Tells whoever reads a program by name whether the name was given up meanwhile."""
-
-    def __init__(self) -> None:
-        self._watches: list[set[str]] = []
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[set[str]]:
-        """The names that were given up since this context was entered."""
-        names: set[str] = set()
-        self._watches.append(names)
-        try:
-            yield names
-        finally:
-            self._watches = [watch for watch in self._watches if watch is not names]
-
-    def given_up(self, name: str) -> None:
-        """The name was given up just now."""
-        for names in self._watches:
-            names.add(name)
-
-
 class SpecDigests:
-    """Digests of specs by the digest of their bytes: a spec can be written in several ways, and is not read here."""
+    """Remembers the digests of specs by the digest of their bytes.
+
+    Equal specs can have different bytes, because maps have no order; only a compile worker can compare them.
+    """
 
     def __init__(self) -> None:
         self._digests: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def get(self, raw: bytes) -> bytes:
-        """Returns the digest of the spec whose bytes have the digest `raw`; that itself where it is not known."""
-        return self._digests.get(raw, raw)
+    def get(self, bytes_digest: bytes) -> bytes:
+        """Returns the digest of the spec whose bytes have a digest; `bytes_digest` itself if it is unknown."""
+        return self._digests.get(bytes_digest, bytes_digest)
 
-    def put(self, raw: bytes, digest: bytes) -> None:
-        """Notes a digest. The oldest are forgotten."""
-        if raw == digest:
+    def put(self, bytes_digest: bytes, digest: bytes) -> None:
+        """Adds a digest; drops the oldest ones."""
+        if bytes_digest == digest:
             return
-        self._digests[raw] = digest
-        while len(self._digests) > _MOST_DIGESTS:
+        self._digests[bytes_digest] = digest
+        while len(self._digests) > _MAX_DIGESTS:
             self._digests.popitem(last=False)

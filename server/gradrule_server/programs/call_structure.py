@@ -1,7 +1,9 @@
-"""What decides how a call of a stored program is run, read from the request's bytes without parsing its tensors."""
+"""Reads the structure of calls, which decides how they run; of known calls without parsing their tensors."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
@@ -9,15 +11,20 @@ from google.protobuf.message import DecodeError
 from gradrule.common.wire_format import MalformedError, fields, read_varint, varint
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import error
+from gradrule_server.link.messages import CallShape, canonical
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import SMALL_BYTES
 
 CallStructure: TypeAlias = tuple[bytes, ...]
-"""The program's name, the names of all given tensors and all other fields of a request, each with its tag.
+"""The program's name, the names of all tensors and all other fields of a request, each with its tag.
 
-Requests of one structure differ in nothing but the values of their tensors, which are all inline or in shared memory,
-and in which memory that is.
+Requests of one structure differ only in the values of their tensors, which are inline or in shared memory, and in the
+shared memory that they use.
 """
 
+
+# An output number with leading zeros: the engine knows the tensor by another name.
+_PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
 
 _NUMBER, _LENGTH = 0, 2
 _FIELDS = evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields_by_name
@@ -36,12 +43,12 @@ _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER << 3 | _LENGTH
 _PACKED = varint(tensor_pb2.Tensor.PACKED_FIELD_NUMBER << 3 | _LENGTH)
 _PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER << 3 | _LENGTH
 _VALUES, _SOURCES = (_VALUE,), (_INLINE, _SHARED)
-# A structure is a key of a cache: larger ones are rare and must not fill it.
+# Structures are keys of a cache. Larger ones are rare and must not fill it.
 _MOST_FIELDS = 256
 USES_MEMORY = bytes([_MEMORY])
-"""The part of a structure that stands for the use of a client's memory."""
-# Of one tensor, bytes that are not its content. Nobody weighs them before they are parsed, so those of all tensors
-# together are no more than a message may have that is not weighed.
+"""The part of a structure that says that the call uses a client's shared memory."""
+# Bytes of one tensor besides its content. Their size after parsing is not checked before, so all tensors of a request
+# have at most as many as a message whose parsed size is not checked.
 _MOST_PARSED_BYTES = SMALL_BYTES // _MOST_FIELDS
 _MOST_BYTES = 16 << 10
 
@@ -49,8 +56,8 @@ _MOST_BYTES = 16 << 10
 def structure_of(raw: bytes) -> CallStructure | None:
     """Returns the structure of an `EvaluateRequest`.
 
-    None where the request must be parsed to know it: it holds its program, names a blob, is written in an unusual way,
-    has very many fields, or is no message at all.
+    Returns None if the request must be parsed to know its structure: it holds its program, names a blob, has an unusual
+    encoding or very many fields, or is damaged.
     """
     parts: list[bytes] = []
     has_program = False
@@ -68,7 +75,7 @@ def structure_of(raw: bytes) -> CallStructure | None:
                 name_end = position + 2 + raw[position + 1]
                 if raw[position] != _NAME or raw[position + 1] > 0x7F or not _is_inline(raw, name_end, stop):
                     return None
-                # The tag belongs to it: it says which list the name is in.
+                # Include the tag: it says which list the name is in.
                 parts.append(raw[start : start + 1] + raw[position:name_end])
                 position = stop
             elif tag in (_PROGRAM, _PARAMS, _BATCHING, _PACKING):
@@ -95,8 +102,38 @@ def structure_of(raw: bytes) -> CallStructure | None:
     return tuple(parts) if has_program and position == end else None
 
 
+def call_shape(request: link_pb2.RawEvaluateRequest) -> CallShape:
+    """Returns what of a call its program depends on. Raises UNKNOWN_FEED for repeated or invalid names."""
+    return CallShape(
+        _names([item.name for item in request.feeds], "feeds"),
+        _names([item.name for item in request.grad_ys], "grad_ys"),
+        request.derivative,
+        _names([item.name for item in request.tangents], "tangents"),
+        _names([item.name for item in request.vectors], "vectors"),
+        request.stacked_grad_ys,
+    )
+
+
+def _names(given: Sequence[str], field: str) -> frozenset[str]:
+    """Returns canonical names. Raises UNKNOWN_FEED for repeated or invalid ones."""
+    names = [canonical(name) for name in given]
+    unique = frozenset(names)
+    if len(names) != len(unique):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, f"{field} name {twice!r} twice", node=twice, field=field)
+    for name in unique:
+        padded = _PADDED_OUTPUT.fullmatch(name)
+        if padded is not None:
+            raise error(
+                errors_pb2.ERROR_REASON_UNKNOWN_FEED,
+                f"{field} name {name!r}, which is no name of a tensor; did you mean '{padded[1]}:{padded[2]}'?",
+                field=field,
+            )
+    return unique
+
+
 def memory_use(raw: bytes) -> evaluate_pb2.SharedMemoryUse:
-    """Returns how a request uses a client's memory. `raw`: bytes that have a structure with `USES_MEMORY`."""
+    """Returns how a request uses a client's shared memory. `raw`: bytes whose structure has `USES_MEMORY`."""
     number = evaluate_pb2.EvaluateRequest.SHARED_MEMORY_FIELD_NUMBER
     start, end = next((start, end) for found, start, end in fields(raw, 0, len(raw)) if found == number)
     try:
@@ -107,8 +144,8 @@ def memory_use(raw: bytes) -> evaluate_pb2.SharedMemoryUse:
 
 
 def _is_inline(raw: bytes, position: int, stop: int) -> bool:
-    """Whether a tensor's value begins here, is inline or in shared memory, is all there is until `stop`, and parses to
-    little more.
+    """Returns whether a tensor's value fills `raw[position:stop]`, is inline or in shared memory, and stays small when
+    it is parsed.
     """
     tag = 0
     for tags in (_VALUES, _SOURCES):
@@ -121,7 +158,7 @@ def _is_inline(raw: bytes, position: int, stop: int) -> bool:
     if stop > len(raw) or size <= _MOST_PARSED_BYTES:
         return stop <= len(raw)
     if tag == _SHARED:
-        # Nothing of it is content: all of it takes more once parsed.
+        # It has no content, so all of it grows when it is parsed.
         return False
     if raw.startswith(_PACKED, position):
         size, position = read_varint(raw, position + len(_PACKED))
@@ -130,9 +167,9 @@ def _is_inline(raw: bytes, position: int, stop: int) -> bool:
 
 
 def _is_content(raw: bytes, position: int, stop: int, content: int) -> bool:
-    """Whether nearly all of a tensor is its bytes: numbers that are written one by one take more once parsed.
+    """Returns whether nearly all bytes of a tensor are its content; single numbers grow when they are parsed.
 
-    content: the tag of the field that holds them.
+    content: The tag of the field with the content.
     """
     parsed = 0
     while position < stop:

@@ -1,4 +1,4 @@
-"""A program that an engine has compiled, as the front end keeps it."""
+"""Holds what the front end needs to run a compiled program."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from dataclasses import dataclass
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import NodeLimits
+from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.rules import Param
 from gradrule_server.rules.param_table import BoundParams, ParamTable
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """A program that can run. `program`: bytes of the `Program` message, without a name; `tail`: what an answer with an
-    inline program ends with.
+    """A compiled program.
+
+    Attributes:
+        key: The program's digest.
+        program: Bytes of the `Program` message, without a name.
+        tail: Bytes that end each answer to a call that holds the program.
+        digests_tail: Bytes that end all answers: the digests.
+        params: The params that calls may set.
+        placeholders: Canonical names of the graph's placeholders. Feeding these never needs another program.
+        used_rules: Indices of the rules that nodes have; the params of others have no effect.
     """
 
     key: str
@@ -24,17 +33,15 @@ class CompiledProgram:
     digests_tail: bytes
     params: ParamTable
     placeholders: frozenset[str]
-    """Canonical names of the graph's placeholders: feeding these never needs another program."""
     used_rules: frozenset[int]
-    """Indices of the rules that some node carries: only their params matter."""
 
     @property
     def message(self) -> program_pb2.Program:
-        """Returns what is told of the program."""
+        """The description that clients receive."""
         return program_pb2.Program.FromString(self.program)
 
-    def settings(self, params: Mapping[str, evaluate_pb2.ParamValues]) -> list[link_pb2.ParamSetting]:
-        """Returns the params of one call."""
+    def param_settings(self, params: Mapping[str, evaluate_pb2.ParamValues]) -> list[link_pb2.ParamSetting]:
+        """Returns the settings for the params of one call. Raises `GradruleError` for invalid ones."""
         values: dict[str, Mapping[str, rule_pb2.ParamValue]] = {label: item.values for label, item in params.items()}
         return [
             link_pb2.ParamSetting(rule=setting.rule, name=setting.name, value=setting.value)
@@ -42,10 +49,23 @@ class CompiledProgram:
         ]
 
 
-def compiled(
+@dataclass(frozen=True, slots=True)
+class RunnableProgram:
+    """A compiled program, and what an engine needs to load it again."""
+
+    compiled: CompiledProgram
+    loadable: Loadable
+
+    @property
+    def size(self) -> int:
+        """Its approximate size in the front end, bytes."""
+        return len(self.loadable.request) + len(self.compiled.program) + len(self.compiled.tail)
+
+
+def join_compiled(
     prepared: link_pb2.PreparedProgram, finished: link_pb2.FinishedProgram, bounds: NodeLimits
 ) -> CompiledProgram:
-    """Puts together what a compile worker answered, before and after an engine compiled the program."""
+    """Joins the answers of a compile worker from before and after an engine compiled the program."""
     digests = program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key)
     return CompiledProgram(
         key=prepared.key,

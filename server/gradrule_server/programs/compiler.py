@@ -1,4 +1,4 @@
-"""From a program's spec to something that runs: prepared in a compile worker, loaded into an engine, put together."""
+"""Compiles programs: a compile worker prepares them, an engine loads them, a worker describes them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import RunnableProgram
-from gradrule_server.programs.compiled import CompiledProgram, compiled
+from gradrule_server.programs.compiled import CompiledProgram, RunnableProgram, join_compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Prepared, Preparer
-from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.tenant_locks import TenantLocks
 
 _LARGE_BYTES = 8 << 20
-# Ends the key of a program that an engine describes and does not keep.
+# Suffix of the key of a program that an engine describes and does not keep.
 _DESCRIBED = "?describe"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """What a registry keeps of a program. `spec`: bytes of the `ProgramSpec`, a graph inline as bytes."""
+    """What a registry stores of a program. `spec`: Bytes of the `ProgramSpec`, with an inline graph as bytes."""
 
     spec: bytes
     rule_names: tuple[str, ...]
@@ -36,7 +35,7 @@ class StoredParts:
 
 
 class Compiler:
-    """Compiles programs of one tenant; keeps nothing."""
+    """Compiles programs of one tenant; caches nothing."""
 
     def __init__(
         self, loaded: LoadedPrograms, preparer: Preparer, limits: Limits, blobs: BlobStore, owner: str
@@ -55,9 +54,13 @@ class Compiler:
         rules: RegistryLookup | bytes,
         recovery: CallRecovery[Engine],
     ) -> RunnableProgram:
-        """Returns the program for calls of this shape. Raises `GradruleError` with all that is wrong with it.
+        """Compiles a program for calls of one shape. Raises `GradruleError` with all findings.
 
-        `spec`: bytes of a `ProgramSpec`; `rules`: the registry's, or the snapshot of a kept program's.
+        Args:
+            spec: Bytes of a `ProgramSpec`.
+            call: The shape of the calls.
+            rules: The registry's rules, or the snapshot of a stored program's rules.
+            recovery: Runs the load again if its engine ends.
         """
         _, program = await self._compile(
             self._preparer.graph_bytes(spec),
@@ -68,9 +71,9 @@ class Compiler:
         return program
 
     async def describe(self, spec: bytes, rules: RegistryLookup, recovery: CallRecovery[Engine]) -> CompiledProgram:
-        """Returns what is told of a program. Raises as `compile` does.
+        """Describes a program. Raises as `compile` does.
 
-        No call runs it: where no engine holds it, none will, and it is built only as far as telling of it needs.
+        If no engine holds the program, an engine builds only what the description needs, and keeps nothing.
         """
         call = CallShape()
         with timing_compilation():
@@ -84,13 +87,13 @@ class Compiler:
     async def compile_stored(
         self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, recovery: CallRecovery[Engine]
     ) -> RunnableProgram:
-        """Returns a kept program for calls of this shape. Large graphs of a tenant are read one after the other.
+        """Compiles a stored program for calls of one shape. A tenant's large graphs are read one at a time.
 
         Args:
-            graph_bytes: Size of its graph.
+            graph_bytes: Size of its graph, bytes.
             read: Returns the spec and the snapshot of its rules; called in a thread.
-            call: The structure of calls.
-            recovery: The chances of the call.
+            call: The shape of the calls.
+            recovery: Runs the load again if its engine ends.
         """
 
         async def prepare() -> Prepared:
@@ -117,10 +120,10 @@ class Compiler:
         )
         return program
 
-    async def compile_to_keep(
+    async def compile_to_store(
         self, spec: bytes, call: CallShape, rules: RegistryLookup, recovery: CallRecovery[Engine]
     ) -> tuple[RunnableProgram, StoredParts]:
-        """Compiles as `compile` does; returns also what a registry keeps."""
+        """Compiles as `compile` does; returns also what the registry stores."""
         prepared, program = await self._compile(
             self._preparer.graph_bytes(spec),
             recovery,
@@ -132,7 +135,7 @@ class Compiler:
     async def _compile(
         self, graph_bytes: int, recovery: CallRecovery[Engine], prepare: Callable[[], Awaitable[Prepared]]
     ) -> tuple[link_pb2.PreparedProgram, RunnableProgram | None]:
-        """Prepares a program and has an engine compile it; no program where it is known.
+        """Prepares a program and loads it into an engine; returns no program if it is known.
 
         A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
         large graph: such a program is prepared again when its turn comes.
@@ -143,7 +146,7 @@ class Compiler:
 
     @contextlib.asynccontextmanager
     async def _prepared(self, graph_bytes: int, prepare: Callable[[], Awaitable[Prepared]]) -> AsyncIterator[Prepared]:
-        """Prepares a program; while a large one is held here, the tenant's other large ones wait."""
+        """Prepares a program; while this process holds a large one, other large ones of the tenant wait."""
         answer = None
         if graph_bytes < _LARGE_BYTES:
             answer = await prepare()
@@ -160,10 +163,10 @@ class Compiler:
         prepared = answer.message
         blobs, folder = tuple(prepared.blobs), self._blobs.folder_name
         if not self._blobs.are_verified(blobs):
-            # Reading them takes long.
+            # Verifying takes long.
             await asyncio.to_thread(self._blobs.verify, blobs)
         return Loadable(
-            # Equal programs of two tenants are two programs: nobody learns from another's speed, or end.
+            # Tenants do not share programs: the speed of a call would tell what other tenants run.
             f"{prepared.key}@{folder}" if folder else prepared.key,
             answer.compile_request,
             blobs,
@@ -178,9 +181,9 @@ class Compiler:
     async def _load(
         self, answer: Prepared, recovery: CallRecovery[Engine], *, describes: bool = False
     ) -> RunnableProgram | None:
-        """Has an engine compile a prepared program; does nothing where it is known.
+        """Loads a prepared program into an engine; returns None if the program is known.
 
-        `describes`: an engine that does not hold the program only describes it, and does not keep it.
+        `describes`: If no engine holds the program, an engine describes it and does not keep it.
         """
         prepared = answer.message
         if prepared.is_known:
@@ -195,14 +198,14 @@ class Compiler:
             )
 
         async def load(engine: Engine | None) -> bytes:
-            with self._loaded.held(loadable, engine, recovery.ends_at, recovery.recorder(loadable.workload)) as held:
+            with self._loaded.hold(loadable, engine, recovery.ends_at, recovery.recorder(loadable.workload)) as held:
                 try:
                     return await self._loaded.wait(held, may_move=engine is None)
                 finally:
-                    if describes and held.is_over:
+                    if describes and held.is_done:
                         self._loaded.forget(held)
 
         reply = await recovery.run(loadable.workload, load, proves=False)
         device = self._loaded.pool.greeting.device
         finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, recovery.ends_at)
-        return RunnableProgram(compiled(prepared, finished, self._limits), loadable)
+        return RunnableProgram(join_compiled(prepared, finished, self._limits), loadable)

@@ -1,4 +1,4 @@
-"""The programs that one engine holds: loaded once, dropped when it holds too many, least recently used first."""
+"""Tracks the programs that one engine has loaded; drops the least recently used ones if there are too many."""
 
 from __future__ import annotations
 
@@ -9,28 +9,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.link.engine import Engine, lost_before_start
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
+from gradrule_server.recovery.endings import lost_before_start
 from gradrule_server.registry.blobs import BlobStore
 
-# What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
-# (large models of Keras's) to 80 KiB (chains of elementwise ops under rules) were measured.
+# Bytes of a node and its gradient in the engine, in TensorFlow's graphs before and after optimizing. Measured: from
+# 25 KiB (large Keras models) to 80 KiB (chains of elementwise ops with rules).
 _NODE_BYTES = 32 * 1024
 
-# A program that takes longer to load than this, and than whoever asked for it first would wait, ends its engine.
+# An engine is ended if a load takes longer than this and continues after the deadline of the first call for it.
 _LOAD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads.
+    """What an engine needs to load a program.
 
-    nodes: of its graph. blob_bytes: of each blob. graph: digest of its graph, however that was written. derivative:
-    what is computed of it. store: where its blobs are, unless it is the common one. owner: the tenant.
+    Attributes:
+        key: The program's digest, with the tenant's blob folder.
+        request: Bytes of its `CompileRequest`.
+        blobs: The blobs that the engine reads.
+        nodes: The number of nodes of its graph.
+        blob_bytes: The size of each blob.
+        graph: Digest of the graph, equal for all encodings of equal graphs.
+        derivative: The derivative that it computes.
+        store: The blobs of the tenant; None: those of the server.
+        owner: The tenant.
     """
 
     key: str
@@ -50,13 +59,13 @@ class Loadable:
 
     @property
     def loaded_size(self) -> int:
-        """Roughly the bytes that it takes in an engine, without its blobs."""
+        """Its approximate size in an engine without its blobs, bytes."""
         return len(self.request) + _NODE_BYTES * self.nodes
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A program on its way into an engine, or there."""
+    """A program that an engine has loaded, or is going to load."""
 
     program: Loadable
     engine: Engine
@@ -64,36 +73,36 @@ class Load:
     engine_key: str
     work: EngineRequest
     ends_at: float
-    """Loop time until which it may take; see `_LOAD_S`."""
+    """Loop time until which loading may take; see `_LOAD_S`."""
     holders: int = 0
     is_forgotten: bool = False
-    """The engine does not have it any more, or will not soon."""
+    """Whether the engine has unloaded the program, or will soon."""
 
     @property
     def is_available(self) -> bool:
-        """Whether the engine has it, and will still have it when a call comes."""
+        """Whether calls can use the program now."""
         return not self.is_forgotten and self.generation == self.engine.generation and self.is_loaded
 
     @property
-    def is_over(self) -> bool:
-        """Whether the engine has it, or will not."""
+    def is_done(self) -> bool:
+        """Whether loading has ended, successfully or not."""
         return self.work.answer.done()
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the engine has it."""
+        """Whether loading has succeeded."""
         answer = self.work.answer
         return answer.done() and not answer.cancelled() and answer.exception() is None
 
     def check(self) -> None:
-        """`EngineLost` where the engine that had it is gone."""
+        """Raises `EngineLost` if the process that loaded the program has ended."""
         if self.generation != self.engine.generation:
             raise lost_before_start()
 
 
 @dataclass(slots=True)
-class _Weights:
-    """Blobs that loaded programs hold, each counted once."""
+class _BlobSizes:
+    """Counts the bytes of blobs that loaded programs hold, each blob once."""
 
     holders: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
@@ -112,7 +121,7 @@ class _Weights:
 
 
 class EngineProgramCache:
-    """The programs of the process that runs in an engine's place now."""
+    """The programs of an engine's current process."""
 
     def __init__(self, engine: Engine, blobs: BlobStore, capacity: int, capacity_bytes: int) -> None:
         self._engine = engine
@@ -121,57 +130,60 @@ class EngineProgramCache:
         self._capacity_bytes = capacity_bytes
         self._generation = 0
         self._loads: OrderedDict[str, Load] = OrderedDict()
-        self._weights = _Weights()
+        self._blob_sizes = _BlobSizes()
         self._bytes = 0
-        self._serial = 0
+        self._last_number = 0
 
     def __len__(self) -> int:
         return len(self._loads)
 
     @property
     def held_bytes(self) -> int:
-        """Roughly the bytes of all programs, with their blobs."""
-        return self._bytes + self._weights.bytes
+        """The approximate size of all programs with their blobs, bytes."""
+        return self._bytes + self._blob_sizes.bytes
 
     def has(self, key: str) -> bool:
-        """Whether the program is there, or on its way."""
+        """Returns whether the program is loaded, or going to be."""
         return self._generation == self._engine.generation and key in self._loads
 
     @property
     def is_in_use(self) -> bool:
-        """Whether anybody holds one of the programs now."""
+        """Whether any program is held."""
         return any(load.holders for load in self._loads.values())
 
-    def waits(self, key: str) -> bool:
-        """Whether the program is to be loaded, and the engine has not begun."""
+    def is_waiting(self, key: str) -> bool:
+        """Returns whether the engine has not started to load the program."""
         load = self._loads.get(key)
         return load is not None and load.work.connection.is_waiting(load.work)
 
     def get(self, key: str) -> Load | None:
-        """The program, if it is there or on its way."""
+        """Returns the program if it is loaded, or going to be."""
         return self._loads.get(key) if self._generation == self._engine.generation else None
 
     def reset_if_replaced(self) -> list[Load]:
-        """Begins anew where the process is another; returns what nobody used when the last one ended, but had been
-        loaded, used last first."""
+        """Empties the cache if the engine has another process.
+
+        Returns the programs that the last process had loaded and that no call used when it ended, most recently used
+        first.
+        """
         if self._generation == self._engine.generation:
             return []
         self._generation = self._engine.generation
-        # What was being used, or loaded, may be what ended the process; whoever wants it asks for it again.
+        # A program that was used or being loaded may have ended the process; calls load it again.
         left = [load for load in reversed(self._loads.values()) if load.is_loaded and not load.holders]
         self._loads.clear()
-        self._weights = _Weights()
+        self._blob_sizes = _BlobSizes()
         self._bytes = 0
         return left
 
     @contextlib.contextmanager
-    def held(
+    def hold(
         self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool = True
     ) -> Iterator[Load]:
-        """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND.
+        """Loads a program unless it is loaded, and prevents its removal within this context. Raises BLOB_NOT_FOUND.
 
-        A load that nobody waits for any more is treated as a call is: see `Engine.abandon`. `keeps_blobs`: whether its
-        blobs stay while it is loaded; where they do not, the load may fail.
+        `keeps_blobs`: whether its blobs are pinned until it is loaded; if not, loading may fail. If no call waits for a
+        load any more, it ends as a call does: see `Engine.abandon`.
         """
         self.reset_if_replaced()
         load = self._loads.get(program.key)
@@ -182,7 +194,7 @@ class EngineProgramCache:
             self._loads.move_to_end(program.key)
         load.holders += 1
         if load.holders == 1:
-            self._engine.limit(load.work, load.ends_at, _LOAD_S)
+            self._engine.limit_run(load.work, load.ends_at, _LOAD_S)
         try:
             self._drop_surplus()
             yield load
@@ -193,24 +205,24 @@ class EngineProgramCache:
                 if load.work.answer.cancelled():
                     self.forget(load)
 
-    def used(self, load: Load) -> None:
-        """Notes that a program that is at hand is used: others are dropped before it."""
+    def mark_used(self, load: Load) -> None:
+        """Marks a loaded program as used, so that others are dropped before it."""
         self._loads.move_to_end(load.program.key)
 
     def forget(self, load: Load) -> None:
-        """The engine does not have it after all."""
+        """Removes a program that the engine does not have."""
         load.is_forgotten = True
         if self._loads.get(load.program.key) is load:
             del self._loads[load.program.key]
             self._bytes -= load.program.loaded_size
-            self._weights.remove(load.program)
-            self._count()
+            self._blob_sizes.remove(load.program)
+            self._update_count()
 
     def _start(self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool) -> Load:
-        # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
-        self._serial += 1
-        engine_key = f"{program.key}/{self._serial}"
-        # Concatenating messages merges them: the last key counts.
+        # Engines handle messages concurrently: with a new key, the UNLOAD of an older load cannot remove this one.
+        self._last_number += 1
+        engine_key = f"{program.key}/{self._last_number}"
+        # Concatenating messages merges them; the last key is used.
         own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
         store.pin(blobs)
@@ -224,8 +236,8 @@ class EngineProgramCache:
             program, self._engine, self._engine.generation, engine_key, work, ends_at
         )
         self._bytes += program.loaded_size
-        self._weights.add(program)
-        self._count()
+        self._blob_sizes.add(program)
+        self._update_count()
         work.answer.add_done_callback(lambda answer: self._forget_failed(load, answer))
         return load
 
@@ -241,15 +253,15 @@ class EngineProgramCache:
         if not self._is_too_full:
             return
         for load in list(self._loads.values()):
-            if load.is_over and not load.holders:
+            if load.is_done and not load.holders:
                 self._unload(load)
                 if not self._is_too_full:
                     return
 
     def _unload(self, load: Load) -> None:
         self.forget(load)
-        self._engine.tell(Kind.UNLOAD, link_pb2.UnloadRequest(key=load.engine_key).SerializeToString())
+        self._engine.notify(Kind.UNLOAD, link_pb2.UnloadRequest(key=load.engine_key).SerializeToString())
 
-    def _count(self) -> None:
+    def _update_count(self) -> None:
         if self._generation == self._engine.generation:
             self._engine.programs = len(self._loads)

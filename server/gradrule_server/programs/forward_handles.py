@@ -1,4 +1,4 @@
-"""Forward handles: forward runs that an engine keeps for the stream that asked for them, as long as they are used."""
+"""Manages forward handles: an engine keeps forward runs for a stream, until they expire or the stream ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from gradrule_server.recovery.endings import EngineLost
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """What an engine keeps of a program. `kept_bytes`: on the device. `recorder`: who answers for pulling back."""
+    """A forward run that an engine keeps.
+
+    `kept_bytes`: On the device. `recorder`: Records what pulling back does to the engine.
+    """
 
     name: str
-    place: ProcessRef
+    process: ProcessRef
     recorder: OutcomeRecorder
     kept_bytes: int
     ttl_s: float
@@ -31,10 +34,9 @@ class _Handle:
 
 
 class HandleManager:
-    """What all streams of a tenant keep together: bounded in bytes and in number. Everything happens on one asyncio
-    loop.
+    """Limits the number and bytes of a tenant's handles. Belongs to one asyncio loop.
 
-    blob_folder: name of the folder of the tenant's blobs.
+    blob_folder: Name of the folder of the tenant's blobs.
     """
 
     def __init__(
@@ -53,46 +55,46 @@ class HandleManager:
         self._bytes_quota = bytes_quota
 
     def reserve_name(self) -> str:
-        """A name that no handle had, counted in. QUOTA_EXCEEDED where there are too many handles."""
+        """Returns the name for a new handle. Raises QUOTA_EXCEEDED if there are too many handles."""
         self._quota.reserve()
-        # Names that nobody can guess.
+        # Nobody may guess the names of others.
         return f"h{secrets.token_hex(8)}"
 
     def release_name(self) -> None:
-        """Nothing is kept under a new name after all."""
+        """Releases a name that no handle uses."""
         self._quota.release()
 
     def add(self, handle: _Handle) -> None:
-        """Counts a handle's bytes in. QUOTA_EXCEEDED where they are too many."""
+        """Adds a handle's bytes. Raises QUOTA_EXCEEDED if they are too many."""
         self._bytes_quota.reserve(handle.kept_bytes)
-        handle.place.engine.keeps(handle.place.generation, 1)
+        handle.process.engine.add_kept(handle.process.generation, 1)
 
     def remove(self, handle: _Handle) -> None:
-        """Counts a handle out."""
+        """Removes a handle and its bytes."""
         self._quota.release()
         self._bytes_quota.release(handle.kept_bytes)
-        handle.place.engine.keeps(handle.place.generation, -1)
+        handle.process.engine.add_kept(handle.process.generation, -1)
 
-    def release(self, name: str, place: ProcessRef | None) -> None:
-        """Tells the engine, if it is still the same, that it need not keep it any more; None: all of the tenant's."""
+    def release(self, name: str, process: ProcessRef | None) -> None:
+        """Tells the engine to drop a forward run. `process`: None: tells all engines of the tenant."""
         message = link_pb2.ReleaseRequest(handle=name).SerializeToString()
-        if place is None:
+        if process is None:
             engines = self.program_service.pool.engines_of(self.program_service.owner)
         else:
-            engines = [] if place.is_gone else [place.engine]
+            engines = [] if process.is_gone else [process.engine]
         for engine in engines:
-            engine.tell(Kind.RELEASE, message)
+            engine.notify(Kind.RELEASE, message)
 
 
 class StreamHandles:
-    """The handles of one stream."""
+    """Manages the handles of one stream."""
 
     def __init__(self, manager: HandleManager) -> None:
         self._manager = manager
         self._handles: dict[str, _Handle] = {}
 
     async def forward(self, request: link_pb2.RawForwardRequest, received_ns: int, ends_at: float) -> bytes:
-        """Runs forward and keeps what pulling back needs; the bytes of a `ForwardResponse`."""
+        """Runs forward; the engine keeps what pulling back needs. Returns the bytes of a `ForwardResponse`."""
         manager = self._manager
         ttl_s = manager.ttl_s
         if request.HasField("ttl"):
@@ -102,44 +104,44 @@ class StreamHandles:
                     errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"ttl is more than 0 s, not {ttl_s:g}", field="ttl"
                 )
         name = manager.reserve_name()
-        place: ProcessRef | None = None
+        process: ProcessRef | None = None
         try:
-            answer, how, place, program = await manager.program_service.forward(
+            answer, mode, process, program = await manager.program_service.forward(
                 request.evaluate, name, received_ns, ends_at
             )
-            # Not the program itself: nobody counts what it takes here.
+            # The handle does not keep the program, whose bytes no quota counts.
             recorder = manager.program_service.recovery().recorder(program.workload)
-            handle = _Handle(name, place, recorder, how.kept_bytes, min(ttl_s, manager.ttl_s))
+            handle = _Handle(name, process, recorder, mode.kept_bytes, min(ttl_s, manager.ttl_s))
             manager.add(handle)
         except BaseException as cause:
             manager.release_name()
             if not isinstance(cause, GradruleError) or cause.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED:
-                # The engine has it, or will: the caller gave up, or it takes too much.
-                manager.release(name, place)
+                # The engine keeps the run, or will: the caller cancelled, or the run has too many bytes.
+                manager.release(name, process)
             raise
         self._handles[name] = handle
-        self._touch(handle)
+        self._start_timer(handle)
         response = link_pb2.RawForwardResponse(evaluate=answer, handle=name, size_bytes=handle.kept_bytes)
         response.ttl.FromNanoseconds(int(handle.ttl_s * 1e9))
         return response.SerializeToString()
 
     async def pull_back(self, raw: bytes, name: str, received_ns: int, ends_at: float) -> bytes:
-        """Gradients, as the bytes of a `PullBackResponse`. HANDLE_EXPIRED where the handle is gone.
+        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED.
 
-        `raw`: the bytes of the `PullBackRequest`.
+        `raw`: Bytes of the `PullBackRequest`.
         """
         handle = self._handles.get(name)
         if handle is None:
             raise _expired(f"there is no handle {name!r} on this stream: it was closed, or its time has run out")
-        if handle.place.is_gone:
+        if handle.process.is_gone:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")
         request = link_pb2.PullBackRequest(
             handle=name, received_ns=received_ns, request=raw, blob_folder=self._manager.blob_folder
         )
-        self._pause(handle)
+        self._stop_timer(handle)
         try:
-            answer = await handle.place.engine.call(
+            answer = await handle.process.engine.call(
                 Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.recorder
             )
             record_pull_back(answer, received_ns)
@@ -151,26 +153,26 @@ class StreamHandles:
             raise _expired(f"the handle {name!r} was lost with its engine") from lost
         finally:
             if self._handles.get(name) is handle:
-                self._touch(handle)
+                self._start_timer(handle)
 
     def close(self, name: str) -> None:
-        """Lets a handle go, if it is there."""
+        """Closes a handle, if it exists."""
         handle = self._handles.pop(name, None)
         if handle is not None:
-            self._pause(handle)
+            self._stop_timer(handle)
             self._manager.remove(handle)
-            self._manager.release(handle.name, handle.place)
+            self._manager.release(handle.name, handle.process)
 
     def close_all(self) -> None:
-        """Lets all handles go: the stream has ended."""
+        """Closes all handles: the stream has ended."""
         for name in list(self._handles):
             self.close(name)
 
-    def _touch(self, handle: _Handle) -> None:
-        self._pause(handle)
+    def _start_timer(self, handle: _Handle) -> None:
+        self._stop_timer(handle)
         handle.timer = asyncio.get_running_loop().call_later(handle.ttl_s, self.close, handle.name)
 
-    def _pause(self, handle: _Handle) -> None:
+    def _stop_timer(self, handle: _Handle) -> None:
         if handle.timer is not None:
             handle.timer.cancel()
             handle.timer = None

@@ -1,4 +1,4 @@
-"""Calls of stored programs whose structure was seen before: nothing of them is parsed, and nothing is decided anew."""
+"""Runs calls of stored programs whose structure is known: they are not parsed, and nothing is decided again."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_known_call
-from gradrule_server.programs.cache import KnownCall, ProgramCache, RunnableProgram, StoredKey
+from gradrule_server.programs.cache import KnownCall, ProgramCache, StoredKey
 from gradrule_server.programs.call_structure import CallStructure
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.loaded import Load, LoadedPrograms
 from gradrule_server.programs.run_modes import settings_of
 from gradrule_server.recovery.crash_history import HistoryRecorder
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 
-# Which programs were used last is noted of each call only so often.
-_NOTE_EVERY_S = 0.5
+# Each known call is marked as used at most this often.
+_MARK_INTERVAL_S = 0.5
 _REQUEST = link_pb2.RunRequest.REQUEST_FIELD_NUMBER
 
 
 class KnownCalls:
-    """Runs calls the short way, of one tenant: the program is compiled and loaded, and its settings are known.
+    """Runs calls of one tenant whose program is compiled and loaded, and whose settings are known.
 
-    Whatever else there is to do, `ProgramService` does; this only leaves out what would come to the same again.
+    `ProgramService` runs all other calls; the answers are the same.
     """
 
     def __init__(self, cache: ProgramCache, loaded: LoadedPrograms) -> None:
         self._cache = cache
         self._loaded = loaded
 
-    def note(
+    def add(
         self,
         structure: CallStructure,
         key: StoredKey,
@@ -40,7 +41,7 @@ class KnownCalls:
         run: link_pb2.RunRequest,
         may_batch: bool,
     ) -> None:
-        """Notes how a call of this structure was run. `may_batch`: whether it may run together with others."""
+        """Adds the structure of a call that was run. `may_batch`: Whether such calls may run together with others."""
         if self._cache.get(key, is_counted=False) is program:
             settings = settings_of(run)
             recorder = HistoryRecorder(self._loaded.crash_history, program.loadable.workload)
@@ -49,17 +50,17 @@ class KnownCalls:
     async def run(
         self, structure: CallStructure, raw: bytes, received_ns: int, ends_at: float, memory: MemoryUse | None = None
     ) -> bytes | EngineLost | None:
-        """Runs a call; returns an `EvaluateResponse`'s bytes.
+        """Runs a call; returns the bytes of an `EvaluateResponse`.
 
-        Returns None where the call must go the long way, and `EngineLost` where it must go on from there: its engine
-        ended while it ran.
+        Returns None if `ProgramService` must run the call, and `EngineLost` if the engine ended while the call ran, so
+        that `ProgramService` must run it again.
 
         Args:
-            structure: Of the request.
+            structure: The request's structure.
             raw: The request's bytes.
-            received_ns: When it was read, CLOCK_MONOTONIC.
+            received_ns: When it was received, CLOCK_MONOTONIC.
             ends_at: Loop time of the deadline.
-            memory: Of the client, which the call uses.
+            memory: The client's shared memory that the call uses.
         """
         call = self._cache.get_call(structure)
         now = asyncio.get_running_loop().time()
@@ -71,13 +72,13 @@ class KnownCalls:
             if load is None:
                 return None
             if load is not call.load:
-                call.runs_at(load)
+                call.set_load(load)
         self._loaded.crash_history.check(call.recorder.workload)
         if call.request_size != len(raw):
             call.request_size, call.prefix = len(raw), wire_format.prefix(_REQUEST, len(raw))
         received = link_pb2.RunRequest(received_ns=received_ns).SerializeToString()
         payload = (call.head, received, call.prefix, raw)
-        # While it is held, it is not dropped.
+        # A held program is not dropped.
         load.holders += 1
         try:
             suffix = call.program.compiled.digests_tail
@@ -88,7 +89,7 @@ class KnownCalls:
                 load.engine.abandon(work, ends_at)
                 raise
             except ConnectionLost as gone:
-                return await load.engine.lost(work, gone)
+                return await load.engine.loss_error(work, gone)
         except EngineLost as lost:
             return lost
         except ProgramNotLoaded:
@@ -96,16 +97,16 @@ class KnownCalls:
             return None
         finally:
             load.holders -= 1
-        if now >= call.used_at + _NOTE_EVERY_S:
-            self._note_use(structure, call, load, now)
+        if now >= call.used_at + _MARK_INTERVAL_S:
+            self._mark_used(structure, call, load, now)
         record_known_call(answer, received_ns)
         return answer
 
-    def _note_use(self, structure: CallStructure, call: KnownCall, load: Load, now: float) -> None:
-        """Keeps what the call needs in the tables that forget what was not used for long."""
+    def _mark_used(self, structure: CallStructure, call: KnownCall, load: Load, now: float) -> None:
+        """Marks call, program and load as used in the caches, which drop the least recently used entries."""
         call.used_at = now
         if self._cache.get_call(structure) is call:
-            self._cache.used_call(structure, call)
+            self._cache.mark_call_used(structure, call)
         if load.is_available:
-            self._loaded.used(load)
+            self._loaded.mark_used(load)
         self._loaded.crash_history.record_success(call.recorder.workload)

@@ -1,4 +1,4 @@
-"""Running a rule on tensors, without a graph of the caller's: `SampleRule`."""
+"""Runs a rule on tensors, without a graph: `SampleRule`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.messages import sampled_gradient
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.programs.run_modes import RunOnce
 from gradrule_server.programs.service import ProgramService
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.registry.rules import RuleRegistry
 
 _INPUT = re.compile(r"x([0-9]*)")
 
 
-async def sample(
+async def sample_rule(
     request: link_pb2.RawSampleRuleRequest,
     raw: bytes,
     rules: RuleRegistry,
@@ -28,7 +28,7 @@ async def sample(
     received_ns: int,
     ends_at: float,
 ) -> rule_pb2.SampleRuleResponse:
-    """Runs the rule; MISSING_FEED where a value that it needs is neither given nor computed by `op_type`."""
+    """Runs a rule. Raises MISSING_FEED for a needed value that is neither given nor computed by `op_type`."""
     evaluation = await program_service.preparer.sample(raw, RegistryLookup(rules), ends_at)
     answer = await program_service.run_inline(evaluation, received_ns, RunOnce(ends_at))
     # Broadcasting may make large tensors.
@@ -36,7 +36,7 @@ async def sample(
 
 
 def _inputs(request: link_pb2.RawSampleRuleRequest) -> list[tensor_pb2.Tensor]:
-    """Returns the values of x, x1, …, which were checked."""
+    """Returns the values of x, x1, …, which a worker has checked."""
     found = {
         int(match[1] or 0): item.value.inline_tensor
         for item in request.values
@@ -46,7 +46,7 @@ def _inputs(request: link_pb2.RawSampleRuleRequest) -> list[tensor_pb2.Tensor]:
 
 
 def _response(answer: evaluate_pb2.EvaluateResponse, xs: list[tensor_pb2.Tensor]) -> rule_pb2.SampleRuleResponse:
-    """Gradients as `dx`, `dx1`, …, outputs as `y`, `y1`, …, whichever way they were computed."""
+    """Returns gradients as `dx`, `dx1`, …, and outputs as `y`, `y1`, …"""
     response = rule_pb2.SampleRuleResponse()
     found: dict[str, tensor_pb2.Tensor] = {}
     for gradient in answer.gradients:
@@ -67,7 +67,7 @@ def _response(answer: evaluate_pb2.EvaluateResponse, xs: list[tensor_pb2.Tensor]
 
 
 def _shaped_like(gradient: tensor_pb2.Tensor, x: tensor_pb2.Tensor, index: int) -> tensor_pb2.Tensor:
-    """The gradient in its input's shape, a rank 0 one broadcast to it, as on a node; RULE_OUTPUT otherwise."""
+    """Returns the gradient in its input's shape; broadcasts rank 0, as nodes do. Raises RULE_OUTPUT."""
     shape, wanted = ([dim.size for dim in tensor.tensor_shape.dim] for tensor in (gradient, x))
     if shape == wanted:
         return gradient

@@ -1,4 +1,4 @@
-"""The ways in which an engine runs a program."""
+"""Declares the ways in which an engine runs a program: once, forward only, or in a session."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from gradrule_server.recovery.crash_history import OutcomeRecorder
 
 
 def settings_of(run: link_pb2.RunRequest) -> bytes:
-    """Returns the bytes of what is the same in all calls of a program that differ in their tensors alone."""
+    """Returns the bytes of a run request that do not depend on the call's tensors."""
     return link_pb2.RunRequest(params=run.params, blob_folder=run.blob_folder).SerializeToString()
 
 
 def may_batch(request: link_pb2.RawEvaluateRequest) -> bool:
-    """Returns whether a call may run together with others, as far as the call itself tells."""
+    """Returns whether the caller allows that a call runs together with others."""
     return request.batching.allowed or not request.batching.HasField("allowed")
 
 
 class RunMode(Protocol):
-    """One way; it may note what the engine tells besides its answer. `ends_at`: loop time of the deadline."""
+    """One way to run a program. `ends_at`: loop time of the deadline; 0: none."""
 
     @property
     def ends_at(self) -> float: ...
 
     @property
     def pinned(self) -> Engine | None:
-        """The engine that it must be; None: any."""
+        """The only engine that can run it; None: any engine can."""
         ...
 
     @property
     def undo(self) -> Callable[[Engine], None] | None:
-        """Takes back what a run left in an engine that is given up, so that it can be run elsewhere; None: nothing."""
+        """Removes what a run left in an engine, before it runs in another one; None: it leaves nothing."""
         ...
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
-        """Runs a loaded program; the bytes of an `EvaluateResponse`."""
+    async def run(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
+        """Runs a loaded program; returns the bytes of an `EvaluateResponse`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunOnce:
-    """Forward and backward, and nothing is kept.
+    """Runs forward and backward; the engine keeps nothing.
 
-    `memory`: of the client, which the call uses. `may_batch`: whether it may run together with others.
+    `memory`: the client's shared memory that the call uses. `may_batch`: whether it may run together with others.
     """
 
     ends_at: float
@@ -59,7 +59,7 @@ class RunOnce:
     memory: MemoryUse | None = None
     may_batch: bool = True
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
+    async def run(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
         batch_key = BatchKey(run.key, settings_of(run)) if self.may_batch else None
         payload = run.SerializeToString()
         return await engine.call(Kind.RUN, payload, self.ends_at, recorder, batch_key=batch_key, memory=self.memory)
@@ -67,7 +67,10 @@ class RunOnce:
 
 @dataclass(slots=True)
 class RunForward:
-    """Forward only; the engine keeps what pulling back needs, under the name `handle`: so many bytes, afterwards."""
+    """Runs forward only; the engine keeps what the backward part needs, under the name `handle`.
+
+    `kept_bytes`: Bytes that the engine keeps; set by `run`.
+    """
 
     ends_at: float
     handle: str
@@ -75,9 +78,9 @@ class RunForward:
     pinned: Engine | None = None
 
     def undo(self, engine: Engine) -> None:
-        engine.tell(Kind.RELEASE, link_pb2.ReleaseRequest(handle=self.handle).SerializeToString())
+        engine.notify(Kind.RELEASE, link_pb2.ReleaseRequest(handle=self.handle).SerializeToString())
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
+    async def run(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
         request = link_pb2.ForwardRequest(run=run, handle=self.handle)
         reply = link_pb2.ForwardReply.FromString(
             await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at, recorder)
@@ -88,9 +91,10 @@ class RunForward:
 
 @dataclass(slots=True)
 class RunInSession:
-    """With a session's variables. `store`: variables that the outputs become; `optimizer`: what applies gradients.
+    """Runs with the variables of a session.
 
-    Afterwards: bytes of the session, steps made.
+    `store`: variables that get the outputs as values. `optimizer`: applies the gradients. `reply`: size and steps of
+    the session; set by `run`.
     """
 
     channel: SessionChannel
@@ -104,35 +108,35 @@ class RunInSession:
     def pinned(self) -> Engine | None:
         return self.channel.engine
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
+    async def run(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
         work = link_pb2.SessionRun(run=run, store=self.store, optimizer=self.optimizer)
         self.reply = await self.channel.send(link_pb2.SessionRequest(run=work), self.ends_at, recorder)
         return self.reply.response
 
 
 class SessionChannel(Protocol):
-    """The way of a session's messages to the engine that holds it."""
+    """Sends messages to the engine that holds a session."""
 
     @property
     def engine(self) -> Engine:
-        """The engine that holds it."""
+        """The engine that holds the session."""
         ...
 
     async def send(
         self, request: link_pb2.SessionRequest, ends_at: float, recorder: OutcomeRecorder | None = None
     ) -> link_pb2.SessionReply:
-        """The engine's reply; `EngineLost` where it ended meanwhile, SESSION_LOST where it is another by now."""
+        """Returns the reply. Raises `EngineLost` if the engine ends meanwhile, SESSION_LOST if it had ended before."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRef:
-    """Where something ran: an engine, and which of the processes that take turns there."""
+    """One process of an engine; another process takes its place after it has ended."""
 
     engine: Engine
     generation: int
 
     @property
     def is_gone(self) -> bool:
-        """Whether what was kept there is lost."""
+        """Whether the process has ended, and what it kept is lost."""
         return self.generation != self.engine.generation

@@ -1,7 +1,6 @@
-"""All programs, as the front calls them: run once, compiled, checked, and kept by name.
+"""Compiles, checks, stores and runs the programs of a tenant.
 
-Everything here happens on one asyncio loop; what takes long goes to a thread. Whoever calls sets a deadline by
-cancelling.
+Everything runs on one asyncio loop; slow work runs in threads. Callers cancel their calls at the deadline.
 """
 
 from __future__ import annotations
@@ -9,30 +8,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.messages import CallShape, canonical
+from gradrule_server.link.messages import CallShape
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_run, timing_compilation
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import Inline, ProgramCache, RunnableProgram, SpecDigests, StoredKey
-from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, memory_use, structure_of
+from gradrule_server.programs.cache import InlineKey, ProgramCache, SpecDigests, StoredKey
+from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, call_shape, memory_use, structure_of
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.known_calls import KnownCalls
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Preparer
-from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.programs.run_modes import ProcessRef, RunForward, RunMode, RunOnce, may_batch
 from gradrule_server.programs.stored_programs import StoredPrograms
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
@@ -41,14 +40,21 @@ from gradrule_server.registry.rules import RuleRegistry
 
 MAX_FINDINGS = 100
 
-# An output's number that is written with zeros before it, and would go by another name in the engine.
-_PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
-
 
 class ProgramService:
-    """One tenant's programs: compiles them, keeps those that are to be kept, and runs them on engines.
+    """Compiles, stores and runs the programs of one tenant.
 
-    loaded: what engines hold, of all tenants. owner: the tenant, whose engines run the programs.
+    Args:
+        rules: The tenant's rules.
+        programs: The tenant's stored programs.
+        pool: The engines of all tenants.
+        loaded: The programs that engines hold, of all tenants.
+        limits: The limits on graphs.
+        blobs: The tenant's blobs.
+        capacity: Most programs in the cache.
+        capacity_bytes: Most bytes in the cache.
+        owner: The tenant.
+        has_known_calls: Whether calls whose structure is known skip parsing.
     """
 
     def __init__(
@@ -72,10 +78,10 @@ class ProgramService:
         self._loaded = loaded
         self.owner = owner
         self.cache = ProgramCache(capacity, capacity_bytes)
-        """What is kept at hand, by calls and sessions."""
+        """The programs that were used last, by calls and sessions."""
         self._spec_digests = SpecDigests()
         self.preparer = Preparer(pool, loaded.crash_history, limits, blobs, owner)
-        """Has graphs read in compile workers."""
+        """Sends tasks to the compile workers."""
         self._compiler = Compiler(loaded, self.preparer, limits, blobs, owner)
         self.stored = StoredPrograms(programs, rules, self._compiler, self.cache)
         self._known = KnownCalls(self.cache, loaded)
@@ -89,10 +95,14 @@ class ProgramService:
         ends_at: float,
         used: Callable[[evaluate_pb2.SharedMemoryUse], AbstractContextManager[MemoryUse]],
     ) -> bytes:
-        """Runs once; returns an `EvaluateResponse`'s bytes.
+        """Runs a program once; returns the bytes of an `EvaluateResponse`.
 
-        `raw`: the request's bytes; `read`: parses them; `ends_at`: loop time of the deadline; `used`: within it a call
-        uses the memory of a client.
+        Args:
+            raw: The request's bytes.
+            read: Parses them.
+            received_ns: When the request was received, CLOCK_MONOTONIC.
+            ends_at: Loop time of the deadline.
+            used: Returns a context within which a call uses a client's shared memory.
         """
         structure = structure_of(raw) if self._has_known_calls else None
         if structure is not None:
@@ -107,9 +117,9 @@ class ProgramService:
                 await self._evaluate(request, raw, call, received_ns, RunOnce(ends_at, may_batch=may_batch(request)))
             )[0]
         with used(request.shared_memory) as memory:
-            # What the engine gets of a call with an inline program holds nothing but values.
-            how = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
-            return (await self._evaluate(request, raw, call, received_ns, how))[0]
+            # For a call with an inline program, the engine receives the values only.
+            mode = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
+            return (await self._evaluate(request, raw, call, received_ns, mode))[0]
 
     async def _evaluate_once(
         self,
@@ -120,40 +130,40 @@ class ProgramService:
         structure: CallStructure,
         memory: MemoryUse | None = None,
     ) -> bytes:
-        """`evaluate` for a call whose structure is known without parsing it."""
+        """Runs a call whose structure could be read without parsing it."""
         done = await self._known.run(structure, raw, received_ns, ends_at, memory)
         if isinstance(done, bytes):
             return done
         request = await read()
-        how = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
-        return (await self._evaluate(request, raw, call_shape(request), received_ns, how, structure, done))[0]
+        mode = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
+        return (await self._evaluate(request, raw, call_shape(request), received_ns, mode, structure, done))[0]
 
     async def forward(
         self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
     ) -> tuple[bytes, RunForward, ProcessRef, Loadable]:
-        """Runs the forward part and has an engine keep what pulling back needs, under the name `handle`.
+        """Runs the forward part; the engine keeps what the backward part needs, under the name `handle`.
 
-        Returns an `EvaluateResponse`'s bytes, and where what is kept of which program.
+        Returns the bytes of an `EvaluateResponse`, the run, the engine process that keeps it, and the program.
         """
         call = replace(call_shape(request), split=True)
-        how = RunForward(ends_at, handle)
-        answer, place, program = await self._evaluate(request, request.SerializeToString(), call, received_ns, how)
-        return answer, how, place, program
+        mode = RunForward(ends_at, handle)
+        answer, process, program = await self._evaluate(request, request.SerializeToString(), call, received_ns, mode)
+        return answer, mode, process, program
 
-    async def compile_for_session(self, spec: bytes, call: CallShape, how: RunMode) -> RunnableProgram:
-        """A program whose variables are a session's, in that session's engine; whoever asks keeps it."""
+    async def compile_for_session(self, spec: bytes, call: CallShape, mode: RunMode) -> RunnableProgram:
+        """Returns a program for a session, loaded into the session's engine; does not add it to the cache."""
         lookup = RegistryLookup(self._rules)
-        return await self._compiler.compile(spec, replace(call, session=True), lookup, self.recovery(how))
+        return await self._compiler.compile(spec, replace(call, session=True), lookup, self.recovery(mode))
 
-    def recovery(self, how: RunMode | None = None) -> CallRecovery[Engine]:
-        """The chances of one call."""
-        if how is None:
+    def recovery(self, mode: RunMode | None = None) -> CallRecovery[Engine]:
+        """Returns what runs one call again if its engine ends."""
+        if mode is None:
             return CallRecovery(self.pool, self._loaded.crash_history)
-        return CallRecovery(self.pool, self._loaded.crash_history, ends_at=how.ends_at, pinned=how.pinned)
+        return CallRecovery(self.pool, self._loaded.crash_history, ends_at=mode.ends_at, pinned=mode.pinned)
 
-    async def run_inline(self, request: link_pb2.RawEvaluateRequest, received_ns: int, how: RunMode) -> bytes:
-        """Runs the program that a request brings along, in some way."""
-        return (await self._evaluate(request, b"", call_shape(request), received_ns, how))[0]
+    async def run_inline(self, request: link_pb2.RawEvaluateRequest, received_ns: int, mode: RunMode) -> bytes:
+        """Runs the program that a request holds; returns the bytes of an `EvaluateResponse`."""
+        return (await self._evaluate(request, b"", call_shape(request), received_ns, mode))[0]
 
     async def run(
         self,
@@ -161,7 +171,7 @@ class ProgramService:
         request: link_pb2.RawEvaluateRequest,
         received_ns: int,
         compile_started_ns: int,
-        how: RunMode,
+        mode: RunMode,
         *,
         payload: bytes | None = None,
         recovery: CallRecovery[Engine] | None = None,
@@ -169,10 +179,19 @@ class ProgramService:
         lost: EngineLost | None = None,
         known_as: tuple[CallStructure, StoredKey] | None = None,
     ) -> tuple[bytes, ProcessRef]:
-        """Runs a program on the values of a request; an `EvaluateResponse`'s bytes, and where it ran.
+        """Runs a program on the values of a request; returns the bytes of an `EvaluateResponse`, and where it ran.
 
-        `payload`: bytes of a request with these values, where there are some already. `lost`: how it lost an engine
-        before. `known_as`: the structure of such calls, and the program's key, to go the short way next time.
+        Args:
+            program: The program.
+            request: The parsed request.
+            received_ns: When the request was received, CLOCK_MONOTONIC.
+            compile_started_ns: When compiling began, CLOCK_MONOTONIC.
+            mode: How the engine runs the program.
+            payload: Bytes of a request with these values; None: they are written here.
+            recovery: Runs the call again if its engine ends; None: a new one.
+            is_new: Whether the program was compiled for this call.
+            lost: The loss of the engine that ran the call before.
+            known_as: The structure of such calls and the program's key, to skip parsing next time.
         """
         if payload is None:
             values = evaluate_pb2.EvaluateRequest(
@@ -187,32 +206,32 @@ class ProgramService:
                 values.shared_memory.CopyFrom(request.shared_memory)
             payload = values.SerializeToString()
         run = link_pb2.RunRequest(
-            request=payload, params=program.compiled.settings(request.params), blob_folder=self._blobs.folder_name
+            request=payload, params=program.compiled.param_settings(request.params), blob_folder=self._blobs.folder_name
         )
 
-        recovery = recovery or self.recovery(how)
+        recovery = recovery or self.recovery(mode)
 
         async def attempt(engine: Engine | None) -> tuple[bytes, bool, ProcessRef]:
             nonlocal lost
             if lost is not None:
                 before, lost = lost, None
                 raise before
-            return await self._run(program, run, received_ns, compile_started_ns, how, engine, recovery)
+            return await self._run_on_engine(program, run, received_ns, compile_started_ns, mode, engine, recovery)
 
-        blobs = _blobs(request)
+        blobs = _value_blobs(request)
         if not self._blobs.are_verified(blobs):
-            # Reading them takes long, and must not stop the event loop.
+            # Verifying takes long, and must not block the event loop.
             await asyncio.to_thread(self._blobs.verify, blobs)
         with self._blobs.pinned(blobs):
-            answer, is_loaded_now, place = await recovery.run(program.loadable.workload, attempt, undo=how.undo)
+            answer, is_loaded_now, process = await recovery.run(program.loadable.workload, attempt, undo=mode.undo)
         record_run(answer, run.received_ns)
         if known_as is not None:
-            self._known.note(*known_as, program, run, may_batch(request))
+            self._known.add(*known_as, program, run, may_batch(request))
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if is_new or is_loaded_now:
             tail.timings.compile.FromNanoseconds(run.received_ns - received_ns)
-        return b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()]), place
+        return b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()]), process
 
     async def _evaluate(
         self,
@@ -220,40 +239,43 @@ class ProgramService:
         raw: bytes,
         call: CallShape,
         received_ns: int,
-        how: RunMode,
+        mode: RunMode,
         structure: CallStructure | None = None,
         lost: EngineLost | None = None,
     ) -> tuple[bytes, ProcessRef, Loadable]:
-        """An `EvaluateResponse`'s bytes, where it ran, and what. `structure`: of the call, if that can be known."""
+        """Finds or compiles the program of a request and runs it; returns answer, engine process and program.
+
+        `structure`: Of the call; None: it cannot be known without parsing. `lost`: See `run`.
+        """
         target = request.WhichOneof("target")
         if target is None:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
-        recovery = self.recovery(how)
+        recovery = self.recovery(mode)
         compile_started = time.monotonic_ns()
         payload = known_as = None
         if target == "program":
             key, program, is_new = await self.stored.find(request.program, call, recovery)
             payload, known_as = raw, None if structure is None else (structure, key)
         else:
-            program, is_new = await self._inline(request.spec, call, recovery)
-        answer, place = await self.run(
+            program, is_new = await self._find_inline(request.spec, call, recovery)
+        answer, process = await self.run(
             program,
             request,
             received_ns,
             compile_started,
-            how,
+            mode,
             payload=payload,
             recovery=recovery,
             is_new=is_new,
             lost=lost,
             known_as=known_as,
         )
-        return (answer + program.compiled.tail if target == "spec" else answer), place, program.loadable
+        return (answer + program.compiled.tail if target == "spec" else answer), process, program.loadable
 
     async def compile(self, spec: bytes, program_id: str, ends_at: float = 0.0) -> program_pb2.Program:
-        """Compiles and keeps a program. `spec`: bytes of a `ProgramSpec`."""
+        """Compiles and stores a program. `spec`: Bytes of a `ProgramSpec`. `program_id`: Empty: one is derived."""
         return await self.stored.create(spec, program_id, self.recovery(RunOnce(ends_at)))
 
     async def load_stored(self, name: str, call: CallShape) -> None:
@@ -261,9 +283,9 @@ class ProgramService:
         await self.stored.find(name, call, self.recovery(), is_used=False)
 
     async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[bytes | None, list[Finding]]:
-        """Describes a program without keeping it; returns the bytes of a `Program`, or what is wrong with the spec.
+        """Describes a program without storing it; returns the bytes of a `Program`, or what is wrong with the spec.
 
-        `spec`: bytes of a `ProgramSpec`.
+        `spec`: Bytes of a `ProgramSpec`.
         """
         try:
             program = await self._compiler.describe(spec, RegistryLookup(self._rules), self.recovery(RunOnce(ends_at)))
@@ -273,18 +295,18 @@ class ProgramService:
             return None, list(cause.findings[:MAX_FINDINGS])
         return program.program, []
 
-    async def _inline(
+    async def _find_inline(
         self, spec: bytes, call: CallShape, recovery: CallRecovery[Engine]
     ) -> tuple[RunnableProgram, bool]:
-        """The program, and whether it was made just now."""
+        """Returns the program of a spec, and whether it was compiled now."""
         raw = hashlib.sha256(spec).digest()
-        key = Inline(self._spec_digests.get(raw), self._rules.revision, call)
+        key = InlineKey(self._spec_digests.get(raw), self._rules.revision, call)
         found = self.cache.get(key)
         if found is not None:
             return found, False
 
         def is_known(digest: bytes) -> bool:
-            # The bytes are new here, and what they say may not be: maps have no order.
+            # Other bytes may hold the same spec, because maps have no order.
             nonlocal key, found
             self._spec_digests.put(raw, digest)
             key = key._replace(spec_hash=digest)
@@ -299,28 +321,28 @@ class ProgramService:
         assert found is not None
         return found, False
 
-    async def _run(
+    async def _run_on_engine(
         self,
         program: RunnableProgram,
         run: link_pb2.RunRequest,
         received_ns: int,
         compile_started_ns: int,
-        how: RunMode,
+        mode: RunMode,
         engine: Engine | None,
         recovery: CallRecovery[Engine],
     ) -> tuple[bytes, bool, ProcessRef]:
-        """Runs on an engine as it is now; tells also whether the program had to be loaded first, and where it ran."""
+        """Runs a program on one engine; returns the answer, whether the program was loaded for it, and where it ran."""
         recorder = recovery.recorder(program.loadable.workload)
-        with self._loaded.held(program.loadable, engine, how.ends_at, recorder) as load:
-            is_loaded_now = not load.is_over
+        with self._loaded.hold(program.loadable, engine, mode.ends_at, recorder) as load:
+            is_loaded_now = not load.is_done
             with timing_compilation() if is_loaded_now else contextlib.nullcontext():
                 await self._loaded.wait(load, may_move=engine is None)
             run.key = load.engine_key
-            # Queueing is counted from here: what came before counts as compiling.
+            # The time until now counts as compiling, from now on as queueing.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
-            place = ProcessRef(load.engine, load.generation)
+            process = ProcessRef(load.engine, load.generation)
             try:
-                return await how.on(load.engine, run, recorder), is_loaded_now, place
+                return await mode.run(load.engine, run, recorder), is_loaded_now, process
             except ProgramNotLoaded:
                 self._loaded.forget(load)
                 raise
@@ -339,37 +361,7 @@ _NOT_FINDINGS = frozenset(
 )
 
 
-def _blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:
-    """Blobs that the call's values are."""
+def _value_blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:
+    """Returns the blobs that hold values of the call."""
     values = (*request.feeds, *request.grad_ys, *request.tangents, *request.vectors)
     return [item.value.blob.sha256 for item in values if item.value.HasField("blob")]
-
-
-def call_shape(request: link_pb2.RawEvaluateRequest) -> CallShape:
-    """The structure of a call; UNKNOWN_FEED where a name is given twice, or is no name."""
-    return CallShape(
-        _names([item.name for item in request.feeds], "feeds"),
-        _names([item.name for item in request.grad_ys], "grad_ys"),
-        request.derivative,
-        _names([item.name for item in request.tangents], "tangents"),
-        _names([item.name for item in request.vectors], "vectors"),
-        request.stacked_grad_ys,
-    )
-
-
-def _names(given: Sequence[str], field: str) -> frozenset[str]:
-    """Canonical names; UNKNOWN_FEED where one is given twice, or is no name."""
-    names = [canonical(name) for name in given]
-    unique = frozenset(names)
-    if len(names) != len(unique):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, f"{field} name {twice!r} twice", node=twice, field=field)
-    for name in unique:
-        padded = _PADDED_OUTPUT.fullmatch(name)
-        if padded is not None:
-            raise error(
-                errors_pb2.ERROR_REASON_UNKNOWN_FEED,
-                f"{field} name {name!r}, which is no name of a tensor; did you mean '{padded[1]}:{padded[2]}'?",
-                field=field,
-            )
-    return unique

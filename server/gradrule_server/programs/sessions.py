@@ -1,4 +1,4 @@
-"""Sessions: variables that an engine holds for as long as one stream lasts."""
+"""Runs sessions: an engine holds variables for as long as one stream lasts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, value_fault
-from gradrule_server.programs.cache import RunnableProgram, SessionKey
+from gradrule_server.programs.cache import SessionKey
+from gradrule_server.programs.call_structure import call_shape
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.run_modes import ProcessRef, RunInSession
-from gradrule_server.programs.service import ProgramService, call_shape
+from gradrule_server.programs.service import ProgramService
 from gradrule_server.quotas import Quota
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 
-# Slots of an optimiser, as many times the bytes of what it updates.
-_MOST_SLOTS = 3
+# The most slots of an optimizer for each variable that it updates.
+_MAX_SLOTS = 3
 
 
 class SessionManager:
-    """What all sessions of a tenant share: bounds on their number and bytes. Everything happens on one asyncio loop."""
+    """Limits the number and bytes of a tenant's sessions. Belongs to one asyncio loop."""
 
     def __init__(
         self,
@@ -51,25 +53,25 @@ class SessionManager:
         self._bytes: dict[str, int] = {}
 
     def open(self) -> str:
-        """Counts a session in; its name. QUOTA_EXCEEDED where there are too many."""
+        """Adds a session and returns its name. Raises QUOTA_EXCEEDED if there are too many."""
         self._quota.reserve()
-        # Engines know sessions of all tenants by these names.
+        # Engines find sessions of all tenants by these names, so no tenant may guess one.
         name = f"s{secrets.token_hex(8)}"
         self._bytes[name] = 0
         return name
 
     def available_bytes(self, name: str) -> int:
-        """Bytes that a session may take."""
+        """Returns the most bytes that a session may have."""
         return self._bytes_quota.available + self._bytes.get(name, 0)
 
     @property
     def limiting_setting(self) -> str:
-        """Flag of the setting that bounds what is left."""
+        """The flag of the setting that limits `available_bytes`."""
         return self._bytes_quota.limiting_setting
 
     @contextlib.contextmanager
     def reserve_growth(self, name: str, more: int) -> Iterator[None]:
-        """Within this context a session counts for as much as it may grow to, so that others do not grow beside it."""
+        """Counts the bytes that a session may grow by, within this context, so that others cannot use them."""
         before = self._bytes.get(name, 0)
         self.set_bytes(name, before + more)
         try:
@@ -79,13 +81,13 @@ class SessionManager:
                 self.set_bytes(name, before)
 
     def set_bytes(self, name: str, size: int) -> None:
-        """Notes what a session takes."""
+        """Sets the size of a session."""
         if name in self._bytes:
             self._bytes_quota.adjust(size - self._bytes[name])
             self._bytes[name] = size
 
     def close(self, name: str) -> None:
-        """Counts a session out."""
+        """Removes a session."""
         if name in self._bytes:
             self.set_bytes(name, 0)
             del self._bytes[name]
@@ -93,56 +95,56 @@ class SessionManager:
 
 
 class Session:
-    """One session. Its methods are called one after the other; `close` at any time."""
+    """One session. Its methods are called one after the other, but `close` at any time."""
 
     def __init__(self, manager: SessionManager) -> None:
         self._manager = manager
         self._name = ""
-        self._place: ProcessRef | None = None
+        self._process: ProcessRef | None = None
         self._graph = b""
         self._overrides = b""
         self._variables: list[link_pb2.GraphVariable] = []
         self._names: dict[str, str] = {}
-        self._stepped_with: set[str] = {""}
-        self._held = contextlib.ExitStack()
+        self._used_optimizers: set[str] = {""}
+        self._pinned_blobs = contextlib.ExitStack()
         self._steps = 0
         self._watching: asyncio.Task[None] | None = None
         self.loss: asyncio.Future[GradruleError] = asyncio.get_running_loop().create_future()
-        """SESSION_LOST, set as soon as the engine that holds the session is gone."""
+        """Gets SESSION_LOST as its result when the engine that holds the session ends."""
 
     async def start(
         self, request: link_pb2.RawStartSession, received_ns: int, ends_at: float
     ) -> session_pb2.SessionStarted:
-        """Begins: gives the variables that have some their first values."""
-        # Bytes of a ProgramSpec, in parts: concatenated messages merge.
+        """Starts the session and sets the first values of its variables."""
+        # These bytes are parts of a ProgramSpec: concatenating messages merges them.
         spec = link_pb2.RawProgramSpec(graph=request.graph, no_gradient=request.no_gradient)
         self._graph = spec.SerializeToString()
         self._overrides = link_pb2.RawProgramSpec(overrides=request.overrides).SerializeToString()
         blob = _blob_of(request.graph)
         if blob:
-            # Each kind of step compiles the graph once more.
+            # Each kind of step compiles the graph again.
             await asyncio.to_thread(self._manager.blobs.verify, [blob])
-            self._held.enter_context(self._manager.blobs.pinned([blob]))
+            self._pinned_blobs.enter_context(self._manager.blobs.pinned([blob]))
         self._variables = await self._manager.program_service.preparer.variables(self._graph, ends_at)
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
-        given = await asyncio.to_thread(self._bound, request.variables, "start.variables")
+        given = await asyncio.to_thread(self._check_values, request.variables, "start.variables")
         self._name = self._manager.open()
         engine = await self._manager.program_service.pool.for_session(self._manager.program_service.owner)
-        self._place = ProcessRef(engine, engine.generation)
-        engine.keeps(engine.generation, 1)
+        self._process = ProcessRef(engine, engine.generation)
+        engine.add_kept(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")
         reply = await self._assign(given, ends_at, opens=True)
         has_value = {item.spec.name for item in given}
         computed = [item.names[0] for item in self._variables if item.initialised and item.names[0] not in has_value]
         if computed:
-            # What the graph computes first values from may be other variables' first values, or given ones.
+            # A first value may be computed from first values of other variables, also from given ones.
             first = program_pb2.ProgramSpec(fetches=computed, variables=request.variables)
             graph = link_pb2.RawProgramSpec(graph=request.graph)
             call = link_pb2.RawEvaluateRequest(spec=first.SerializeToString() + graph.SerializeToString())
-            how = RunInSession(self, ends_at, store=tuple(computed))
+            mode = RunInSession(self, ends_at, store=tuple(computed))
             async with self._reporting_loss():
-                await self._manager.program_service.run_inline(call, received_ns, how)
-            reply = how.reply or reply
+                await self._manager.program_service.run_inline(call, received_ns, mode)
+            reply = mode.reply or reply
         specs = [
             tensor_pb2.TensorSpec(
                 name=item.names[0],
@@ -157,7 +159,7 @@ class Session:
     async def step(
         self, request: session_pb2.StepRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
     ) -> session_pb2.StepResponse:
-        """Minimises a loss by one update. `packing`: of the answer's tensors."""
+        """Minimizes a loss by one update. `packing`: How tensors of the answer are encoded."""
         if not request.loss:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "a step minimises a loss: name one", field="step.loss"
@@ -165,7 +167,9 @@ class Session:
         if not request.HasField("optimizer"):
             raise error(errors_pb2.ERROR_REASON_INVALID_OPTIMIZER, "a step needs an optimiser", field="step.optimizer")
         if request.variables:
-            xs = [self._known(name, f"step.variables[{number}]") for number, name in enumerate(request.variables)]
+            xs = [
+                self._variable_name(name, f"step.variables[{number}]") for number, name in enumerate(request.variables)
+            ]
         else:
             xs = [item.names[0] for item in self._variables if item.differentiable]
         if not xs:
@@ -176,13 +180,13 @@ class Session:
             )
         vjp = program_pb2.Vjp(ys=[request.loss], xs=dict.fromkeys(xs))
         call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params, answer_packing=packing)
-        how = RunInSession(self, ends_at, optimizer=request.optimizer)
-        answer, program, is_new = await self._run(call, request.fetches, vjp, received_ns, how)
+        mode = RunInSession(self, ends_at, optimizer=request.optimizer)
+        answer, program, is_new = await self._run(call, request.fetches, vjp, received_ns, mode)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
             outputs=done.outputs,
             timings=done.timings,
-            step=how.reply.step if how.reply is not None else 0,
+            step=mode.reply.step if mode.reply is not None else 0,
             overrides=program.compiled.message.overrides if is_new else (),
         )
 
@@ -193,26 +197,28 @@ class Session:
         ends_at: float,
         packing: tensor_pb2.Packing | None,
     ) -> evaluate_pb2.EvaluateResponse:
-        """Evaluates, and keeps what the graph assigns. `packing`: of the answer's tensors."""
+        """Evaluates, and stores the values that the graph assigns. `packing`: How tensors of the answer are encoded."""
         call = link_pb2.RawEvaluateRequest(
             feeds=request.feeds, grad_ys=request.grad_ys, params=request.params, answer_packing=packing
         )
         vjp = request.vjp if request.HasField("vjp") else None
-        how = RunInSession(self, ends_at)
-        answer, program, _ = await self._run(call, request.fetches, vjp, received_ns, how)
+        mode = RunInSession(self, ends_at)
+        answer, program, _ = await self._run(call, request.fetches, vjp, received_ns, mode)
         return evaluate_pb2.EvaluateResponse.FromString(answer + program.compiled.tail)
 
     async def read(
         self, request: session_pb2.ReadRequest, ends_at: float, packing: tensor_pb2.Packing | None
     ) -> session_pb2.ReadResponse:
-        """Values of variables. `packing`: of the answer's tensors."""
+        """Returns values of variables. `packing`: How tensors of the answer are encoded."""
         if len(request.variables) > len(self._names):
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
                 f"{len(request.variables)} names are asked for, but the graph's variables have {len(self._names)}",
                 field="read.variables",
             )
-        names = [self._known(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)]
+        names = [
+            self._variable_name(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)
+        ]
         wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables], packing=packing)
         async with self._reporting_loss():
             reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
@@ -225,8 +231,8 @@ class Session:
         )
 
     async def assign(self, request: session_pb2.AssignRequest, ends_at: float) -> session_pb2.AssignResponse:
-        """Gives variables values, all or none."""
-        await self._assign(await asyncio.to_thread(self._bound, request.variables, "assign.variables"), ends_at)
+        """Sets values of variables, all or none."""
+        await self._assign(await asyncio.to_thread(self._check_values, request.variables, "assign.variables"), ends_at)
         return session_pb2.AssignResponse()
 
     async def _watch(self, engine: Engine) -> None:
@@ -234,32 +240,34 @@ class Session:
         self.loss.set_result(self._lost("" if ending is None else str(ending)))
 
     def close(self) -> None:
-        """Lets the state go."""
+        """Ends the session and frees its variables."""
         if self._watching is not None:
             self._watching.cancel()
         if self._name:
             self._manager.close(self._name)
-            self._manager.program_service.cache.forget_session(self._name)
-            if self._place is not None and not self._place.is_gone:
+            self._manager.program_service.cache.remove_session(self._name)
+            if self._process is not None and not self._process.is_gone:
                 ending = link_pb2.ReleaseRequest(handle=self._name)
-                self._place.engine.tell(Kind.END_SESSION, ending.SerializeToString())
-                self._place.engine.keeps(self._place.generation, -1)
+                self._process.engine.notify(Kind.END_SESSION, ending.SerializeToString())
+                self._process.engine.add_kept(self._process.generation, -1)
             self._name = ""
-        self._held.close()
+        self._pinned_blobs.close()
 
     @property
     def engine(self) -> Engine:
-        """The engine that holds it."""
-        if self._place is None:
+        """The engine that holds the session."""
+        if self._process is None:
             raise AssertionError("the session has not started")
-        return self._place.engine
+        return self._process.engine
 
     async def send(
         self, request: link_pb2.SessionRequest, ends_at: float, recorder: OutcomeRecorder | None = None
     ) -> link_pb2.SessionReply:
-        """One message to the engine that holds the session; `EngineLost` where it ends meanwhile, SESSION_LOST where
-        it is gone."""
-        await self._check_place()
+        """Sends a message to the engine that holds the session, and returns the reply.
+
+        Raises `EngineLost` if the engine ends meanwhile, SESSION_LOST if it had ended before.
+        """
+        await self._check_process()
         request.session, request.max_bytes = self._name, self._manager.available_bytes(self._name)
         request.max_bytes_setting = self._manager.limiting_setting
         request.blob_folder = self._manager.blobs.folder_name
@@ -267,31 +275,31 @@ class Session:
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
         with self._manager.reserve_growth(self._name, self._growth(request)):
             answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, recorder)
-        self._stepped_with.add(request.run.optimizer.name)
+        self._used_optimizers.add(request.run.optimizer.name)
         reply = link_pb2.SessionReply.FromString(answer)
         self._steps = max(self._steps, reply.step)
         self._manager.set_bytes(self._name, reply.bytes)
         return reply
 
-    async def _check_place(self) -> None:
-        """SESSION_LOST where its engine is gone, as soon as it is known how it ended."""
-        if self._place is not None and self._place.is_gone:
+    async def _check_process(self) -> None:
+        """Raises SESSION_LOST if the engine has ended; waits until the reason is known."""
+        if self._process is not None and self._process.is_gone:
             raise await asyncio.shield(self.loss)
 
     @contextlib.asynccontextmanager
     async def _reporting_loss(self) -> AsyncIterator[None]:
-        """SESSION_LOST where its engine ends within this context."""
+        """Raises SESSION_LOST if the engine ends within this context."""
         try:
             yield
         except EngineLost as lost:
             raise self._lost(str(lost.engine_end)) from lost
         except GradruleError as cause:
             if cause.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE:
-                await self._check_place()
+                await self._check_process()
             raise
 
-    def _lost(self, how: str) -> GradruleError:
-        because = f" ({how})" if how else ""
+    def _lost(self, cause: str) -> GradruleError:
+        because = f" ({cause})" if cause else ""
         return error(
             errors_pb2.ERROR_REASON_SESSION_LOST,
             f"the engine that held the session is gone{because}, and its variables with it; the last step that was "
@@ -299,15 +307,15 @@ class Session:
         )
 
     def _growth(self, request: link_pb2.SessionRequest) -> int:
-        """By how much a message may make the session grow, as far as is known before."""
+        """Returns the bytes that a message may add to the session, as far as shapes tell."""
         if request.run.optimizer.name:
-            return 0 if request.run.optimizer.name in self._stepped_with else _MOST_SLOTS * self._known_bytes(None)
+            return 0 if request.run.optimizer.name in self._used_optimizers else _MAX_SLOTS * self._known_bytes(None)
         if request.run.store:
             return self._known_bytes(set(request.run.store))
         return self._known_bytes({item.spec.name for item in request.assign.variables})
 
     def _known_bytes(self, names: set[str] | None) -> int:
-        """Bytes of variables whose shapes the graph tells."""
+        """Returns the bytes of variables with known shapes. `names`: of these variables; None: of all."""
         return sum(
             math.prod(max(0, dim.size) for dim in item.shape.dim) * tensor_codec.numpy_dtype(item.dtype).itemsize
             for item in self._variables
@@ -329,29 +337,29 @@ class Session:
         fetches: Iterable[str],
         vjp: program_pb2.Vjp | None,
         received_ns: int,
-        how: RunInSession,
+        mode: RunInSession,
     ) -> tuple[bytes, RunnableProgram, bool]:
-        """The answer's bytes, the program, and whether it was made just now."""
-        await self._check_place()
+        """Returns the answer's bytes, the program, and whether it was compiled now."""
+        await self._check_process()
         compile_started = time.monotonic_ns()
-        asked = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
-        key = SessionKey(self._name, asked.SerializeToString(deterministic=True), call_shape(call))
+        own_spec = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
+        key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), call_shape(call))
         program = self._manager.program_service.cache.get(key)
         is_new = program is None
         if program is None:
-            spec = asked.SerializeToString() + self._graph + (self._overrides if vjp is not None else b"")
+            spec = own_spec.SerializeToString() + self._graph + (self._overrides if vjp is not None else b"")
             async with self._reporting_loss():
-                program = await self._manager.program_service.compile_for_session(spec, key.call, how)
+                program = await self._manager.program_service.compile_for_session(spec, key.call, mode)
             if self._name:
                 self._manager.program_service.cache.put(key, program)
         async with self._reporting_loss():
             answer, _ = await self._manager.program_service.run(
-                program, call, received_ns, compile_started, how, is_new=is_new
+                program, call, received_ns, compile_started, mode, is_new=is_new
             )
         return answer, program, is_new
 
-    def _known(self, text: str, field: str) -> str:
-        """The name of the variable that a request calls so; UNKNOWN_TENSOR if there is none."""
+    def _variable_name(self, text: str, field: str) -> str:
+        """Returns the name of the variable with this name or alias. Raises UNKNOWN_TENSOR."""
         names = self._names
         found = names.get(canonical(text))
         if found is None:
@@ -362,15 +370,15 @@ class Session:
             )
         return found
 
-    def _bound(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
-        """Values that fit their variables; raises with all that is wrong."""
+    def _check_values(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
+        """Checks values against their variables. Raises `GradruleError` with all findings."""
         self._manager.blobs.verify([item.value.blob.sha256 for item in given if item.value.HasField("blob")])
         by_name = {item.names[0]: item for item in self._variables}
         findings: list[Finding] = []
         bound: dict[str, link_pb2.BoundVariable] = {}
         for number, item in enumerate(given):
             where = f"{field}[{number}]"
-            name = self._known(item.name, where)
+            name = self._variable_name(item.name, where)
             variable = by_name[name]
             spec = tensor_pb2.TensorSpec(name=name, dtype=variable.dtype, shape=variable.shape)
             fault = value_fault(item.value, spec, self._manager.blobs.size, self._manager.limits)
@@ -385,7 +393,7 @@ class Session:
 
 
 def _blob_of(graph: bytes) -> str:
-    """Returns the blob that a `GraphSource` names; empty if it names none. MALFORMED_REQUEST."""
+    """Returns the blob of a `GraphSource`, empty if it has none. Raises MALFORMED_REQUEST."""
     try:
         return link_pb2.RawGraphSource.FromString(graph).blob_sha256
     except DecodeError as cause:

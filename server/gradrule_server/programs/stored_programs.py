@@ -1,17 +1,20 @@
-"""Programs by name: made and kept until deleted, found again for each call, from the cache or from the store."""
+"""Stores programs by name, and finds them for calls in the cache or in the registry."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from gradrule.v1 import program_pb2
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
-from gradrule_server.programs.cache import DeletedNames, ProgramCache, RunnableProgram, StoredKey
+from gradrule_server.programs.cache import ProgramCache, StoredKey
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.rules import RuleRegistry
@@ -21,22 +24,22 @@ _PREFIX = "programs/"
 
 
 class StoredPrograms:
-    """The programs that have names."""
+    """The stored programs of one tenant."""
 
     def __init__(self, programs: ProgramRegistry, rules: RuleRegistry, compiler: Compiler, cache: ProgramCache) -> None:
         self._programs = programs
         self._rules = rules
         self._compiler = compiler
         self._cache = cache
-        self._changes = DeletedNames()
+        self._deleted_names = DeletedNames()
         self._deletions: set[asyncio.Task[None]] = set()
 
     async def create(self, spec: bytes, program_id: str, recovery: CallRecovery[Engine]) -> program_pb2.Program:
-        """Compiles and keeps a program; without an id it gets one. `spec`: bytes of a `ProgramSpec`."""
+        """Compiles and stores a program. `spec`: Bytes of a `ProgramSpec`. `program_id`: Empty: one is derived."""
         lookup = RegistryLookup(self._rules)
-        program, parts = await self._compiler.compile_to_keep(spec, _BASE, lookup, recovery)
+        program, parts = await self._compiler.compile_to_store(spec, _BASE, lookup, recovery)
 
-        def keep() -> StoredProgram:
+        def store() -> StoredProgram:
             return self._programs.create(
                 program_id or None,
                 program_pb2.ProgramSpec.FromString(parts.spec),
@@ -45,9 +48,9 @@ class StoredPrograms:
                 parts.override_values,
             )
 
-        with self._changes.watched() as given_up:
-            stored = await asyncio.to_thread(keep)
-            if stored.program.name not in given_up:
+        with self._deleted_names.watch() as deleted:
+            stored = await asyncio.to_thread(store)
+            if stored.program.name not in deleted:
                 self._cache.put(StoredKey(stored.program.name, _BASE), program)
         return stored.program
 
@@ -68,17 +71,17 @@ class StoredPrograms:
         return key, *await self._find(key, recovery, is_used)
 
     async def get(self, name: str) -> program_pb2.Program:
-        """What is told of a program."""
+        """Returns the description of a program. Raises PROGRAM_NOT_FOUND."""
         return (await asyncio.to_thread(self._programs.get, name)).program
 
     async def list(self, page_size: int, page_token: str) -> tuple[list[program_pb2.Program], str]:
-        """A page of programs, and the next page's token."""
+        """Returns a page of programs, and the token of the next page."""
         stored, token = await asyncio.to_thread(self._programs.list, page_size, page_token)
         return [item.program for item in stored], token
 
     async def delete(self, name: str) -> None:
-        """Forgets a program."""
-        # A caller that gives up must not leave behind a cache that still knows what the store has forgotten.
+        """Deletes a program. Raises PROGRAM_NOT_FOUND."""
+        # A cancelled call must not leave a deleted program in the cache.
         deletion = asyncio.ensure_future(self._delete(name))
         self._deletions.add(deletion)
         deletion.add_done_callback(self._deletions.discard)
@@ -87,8 +90,8 @@ class StoredPrograms:
     async def _delete(self, name: str) -> None:
         full = name if name.startswith(_PREFIX) else _PREFIX + name
         await asyncio.to_thread(self._programs.delete, full)
-        self._changes.given_up(full)
-        self._cache.forget(full)
+        self._deleted_names.add(full)
+        self._cache.remove_stored(full)
 
     def _content(self, stored: StoredProgram) -> tuple[bytes, bytes]:
         spec, snapshot = self._programs.content(stored)
@@ -100,12 +103,34 @@ class StoredPrograms:
         found = self._cache.get(key)
         if found is not None:
             return found, False
-        with self._changes.watched() as given_up:
+        with self._deleted_names.watch() as deleted:
             stored = await asyncio.to_thread(self._programs.get, key.name)
             graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
             program = await self._compiler.compile_stored(
                 graph_bytes, functools.partial(self._content, stored), key.call, recovery
             )
-            if key.name not in given_up:
+            if key.name not in deleted:
                 self._cache.put(key, program, is_used=is_used)
         return program, True
+
+
+class DeletedNames:
+    """Tells tasks that read a program by name whether the program was deleted meanwhile."""
+
+    def __init__(self) -> None:
+        self._watches: list[set[str]] = []
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[set[str]]:
+        """Provides the names that were deleted since this context was entered."""
+        names: set[str] = set()
+        self._watches.append(names)
+        try:
+            yield names
+        finally:
+            self._watches = [watch for watch in self._watches if watch is not names]
+
+    def add(self, name: str) -> None:
+        """Adds a name that was deleted now."""
+        for names in self._watches:
+            names.add(name)

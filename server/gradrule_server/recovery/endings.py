@@ -9,9 +9,11 @@ import socket
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from gradrule_server.errors import GradruleError
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import Finding, GradruleError, error
 
 _MAX_CHARS = 300
+_RETRY_AFTER_S = 2.0
 
 # A line that TensorFlow logs at severity FATAL, in absl's format or the older one, or the C++ runtime's line about an
 # uncaught exception.
@@ -112,6 +114,33 @@ class EngineLost(GradruleError):
         False if the call had not started, or if the engine was ended because of another call.
         """
         return self.engine_end.is_blamable
+
+
+def engine_unavailable() -> GradruleError:
+    """Returns ENGINE_UNAVAILABLE: there is no engine now, but one is being started."""
+    return error(
+        errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
+        "no engine is ready; one is being started",
+        retry_after_s=_RETRY_AFTER_S,
+    )
+
+
+def lost_before_start() -> EngineLost:
+    """Returns the error of a request that had not started when its engine ended."""
+    return EngineLost(
+        [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the engine died before it took the request up")],
+        engine_end=EngineEnd(EndReason.STOPPED, "its connection broke"),
+        ran_alone=False,
+        crash_report=CrashReport(),
+    )
+
+
+def lost_while_running(engine_end: EngineEnd, crash_report: CrashReport, *, ran_alone: bool) -> EngineLost:
+    """Returns the error of a request that was running when its engine ended. See `EngineLost`."""
+    reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {engine_end}"
+    if engine_end.reason is EndReason.MEMORY:
+        reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {engine_end}"
+    return EngineLost([Finding(reason, message)], engine_end=engine_end, ran_alone=ran_alone, crash_report=crash_report)
 
 
 _DESCRIPTIONS = {

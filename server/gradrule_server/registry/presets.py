@@ -18,7 +18,7 @@ def to_proto(preset: Preset) -> rule_pb2.Preset:
     )
 
 
-def _describe(override: override_pb2.Override) -> str:
+def _describe(override: override_pb2.GradientOverride) -> str:
     selector = override.selector
     selected = selector.op_type or "+".join(selector.pattern)
     if selector.position.nearest == override_pb2.POSITION_NEAREST_XS:

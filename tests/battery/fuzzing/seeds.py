@@ -121,7 +121,7 @@ def _flat(number: int) -> list[evaluate_pb2.EvaluateRequest]:
     def collect(case: generated.Case) -> None:
         overrides = []
         for node, rule in case.overrides:
-            override = override_pb2.Override(selector=override_pb2.Selector(node=node))
+            override = override_pb2.GradientOverride(selector=override_pb2.Selector(node=node))
             if rule.op_rule:
                 override.rule = rule.expression
             else:
@@ -143,7 +143,7 @@ def _nested(number: int) -> list[evaluate_pb2.EvaluateRequest]:
         xs = list(feeds)
         feeds["rows"] = np.ones((program.n_rows, program.size))
         feeds["k"] = np.int32(1)
-        override = override_pb2.Override(
+        override = override_pb2.GradientOverride(
             selector=override_pb2.Selector(op_type=chance.choice(nested_programs.UNARY)), optional=True
         )
         override.definition.expression = "5 * dy"
@@ -166,7 +166,11 @@ def _with_variables() -> evaluate_pb2.EvaluateRequest:
 
 
 def request(
-    graph_def: Any, feeds: dict[str, Any], ys: list[str], xs: list[str], overrides: Sequence[override_pb2.Override]
+    graph_def: Any,
+    feeds: dict[str, Any],
+    ys: list[str],
+    xs: list[str],
+    overrides: Sequence[override_pb2.GradientOverride],
 ) -> evaluate_pb2.EvaluateRequest:
     """Fetches the ys, and differentiates them."""
     message = evaluate_pb2.EvaluateRequest(

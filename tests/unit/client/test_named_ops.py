@@ -119,7 +119,7 @@ V1: Any = tf.compat.v1
         lambda m, dtype: m.random_uniform([4], seed=5),
         lambda m, dtype: m.random_uniform([4], minval=-2, maxval=3, seed=5),
         lambda m, dtype: m.random_uniform([], -2.0, dtype=dtype("float64"), seed=5),
-        lambda m, dtype: m.random_uniform([4], -2, 3, dtype("int64"), 5),
+        lambda m, dtype: m.random_uniform([4], -2, 3, dtype=dtype("int64"), seed=5),
         lambda m, dtype: m.random_normal([4], 1.0, 2.0, seed=5),
         lambda m, dtype: m.random_normal([4], dtype=dtype("float64"), seed=0),
         lambda m, dtype: m.truncated_normal([4], mean=3, stddev=0.5, seed=5),

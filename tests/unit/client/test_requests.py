@@ -173,7 +173,7 @@ def test_override_lists() -> None:
     ]
     found, _ = spec(simple(), ys="y", xs="x", overrides=given)
     first, second = found.overrides
-    assert first == override_pb2.Override(
+    assert first == override_pb2.GradientOverride(
         selector=override_pb2.Selector(node="a/*", scope="a"), rule="default", optional=True
     )
     assert (second.rule, second.label, second.selector.op_type) == ("ste", "L", "Sign")
@@ -329,8 +329,8 @@ def test_results_by_handle() -> None:
 
 def test_explanations_raise_what_they_found() -> None:
     answer = program_pb2.CompileProgramResponse()
-    answer.findings.add(reason="UNKNOWN_RULE", message="no rule 'a'", field="overrides[0].rule")
-    answer.findings.add(reason="GRAPH_CYCLE", message="a cycle", node="n")
+    answer.findings.add(reason="ERROR_REASON_UNKNOWN_RULE", message="no rule 'a'", field="overrides[0].rule")
+    answer.findings.add(reason="ERROR_REASON_GRAPH_CYCLE", message="a cycle", node="n")
     found = explanations.explanation(answer)
     with pytest.raises(gr.errors.UnknownRuleError) as caught:
         found.raise_for_findings()

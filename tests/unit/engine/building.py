@@ -46,7 +46,7 @@ def prepared(
     spec = program_pb2.ProgramSpec(fetches=["y"], **derivative)
     spec.graph.serialized = graph.to_bytes()
     spec.overrides.extend(
-        override_pb2.Override(rule=rule, selector=override_pb2.Selector(op_type=op_type))
+        override_pb2.GradientOverride(rule=rule, selector=override_pb2.Selector(op_type=op_type))
         for op_type, rule in (overrides or {}).items()
     )
     return prepare(spec, call or CallShape(), Builtins(), limits or Limits(), no_blobs(), next(NAMESPACES))

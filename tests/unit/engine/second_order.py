@@ -39,7 +39,7 @@ def twice(
     grad_y: Any,
     seed: Any,
     *,
-    overrides: Sequence[override_pb2.Override] = (),
+    overrides: Sequence[override_pb2.GradientOverride] = (),
     params: Mapping[str, float] | None = None,
 ) -> list[Any]:
     """Gradients of y for all feeds, pulled back from `grad_y`; then those of the first of them, pulled back from

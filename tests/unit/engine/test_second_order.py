@@ -163,7 +163,7 @@ def sign_graph() -> bytes:
     return found
 
 
-def override(rule: gr.Rule) -> override_pb2.Override:
+def override(rule: gr.Rule) -> override_pb2.GradientOverride:
     return gr.Override(rule, op_type="Sign").message()
 
 

@@ -7,14 +7,15 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, cast
 
+from gradrule_server.link.arena import Arenas
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.fork_server import ForkServer
-from gradrule_server.link.framing import HEADER_BYTES, Arenas, Kind, pack_header, unpack_header
+from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost
+from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, lost_while_running
 
 
 class Transport(asyncio.Transport):
@@ -113,6 +114,9 @@ class FakeProcess:
     async def wait_ended(self) -> EngineEnd:
         assert self.ended_with is not None
         return self.ended_with
+
+    def loss_error(self, end: EngineEnd) -> EngineLost:
+        return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
 
 
 class Overruns:
@@ -224,4 +228,7 @@ class FakePool(EnginePool):
     async def alone(self, owner: str) -> AsyncIterator[Engine]:
         engine = FakeEngine(index=-1)
         self.trial_engines.append(engine)
-        yield engine
+        try:
+            yield engine
+        finally:
+            self._report_removed(engine)

@@ -68,7 +68,7 @@ async def _end(engine: FakeEngine) -> None:
     if engine.is_ready:
         engine.fake.die(CRASH)
     async with asyncio.timeout(5):
-        while not engine.last_ending:
+        while not engine.last_end:
             await asyncio.sleep(0.001)
 
 
@@ -115,7 +115,7 @@ async def test_a_cancelled_call_beside_a_session_ends_the_engine_only_at_its_dea
     monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 0.05)
     engine = FakeEngine(threads=1)
     process = engine.fake
-    engine.keeps(engine.generation, 1)
+    engine.add_kept(engine.generation, 1)
     await _give_up(engine, _in(deadline_s), Overruns())
     if deadline_s > 1:
         await asyncio.sleep(0.3)

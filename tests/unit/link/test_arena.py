@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outgoing, make_arena
+from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas, Chunk, Incoming, Outgoing, make_arena
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.engine_request import ConnectionLost
-from gradrule_server.link.framing import Arenas, Frame, FrameSocket, Kind, pack_header, pack_place
+from gradrule_server.link.framing import Frame, FrameSocket, Kind, pack_header, pack_place
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SIZE = 256 * _PAGE
@@ -125,7 +125,7 @@ class Link:
 async def _linked() -> AsyncIterator[Link]:
     ours, theirs = socket.socketpair()
     arenas, shared = Arenas.make()
-    other = Arenas.of(os.dup(shared[1]), os.dup(shared[0]))
+    other = Arenas.from_descriptors(os.dup(shared[1]), os.dup(shared[0]))
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(lambda: Connection(2, arenas), sock=ours)
     with theirs:
@@ -224,7 +224,7 @@ async def test_an_engine_that_lies_loses_its_connection_and_callers_are_told(pla
 
 
 async def test_memory_falls_once_nothing_large_has_come_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradrule_server.link.connection._TRIM_AFTER_S", 0.2)
+    monkeypatch.setattr("gradrule_server.link.arena._TRIM_AFTER_S", 0.2)
     async with _linked() as link:
         work = link.connection.submit(Kind.RUN, bytes(16 << 20))
         frame = await link.received()

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES
-from gradrule_server.link.framing import Arenas, Frame, FrameSocket, Kind, serve_frames
+from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas
+from gradrule_server.link.framing import Frame, FrameSocket, Kind, serve_frames
 
 Pair = tuple[socket.socket, socket.socket]
 

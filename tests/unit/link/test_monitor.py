@@ -15,7 +15,8 @@ from typing import Any, cast
 import pytest
 
 from gradrule_server.link import monitor as monitor_module
-from gradrule_server.link.framing import Arenas, Kind, pack_header
+from gradrule_server.link.arena import Arenas
+from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor, resident_sizes
 from gradrule_server.link.process import EngineProcess
 from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel

@@ -189,8 +189,8 @@ async def test_what_a_process_kept_that_is_gone_does_not_count(starter: Starter)
     pool = _pool(spares=0)
     await pool.start()
     (engine,) = pool.engines
-    engine.keeps(engine.generation, 1)
-    engine.keeps(engine.generation - 1, -1)
+    engine.add_kept(engine.generation, 1)
+    engine.add_kept(engine.generation - 1, -1)
     assert engine.kept == 1
     starter.started[0].die(CRASH)
     await _until(lambda: engine.is_ready)
@@ -230,7 +230,7 @@ async def test_sessions_have_an_engine_in_which_no_program_runs(starter: Starter
     pool = _pool(engines=2)
     await pool.start()
     first = await pool.for_session("ada")
-    first.keeps(first.generation, 1)
+    first.add_kept(first.generation, 1)
     await pool.provide("ada")
     assert first not in pool.engines_of("ada")
     assert await pool.for_session("ada") is first
@@ -243,7 +243,7 @@ async def test_an_engine_that_is_about_to_be_ended_takes_no_new_session(starter:
     pool = _pool()
     await pool.start()
     doomed = await pool.for_session("ada")
-    doomed.keeps(doomed.generation, 1)
+    doomed.add_kept(doomed.generation, 1)
     work = doomed.submit(Kind.SESSION, b"endless")
     doomed.abandon(work, asyncio.get_running_loop().time() + 60)
     new = await pool.for_session("ada")
@@ -298,7 +298,7 @@ async def test_the_idle_engine_that_was_used_least_recently_makes_room(starter: 
         process.connection.data_received(pack_header(Kind.RAN, 1, 0))
     by_owner = {engine.owner: engine for engine in pool.engines}
     by_owner["ada"].submit(Kind.RUN, b"more")
-    by_owner["grace"].keeps(by_owner["grace"].generation, 1)
+    by_owner["grace"].add_kept(by_owner["grace"].generation, 1)
     pid_of_alan = by_owner["alan"].pid
     await pool.provide("edith")
     assert {engine.owner for engine in pool.engines} == {"ada", "grace", "edith"}
@@ -321,7 +321,7 @@ async def test_engines_of_tenants_that_are_gone_end(starter: Starter, monkeypatc
     await pool.provide("ada")
     await pool.for_session("ada")
     kept = await pool.for_session("grace")
-    kept.keeps(kept.generation, 1)
+    kept.add_kept(kept.generation, 1)
     await pool.provide("grace")
     await _until(lambda: len(pool.engines) == 2)
     # The one that was used last stays that is warm, and what holds a session.

@@ -30,14 +30,14 @@ class NoRules:
 def test_overrides_that_are_wrong_are_told_up_to_a_number(given: int, looked_at: int) -> None:
     """Each is a few bytes of a request; what is said of it is not."""
     rules = NoRules()
-    wrong = override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule="Nothing")
+    wrong = override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"), rule="Nothing")
     table = read_overrides([wrong] * given, rules, NodeLimits())
     assert len(table.findings) == rules.asked == looked_at
     assert not table.specs
 
 
-def overriding() -> override_pb2.Override:
-    override = override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), label="signs")
+def overriding() -> override_pb2.GradientOverride:
+    override = override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"), label="signs")
     override.definition.expression = "dy * a"
     override.definition.params.add(name="a")
     return override
@@ -76,7 +76,7 @@ def test_params_are_held_to_the_bounds_that_are_set(given: rule_pb2.ParamValue, 
 def test_graphs_of_rules_are_held_to_the_bounds_that_are_set() -> None:
     """What is in bounds is read, and found to have two nodes of one name."""
     empty_nodes = b"\x0a\x00" * 600_000
-    override = override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"))
+    override = override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"))
     override.definition.graph.serialized = empty_nodes
     for bounds, reason in ((NodeLimits(), "LIMIT_EXCEEDED"), (NodeLimits(unpacking=1000), "DUPLICATE_NODE")):
         (finding,) = read_overrides([override], NoRules(), bounds).findings

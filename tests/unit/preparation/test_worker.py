@@ -74,7 +74,7 @@ def spec(rule: str) -> program_pb2.ProgramSpec:
     found.graph.inline_graph.CopyFrom(raw.sign_graph())
     found.vjp.ys.append("y")
     found.vjp.xs.append("x")
-    found.overrides.append(override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule=rule))
+    found.overrides.append(override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"), rule=rule))
     return found
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.link.messages import CallShape
-from gradrule_server.programs.cache import DeletedNames, Inline, KnownCall, ProgramCache, RunnableProgram, StoredKey
+from gradrule_server.programs.cache import InlineKey, KnownCall, ProgramCache, StoredKey
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.stored_programs import DeletedNames
 from gradrule_server.recovery.crash_history import CrashHistory, HistoryRecorder
 
 _CALL = CallShape()
@@ -52,13 +54,13 @@ def test_overrides_that_are_told_count_too() -> None:
 
 def test_inline_programs_of_older_rules_go() -> None:
     cache = ProgramCache(100, 10**6)
-    cache.put(Inline(b"a", 1, _CALL), runnable())
+    cache.put(InlineKey(b"a", 1, _CALL), runnable())
     cache.put(StoredKey("n", _CALL), runnable())
-    cache.put(Inline(b"a", 2, _CALL), runnable())
+    cache.put(InlineKey(b"a", 2, _CALL), runnable())
     # One that was begun before a rule changed, and is ready only now.
-    cache.put(Inline(b"b", 1, _CALL), runnable())
+    cache.put(InlineKey(b"b", 1, _CALL), runnable())
     assert cache.held_bytes == 200
-    assert cache.get(Inline(b"a", 2, _CALL)) is not None
+    assert cache.get(InlineKey(b"a", 2, _CALL)) is not None
     assert cache.get(StoredKey("n", _CALL)) is not None
 
 
@@ -67,24 +69,24 @@ def test_forgetting_a_name_forgets_its_variants() -> None:
     for call in (_CALL, CallShape(frozenset({"h"}))):
         cache.put(StoredKey("n", call), runnable())
     cache.put(StoredKey("m", _CALL), runnable())
-    cache.forget("n")
+    cache.remove_stored("n")
     assert cache.held_bytes == 100
     assert cache.get(StoredKey("m", _CALL)) is not None
 
 
 def test_names_that_are_given_up_are_told_to_whoever_watches() -> None:
     changes = DeletedNames()
-    changes.given_up("before")
-    with changes.watched() as outer:
-        with changes.watched() as inner:
-            changes.given_up("a")
-        changes.given_up("b")
-    changes.given_up("after")
+    changes.add("before")
+    with changes.watch() as outer:
+        with changes.watch() as inner:
+            changes.add("a")
+        changes.add("b")
+    changes.add("after")
     assert (outer, inner) == ({"a", "b"}, {"a"})
 
 
-@pytest.mark.parametrize("key", [StoredKey("n", _CALL), Inline(b"n", 1, _CALL)])
-def test_what_is_not_there(key: StoredKey | Inline) -> None:
+@pytest.mark.parametrize("key", [StoredKey("n", _CALL), InlineKey(b"n", 1, _CALL)])
+def test_what_is_not_there(key: StoredKey | InlineKey) -> None:
     assert ProgramCache(1, 1).get(key) is None
 
 
@@ -104,10 +106,10 @@ def test_a_program_that_goes_takes_its_known_calls_and_no_others() -> None:
     # A call that is used keeps its program: the other one goes.
     call = cache.get_call((b"a", b"\0"))
     assert call is not None
-    cache.used_call((b"a", b"\0"), call)
+    cache.mark_call_used((b"a", b"\0"), call)
     cache.put(keys["c"], runnable())
     assert [cache.get_call((name, b"\1")) is not None for name in (b"a", b"b")] == [True, False]
-    cache.forget("a")
+    cache.remove_stored("a")
     assert cache.get_call((b"a", b"\0")) is None
     assert not cache._structures
 
@@ -119,6 +121,6 @@ def test_known_calls_are_bounded_and_those_used_last_stay() -> None:
         cache.put_call((b"%d" % number,), known(key, program))
         first = cache.get_call((b"0",))
         assert first is not None
-        cache.used_call((b"0",), first)
+        cache.mark_call_used((b"0",), first)
     assert len(cache._calls) == len(cache._structures[key]) < 2000
     assert cache.get_call((b"1",)) is None

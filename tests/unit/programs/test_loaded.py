@@ -50,7 +50,7 @@ def unloaded(engine: FakeEngine) -> list[str]:
 
 async def use(loaded: LoadedPrograms, item: Loadable, until: Awaitable[Any] | None = None) -> str:
     """Holds a program until it is loaded, and then until `until` is done."""
-    with loaded.held(item) as load:
+    with loaded.hold(item) as load:
         await loaded.wait(load)
         if until is not None:
             await until
@@ -77,13 +77,13 @@ async def test_a_program_is_not_dropped_between_its_load_and_its_use(blobs: Blob
     await asyncio.sleep(0)
     # Nobody has run since the answer arrived when the other program is asked for.
     engine.answer(compile_a, Kind.COMPILED)
-    with loaded.held(program("c")):
+    with loaded.hold(program("c")):
         assert unloaded(engine) == []
     key = await first
     assert unloaded(engine) == []
     second.cancel()
     await asyncio.wait([second])
-    with loaded.held(program("d")):
+    with loaded.hold(program("d")):
         assert unloaded(engine) == [key]
 
 
@@ -164,7 +164,7 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     overruns = Overruns()
 
     async def hurried() -> None:
-        with loaded.held(program("a"), recorder=overruns) as load:
+        with loaded.hold(program("a"), recorder=overruns) as load:
             await loaded.wait(load)
 
     with pytest.raises(TimeoutError):
@@ -227,7 +227,7 @@ async def test_what_the_engine_does_not_have_after_all_is_loaded_again(blobs: Bl
     found: list[Load] = []
 
     async def user() -> None:
-        with loaded.held(program("a")) as load:
+        with loaded.hold(program("a")) as load:
             await loaded.wait(load)
             found.append(load)
 
@@ -272,25 +272,25 @@ async def test_a_program_goes_where_it_is_until_that_engine_is_busy(blobs: BlobS
     loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
     await load(loaded, here, program("a"), 1)
     for _ in range(3):
-        with loaded.held(program("a")) as found:
+        with loaded.hold(program("a")) as found:
             assert found.engine is here
     here.submit(Kind.RUN, b"long")
-    with loaded.held(program("a")) as found:
+    with loaded.hold(program("a")) as found:
         assert found.engine is there
     there.answer(await there.next(Kind.COMPILE), Kind.COMPILED)
     await asyncio.sleep(0)
     there.submit(Kind.RUN, b"long")
     there.submit(Kind.RUN, b"and longer")
     # Both are busy, and this one less.
-    with loaded.held(program("a")) as found:
+    with loaded.hold(program("a")) as found:
         assert found.engine is here
 
 
 async def test_what_is_new_goes_where_nothing_is_kept(blobs: BlobStore) -> None:
     here, there = FakeEngine(), FakeEngine(index=1)
     loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
-    here.keeps(here.generation, 1)
-    with loaded.held(program("a")) as found:
+    here.add_kept(here.generation, 1)
+    with loaded.hold(program("a")) as found:
         assert found.engine is there
 
 
@@ -350,7 +350,7 @@ async def _compile(loaded: LoadedPrograms, name: str) -> int:
     """Which engine has the program in the end; as a call does, which is run again where its engine is lost."""
     while True:
         try:
-            with loaded.held(program(name)) as load:
+            with loaded.hold(program(name)) as load:
                 await loaded.wait(load, may_move=True)
                 return load.engine.index
         except EngineLost as lost:
@@ -361,7 +361,7 @@ async def _compile(loaded: LoadedPrograms, name: str) -> int:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of a second is long for a program to compile."""
     monkeypatch.setattr(loaded_module, "_SLOW_COMPILE_S", 0.1)
-    monkeypatch.setattr(loaded_module, "_EXTRA_S", 0.1)
+    monkeypatch.setattr(loaded_module, "_EXTRA_ENGINE_S", 0.1)
 
 
 @pytest.mark.usefixtures("short")
@@ -399,7 +399,7 @@ async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobSt
     other = asyncio.create_task(_compile(loaded, "a"))
     extra.answer(await extra.next(Kind.COMPILE), Kind.COMPILED)
     await other
-    extra.keeps(extra.generation, 1)
+    extra.add_kept(extra.generation, 1)
     engine.answer(sent, Kind.COMPILED)
     await slow
     await asyncio.sleep(0.3)
@@ -408,7 +408,7 @@ async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobSt
     new = asyncio.create_task(_compile(loaded, "b"))
     engine.answer(await engine.next(Kind.COMPILE, 2), Kind.COMPILED)
     assert await new == 0
-    extra.keeps(extra.generation, -1)
+    extra.add_kept(extra.generation, -1)
     async with asyncio.timeout(5):
         while extra in pool.engines:
             await asyncio.sleep(0.01)
@@ -440,7 +440,7 @@ async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wai
     loop = asyncio.get_running_loop()
 
     async def patient(name: str) -> None:
-        with loaded.held(program(name), ends_at=loop.time() + 0.15, recorder=recorder) as load:
+        with loaded.hold(program(name), ends_at=loop.time() + 0.15, recorder=recorder) as load:
             await loaded.wait(load)
 
     started, process = loop.time(), engine.fake
@@ -462,7 +462,7 @@ async def test_what_waits_to_be_loaded_may_take_its_time_once_it_begins(
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     engine.submit(Kind.COMPILE, b"long")
-    with loaded.held(program("b"), ends_at=0.0) as waits:
+    with loaded.hold(program("b"), ends_at=0.0) as waits:
         await asyncio.sleep(0.3)
         engine.answer(b"long", Kind.COMPILED)
         assert waits.work.started_at is not None
@@ -490,7 +490,7 @@ async def test_nothing_is_left_of_an_engine_that_died_in_a_trial(blobs: BlobStor
     pool = FakePool(FakeEngine())
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
     async with pool.alone("") as engine:
-        with loaded.held(program("a"), engine) as load:
+        with loaded.hold(program("a"), engine) as load:
             pool.trial_engines[0].fake.die(CRASH)
             with pytest.raises(EngineLost):
                 await loaded.wait(load)
@@ -506,14 +506,14 @@ async def test_nothing_is_left_of_an_engine_that_died_in_a_trial(blobs: BlobStor
 async def test_nothing_is_left_of_a_process_that_died_in_its_place(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    with loaded.held(program("a")) as load:
+    with loaded.hold(program("a")) as load:
         engine.fake.die(CRASH)
         with pytest.raises(EngineLost):
             await loaded.wait(load)
     gone = weakref.ref(load.work.connection)
     del load
     engine.start_another()
-    with loaded.held(program("a")):
+    with loaded.hold(program("a")):
         pass
     await asyncio.sleep(0.01)
     gc.collect()

@@ -17,7 +17,8 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import ProgramCache, RunnableProgram
+from gradrule_server.programs.cache import ProgramCache
+from gradrule_server.programs.compiled import RunnableProgram
 from gradrule_server.programs.compiler import Compiler, StoredParts
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.stored_programs import StoredPrograms
@@ -40,7 +41,7 @@ class FakeCompiler:
         self.gate.set()
         self.asked = 0
 
-    async def compile_to_keep(self, spec: bytes, *_: Any) -> tuple[RunnableProgram, StoredParts]:
+    async def compile_to_store(self, spec: bytes, *_: Any) -> tuple[RunnableProgram, StoredParts]:
         return await self.compile(spec), StoredParts(spec, (), b"")
 
     async def compile_stored(

@@ -28,7 +28,7 @@ def registry_of(store: Store, **limits: Any) -> ProgramRegistry:
 def spec(fetch: str = "y") -> program_pb2.ProgramSpec:
     return program_pb2.ProgramSpec(
         graph=rule_pb2.GraphSource(serialized=GRAPH.SerializeToString()),
-        overrides=[override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule="ste")],
+        overrides=[override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"), rule="ste")],
         fetches=[fetch],
         vjp=program_pb2.Vjp(ys=["y"], xs=["x"]),
     )

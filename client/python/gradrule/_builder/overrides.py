@@ -83,9 +83,9 @@ class Preset:
         self.name, self.label, self.optional, self.params = name, label, optional, params
         self.order = _order(order)
 
-    def message(self) -> override_pb2.Override:
+    def message(self) -> override_pb2.GradientOverride:
         """Returns the override as a message."""
-        message = override_pb2.Override(
+        message = override_pb2.GradientOverride(
             preset=override_pb2.PresetChoice(name=self.name),
             label=self.label or "",
             optional=self.optional,
@@ -207,10 +207,10 @@ class Override:
         selector = " ".join(f"{field.name}={value!r}" for field, value in self.selector.ListFields())
         return short_repr(f"Override({self.rule!r}, {selector})")
 
-    def message(self) -> override_pb2.Override:
+    def message(self) -> override_pb2.GradientOverride:
         """Returns the override as a message."""
         params = dict(self.params or {})
-        message = override_pb2.Override(
+        message = override_pb2.GradientOverride(
             selector=self.selector,
             label=self.label or "",
             optional=self.optional,
@@ -228,7 +228,7 @@ class Override:
 Overrides: TypeAlias = "Mapping[str, OverrideValue] | Sequence[Override | Preset] | Override | Preset"
 
 
-def override_messages(overrides: Overrides | None) -> list[override_pb2.Override]:
+def override_messages(overrides: Overrides | None) -> list[override_pb2.GradientOverride]:
     """Converts a dict by op type, or a list of `Override` and `Preset`, to messages in order.
 
     Raises:
@@ -256,7 +256,7 @@ def override_messages(overrides: Overrides | None) -> list[override_pb2.Override
     return messages
 
 
-def label_of(message: override_pb2.Override) -> str:
+def label_of(message: override_pb2.GradientOverride) -> str:
     """Returns the label that the server gives to an override; empty if none of its parts gives one."""
     selector = message.selector
     return (

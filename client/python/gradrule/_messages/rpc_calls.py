@@ -1,8 +1,8 @@
-"""Makes the request of each RPC and says how to decode its answer; both clients send these calls."""
+"""Describes calls, which both clients send: the request, and how to decode the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -10,17 +10,17 @@ from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, sent_bytes
-from gradrule._builder.rules import Params, Rule
-from gradrule._messages import request_messages, sample_requests
+from gradrule._messages import request_messages
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._messages.x_groups import flat_words, groups_of
-from gradrule._results import call_results, explanations, rule_infos, status_report
+from gradrule._results import call_results, explanations
 from gradrule._results.answers import AnswerReader, labeller
 from gradrule.common import wire_format
-from gradrule.errors import InvalidDerivativeError, InvalidRuleError
-from gradrule.v1 import admin_pb2, evaluate_pb2, program_pb2, rule_pb2
+from gradrule.errors import InvalidDerivativeError
+from gradrule.v1 import evaluate_pb2, program_pb2
 
 R = TypeVar("R")
+M = TypeVar("M", bound=Message)
 
 UnconnectedGradients: TypeAlias = Literal["none", "zero"]
 NoGradient: TypeAlias = Literal["error", "default", "pass", "zero"]
@@ -29,8 +29,8 @@ RuleKind: TypeAlias = Literal["user", "builtin", "op"]
 
 _PACKAGE = "gradrule.v1"
 EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"
-_KINDS = {"op": rule_pb2.RULE_KIND_OP, "builtin": rule_pb2.RULE_KIND_BUILTIN, "user": rule_pb2.RULE_KIND_USER}
-_PAGE_SIZE = 1000
+PAGE_SIZE = 1000
+"""Most rules or programs in one page of a list."""
 
 
 class Call(NamedTuple, Generic[R]):
@@ -64,82 +64,9 @@ def with_own_arrays(call: Call[R]) -> Call[R]:
     return call._replace(large=[(b"".join(parts),) for parts in call.large])
 
 
-def create_rule(
-    name: str,
-    expression: str | None,
-    graph: GraphLike | None,
-    params: Params | Iterable[str] | None,
-    gradient: Rule | None,
-    description: str,
-) -> Call[rule_infos.RuleInfo]:
-    """Returns the call of CreateRule."""
-    definition = Rule(expression, graph=graph, params=params, gradient=gradient).definition()
-    rule = rule_pb2.Rule(name=_full("rules", name), definition=definition, description=description)
-    return Call(
-        f"/{_PACKAGE}.RuleService/CreateRule",
-        rule_pb2.CreateRuleRequest(rule=rule),
-        rule_pb2.CreateRuleResponse.FromString,
-        lambda response: rule_infos.rule_info(response.rule),
-    )
-
-
-def get_rule(name: str) -> Call[rule_infos.RuleInfo]:
-    """Returns the call of GetRule."""
-    return Call(
-        f"/{_PACKAGE}.RuleService/GetRule",
-        rule_pb2.GetRuleRequest(name=name),
-        rule_pb2.GetRuleResponse.FromString,
-        lambda response: rule_infos.rule_info(response.rule),
-    )
-
-
-def list_rules(kind: str | None, token: str) -> Call[tuple[list[rule_infos.RuleInfo], str]]:
-    """Returns the call of ListRules: one page, and the token of the next."""
-    if kind is not None and kind not in _KINDS:
-        raise InvalidRuleError(f"a kind of rules is 'op', 'builtin' or 'user', not {kind!r}")
-    wanted = rule_pb2.RULE_KIND_UNSPECIFIED if kind is None else _KINDS[kind]
-    return Call(
-        f"/{_PACKAGE}.RuleService/ListRules",
-        rule_pb2.ListRulesRequest(kind=wanted, page_size=_PAGE_SIZE, page_token=token),
-        rule_pb2.ListRulesResponse.FromString,
-        lambda response: ([rule_infos.rule_info(rule) for rule in response.rules], response.next_page_token),
-    )
-
-
-def delete_rule(name: str) -> Call[None]:
-    """Returns the call of DeleteRule."""
-    return Call(
-        f"/{_PACKAGE}.RuleService/DeleteRule",
-        rule_pb2.DeleteRuleRequest(name=name),
-        rule_pb2.DeleteRuleResponse.FromString,
-        lambda _: None,
-    )
-
-
-def list_presets() -> Call[list[rule_infos.PresetInfo]]:
-    """Returns the call of ListPresets."""
-    return Call(
-        f"/{_PACKAGE}.RuleService/ListPresets",
-        rule_pb2.ListPresetsRequest(),
-        rule_pb2.ListPresetsResponse.FromString,
-        lambda response: list(map(rule_infos.preset_info, response.presets)),
-    )
-
-
-def sample_rule(
-    rule: str | Rule,
-    values: Mapping[str, Any],
-    params: Params | None,
-    op_type: str | None,
-    attrs: Mapping[str, Any] | None,
-) -> Call[rule_infos.SampleResult]:
-    """Returns the call of SampleRule."""
-    return Call(
-        f"/{_PACKAGE}.RuleService/SampleRule",
-        sample_requests.sample_request(rule, values, params, op_type, attrs),
-        rule_pb2.SampleRuleResponse.FromString,
-        rule_infos.sample_result,
-    )
+def unary(method: str, request: Message, response: type[M], decode: Callable[[M], R]) -> Call[R]:
+    """Returns the call of `Service/Method`, whose request names no blobs and whose tensors are in the request."""
+    return Call(f"/{_PACKAGE}.{method}", request, response.FromString, decode)
 
 
 def evaluate(
@@ -223,46 +150,6 @@ def explain(
     )
 
 
-def get_program(name: str) -> Call[program_pb2.Program]:
-    """Returns the call of GetProgram."""
-    return Call(
-        f"/{_PACKAGE}.ProgramService/GetProgram",
-        program_pb2.GetProgramRequest(name=_full("programs", name)),
-        program_pb2.GetProgramResponse.FromString,
-        lambda response: response.program,
-    )
-
-
-def list_programs(token: str) -> Call[tuple[list[program_pb2.Program], str]]:
-    """Returns the call of ListPrograms: one page, and the token of the next."""
-    return Call(
-        f"/{_PACKAGE}.ProgramService/ListPrograms",
-        program_pb2.ListProgramsRequest(page_size=_PAGE_SIZE, page_token=token),
-        program_pb2.ListProgramsResponse.FromString,
-        lambda response: (list(response.programs), response.next_page_token),
-    )
-
-
-def delete_program(name: str) -> Call[None]:
-    """Returns the call of DeleteProgram."""
-    return Call(
-        f"/{_PACKAGE}.ProgramService/DeleteProgram",
-        program_pb2.DeleteProgramRequest(name=_full("programs", name)),
-        program_pb2.DeleteProgramResponse.FromString,
-        lambda _: None,
-    )
-
-
-def server_status() -> Call[status_report.ServerStatus]:
-    """Returns the call of GetServerStatus."""
-    return Call(
-        f"/{_PACKAGE}.AdminService/GetServerStatus",
-        admin_pb2.GetServerStatusRequest(),
-        admin_pb2.GetServerStatusResponse.FromString,
-        lambda response: status_report.server_status(response.status),
-    )
-
-
 def upload(value: Any) -> blob_values.Upload:
     """Returns the upload of a graph, bytes, an array or a `gr.Blob`."""
     if isinstance(value, blob_values.Blob):
@@ -287,5 +174,6 @@ def evaluate_call(
     return Call(EVALUATE, request, answer, decode, blobs, large=large)
 
 
-def _full(collection: str, name: str) -> str:
+def full_name(collection: str, name: str) -> str:
+    """Returns `collection/name` for a name with or without its collection."""
     return name if name.startswith(f"{collection}/") else f"{collection}/{name}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gradrule._builder.notebook_text import html_table, names_text, short_repr
 from gradrule._builder.tensor_specs import TensorSpec
 from gradrule._results.call_results import Resolution, resolutions, resolutions_table, specs
-from gradrule.errors import Detail, of_reason
+from gradrule.errors import Detail, of_reason, reason_name
 from gradrule.v1 import program_pb2
 
 
@@ -81,7 +81,7 @@ def explanation(
     return Explanation(
         overrides=resolutions(program.overrides),
         default_gradient_nodes=list(program.default_gradient_nodes),
-        findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
+        findings=[Detail(reason_name(item.reason), item.message, item.node, item.field) for item in response.findings],
         inputs=specs(program.inputs, aliases),
         outputs=specs(program.outputs, aliases),
         ys=specs(program.ys, aliases),

@@ -306,7 +306,7 @@ class PresetChoice(google.protobuf.message.Message):
 global___PresetChoice = PresetChoice
 
 @typing.final
-class Override(google.protobuf.message.Message):
+class GradientOverride(google.protobuf.message.Message):
     """A selector with the rule that its nodes get.
 
     An override list is ordered: the first override that matches a node decides.
@@ -382,7 +382,7 @@ class Override(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "order", b"order", "params", b"params", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["choice", b"choice"]) -> typing.Literal["rule", "definition", "preset"] | None: ...
 
-global___Override = Override
+global___GradientOverride = GradientOverride
 
 @typing.final
 class Resolution(google.protobuf.message.Message):

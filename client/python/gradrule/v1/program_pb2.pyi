@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import gradrule.v1.errors_pb2
 import gradrule.v1.override_pb2
 import gradrule.v1.rule_pb2
 import gradrule.v1.tensor_pb2
@@ -339,7 +340,7 @@ class ProgramSpec(google.protobuf.message.Message):
         """The graph. Required."""
 
     @property
-    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.Override]:
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.GradientOverride]:
         """Overrides, ordered: the first match decides. Nodes that carry `_gradient_op_type` come after them."""
 
     @property
@@ -387,7 +388,7 @@ class ProgramSpec(google.protobuf.message.Message):
         self,
         *,
         graph: gradrule.v1.rule_pb2.GraphSource | None = ...,
-        overrides: collections.abc.Iterable[gradrule.v1.override_pb2.Override] | None = ...,
+        overrides: collections.abc.Iterable[gradrule.v1.override_pb2.GradientOverride] | None = ...,
         fetches: collections.abc.Iterable[builtins.str] | None = ...,
         vjp: global___Vjp | None = ...,
         jvp: global___Jvp | None = ...,
@@ -559,8 +560,8 @@ class Finding(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     FIELD_FIELD_NUMBER: builtins.int
-    reason: builtins.str
-    """Reason, as a value of ErrorReason without its prefix."""
+    reason: gradrule.v1.errors_pb2.ErrorReason.ValueType
+    """Why the program would be refused."""
     message: builtins.str
     """What is wrong, where, and what would be right."""
     node: builtins.str
@@ -570,7 +571,7 @@ class Finding(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        reason: builtins.str = ...,
+        reason: gradrule.v1.errors_pb2.ErrorReason.ValueType = ...,
         message: builtins.str = ...,
         node: builtins.str = ...,
         field: builtins.str = ...,

@@ -38,7 +38,7 @@ class StartSession(google.protobuf.message.Message):
         """
 
     @property
-    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.Override]:
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.GradientOverride]:
         """Overrides, as in ProgramSpec; they hold wherever something is differentiated."""
 
     @property
@@ -49,7 +49,7 @@ class StartSession(google.protobuf.message.Message):
         self,
         *,
         graph: gradrule.v1.rule_pb2.GraphSource | None = ...,
-        overrides: collections.abc.Iterable[gradrule.v1.override_pb2.Override] | None = ...,
+        overrides: collections.abc.Iterable[gradrule.v1.override_pb2.GradientOverride] | None = ...,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
     ) -> None: ...

@@ -1,7 +1,7 @@
-"""The rules of the catalogue that are code: they need weights, a transposed op, a sort or a forward of their own.
+"""Implements the rules of the catalogue that are code.
 
-Each takes a target, dense upstream gradients and params (float64), and gives one gradient, or None, per input. A rule
-refuses an op that it is not for with RULE_NOT_APPLICABLE while the program is built.
+Each rule takes a target, dense upstream gradients and params (float64), and returns one gradient, or None, per input.
+It raises RULE_NOT_APPLICABLE for an op that it does not support, while the program is built.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ CODE_RULES: Mapping[str, CodeRuleFunction] = MappingProxyType(
         "eigh_lorentzian": eigh_lorentzian,
     }
 )
-"""By the rule's name in the catalogue."""
+"""Rules by their name in the catalogue."""
 
 __all__ = ["CODE_RULES"]

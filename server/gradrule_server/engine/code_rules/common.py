@@ -19,15 +19,15 @@ OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
 
 @dataclass(frozen=True, eq=False)
 class RuleTarget:
-    """An op or a subgraph, as a rule sees it.
+    """The op or subgraph to which a rule is applied.
 
-    `node`: its name for people. `what`: its op type, or those of a chain joined by `+`.
+    `node`: its name, for messages. `what`: its op type, or the op types of a chain joined by `+`.
     `inputs`, `outputs`: as tensors of the graph in which gradients are built.
-    `find_ops`: finds the forward ops, producers before consumers, of which there may be very many.
+    `find_ops`: finds the forward ops, producers before consumers. There may be thousands.
     `own`: the gradients of the inputs that TensorFlow gives for upstream gradients of the outputs.
-    `reference`: a tensor of the forward graph as it is where all xs are a baseline (a number or a tensor that
-    broadcasts to them); RULE_NOT_APPLICABLE inside loops and branches.
-    `salt`: a number made of the name, so that random rules differ from node to node.
+    `reference`: finds the value of a tensor of the forward graph when all xs are a baseline (a number or a tensor that
+    broadcasts to them). Raises RULE_NOT_APPLICABLE inside loops and branches.
+    `salt`: a number derived from the name, so that random rules draw different numbers for each node.
     `op`: the op itself; None for a subgraph.
     """
 
@@ -48,7 +48,7 @@ class RuleTarget:
 
 
 def salt_for(node: str) -> int:
-    """The same number for the same name, in every process."""
+    """Returns a number for a node's name, the same in every process."""
     return int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "little", signed=True)
 
 
@@ -63,7 +63,7 @@ _HALF_TYPES = (tf.float16, tf.bfloat16)
 
 
 def not_applicable(target: RuleTarget, rule: str, meant_for: str) -> GradruleError:
-    """The refusal of a target: `meant_for` says what the rule is for."""
+    """Returns the error that refuses a target. `meant_for`: the ops that the rule supports."""
     return error(
         errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
         f"rule {rule!r} cannot be used on node {target.node!r} ({target.what}): it is for {meant_for}",
@@ -72,7 +72,7 @@ def not_applicable(target: RuleTarget, rule: str, meant_for: str) -> GradruleErr
 
 
 def require_elementwise(target: RuleTarget, rule: str) -> None:
-    """Refuses a target that has not one input and one output of compatible shapes."""
+    """Raises RULE_NOT_APPLICABLE unless a target has one input and one output of compatible shapes."""
     if (
         len(target.inputs) != 1
         or len(target.outputs) != 1
@@ -82,10 +82,10 @@ def require_elementwise(target: RuleTarget, rule: str) -> None:
 
 
 def wide(dtype: tf.DType) -> tf.DType:
-    """float32 for the 16-bit types, whose quotients and squares overflow or round to nothing; else the type itself."""
+    """Returns the type to calculate in: float32 for 16-bit types, whose quotients and squares overflow or underflow."""
     return tf.float32 if dtype in _HALF_TYPES else dtype
 
 
 def dense(gradient: Gradient) -> tf.Tensor | None:
-    """An op's own gradient without slices."""
+    """Returns a gradient as a dense tensor."""
     return None if gradient is None else tf.convert_to_tensor(gradient)

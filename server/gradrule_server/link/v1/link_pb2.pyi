@@ -2178,7 +2178,7 @@ class RawProgramSpec(google.protobuf.message.Message):
     """As there."""
     @property
     def overrides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Each an Override."""
+        """Each a GradientOverride."""
 
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -2240,7 +2240,7 @@ class RawStartSession(google.protobuf.message.Message):
     """As there."""
     @property
     def overrides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Each an Override."""
+        """Each a GradientOverride."""
 
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:

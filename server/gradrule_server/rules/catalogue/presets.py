@@ -36,7 +36,7 @@ class Preset:
     name: str
     description: str
     reference: str
-    overrides: tuple[override_pb2.Override, ...]
+    overrides: tuple[override_pb2.GradientOverride, ...]
     aliases: tuple[str, ...] = ()
 
     @cached_property
@@ -85,21 +85,21 @@ class Presets:
         return preset
 
 
-def _entry(selector: override_pb2.Selector, rule: str, **params: float) -> override_pb2.Override:
+def _entry(selector: override_pb2.Selector, rule: str, **params: float) -> override_pb2.GradientOverride:
     values = {name: write_param_value(value) for name, value in params.items()}
-    return override_pb2.Override(selector=selector, rule=BUILTIN_PREFIX + rule, params=values, optional=True)
+    return override_pb2.GradientOverride(selector=selector, rule=BUILTIN_PREFIX + rule, params=values, optional=True)
 
 
-def _ops(op_type: str, rule: str, **params: float) -> override_pb2.Override:
+def _ops(op_type: str, rule: str, **params: float) -> override_pb2.GradientOverride:
     return _entry(override_pb2.Selector(op_type=op_type), rule, **params)
 
 
-def _layers(group: str, rule: str, **params: float) -> tuple[override_pb2.Override, ...]:
+def _layers(group: str, rule: str, **params: float) -> tuple[override_pb2.GradientOverride, ...]:
     """Returns overrides for layers with a bias, as pairs of op and addition, and for layers without a bias."""
     return (_entry(override_pb2.Selector(pattern=[group, "@bias"]), rule, **params), _ops(group, rule, **params))
 
 
-def _first(group: str, rule: str, **params: float) -> override_pb2.Override:
+def _first(group: str, rule: str, **params: float) -> override_pb2.GradientOverride:
     """Returns an override for the first layers. Only for rules that ignore the bias: a pair could be a later layer."""
     position = override_pb2.Position(nearest=override_pb2.POSITION_NEAREST_XS)
     return _entry(override_pb2.Selector(op_type=group, position=position), rule, **params)
@@ -110,7 +110,7 @@ _SUMS = (_ops("@sum", "lrp_norm", eps=_EPS), _ops("@pool", "lrp_norm", eps=_EPS)
 # Must follow the overrides for layers, because the addition of a bias may be an op of @sum.
 _BASE = (
     # Softmax is an @activation, but keeps its own gradient in zennit.
-    override_pb2.Override(selector=override_pb2.Selector(op_type="Softmax"), rule=OWN_GRADIENT, optional=True),
+    override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Softmax"), rule=OWN_GRADIENT, optional=True),
     _ops("@activation", "lrp_pass"),
     *_SUMS,
     *(_ops(op_type, "lrp_pass") for op_type in ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")),

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
 from gradrule._messages import blob_uploads, rpc_calls
 from gradrule._messages.error_status import error_of, waiting_error
 from gradrule._messages.transfer_options import PLAIN, Transfer
-from gradrule._results.status_report import ServerStatus
+from gradrule._results.status_report import ServerStatus, server_status
 from gradrule._rpc import channels, deadlines
 from gradrule._rpc.async_client.sending import AsyncCallSender
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, sleep
 from gradrule._rpc.call_routes import Routes
 from gradrule._rpc.shared_memory import SharedMemory
 from gradrule.errors import EngineUnavailableError, GradruleError, UnavailableError
+from gradrule.v1 import admin_pb2
 
 R = TypeVar("R")
+M = TypeVar("M", bound=Message)
 
 _HEALTH_CHECK_S = 0.1
 
@@ -91,7 +94,13 @@ class AsyncClientBase:
         Raises:
             PermissionDeniedError: The caller may not see it.
         """
-        return await self._run(rpc_calls.server_status(), timeout)
+        return await self._unary(
+            "AdminService/GetServerStatus",
+            admin_pb2.GetServerStatusRequest(),
+            admin_pb2.GetServerStatusResponse,
+            lambda response: server_status(response.status),
+            timeout,
+        )
 
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Waits until an engine is ready.
@@ -138,6 +147,20 @@ class AsyncClientBase:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.target!r}>"
+
+    async def _unary(
+        self, method: str, request: Message, response: type[M], decode: Callable[[M], R], timeout: float | None
+    ) -> R:
+        """Calls a method of a service and returns its decoded response.
+
+        Args:
+            method: `Service/Method`, without the package.
+            request: The request.
+            response: The class of the response.
+            decode: Makes the result from the response.
+            timeout: Seconds; None: the client's.
+        """
+        return await self._run(rpc_calls.unary(method, request, response, decode), timeout)
 
     async def _run(self, call: rpc_calls.Call[R], timeout: float | None) -> R:
         """Sends a call, and what the server turns out to lack for it. Raises what the call failed with."""

@@ -17,6 +17,7 @@ from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
 from gradrule._rpc.async_pipeline import AsyncPipeline, ManyFeeds, iterate
 from gradrule.errors import InvalidParamError
+from gradrule.v1 import program_pb2
 
 
 class AsyncProgramMethods(AsyncClientBase):
@@ -97,7 +98,14 @@ class AsyncProgramMethods(AsyncClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        return AsyncProgram(self, await self._run(rpc_calls.get_program(name), timeout))
+        message = await self._unary(
+            "ProgramService/GetProgram",
+            program_pb2.GetProgramRequest(name=rpc_calls.full_name("programs", name)),
+            program_pb2.GetProgramResponse,
+            lambda response: response.program,
+            timeout,
+        )
+        return AsyncProgram(self, message)
 
     async def list_programs(self, *, timeout: float | None = None) -> list[AsyncProgram]:
         """Lists all programs, without their `overrides` and `default_gradient_nodes`, which `program` returns.
@@ -105,11 +113,19 @@ class AsyncProgramMethods(AsyncClientBase):
         Args:
             timeout: Seconds for each page; default: that of `connect`.
         """
-        messages, token = await self._run(rpc_calls.list_programs(""), timeout)
-        while token:
-            more, token = await self._run(rpc_calls.list_programs(token), timeout)
-            messages += more
-        return [AsyncProgram(self, message) for message in messages]
+        request = program_pb2.ListProgramsRequest(page_size=rpc_calls.PAGE_SIZE)
+        programs: list[AsyncProgram] = []
+        while True:
+            messages, request.page_token = await self._unary(
+                "ProgramService/ListPrograms",
+                request,
+                program_pb2.ListProgramsResponse,
+                lambda response: (response.programs, response.next_page_token),
+                timeout,
+            )
+            programs += [AsyncProgram(self, message) for message in messages]
+            if not request.page_token:
+                return programs
 
     async def delete_program(self, name: str, *, timeout: float | None = None) -> None:
         """Deletes a program.
@@ -121,7 +137,10 @@ class AsyncProgramMethods(AsyncClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        await self._run(rpc_calls.delete_program(name), timeout)
+        request = program_pb2.DeleteProgramRequest(name=rpc_calls.full_name("programs", name))
+        await self._unary(
+            "ProgramService/DeleteProgram", request, program_pb2.DeleteProgramResponse, lambda _: None, timeout
+        )
 
 
 class AsyncProgram(ProgramBase):
@@ -329,4 +348,7 @@ class AsyncProgram(ProgramBase):
         Raises:
             ProgramNotFoundError: It was deleted before.
         """
-        await self._client._run(rpc_calls.delete_program(self.name), timeout)
+        request = program_pb2.DeleteProgramRequest(name=self.name)
+        await self._client._unary(
+            "ProgramService/DeleteProgram", request, program_pb2.DeleteProgramResponse, lambda _: None, timeout
+        )

@@ -18,6 +18,7 @@ from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_pipeline import ManyFeeds, Pipeline, iterate
 from gradrule.errors import InvalidParamError
+from gradrule.v1 import program_pb2
 
 
 class ProgramMethods(ClientBase):
@@ -98,7 +99,14 @@ class ProgramMethods(ClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        return Program(self, self._run(rpc_calls.get_program(name), timeout))
+        message = self._unary(
+            "ProgramService/GetProgram",
+            program_pb2.GetProgramRequest(name=rpc_calls.full_name("programs", name)),
+            program_pb2.GetProgramResponse,
+            lambda response: response.program,
+            timeout,
+        )
+        return Program(self, message)
 
     def list_programs(self, *, timeout: float | None = None) -> list[Program]:
         """Lists all programs, without their `overrides` and `default_gradient_nodes`, which `program` returns.
@@ -106,11 +114,19 @@ class ProgramMethods(ClientBase):
         Args:
             timeout: Seconds for each page; default: that of `connect`.
         """
-        messages, token = self._run(rpc_calls.list_programs(""), timeout)
-        while token:
-            more, token = self._run(rpc_calls.list_programs(token), timeout)
-            messages += more
-        return [Program(self, message) for message in messages]
+        request = program_pb2.ListProgramsRequest(page_size=rpc_calls.PAGE_SIZE)
+        programs: list[Program] = []
+        while True:
+            messages, request.page_token = self._unary(
+                "ProgramService/ListPrograms",
+                request,
+                program_pb2.ListProgramsResponse,
+                lambda response: (response.programs, response.next_page_token),
+                timeout,
+            )
+            programs += [Program(self, message) for message in messages]
+            if not request.page_token:
+                return programs
 
     def delete_program(self, name: str, *, timeout: float | None = None) -> None:
         """Deletes a program.
@@ -122,7 +138,8 @@ class ProgramMethods(ClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        self._run(rpc_calls.delete_program(name), timeout)
+        request = program_pb2.DeleteProgramRequest(name=rpc_calls.full_name("programs", name))
+        self._unary("ProgramService/DeleteProgram", request, program_pb2.DeleteProgramResponse, lambda _: None, timeout)
 
 
 class Program(ProgramBase):
@@ -330,4 +347,7 @@ class Program(ProgramBase):
         Raises:
             ProgramNotFoundError: It was deleted before.
         """
-        self._client._run(rpc_calls.delete_program(self.name), timeout)
+        request = program_pb2.DeleteProgramRequest(name=self.name)
+        self._client._unary(
+            "ProgramService/DeleteProgram", request, program_pb2.DeleteProgramResponse, lambda _: None, timeout
+        )

@@ -9,8 +9,13 @@ from typing import Any
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.rules import Params, Rule
 from gradrule._messages import rpc_calls
+from gradrule._messages.sample_requests import sample_request
 from gradrule._results import rule_infos
 from gradrule._rpc.sync_client.base import ClientBase
+from gradrule.errors import InvalidRuleError
+from gradrule.v1 import rule_pb2
+
+_KINDS = {"op": rule_pb2.RULE_KIND_OP, "builtin": rule_pb2.RULE_KIND_BUILTIN, "user": rule_pb2.RULE_KIND_USER}
 
 
 class RuleMethods(ClientBase):
@@ -46,7 +51,15 @@ class RuleMethods(ClientBase):
             InvalidRuleError: The rule is not valid.
             RuleExistsError: The name belongs to a rule with other content.
         """
-        return self._run(rpc_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
+        definition = Rule(expression, graph=graph, params=params, gradient=gradient).definition()
+        rule = rule_pb2.Rule(name=rpc_calls.full_name("rules", name), definition=definition, description=description)
+        return self._unary(
+            "RuleService/CreateRule",
+            rule_pb2.CreateRuleRequest(rule=rule),
+            rule_pb2.CreateRuleResponse,
+            lambda response: rule_infos.rule_info(response.rule),
+            timeout,
+        )
 
     def get_rule(self, name: str, *, timeout: float | None = None) -> rule_infos.RuleInfo:
         """Returns the rule with a name.
@@ -58,7 +71,13 @@ class RuleMethods(ClientBase):
         Raises:
             UnknownRuleError: There is no rule with this name.
         """
-        return self._run(rpc_calls.get_rule(name), timeout)
+        return self._unary(
+            "RuleService/GetRule",
+            rule_pb2.GetRuleRequest(name=name),
+            rule_pb2.GetRuleResponse,
+            lambda response: rule_infos.rule_info(response.rule),
+            timeout,
+        )
 
     def list_rules(
         self, kind: rpc_calls.RuleKind | None = None, *, timeout: float | None = None
@@ -72,11 +91,23 @@ class RuleMethods(ClientBase):
         Raises:
             InvalidRuleError: There is no such kind.
         """
-        rules, token = self._run(rpc_calls.list_rules(kind, ""), timeout)
-        while token:
-            more, token = self._run(rpc_calls.list_rules(kind, token), timeout)
-            rules += more
-        return rules
+        if kind is not None and kind not in _KINDS:
+            raise InvalidRuleError(f"a kind of rules is 'op', 'builtin' or 'user', not {kind!r}")
+        request = rule_pb2.ListRulesRequest(page_size=rpc_calls.PAGE_SIZE)
+        if kind is not None:
+            request.kind = _KINDS[kind]
+        rules: list[rule_infos.RuleInfo] = []
+        while True:
+            page, request.page_token = self._unary(
+                "RuleService/ListRules",
+                request,
+                rule_pb2.ListRulesResponse,
+                lambda response: ([rule_infos.rule_info(rule) for rule in response.rules], response.next_page_token),
+                timeout,
+            )
+            rules += page
+            if not request.page_token:
+                return rules
 
     def delete_rule(self, name: str, *, timeout: float | None = None) -> None:
         """Deletes a user's rule. Programs that were compiled with it keep it.
@@ -89,7 +120,8 @@ class RuleMethods(ClientBase):
             UnknownRuleError: There is no rule with this name.
             RuleReadOnlyError: It is a builtin rule or an op's.
         """
-        self._run(rpc_calls.delete_rule(name), timeout)
+        request = rule_pb2.DeleteRuleRequest(name=name)
+        self._unary("RuleService/DeleteRule", request, rule_pb2.DeleteRuleResponse, lambda _: None, timeout)
 
     def list_presets(self, *, timeout: float | None = None) -> list[rule_infos.PresetInfo]:
         """Lists presets: named lists of overrides, for `gr.Preset`.
@@ -97,7 +129,13 @@ class RuleMethods(ClientBase):
         Args:
             timeout: Seconds; default: that of `connect`.
         """
-        return self._run(rpc_calls.list_presets(), timeout)
+        return self._unary(
+            "RuleService/ListPresets",
+            rule_pb2.ListPresetsRequest(),
+            rule_pb2.ListPresetsResponse,
+            lambda response: list(map(rule_infos.preset_info, response.presets)),
+            timeout,
+        )
 
     def sample_rule(
         self,
@@ -135,4 +173,7 @@ class RuleMethods(ClientBase):
             InvalidTensorError: A value is no array of numbers.
         """
         values = {"x": x, "y": y, "dy": dy, **more}
-        return self._run(rpc_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
+        request = sample_request(rule, values, params, op_type, attrs)
+        return self._unary(
+            "RuleService/SampleRule", request, rule_pb2.SampleRuleResponse, rule_infos.sample_result, timeout
+        )

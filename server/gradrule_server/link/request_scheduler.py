@@ -1,0 +1,186 @@
+"""Decides when each request to an engine is sent, and which requests are sent together.
+
+Requests wait here and not in the engine: the engine is never sent more requests than it has threads. So every request
+that was sent runs, and a request that was not sent can be dropped without telling the engine.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from gradrule_server.link.arena import LEAST_PLACED_BYTES, ArenaTransfers
+from gradrule_server.link.batching import Batch, Batches, pack_batch
+from gradrule_server.link.engine_request import EngineRequest
+from gradrule_server.link.framing import Kind, pack_place
+
+
+class RequestScheduler(abc.ABC):
+    """Holds the requests to one engine that wait or run. `Connection` sends them.
+
+    Args:
+        loop: The loop on which everything happens.
+        threads: How many requests the engine runs at a time.
+        batches: Decides which requests run together.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, threads: int, batches: Batches) -> None:
+        self.loop = loop
+        self.threads = threads
+        self._batches = batches
+        # Threads that are taken by requests or batches.
+        self._busy = 0
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, EngineRequest] = {}
+        self._running: dict[int, EngineRequest] = {}
+        self._sent_batches: dict[int, Batch] = {}
+        self._hold_timer: asyncio.TimerHandle | None = None
+        self._transfers: ArenaTransfers | None = None
+        self._compiling = False
+        self.compiling_since = 0.0
+        """Loop time when the last compilation started."""
+
+    @abc.abstractmethod
+    def _write(self, kind: Kind, request_id: int, payload: Sequence[bytes], size: int) -> None:
+        """Sends a frame. size: of the payload, bytes."""
+
+    @abc.abstractmethod
+    def _write_one(self, kind: Kind, request_id: int, payload: bytes) -> None:
+        """Sends a frame whose payload is one part."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request would start at once."""
+        return len(self._running) + len(self._waiting) < self.threads
+
+    @property
+    def running(self) -> int:
+        """The number of requests that were sent and not answered."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a thread."""
+        return len(self._waiting)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a program is being compiled."""
+        return self._compiling
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a request runs for which no caller waits any more."""
+        return any(request.is_given_up for request in self._running.values())
+
+    def is_waiting(self, request: EngineRequest) -> bool:
+        """Returns whether a request has not been sent yet."""
+        return request.id in self._waiting
+
+    def drop(self, request: EngineRequest) -> bool:
+        """Drops a request that still waits. Returns False if it was sent already."""
+        if self._waiting.pop(request.id, None) is None:
+            return False
+        self._batches.remove(request)
+        request.answer.cancel()
+        request.end()
+        return True
+
+    def _can_start(self, request: EngineRequest) -> bool:
+        # An engine compiles one program at a time; other compilations would only block its threads.
+        if self._busy >= self.threads or (request.kind is Kind.COMPILE and self._compiling):
+            return False
+        held_until = self._batches.held_until(request)
+        return not held_until or self.loop.time() >= held_until
+
+    def _set_hold_timer(self) -> None:
+        """Starts held requests in time: those that wait for others although a thread is free."""
+        if self._hold_timer is not None or self._busy >= self.threads:
+            return
+        due = min(filter(None, map(self._batches.held_until, self._waiting.values())), default=None)
+        if due is not None:
+            self._hold_timer = self.loop.call_at(due, self._start_held)
+
+    def _start_held(self) -> None:
+        self._hold_timer = None
+        self._start_waiting()
+
+    def _start(self, request: EngineRequest) -> None:
+        """Sends a request, together with others that wait and may run with it."""
+        batches = self._batches
+        others = batches.companions(request) if self._waiting else ()
+        self._busy += 1
+        batches.started(request, 1 + len(others))
+        if others:
+            self._start_together([request, *others])
+            return
+        self._running[request.id] = request
+        request.started_at = self.loop.time()
+        if request.kind is Kind.COMPILE:
+            self._compiling = True
+            self.compiling_since = request.started_at
+        size = sum(map(len, request.payload))
+        if size >= LEAST_PLACED_BYTES and self._transfers is not None:
+            request.chunk = self._transfers.place(request.payload)
+        if request.chunk is None:
+            self._write(request.kind, request.id, request.payload, size)
+        else:
+            self._write_one(Kind.PLACED, request.id, pack_place(request.kind, request.chunk))
+        request.payload = ()
+
+    def _start_together(self, requests: list[EngineRequest]) -> None:
+        """Sends requests in one frame."""
+        number, now = next(self._ids), self.loop.time()
+        batch = self._sent_batches[number] = Batch(requests)
+        parts = pack_batch(self._batches.most, [(request.id, request.payload) for request in requests])
+        for request in requests:
+            if self._waiting.pop(request.id, None) is not None:
+                self._batches.remove(request)
+            self._running[request.id] = request
+            request.started_at, request.batch, request.payload = now, batch, ()
+        size = sum(map(len, parts))
+        if size >= LEAST_PLACED_BYTES and self._transfers is not None:
+            batch.chunk = self._transfers.place(parts)
+        if batch.chunk is None:
+            self._write(Kind.RUN_BATCH, number, parts, size)
+        else:
+            self._write_one(Kind.PLACED, number, pack_place(Kind.RUN_BATCH, batch.chunk))
+
+    def _end_batch(self, number: int) -> None:
+        """Frees the thread of a batch that the engine is done with."""
+        batch = self._sent_batches.pop(number, None)
+        if batch is None:
+            return
+        if batch.chunk is not None and self._transfers is not None:
+            self._transfers.release(batch.chunk)
+        self._busy -= 1
+        self._batches.ended(batch.requests[0], len(batch.requests))
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._busy < self.threads:
+            request = next((request for request in self._waiting.values() if self._can_start(request)), None)
+            if request is None:
+                break
+            del self._waiting[request.id]
+            self._batches.remove(request)
+            self._start(request)
+        self._set_hold_timer()
+
+    def _end_request(self, request: EngineRequest, *, is_fault: bool) -> None:
+        """Frees what an answered request held, and starts the next one."""
+        if request.chunk is not None and self._transfers is not None:
+            self._transfers.release(request.chunk)
+        del self._running[request.id]
+        request.end()
+        if request.batch is None:
+            self._busy -= 1
+            self._batches.ended(request, 1)
+        if request.recorder is not None and request.started_at is not None and not is_fault:
+            request.recorder.record_completion(self.loop.time() - request.started_at)
+        if request.kind is Kind.COMPILE:
+            self._compiling = False
+        if self._waiting and request.batch is None:
+            self._start_waiting()
