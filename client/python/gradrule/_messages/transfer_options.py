@@ -1,4 +1,4 @@
-"""Defines how tensors are compressed between a client and its server."""
+"""Options for how tensors are transferred between a client and its server."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _COMPRESSIONS = (None, "gzip", "zstd")
 _WIRE_DTYPES = (None, "bfloat16")
 
 ANSWER_COMPRESSION = ("gradrule-answer-compression", "gzip")
-"""Metadata by which a client asks for answers compressed by gRPC."""
+"""Metadata that asks the server to compress answers by gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Chooses how tensors are sent, for all calls of a client (`connect`) or for one call. Default: unchanged.
+    """How tensors are transferred, for all calls of a client (`connect`) or for one call. The default: as they are.
 
-    Attributes:
-        compression: `"zstd"` compresses tensors of at least 1 KiB, in both directions, if that makes them smaller; it
-            needs `gradrule[zstd]`. `"gzip"` compresses all requests, and answers of up to 256 KiB, by gRPC; it holds
-            for a whole connection, so only `connect` takes it. It needs ten times the processor time of zstd.
-        wire_dtype: `"bfloat16"` sends float32 tensors as bfloat16 in both directions, rounded to nearest, ties to even:
-            half the bytes, a relative error of at most 2**-8, and values beyond 3.39e38 become infinite. The program
-            computes in float32. Other element types do not change.
-        keep_wire_dtype: Returns float32 results that were sent as bfloat16 as bfloat16 arrays.
+    Args:
+        compression: `"zstd"` compresses tensors of 1 KiB or more, in both directions, if that makes them smaller. It
+            needs the extra `gradrule[zstd]`. `"gzip"` lets gRPC compress all requests, and answers of up to 256 KiB,
+            of a connection, so only `connect` takes it; it needs ten times the processor time.
+        wire_dtype: `"bfloat16"` sends float32 tensors as bfloat16, in both directions, rounded to nearest, ties to
+            even. That keeps 8 of 24 bits of precision (a relative error of at most 2**-8; values beyond 3.39e38 become
+            infinite) and halves the bytes. The program computes in float32. Other dtypes are sent as they are.
+        keep_wire_dtype: Return float32 results that were sent as bfloat16 as bfloat16 arrays, not as float32.
 
     Raises:
-        InvalidParamError: A value is unknown.
-        UnsupportedError: The package for zstd is not installed.
+        InvalidParamError: There is no such compression or dtype.
+        UnsupportedError: The package for zstd is missing.
     """
 
     compression: Literal["gzip", "zstd"] | None = None
     wire_dtype: Literal["bfloat16"] | None = None
     keep_wire_dtype: bool = False
     packing: Packing | None = field(init=False, repr=False, compare=False)
-    """Packing of single tensors; None: they are not packed."""
+    """How each tensor is packed; None: not at all."""
 
     def __post_init__(self) -> None:
         if self.compression not in _COMPRESSIONS:
@@ -68,7 +68,7 @@ class Transfer:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call of the connection."""
+        """Metadata of every call."""
         return (ANSWER_COMPRESSION,) if self.compression == "gzip" else ()
 
     @property
@@ -79,7 +79,7 @@ class Transfer:
         return grpc.Compression.Gzip if self.compression == "gzip" else None
 
     def of_call(self) -> Transfer:
-        """Returns these options for one call. Raises `InvalidParamError` for gzip, which needs a connection."""
+        """Returns the options if one call can have them. Raises `InvalidParamError` for gzip."""
         if self.compression == "gzip":
             raise InvalidParamError(
                 "gzip compresses a whole connection: give it to connect; one call can have compression='zstd'"
@@ -87,7 +87,7 @@ class Transfer:
         return self
 
     def applied(self, call: Call[R]) -> Call[R]:
-        """Returns the call with packed tensors and a request for a packed answer.
+        """Returns the call with its tensors packed, and with a request for a packed answer.
 
         Args:
             call: A call whose request is an `EvaluateRequest` or `PullBackRequest` that holds all its tensors.
@@ -145,4 +145,4 @@ class Transfer:
 
 
 PLAIN = Transfer()
-"""Sends tensors unchanged."""
+"""Tensors are sent as they are."""

@@ -1,4 +1,4 @@
-"""Makes TLS credentials and checks that tokens are sent encrypted."""
+"""Credentials of a connection, and the check that a token is not sent without encryption."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ import grpc
 from gradrule.errors import InvalidParamError
 
 Pem: TypeAlias = "str | os.PathLike[str] | bytes"
-"""A file in PEM by its path, or its bytes."""
+"""Path of a PEM file, or its bytes."""
 
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:", "vsock:")
 _ADDRESS_SCHEMES = ("dns:", "ipv4:", "ipv6:", "passthrough:")
 
 
 def tls(root: Pem | None = None, *, certificate: Pem | None = None, key: Pem | None = None) -> grpc.ChannelCredentials:
-    """Makes TLS credentials for `connect(credentials=…)`.
+    """Returns credentials for `connect(credentials=…)`: TLS, with a client certificate if the server asks for one.
 
     Args:
-        root: Certificates of the authorities that may sign the server's certificate, as a path or the bytes of a PEM
-            file. Default: those of gRPC.
-        certificate: The client's certificate chain, if the server requires one, as a path or bytes.
-        key: The private key of `certificate`, as a path or bytes.
-
-    Returns:
-        The credentials.
+        root: Path or bytes of a PEM file with the certificates of the authorities to trust; default: gRPC's.
+        certificate: Path or bytes of a PEM file with the client's certificate chain.
+        key: Path or bytes of a PEM file with the client's private key.
 
     Raises:
         InvalidParamError: A file cannot be read, or only one of `certificate` and `key` is given.
@@ -39,25 +35,25 @@ def tls(root: Pem | None = None, *, certificate: Pem | None = None, key: Pem | N
 
 
 def check_token(target: str, token: str | None, *, is_encrypted: bool, insecure_token: bool) -> None:
-    """Raises `InvalidParamError` for a malformed token, and for one that would be sent unencrypted to another host."""
+    """Raises `InvalidParamError` if a token is not valid or would be sent to another machine unencrypted."""
     if token is None:
         return
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise InvalidParamError("the token is empty, or holds characters that no token has")
     if not is_encrypted and not insecure_token and not is_local(target):
         raise InvalidParamError(
-            f"the token would travel unencrypted to {target!r}: connect with credentials=gradrule.tls(), or say "
+            f"the token would be sent unencrypted to {target!r}: connect with credentials=gradrule.tls(), or say "
             "insecure_token=True where something else encrypts"
         )
 
 
 def is_local(target: str) -> bool:
-    """Returns whether a target's name always means this machine."""
+    """Whether the name of a target says that it is this machine."""
     if target.startswith(_LOCAL_SCHEMES):
         return True
     for scheme in _ADDRESS_SCHEMES:
         if target.startswith(scheme):
-            # `dns://authority/name` and `dns:name` name the same target.
+            # `dns://authority/name` and `dns:name` mean the same.
             target = target.removeprefix(scheme).rpartition("/")[2]
             break
     return all(_is_loopback(address) for address in target.split(","))

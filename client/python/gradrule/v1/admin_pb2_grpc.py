@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """For those who run the server. Callers that may not use it get PERMISSION_DENIED; it can be switched off.
+    """For operators of the server. Other callers get PERMISSION_DENIED. The operator can turn the service off.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """For those who run the server. Callers that may not use it get PERMISSION_DENIED; it can be switched off.
+    """For operators of the server. Other callers get PERMISSION_DENIED. The operator can turn the service off.
     """
 
     def GetServerStatus(self, request, context):
-        """How the server is doing at this moment.
+        """Returns the current state of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """For those who run the server. Callers that may not use it get PERMISSION_DENIED; it can be switched off.
+    """For operators of the server. Other callers get PERMISSION_DENIED. The operator can turn the service off.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class BlobServiceStub(object):
-    """Bytes by their hash. The server keeps a bounded number of bytes and lets those go that were used least recently; those of kept
-    programs stay.
+    """Stores bytes by their SHA-256. The total size is limited: the server deletes the least recently used blobs first, but never
+    blobs that a stored program uses.
     """
 
     def __init__(self, channel):
@@ -49,19 +49,20 @@ class BlobServiceStub(object):
 
 
 class BlobServiceServicer(object):
-    """Bytes by their hash. The server keeps a bounded number of bytes and lets those go that were used least recently; those of kept
-    programs stay.
+    """Stores bytes by their SHA-256. The total size is limited: the server deletes the least recently used blobs first, but never
+    blobs that a stored program uses.
     """
 
     def FindMissingBlobs(self, request, context):
-        """Which of some blobs the server does not have.
+        """Returns which of the given blobs the server does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UploadBlob(self, request_iterator, context):
-        """Uploads one blob in pieces, in order. Fails with BLOB_MISMATCH, QUOTA_EXCEEDED. Uploading what is there is no error.
+        """Uploads one blob as a sequence of parts, in order. Fails with BLOB_MISMATCH or QUOTA_EXCEEDED. Uploading a blob that the
+        server already has is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +90,8 @@ def add_BlobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BlobService(object):
-    """Bytes by their hash. The server keeps a bounded number of bytes and lets those go that were used least recently; those of kept
-    programs stay.
+    """Stores bytes by their SHA-256. The total size is limited: the server deletes the least recently used blobs first, but never
+    blobs that a stored program uses.
     """
 
     @staticmethod

@@ -3,13 +3,13 @@
 isort:skip_file
 Reasons of errors.
 
-Every error is a `google.rpc.Status` in the trailer `grpc-status-details-bin`. It carries one `google.rpc.ErrorInfo` with
-domain `gradrule` and, as its reason, a value of `ErrorReason` without its prefix (`UNKNOWN_RULE`); where they fit also
-`BadRequest` (one violation per finding), `RetryInfo` and `ResourceInfo`. Findings are cut at 4 KiB; the metadata key
-`findings_total` of the ErrorInfo then tells how many there were.
+Every error is a `google.rpc.Status` in the trailer `grpc-status-details-bin`. Its details are one `google.rpc.ErrorInfo`, whose
+domain is `gradrule` and whose reason is a value of `ErrorReason` without its prefix (for example `UNKNOWN_RULE`), and, depending on
+the error, `BadRequest` (one violation per finding), `RetryInfo` and `ResourceInfo`. Findings beyond 4 KiB are left out; the metadata
+key `findings_total` of the ErrorInfo then holds their number.
 
-Codes that gRPC itself makes carry no details; clients map them: DEADLINE_EXCEEDED, CANCELLED and UNAVAILABLE to the reason
-of the same name, RESOURCE_EXHAUSTED to MESSAGE_TOO_LARGE, UNIMPLEMENTED to UNSUPPORTED, all else to INTERNAL.
+Errors that gRPC itself raises have no details. Clients map their codes to reasons: DEADLINE_EXCEEDED, CANCELLED and UNAVAILABLE to
+the reason with the same name, RESOURCE_EXHAUSTED to MESSAGE_TOO_LARGE, UNIMPLEMENTED to UNSUPPORTED, all others to INTERNAL.
 """
 
 import builtins
@@ -34,261 +34,261 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """Never sent."""
     ERROR_REASON_MALFORMED_REQUEST: _ErrorReason.ValueType  # 1
-    """The bytes are not the message that the RPC takes, or a required field is missing [INVALID_ARGUMENT]."""
+    """The request is not a valid message of its type, or a required field is missing [INVALID_ARGUMENT]."""
     ERROR_REASON_INVALID_GRAPH: _ErrorReason.ValueType  # 2
-    """The bytes are not a graph, or TensorFlow refuses it: shapes that do not fit, for example [INVALID_ARGUMENT]."""
+    """The bytes are not a graph, or TensorFlow refuses the graph, for example because shapes do not match [INVALID_ARGUMENT]."""
     ERROR_REASON_DUPLICATE_NODE: _ErrorReason.ValueType  # 3
-    """Two nodes, or two functions, have one name [INVALID_ARGUMENT]."""
+    """Two nodes or two functions have the same name [INVALID_ARGUMENT]."""
     ERROR_REASON_DANGLING_INPUT: _ErrorReason.ValueType  # 4
-    """A node's input names a node or an output that is not there [INVALID_ARGUMENT]."""
+    """A node's input names a node or an output that does not exist [INVALID_ARGUMENT]."""
     ERROR_REASON_GRAPH_CYCLE: _ErrorReason.ValueType  # 5
-    """Nodes depend on themselves, or functions call themselves [INVALID_ARGUMENT]."""
+    """A node depends on itself, or a function calls itself [INVALID_ARGUMENT]."""
     ERROR_REASON_UNKNOWN_OP_TYPE: _ErrorReason.ValueType  # 6
-    """A node, or a selector, names an op type that is neither TensorFlow's nor a function of the graph [INVALID_ARGUMENT]."""
+    """A node or a selector names an op type that neither TensorFlow nor the graph defines [INVALID_ARGUMENT]."""
     ERROR_REASON_INVALID_ATTR: _ErrorReason.ValueType  # 7
-    """A node lacks an attribute that does not follow from its inputs, or one has the wrong type [INVALID_ARGUMENT]."""
+    """An attribute that cannot be inferred from the node's inputs is missing, or an attribute has the wrong type [INVALID_ARGUMENT]."""
     ERROR_REASON_TYPE_MISMATCH: _ErrorReason.ValueType  # 8
     """The inputs of a node have the wrong number or element types [INVALID_ARGUMENT]."""
     ERROR_REASON_UNSUPPORTED_OP: _ErrorReason.ValueType  # 9
-    """The op exists but gradrule does not run it: control flow of version 1, for example [INVALID_ARGUMENT]."""
+    """gradrule does not support the op, for example control flow of version 1 [INVALID_ARGUMENT]."""
     ERROR_REASON_INVALID_TENSOR: _ErrorReason.ValueType  # 10
-    """A tensor's bytes do not fit its element type and shape [INVALID_ARGUMENT]."""
+    """A tensor's bytes do not match its element type and shape [INVALID_ARGUMENT]."""
     ERROR_REASON_UNKNOWN_TENSOR: _ErrorReason.ValueType  # 11
-    """A fetch, y, x, grad_y or stop_gradient names a tensor that the graph does not have [INVALID_ARGUMENT]."""
+    """A fetch, y, x, grad_y or stop_gradient names a tensor that is not in the graph [INVALID_ARGUMENT]."""
     ERROR_REASON_LIMIT_EXCEEDED: _ErrorReason.ValueType  # 12
     """The graph or a rule is larger or deeper than the server's settings allow [INVALID_ARGUMENT]."""
     ERROR_REASON_INVALID_EXPRESSION: _ErrorReason.ValueType  # 13
-    """A rule's expression cannot be read; the message points at the column [INVALID_ARGUMENT]."""
+    """A rule's expression has a syntax or type error; the message names the column [INVALID_ARGUMENT]."""
     ERROR_REASON_INVALID_RULE: _ErrorReason.ValueType  # 14
-    """A rule cannot be what it says: a constant, a taken param name, a graph without results [INVALID_ARGUMENT]."""
+    """A rule's definition is not valid: a constant, a reserved param name, a graph without results [INVALID_ARGUMENT]."""
     ERROR_REASON_UNKNOWN_RULE: _ErrorReason.ValueType  # 15
-    """No rule has the name [NOT_FOUND]."""
+    """No rule has this name [NOT_FOUND]."""
     ERROR_REASON_RULE_EXISTS: _ErrorReason.ValueType  # 16
-    """The name belongs to a rule of other content, which the message names [ALREADY_EXISTS]."""
+    """A rule with other content has this name; the message describes it [ALREADY_EXISTS]."""
     ERROR_REASON_RULE_READ_ONLY: _ErrorReason.ValueType  # 17
-    """OP and BUILTIN rules can be neither created nor deleted [FAILED_PRECONDITION]."""
+    """Rules of kind OP and BUILTIN cannot be created or deleted [FAILED_PRECONDITION]."""
     ERROR_REASON_UNKNOWN_PARAM: _ErrorReason.ValueType  # 18
-    """The rule has no param of the name, or no override has the label [INVALID_ARGUMENT]."""
+    """The rule has no param with this name, or no override has this label [INVALID_ARGUMENT]."""
     ERROR_REASON_MISSING_PARAM: _ErrorReason.ValueType  # 19
-    """A param without a default was given no value [INVALID_ARGUMENT]."""
+    """A param without a default has no value [INVALID_ARGUMENT]."""
     ERROR_REASON_INVALID_PARAM: _ErrorReason.ValueType  # 20
-    """A param's value is not what the param takes [INVALID_ARGUMENT]."""
+    """A param's value is not allowed [INVALID_ARGUMENT]."""
     ERROR_REASON_INVALID_OVERRIDE: _ErrorReason.ValueType  # 21
-    """An override selects nothing that can be selected, or there are overrides but no ys [INVALID_ARGUMENT]."""
+    """An override's selector is not valid, or there are overrides but no ys [INVALID_ARGUMENT]."""
     ERROR_REASON_UNMATCHED_OVERRIDE: _ErrorReason.ValueType  # 22
-    """An override matches no node, and is not optional [INVALID_ARGUMENT]."""
+    """An override that is not optional matches no node [INVALID_ARGUMENT]."""
     ERROR_REASON_INACTIVE_OVERRIDE: _ErrorReason.ValueType  # 23
-    """An override matches nodes, but no gradient passes through any of them, and it is not optional [INVALID_ARGUMENT]."""
+    """An override that is not optional matches nodes, but no gradient reaches any of them [INVALID_ARGUMENT]."""
     ERROR_REASON_RULE_ARITY: _ErrorReason.ValueType  # 24
-    """A rule's number of gradients does not fit the op's inputs, or it names an input that the op lacks [INVALID_ARGUMENT]."""
+    """A rule's number of gradients does not match the op's inputs, or the rule uses an input that the op does not have [INVALID_ARGUMENT]."""
     ERROR_REASON_RULE_OUTPUT: _ErrorReason.ValueType  # 25
-    """A rule's gradient has another shape or element type than its input [INVALID_ARGUMENT]."""
+    """A rule's gradient does not have the shape or the element type of its input [INVALID_ARGUMENT]."""
     ERROR_REASON_RULE_NOT_APPLICABLE: _ErrorReason.ValueType  # 26
-    """A rule cannot be applied to this op: an OP rule that needs an attribute the op lacks, for example [INVALID_ARGUMENT]."""
+    """A rule cannot be applied to this op, for example a rule of kind OP that needs an attribute that the op does not have [INVALID_ARGUMENT]."""
     ERROR_REASON_FOREIGN_GRADIENT: _ErrorReason.ValueType  # 27
-    """A node on the path names a gradient of another process (`CustomGradient-N`) and no override covers it
+    """A node on the path refers to a gradient of another process (`CustomGradient-N`), and no override matches the node
     [INVALID_ARGUMENT].
     """
     ERROR_REASON_NO_GRADIENT: _ErrorReason.ValueType  # 28
-    """An op on the path has no gradient and no override covers it [INVALID_ARGUMENT]."""
+    """An op on the path has no gradient, and no override matches it [INVALID_ARGUMENT]."""
     ERROR_REASON_INVALID_DERIVATIVE: _ErrorReason.ValueType  # 29
-    """ys, xs and grad_ys do not fit together: a complex y without a grad_y, for example [INVALID_ARGUMENT]."""
+    """ys, xs and upstream gradients are not consistent, for example a complex y without a grad_y [INVALID_ARGUMENT]."""
     ERROR_REASON_MISSING_FEED: _ErrorReason.ValueType  # 30
-    """A placeholder that the result depends on was not fed [INVALID_ARGUMENT]."""
+    """A placeholder that the result depends on has no value [INVALID_ARGUMENT]."""
     ERROR_REASON_UNKNOWN_FEED: _ErrorReason.ValueType  # 31
-    """A feed names a tensor that the graph does not have, or names one twice [INVALID_ARGUMENT]."""
+    """A feed names a tensor that is not in the graph, or two feeds name the same tensor [INVALID_ARGUMENT]."""
     ERROR_REASON_FEED_DTYPE: _ErrorReason.ValueType  # 32
-    """A feed, or a grad_y, has another element type than its tensor [INVALID_ARGUMENT]."""
+    """A feed or a grad_y does not have the element type of its tensor [INVALID_ARGUMENT]."""
     ERROR_REASON_FEED_SHAPE: _ErrorReason.ValueType  # 33
-    """A feed's, or a grad_y's, shape does not fit its tensor [INVALID_ARGUMENT]."""
+    """The shape of a feed or a grad_y does not match its tensor [INVALID_ARGUMENT]."""
     ERROR_REASON_PROGRAM_NOT_FOUND: _ErrorReason.ValueType  # 34
-    """No program has the name [NOT_FOUND]."""
+    """No program has this name [NOT_FOUND]."""
     ERROR_REASON_PROGRAM_EXISTS: _ErrorReason.ValueType  # 35
-    """The asked name belongs to a program of other content [ALREADY_EXISTS]."""
+    """A program with other content has the requested name [ALREADY_EXISTS]."""
     ERROR_REASON_EXECUTION_FAILED: _ErrorReason.ValueType  # 36
-    """A kernel failed while the program ran; the message is TensorFlow's [FAILED_PRECONDITION]."""
+    """A TensorFlow kernel failed while the program ran; the message is TensorFlow's [FAILED_PRECONDITION]."""
     ERROR_REASON_ENGINE_CRASHED: _ErrorReason.ValueType  # 37
-    """The engine died while it held the request, or was ended because the request ran past its deadline [ABORTED]."""
+    """The engine ended while it ran the request, or the server ended it because the request exceeded its deadline [ABORTED]."""
     ERROR_REASON_ENGINE_UNAVAILABLE: _ErrorReason.ValueType  # 38
     """No engine is ready; try again after the RetryInfo's delay [UNAVAILABLE]."""
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 39
-    """More requests than the server takes at a time; try again after the RetryInfo's delay [RESOURCE_EXHAUSTED]."""
+    """The server is handling the maximum number of requests; try again after the RetryInfo's delay [RESOURCE_EXHAUSTED]."""
     ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 40
-    """A message is larger than the server, or the client, takes [RESOURCE_EXHAUSTED]."""
+    """A message is larger than the server or the client allows [RESOURCE_EXHAUSTED]."""
     ERROR_REASON_DEADLINE_EXCEEDED: _ErrorReason.ValueType  # 41
-    """The deadline passed first [DEADLINE_EXCEEDED]."""
+    """The deadline passed before the request finished [DEADLINE_EXCEEDED]."""
     ERROR_REASON_CANCELLED: _ErrorReason.ValueType  # 42
-    """The caller cancelled [CANCELLED]."""
+    """The caller cancelled the request [CANCELLED]."""
     ERROR_REASON_UNAVAILABLE: _ErrorReason.ValueType  # 43
-    """The server cannot be reached, or is going away [UNAVAILABLE]."""
+    """The server cannot be reached, or is shutting down [UNAVAILABLE]."""
     ERROR_REASON_UNSUPPORTED: _ErrorReason.ValueType  # 44
-    """The server does not have this method or option [UNIMPLEMENTED]."""
+    """The server does not support this method or option [UNIMPLEMENTED]."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 45
-    """A fault of the server's; the message holds a number to look for in its log [INTERNAL]."""
+    """An error in the server; the message has an incident number, which is also in the server's log [INTERNAL]."""
     ERROR_REASON_BLOB_NOT_FOUND: _ErrorReason.ValueType  # 46
     """The server does not have a blob that the request names; upload it and send the request again. A ResourceInfo names each
-    [NOT_FOUND].
+    missing blob [NOT_FOUND].
     """
     ERROR_REASON_BLOB_MISMATCH: _ErrorReason.ValueType  # 47
-    """An uploaded blob's bytes do not have the hash that was announced [INVALID_ARGUMENT]."""
+    """The bytes of an uploaded blob do not have the given hash [INVALID_ARGUMENT]."""
     ERROR_REASON_HANDLE_EXPIRED: _ErrorReason.ValueType  # 48
-    """A forward handle was let go, lapsed, or was lost with its engine; run forward again [FAILED_PRECONDITION]."""
+    """A forward handle was closed, expired, or was lost with its engine; run forward again [FAILED_PRECONDITION]."""
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 49
-    """A bound on sessions, handles or bytes is reached; the message names it [RESOURCE_EXHAUSTED]."""
+    """A limit on sessions, handles or bytes is reached; the message names the limit [RESOURCE_EXHAUSTED]."""
     ERROR_REASON_INVALID_OPTIMIZER: _ErrorReason.ValueType  # 50
-    """A session's optimiser is unknown, or does not take what was given [INVALID_ARGUMENT]."""
+    """A session's optimizer is unknown, or one of its settings is not valid [INVALID_ARGUMENT]."""
     ERROR_REASON_SESSION_LOST: _ErrorReason.ValueType  # 51
-    """The session was lost with its engine; start another from what was saved [ABORTED]."""
+    """The session was lost with its engine; start a new session from saved values [ABORTED]."""
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 52
     """The credential is missing, unknown, expired or malformed [UNAUTHENTICATED]."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 53
-    """The credential is valid, but not for this: administration, for example [PERMISSION_DENIED]."""
+    """The credential does not permit this operation, for example administration [PERMISSION_DENIED]."""
     ERROR_REASON_OP_NOT_ALLOWED: _ErrorReason.ValueType  # 54
-    """The server does not run the op, or the attribute's value, for this caller: it reads files, for example; the message names
-    the category [PERMISSION_DENIED].
+    """The server does not run the op, or the op with this attribute value, for this caller, for example because it reads files; the
+    message names the category [PERMISSION_DENIED].
     """
     ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 55
-    """The graph ended two engines, and is not run again before the RetryInfo's delay; the message says how they ended
-    [FAILED_PRECONDITION].
+    """The graph ended two engines, so the server does not run it until the RetryInfo's delay has passed; the message says how the
+    engines ended [FAILED_PRECONDITION].
     """
     ERROR_REASON_MEMORY_EXCEEDED: _ErrorReason.ValueType  # 56
-    """The program would take, or took, more memory than an engine may; the message has the figure where it is known
+    """The program needs more memory than an engine may use; the message has the amount if it is known
     [RESOURCE_EXHAUSTED].
     """
     ERROR_REASON_SHARED_MEMORY_LOST: _ErrorReason.ValueType  # 57
-    """The server does not have the shared memory that the request names, or no longer; share memory anew, or send the tensors inline
+    """The server does not have the shared memory that the request names; share memory again, or send the tensors inline
     [FAILED_PRECONDITION].
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """Why a request failed. The gRPC code of each stands in brackets."""
+    """Why a request failed. Each value's gRPC code is in brackets."""
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """Never sent."""
 ERROR_REASON_MALFORMED_REQUEST: ErrorReason.ValueType  # 1
-"""The bytes are not the message that the RPC takes, or a required field is missing [INVALID_ARGUMENT]."""
+"""The request is not a valid message of its type, or a required field is missing [INVALID_ARGUMENT]."""
 ERROR_REASON_INVALID_GRAPH: ErrorReason.ValueType  # 2
-"""The bytes are not a graph, or TensorFlow refuses it: shapes that do not fit, for example [INVALID_ARGUMENT]."""
+"""The bytes are not a graph, or TensorFlow refuses the graph, for example because shapes do not match [INVALID_ARGUMENT]."""
 ERROR_REASON_DUPLICATE_NODE: ErrorReason.ValueType  # 3
-"""Two nodes, or two functions, have one name [INVALID_ARGUMENT]."""
+"""Two nodes or two functions have the same name [INVALID_ARGUMENT]."""
 ERROR_REASON_DANGLING_INPUT: ErrorReason.ValueType  # 4
-"""A node's input names a node or an output that is not there [INVALID_ARGUMENT]."""
+"""A node's input names a node or an output that does not exist [INVALID_ARGUMENT]."""
 ERROR_REASON_GRAPH_CYCLE: ErrorReason.ValueType  # 5
-"""Nodes depend on themselves, or functions call themselves [INVALID_ARGUMENT]."""
+"""A node depends on itself, or a function calls itself [INVALID_ARGUMENT]."""
 ERROR_REASON_UNKNOWN_OP_TYPE: ErrorReason.ValueType  # 6
-"""A node, or a selector, names an op type that is neither TensorFlow's nor a function of the graph [INVALID_ARGUMENT]."""
+"""A node or a selector names an op type that neither TensorFlow nor the graph defines [INVALID_ARGUMENT]."""
 ERROR_REASON_INVALID_ATTR: ErrorReason.ValueType  # 7
-"""A node lacks an attribute that does not follow from its inputs, or one has the wrong type [INVALID_ARGUMENT]."""
+"""An attribute that cannot be inferred from the node's inputs is missing, or an attribute has the wrong type [INVALID_ARGUMENT]."""
 ERROR_REASON_TYPE_MISMATCH: ErrorReason.ValueType  # 8
 """The inputs of a node have the wrong number or element types [INVALID_ARGUMENT]."""
 ERROR_REASON_UNSUPPORTED_OP: ErrorReason.ValueType  # 9
-"""The op exists but gradrule does not run it: control flow of version 1, for example [INVALID_ARGUMENT]."""
+"""gradrule does not support the op, for example control flow of version 1 [INVALID_ARGUMENT]."""
 ERROR_REASON_INVALID_TENSOR: ErrorReason.ValueType  # 10
-"""A tensor's bytes do not fit its element type and shape [INVALID_ARGUMENT]."""
+"""A tensor's bytes do not match its element type and shape [INVALID_ARGUMENT]."""
 ERROR_REASON_UNKNOWN_TENSOR: ErrorReason.ValueType  # 11
-"""A fetch, y, x, grad_y or stop_gradient names a tensor that the graph does not have [INVALID_ARGUMENT]."""
+"""A fetch, y, x, grad_y or stop_gradient names a tensor that is not in the graph [INVALID_ARGUMENT]."""
 ERROR_REASON_LIMIT_EXCEEDED: ErrorReason.ValueType  # 12
 """The graph or a rule is larger or deeper than the server's settings allow [INVALID_ARGUMENT]."""
 ERROR_REASON_INVALID_EXPRESSION: ErrorReason.ValueType  # 13
-"""A rule's expression cannot be read; the message points at the column [INVALID_ARGUMENT]."""
+"""A rule's expression has a syntax or type error; the message names the column [INVALID_ARGUMENT]."""
 ERROR_REASON_INVALID_RULE: ErrorReason.ValueType  # 14
-"""A rule cannot be what it says: a constant, a taken param name, a graph without results [INVALID_ARGUMENT]."""
+"""A rule's definition is not valid: a constant, a reserved param name, a graph without results [INVALID_ARGUMENT]."""
 ERROR_REASON_UNKNOWN_RULE: ErrorReason.ValueType  # 15
-"""No rule has the name [NOT_FOUND]."""
+"""No rule has this name [NOT_FOUND]."""
 ERROR_REASON_RULE_EXISTS: ErrorReason.ValueType  # 16
-"""The name belongs to a rule of other content, which the message names [ALREADY_EXISTS]."""
+"""A rule with other content has this name; the message describes it [ALREADY_EXISTS]."""
 ERROR_REASON_RULE_READ_ONLY: ErrorReason.ValueType  # 17
-"""OP and BUILTIN rules can be neither created nor deleted [FAILED_PRECONDITION]."""
+"""Rules of kind OP and BUILTIN cannot be created or deleted [FAILED_PRECONDITION]."""
 ERROR_REASON_UNKNOWN_PARAM: ErrorReason.ValueType  # 18
-"""The rule has no param of the name, or no override has the label [INVALID_ARGUMENT]."""
+"""The rule has no param with this name, or no override has this label [INVALID_ARGUMENT]."""
 ERROR_REASON_MISSING_PARAM: ErrorReason.ValueType  # 19
-"""A param without a default was given no value [INVALID_ARGUMENT]."""
+"""A param without a default has no value [INVALID_ARGUMENT]."""
 ERROR_REASON_INVALID_PARAM: ErrorReason.ValueType  # 20
-"""A param's value is not what the param takes [INVALID_ARGUMENT]."""
+"""A param's value is not allowed [INVALID_ARGUMENT]."""
 ERROR_REASON_INVALID_OVERRIDE: ErrorReason.ValueType  # 21
-"""An override selects nothing that can be selected, or there are overrides but no ys [INVALID_ARGUMENT]."""
+"""An override's selector is not valid, or there are overrides but no ys [INVALID_ARGUMENT]."""
 ERROR_REASON_UNMATCHED_OVERRIDE: ErrorReason.ValueType  # 22
-"""An override matches no node, and is not optional [INVALID_ARGUMENT]."""
+"""An override that is not optional matches no node [INVALID_ARGUMENT]."""
 ERROR_REASON_INACTIVE_OVERRIDE: ErrorReason.ValueType  # 23
-"""An override matches nodes, but no gradient passes through any of them, and it is not optional [INVALID_ARGUMENT]."""
+"""An override that is not optional matches nodes, but no gradient reaches any of them [INVALID_ARGUMENT]."""
 ERROR_REASON_RULE_ARITY: ErrorReason.ValueType  # 24
-"""A rule's number of gradients does not fit the op's inputs, or it names an input that the op lacks [INVALID_ARGUMENT]."""
+"""A rule's number of gradients does not match the op's inputs, or the rule uses an input that the op does not have [INVALID_ARGUMENT]."""
 ERROR_REASON_RULE_OUTPUT: ErrorReason.ValueType  # 25
-"""A rule's gradient has another shape or element type than its input [INVALID_ARGUMENT]."""
+"""A rule's gradient does not have the shape or the element type of its input [INVALID_ARGUMENT]."""
 ERROR_REASON_RULE_NOT_APPLICABLE: ErrorReason.ValueType  # 26
-"""A rule cannot be applied to this op: an OP rule that needs an attribute the op lacks, for example [INVALID_ARGUMENT]."""
+"""A rule cannot be applied to this op, for example a rule of kind OP that needs an attribute that the op does not have [INVALID_ARGUMENT]."""
 ERROR_REASON_FOREIGN_GRADIENT: ErrorReason.ValueType  # 27
-"""A node on the path names a gradient of another process (`CustomGradient-N`) and no override covers it
+"""A node on the path refers to a gradient of another process (`CustomGradient-N`), and no override matches the node
 [INVALID_ARGUMENT].
 """
 ERROR_REASON_NO_GRADIENT: ErrorReason.ValueType  # 28
-"""An op on the path has no gradient and no override covers it [INVALID_ARGUMENT]."""
+"""An op on the path has no gradient, and no override matches it [INVALID_ARGUMENT]."""
 ERROR_REASON_INVALID_DERIVATIVE: ErrorReason.ValueType  # 29
-"""ys, xs and grad_ys do not fit together: a complex y without a grad_y, for example [INVALID_ARGUMENT]."""
+"""ys, xs and upstream gradients are not consistent, for example a complex y without a grad_y [INVALID_ARGUMENT]."""
 ERROR_REASON_MISSING_FEED: ErrorReason.ValueType  # 30
-"""A placeholder that the result depends on was not fed [INVALID_ARGUMENT]."""
+"""A placeholder that the result depends on has no value [INVALID_ARGUMENT]."""
 ERROR_REASON_UNKNOWN_FEED: ErrorReason.ValueType  # 31
-"""A feed names a tensor that the graph does not have, or names one twice [INVALID_ARGUMENT]."""
+"""A feed names a tensor that is not in the graph, or two feeds name the same tensor [INVALID_ARGUMENT]."""
 ERROR_REASON_FEED_DTYPE: ErrorReason.ValueType  # 32
-"""A feed, or a grad_y, has another element type than its tensor [INVALID_ARGUMENT]."""
+"""A feed or a grad_y does not have the element type of its tensor [INVALID_ARGUMENT]."""
 ERROR_REASON_FEED_SHAPE: ErrorReason.ValueType  # 33
-"""A feed's, or a grad_y's, shape does not fit its tensor [INVALID_ARGUMENT]."""
+"""The shape of a feed or a grad_y does not match its tensor [INVALID_ARGUMENT]."""
 ERROR_REASON_PROGRAM_NOT_FOUND: ErrorReason.ValueType  # 34
-"""No program has the name [NOT_FOUND]."""
+"""No program has this name [NOT_FOUND]."""
 ERROR_REASON_PROGRAM_EXISTS: ErrorReason.ValueType  # 35
-"""The asked name belongs to a program of other content [ALREADY_EXISTS]."""
+"""A program with other content has the requested name [ALREADY_EXISTS]."""
 ERROR_REASON_EXECUTION_FAILED: ErrorReason.ValueType  # 36
-"""A kernel failed while the program ran; the message is TensorFlow's [FAILED_PRECONDITION]."""
+"""A TensorFlow kernel failed while the program ran; the message is TensorFlow's [FAILED_PRECONDITION]."""
 ERROR_REASON_ENGINE_CRASHED: ErrorReason.ValueType  # 37
-"""The engine died while it held the request, or was ended because the request ran past its deadline [ABORTED]."""
+"""The engine ended while it ran the request, or the server ended it because the request exceeded its deadline [ABORTED]."""
 ERROR_REASON_ENGINE_UNAVAILABLE: ErrorReason.ValueType  # 38
 """No engine is ready; try again after the RetryInfo's delay [UNAVAILABLE]."""
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 39
-"""More requests than the server takes at a time; try again after the RetryInfo's delay [RESOURCE_EXHAUSTED]."""
+"""The server is handling the maximum number of requests; try again after the RetryInfo's delay [RESOURCE_EXHAUSTED]."""
 ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 40
-"""A message is larger than the server, or the client, takes [RESOURCE_EXHAUSTED]."""
+"""A message is larger than the server or the client allows [RESOURCE_EXHAUSTED]."""
 ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 41
-"""The deadline passed first [DEADLINE_EXCEEDED]."""
+"""The deadline passed before the request finished [DEADLINE_EXCEEDED]."""
 ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 42
-"""The caller cancelled [CANCELLED]."""
+"""The caller cancelled the request [CANCELLED]."""
 ERROR_REASON_UNAVAILABLE: ErrorReason.ValueType  # 43
-"""The server cannot be reached, or is going away [UNAVAILABLE]."""
+"""The server cannot be reached, or is shutting down [UNAVAILABLE]."""
 ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 44
-"""The server does not have this method or option [UNIMPLEMENTED]."""
+"""The server does not support this method or option [UNIMPLEMENTED]."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 45
-"""A fault of the server's; the message holds a number to look for in its log [INTERNAL]."""
+"""An error in the server; the message has an incident number, which is also in the server's log [INTERNAL]."""
 ERROR_REASON_BLOB_NOT_FOUND: ErrorReason.ValueType  # 46
 """The server does not have a blob that the request names; upload it and send the request again. A ResourceInfo names each
-[NOT_FOUND].
+missing blob [NOT_FOUND].
 """
 ERROR_REASON_BLOB_MISMATCH: ErrorReason.ValueType  # 47
-"""An uploaded blob's bytes do not have the hash that was announced [INVALID_ARGUMENT]."""
+"""The bytes of an uploaded blob do not have the given hash [INVALID_ARGUMENT]."""
 ERROR_REASON_HANDLE_EXPIRED: ErrorReason.ValueType  # 48
-"""A forward handle was let go, lapsed, or was lost with its engine; run forward again [FAILED_PRECONDITION]."""
+"""A forward handle was closed, expired, or was lost with its engine; run forward again [FAILED_PRECONDITION]."""
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 49
-"""A bound on sessions, handles or bytes is reached; the message names it [RESOURCE_EXHAUSTED]."""
+"""A limit on sessions, handles or bytes is reached; the message names the limit [RESOURCE_EXHAUSTED]."""
 ERROR_REASON_INVALID_OPTIMIZER: ErrorReason.ValueType  # 50
-"""A session's optimiser is unknown, or does not take what was given [INVALID_ARGUMENT]."""
+"""A session's optimizer is unknown, or one of its settings is not valid [INVALID_ARGUMENT]."""
 ERROR_REASON_SESSION_LOST: ErrorReason.ValueType  # 51
-"""The session was lost with its engine; start another from what was saved [ABORTED]."""
+"""The session was lost with its engine; start a new session from saved values [ABORTED]."""
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 52
 """The credential is missing, unknown, expired or malformed [UNAUTHENTICATED]."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 53
-"""The credential is valid, but not for this: administration, for example [PERMISSION_DENIED]."""
+"""The credential does not permit this operation, for example administration [PERMISSION_DENIED]."""
 ERROR_REASON_OP_NOT_ALLOWED: ErrorReason.ValueType  # 54
-"""The server does not run the op, or the attribute's value, for this caller: it reads files, for example; the message names
-the category [PERMISSION_DENIED].
+"""The server does not run the op, or the op with this attribute value, for this caller, for example because it reads files; the
+message names the category [PERMISSION_DENIED].
 """
 ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 55
-"""The graph ended two engines, and is not run again before the RetryInfo's delay; the message says how they ended
-[FAILED_PRECONDITION].
+"""The graph ended two engines, so the server does not run it until the RetryInfo's delay has passed; the message says how the
+engines ended [FAILED_PRECONDITION].
 """
 ERROR_REASON_MEMORY_EXCEEDED: ErrorReason.ValueType  # 56
-"""The program would take, or took, more memory than an engine may; the message has the figure where it is known
+"""The program needs more memory than an engine may use; the message has the amount if it is known
 [RESOURCE_EXHAUSTED].
 """
 ERROR_REASON_SHARED_MEMORY_LOST: ErrorReason.ValueType  # 57
-"""The server does not have the shared memory that the request names, or no longer; share memory anew, or send the tensors inline
+"""The server does not have the shared memory that the request names; share memory again, or send the tensors inline
 [FAILED_PRECONDITION].
 """
 global___ErrorReason = ErrorReason

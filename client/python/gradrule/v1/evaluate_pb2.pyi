@@ -32,38 +32,38 @@ class _Derivative:
 class _DerivativeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Derivative.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     DERIVATIVE_UNSPECIFIED: _Derivative.ValueType  # 0
-    """What the program says."""
+    """As the program says."""
     DERIVATIVE_VJP: _Derivative.ValueType  # 1
-    """As Vjp."""
+    """Vector-Jacobian product, see Vjp."""
     DERIVATIVE_JVP: _Derivative.ValueType  # 2
-    """As Jvp."""
+    """Jacobian-vector product, see Jvp."""
     DERIVATIVE_JACOBIAN: _Derivative.ValueType  # 3
-    """As Jacobian."""
+    """Whole Jacobians, see Jacobian."""
     DERIVATIVE_BATCH_JACOBIAN: _Derivative.ValueType  # 4
-    """As Jacobian, batched."""
+    """One Jacobian per example, see Jacobian.batched."""
     DERIVATIVE_HVP: _Derivative.ValueType  # 5
-    """As Hvp."""
+    """Hessian-vector product, see Hvp."""
 
 class Derivative(_Derivative, metaclass=_DerivativeEnumTypeWrapper):
-    """What to compute of a program's ys and xs."""
+    """Kind of derivative to compute for a program's ys and xs."""
 
 DERIVATIVE_UNSPECIFIED: Derivative.ValueType  # 0
-"""What the program says."""
+"""As the program says."""
 DERIVATIVE_VJP: Derivative.ValueType  # 1
-"""As Vjp."""
+"""Vector-Jacobian product, see Vjp."""
 DERIVATIVE_JVP: Derivative.ValueType  # 2
-"""As Jvp."""
+"""Jacobian-vector product, see Jvp."""
 DERIVATIVE_JACOBIAN: Derivative.ValueType  # 3
-"""As Jacobian."""
+"""Whole Jacobians, see Jacobian."""
 DERIVATIVE_BATCH_JACOBIAN: Derivative.ValueType  # 4
-"""As Jacobian, batched."""
+"""One Jacobian per example, see Jacobian.batched."""
 DERIVATIVE_HVP: Derivative.ValueType  # 5
-"""As Hvp."""
+"""Hessian-vector product, see Hvp."""
 global___Derivative = Derivative
 
 @typing.final
 class ParamValues(google.protobuf.message.Message):
-    """Param values for one override."""
+    """Param values of one override."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -136,48 +136,52 @@ class EvaluateRequest(google.protobuf.message.Message):
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     program: builtins.str
-    """A compiled program, `programs/{id}`."""
+    """Name of a compiled program: `programs/{id}`."""
     derivative: global___Derivative.ValueType
-    """What to compute of the program's ys and xs instead of what the program says. Compiled at its first use."""
+    """Kind of derivative to compute instead of the program's own. Compiled when it is first used."""
     stacked_grad_ys: builtins.bool
-    """True: many pull-backs at once. Every given grad_y has one more axis in front, of the same size n, and so have all gradients of the answer,
-    which are dense. A y without a grad_y gets ones in each.
+    """True: each given grad_y is a stack of n upstream gradients along a new axis 0, with the same n for all. All gradients in the
+    answer then have this axis too and are dense. A y without a grad_y gets ones for each of the n.
     """
     @property
     def spec(self) -> gradrule.v1.program_pb2.ProgramSpec:
-        """A program of this one call. It is compiled at its first use and then found again by its content."""
+        """Definition of a program (an inline program). The server compiles it when it is first used, and later recognizes equal content."""
 
     @property
     def feeds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """Values of placeholders, or of any other tensors, which then are not computed."""
+        """Values of placeholders or of any other tensors. Tensors with a value are not computed."""
 
     @property
     def grad_ys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """Upstream gradients by y, of y's type and shape. A y without one gets ones."""
+        """Upstream gradients by y, with y's type and shape. Default for a y without one: ones. Only where a vector-Jacobian product is
+        computed; INVALID_DERIVATIVE otherwise.
+        """
 
     @property
     def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, global___ParamValues]:
-        """Param values of this call, by the override's label. They win over those of the override; nothing is compiled again."""
+        """Param values for this call, by the override's label. They take precedence over the override's own values. The program is not
+        compiled again.
+        """
 
     @property
     def tangents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """Tangents by x, of x's type and shape, where Jacobian-vector products are computed; INVALID_DERIVATIVE elsewhere."""
+        """Tangents by x, with x's type and shape. Only where a Jacobian-vector product is computed; INVALID_DERIVATIVE otherwise."""
 
     @property
     def vectors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """Vectors by x, of x's type and shape, where Hessian-vector products are computed; INVALID_DERIVATIVE elsewhere."""
+        """Vectors by x, with x's type and shape. Only where a Hessian-vector product is computed; INVALID_DERIVATIVE otherwise."""
 
     @property
     def batching(self) -> gradrule.v1.program_pb2.Batching:
-        """For this call."""
+        """Whether this call may run together with others. Default: as the program says."""
 
     @property
     def shared_memory(self) -> global___SharedMemoryUse:
-        """Memory of the client in which tensors of the request lie, and tensors of the answer may be written. Default: none."""
+        """Memory of the client that holds tensors of the request and receives tensors of the answer. Default: none."""
 
     @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
-        """How the tensors of the answer are packed. Default: not."""
+        """Compression of the tensors in the answer. Default: none."""
 
     def __init__(
         self,
@@ -203,8 +207,9 @@ global___EvaluateRequest = EvaluateRequest
 
 @typing.final
 class SharedMemoryUse(google.protobuf.message.Message):
-    """What of a client's memory one request uses. Until its answer has come, nothing else may use that. Where a request has failed with
-    DEADLINE_EXCEEDED, CANCELLED, ABORTED or UNAVAILABLE, it may be used later still: the client then closes the memory.
+    """The part of a client's shared memory that one request uses. Until the answer arrives, nothing else may use this part. If the
+    request fails with DEADLINE_EXCEEDED, CANCELLED, ABORTED or UNAVAILABLE, the server may still use this part afterwards; the client
+    must then close the memory.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -214,13 +219,17 @@ class SharedMemoryUse(google.protobuf.message.Message):
     ANSWER_OFFSET_FIELD_NUMBER: builtins.int
     ANSWER_BYTES_FIELD_NUMBER: builtins.int
     memory: builtins.bytes
-    """Name of the memory, as the server gave it. SHARED_MEMORY_LOST where the server does not have it."""
+    """Name that the server gave the memory. SHARED_MEMORY_LOST if the server does not have this memory."""
     request_bytes: builtins.int
-    """Bytes of all tensors of the request that lie in it; they count as bytes in flight. INVALID_TENSOR where it is less than that."""
+    """Total size of the request's tensors in the memory, in bytes. They count as bytes in flight. INVALID_TENSOR if the tensors take
+    more than this.
+    """
     answer_offset: builtins.int
-    """Where in it the answer's tensors may be written."""
+    """Where the server may write tensors of the answer: offset in the memory, in bytes."""
     answer_bytes: builtins.int
-    """How many bytes there are for them; they count as bytes in flight too. What has no room there comes inline. 0: all tensors come inline."""
+    """Space for tensors of the answer, in bytes. It counts as bytes in flight. Tensors that do not fit are sent inline. 0: all
+    tensors are sent inline.
+    """
     def __init__(
         self,
         *,
@@ -247,7 +256,7 @@ global___ShareMemoryRequest = ShareMemoryRequest
 
 @typing.final
 class ShareMemoryResponse(google.protobuf.message.Message):
-    """Answer of ShareMemory: where memory is handed over, once, within ten seconds."""
+    """Response of ShareMemory: where to pass the memory. Valid for one memory, for ten seconds."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -256,13 +265,15 @@ class ShareMemoryResponse(google.protobuf.message.Message):
     SERVER_KEY_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
     address: builtins.str
-    """Name of an abstract Unix socket (SOCK_SEQPACKET) of the server's, without the zero byte before it."""
+    """Name of an abstract Unix socket (SOCK_SEQPACKET) of the server, without the leading zero byte."""
     client_key: builtins.bytes
-    """What the client sends there first."""
+    """Bytes that the client sends first on the socket."""
     server_key: builtins.bytes
-    """What the server answers. A client that is sent anything else has not reached the server, and closes the socket."""
+    """Bytes that the server answers with. If the client receives anything else, the other end is not the server, and the client must
+    close the socket.
+    """
     max_bytes: builtins.int
-    """Most bytes that the memory may have."""
+    """Maximum size of the memory, in bytes."""
     def __init__(
         self,
         *,
@@ -277,7 +288,7 @@ global___ShareMemoryResponse = ShareMemoryResponse
 
 @typing.final
 class Unconnected(google.protobuf.message.Message):
-    """y does not depend on x."""
+    """There is no gradient because y does not depend on x."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -289,7 +300,7 @@ global___Unconnected = Unconnected
 
 @typing.final
 class NotDifferentiable(google.protobuf.message.Message):
-    """x is of a type that has no gradient (integer, bool, string)."""
+    """There is no gradient because x has a type that cannot be differentiated (integer, bool, string)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -301,7 +312,7 @@ global___NotDifferentiable = NotDifferentiable
 
 @typing.final
 class Gradient(google.protobuf.message.Message):
-    """The gradient with respect to one x."""
+    """Gradient with respect to one x."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -312,26 +323,26 @@ class Gradient(google.protobuf.message.Message):
     NOT_DIFFERENTIABLE_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     x: builtins.str
-    """The x, as the request wrote it."""
+    """Name of x, as in the request."""
     @property
     def dense(self) -> gradrule.v1.tensor_pb2.Tensor:
-        """A tensor of x's type and shape."""
+        """A tensor with x's type and shape."""
 
     @property
     def sparse(self) -> gradrule.v1.tensor_pb2.SparseTensor:
-        """Slices of such a tensor."""
+        """Slices of such a tensor; all other slices are zero."""
 
     @property
     def unconnected(self) -> global___Unconnected:
-        """There is none: y does not depend on x."""
+        """No gradient: y does not depend on x."""
 
     @property
     def not_differentiable(self) -> global___NotDifferentiable:
-        """There is none: x cannot be differentiated."""
+        """No gradient: x cannot be differentiated."""
 
     @property
     def shared_memory(self) -> gradrule.v1.tensor_pb2.SharedMemoryTensor:
-        """A tensor of x's type and shape in the memory that the request named."""
+        """A tensor with x's type and shape, in the memory that the request named."""
 
     def __init__(
         self,
@@ -351,7 +362,7 @@ global___Gradient = Gradient
 
 @typing.final
 class JacobianBlock(google.protobuf.message.Message):
-    """The Jacobian of one y with respect to one x."""
+    """Jacobian of one y with respect to one x."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -362,24 +373,24 @@ class JacobianBlock(google.protobuf.message.Message):
     NOT_DIFFERENTIABLE_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     y: builtins.str
-    """The y, as the request wrote it."""
+    """Name of y, as in the request."""
     x: builtins.str
-    """The x, as the request wrote it."""
+    """Name of x, as in the request."""
     @property
     def dense(self) -> gradrule.v1.tensor_pb2.Tensor:
-        """A tensor of x's type."""
+        """A tensor with x's type and the shape that Jacobian describes."""
 
     @property
     def unconnected(self) -> global___Unconnected:
-        """There is none: y does not depend on x."""
+        """No Jacobian: y does not depend on x."""
 
     @property
     def not_differentiable(self) -> global___NotDifferentiable:
-        """There is none: x or y cannot be differentiated."""
+        """No Jacobian: x or y cannot be differentiated."""
 
     @property
     def shared_memory(self) -> gradrule.v1.tensor_pb2.SharedMemoryTensor:
-        """A tensor of x's type in the memory that the request named."""
+        """A tensor with x's type, in the memory that the request named."""
 
     def __init__(
         self,
@@ -399,7 +410,7 @@ global___JacobianBlock = JacobianBlock
 
 @typing.final
 class Timings(google.protobuf.message.Message):
-    """Where the time went."""
+    """Durations of the parts of a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -408,15 +419,15 @@ class Timings(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     @property
     def queue(self) -> google.protobuf.duration_pb2.Duration:
-        """From the server's reading of the request until an engine took it up."""
+        """From when the server read the request until an engine started it."""
 
     @property
     def compile(self) -> google.protobuf.duration_pb2.Duration:
-        """Checking and compiling; zero where the program was there."""
+        """Checking and compiling the program; zero if it was compiled before."""
 
     @property
     def run(self) -> google.protobuf.duration_pb2.Duration:
-        """Running, copies of tensors included."""
+        """Running the program, including copies of tensors."""
 
     def __init__(
         self,
@@ -432,7 +443,7 @@ global___Timings = Timings
 
 @typing.final
 class EvaluateResponse(google.protobuf.message.Message):
-    """Answer of Evaluate."""
+    """Response of Evaluate."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -449,48 +460,48 @@ class EvaluateResponse(google.protobuf.message.Message):
     BATCH_SIZE_FIELD_NUMBER: builtins.int
     JIT_FIELD_NUMBER: builtins.int
     device: builtins.str
-    """Where it ran, `CPU:0` for example."""
+    """Device that ran the program, for example `CPU:0`."""
     batch_size: builtins.int
-    """Examples (rows of axis 0) of all calls that ran together with this one, its own included; 0: it ran alone."""
+    """Number of examples (rows of axis 0) of all calls that ran together, including this one; 0 if this call ran alone."""
     jit: builtins.bool
-    """XLA computed it, see `Jit`."""
+    """True if XLA computed the answer, see Jit."""
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """Fetches, in the order asked, under the names asked."""
+        """Values of the fetches, in the requested order, under the requested names."""
 
     @property
     def gradients(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Gradient]:
-        """Gradients, in the order of xs."""
+        """Gradients, in the order of the xs."""
 
     @property
     def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.Resolution]:
-        """Which node got which rule. Only with an inline program; a compiled one tells it once, in `Program`."""
+        """Rule of each overridden node. Only for an inline program; for a compiled program see Program.overrides."""
 
     @property
     def default_gradient_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Nodes on the path that no override took. Only with an inline program."""
+        """Nodes on the path from xs to ys that no override matched. Only for an inline program."""
 
     @property
     def timings(self) -> global___Timings:
-        """Where the time went."""
+        """Durations of the parts of the request."""
 
     @property
     def digests(self) -> gradrule.v1.program_pb2.Digests:
-        """Hashes of what ran."""
+        """Hashes of the graph and the program."""
 
     @property
     def rewritten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Nodes that rewrites replaced. Only with an inline program."""
+        """Nodes that rewrites replaced. Only for an inline program."""
 
     @property
     def output_tangents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """Jacobian-vector products, in the order of ys; zeros where y does not depend on any x that has a tangent, and no value where y is of a
-        type that has no gradient.
+        """Jacobian-vector products, in the order of the ys. Zeros if y does not depend on any x with a tangent; no value if y has a type
+        that cannot be differentiated.
         """
 
     @property
     def jacobians(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JacobianBlock]:
-        """Jacobians, by y, then by x, in the order asked."""
+        """Jacobians, by y and then by x, in the requested order."""
 
     def __init__(
         self,
@@ -515,7 +526,7 @@ global___EvaluateResponse = EvaluateResponse
 
 @typing.final
 class ForwardRequest(google.protobuf.message.Message):
-    """Runs the forward part of a program once and keeps what pulling back needs."""
+    """Runs the forward part of a program once and keeps the intermediate values that gradients need, as a forward handle."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -523,11 +534,11 @@ class ForwardRequest(google.protobuf.message.Message):
     TTL_FIELD_NUMBER: builtins.int
     @property
     def evaluate(self) -> global___EvaluateRequest:
-        """What to run and on what; gradients of a vector-Jacobian product are what can be pulled back. Its grad_ys are ignored."""
+        """Program and feeds. The program must compute a vector-Jacobian product. The server ignores grad_ys."""
 
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the handle is kept after its last use. Default, and most: a setting of the server's."""
+        """How long the server keeps the handle after its last use. Default and maximum: a setting of the server."""
 
     def __init__(
         self,
@@ -542,7 +553,7 @@ global___ForwardRequest = ForwardRequest
 
 @typing.final
 class ForwardResponse(google.protobuf.message.Message):
-    """Answer to a ForwardRequest."""
+    """Answer to ForwardRequest."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -551,16 +562,16 @@ class ForwardResponse(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
     handle: builtins.str
-    """The handle's name, known on this stream only."""
+    """Name of the handle; valid on this stream only."""
     size_bytes: builtins.int
-    """Bytes that the handle keeps on the device."""
+    """Memory that the handle uses on the device, in bytes."""
     @property
     def evaluate(self) -> global___EvaluateResponse:
-        """Outputs, digests, timings."""
+        """Outputs, digests and timings."""
 
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
-        """How long it is kept after its last use."""
+        """How long the server keeps the handle after its last use."""
 
     def __init__(
         self,
@@ -577,7 +588,7 @@ global___ForwardResponse = ForwardResponse
 
 @typing.final
 class PullBackRequest(google.protobuf.message.Message):
-    """Pulls gradients back through what a ForwardRequest kept. Fails with HANDLE_EXPIRED where the handle is gone."""
+    """Computes gradients from the values that a ForwardRequest kept. HANDLE_EXPIRED if the handle no longer exists."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -586,12 +597,12 @@ class PullBackRequest(google.protobuf.message.Message):
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     handle: builtins.str
-    """The handle."""
+    """Name of the handle."""
     stacked_grad_ys: builtins.bool
     """As in EvaluateRequest."""
     @property
     def grad_ys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """Upstream gradients by y. A y without one gets ones."""
+        """Upstream gradients by y. Default for a y without one: ones."""
 
     @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
@@ -612,7 +623,7 @@ global___PullBackRequest = PullBackRequest
 
 @typing.final
 class PullBackResponse(google.protobuf.message.Message):
-    """Answer to a PullBackRequest."""
+    """Answer to PullBackRequest."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -620,11 +631,11 @@ class PullBackResponse(google.protobuf.message.Message):
     TIMINGS_FIELD_NUMBER: builtins.int
     @property
     def gradients(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Gradient]:
-        """Gradients, in the order of xs."""
+        """Gradients, in the order of the xs."""
 
     @property
     def timings(self) -> global___Timings:
-        """Where the time went."""
+        """Durations of the parts of the request."""
 
     def __init__(
         self,
@@ -639,13 +650,13 @@ global___PullBackResponse = PullBackResponse
 
 @typing.final
 class CloseHandleRequest(google.protobuf.message.Message):
-    """Lets a handle go; no error if it is gone."""
+    """Deletes a handle. It is not an error if the handle no longer exists."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: builtins.int
     handle: builtins.str
-    """The handle."""
+    """Name of the handle."""
     def __init__(
         self,
         *,
@@ -657,7 +668,7 @@ global___CloseHandleRequest = CloseHandleRequest
 
 @typing.final
 class CloseHandleResponse(google.protobuf.message.Message):
-    """Answer to a CloseHandleRequest."""
+    """Answer to CloseHandleRequest."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -669,13 +680,13 @@ global___CloseHandleResponse = CloseHandleResponse
 
 @typing.final
 class CancelRequest(google.protobuf.message.Message):
-    """Gives up a request of this stream that is under way; its answer is then a status CANCELLED, or the answer if that was faster."""
+    """Cancels another request on this stream. The other request is answered with the status CANCELLED, or normally if it finishes first."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.int
-    """Its id."""
+    """ID of the request to cancel."""
     def __init__(
         self,
         *,
@@ -687,7 +698,7 @@ global___CancelRequest = CancelRequest
 
 @typing.final
 class StreamEvaluateRequest(google.protobuf.message.Message):
-    """One message of a client's on a stream."""
+    """A message from the client on a stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -702,39 +713,44 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     ANSWER_CHUNK_BYTES_FIELD_NUMBER: builtins.int
     TOTAL_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
-    """A number of the client's choice, not that of another request under way on this stream; 0 is allowed."""
+    """ID that the client chooses. It must differ from those of other unfinished requests on this stream; 0 is allowed."""
     chunk: builtins.bytes
-    """The next bytes of a request that is sent in several messages, so that it may be longer than one message may be. All bear the
-    request's id. The last one holds the request's kind as an empty `evaluate`, `forward`, `pull_back` or `close_handle`; the bytes of
-    that message are those of all chunks, in order. Chunks count as bytes in flight; OVERLOADED where they are too many.
+    """The next bytes of a request that is sent in several messages because it is longer than one message may be. All these messages
+    have the same request_id. The last one has no chunk; it tells the kind of the request with an empty `evaluate`, `forward`,
+    `pull_back` or `close_handle`, whose bytes are those of all chunks in order. Chunks count as bytes in flight; OVERLOADED if
+    there are too many.
     """
     answer_chunk_bytes: builtins.int
-    """If not 0, a longer answer is sent in chunks of so many bytes, at least 65,536. Of a request in chunks, its last message tells."""
+    """If not 0, longer answers are sent in chunks of this size, in bytes; smaller values than 65,536 count as 65,536. Of a request in
+    chunks, only the last message's value counts.
+    """
     total_bytes: builtins.int
-    """In the last message of a request in chunks: how many bytes its chunks have. MALFORMED_REQUEST where it is not what has arrived."""
+    """In the last message of a request in chunks: total size of its chunks, in bytes. MALFORMED_REQUEST if other than what arrived."""
     @property
     def evaluate(self) -> global___EvaluateRequest:
-        """As GradientService.Evaluate."""
+        """Evaluates, as GradientService.Evaluate does."""
 
     @property
     def forward(self) -> global___ForwardRequest:
-        """Forward once."""
+        """Runs forward and keeps a handle."""
 
     @property
     def pull_back(self) -> global___PullBackRequest:
-        """Pull back, as often as wanted."""
+        """Computes gradients from a handle; possible any number of times."""
 
     @property
     def close_handle(self) -> global___CloseHandleRequest:
-        """Let go."""
+        """Deletes a handle."""
 
     @property
     def cancel(self) -> global___CancelRequest:
-        """Give up another request. It has no answer of its own."""
+        """Cancels another request. This message has no answer."""
 
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the request may take, from its arrival, or that of its first chunk. Default and bound: settings of the server's, as for calls."""
+        """Time limit, from the arrival of the request or of its first chunk. Default and maximum: settings of the server, the same as for
+        calls.
+        """
 
     def __init__(
         self,
@@ -758,7 +774,7 @@ global___StreamEvaluateRequest = StreamEvaluateRequest
 
 @typing.final
 class StreamEvaluateResponse(google.protobuf.message.Message):
-    """One message of the server's on a stream. Answers come as they are ready, not in the order of the requests."""
+    """A message from the server on a stream. Answers are sent as soon as they are ready, not in the order of the requests."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -770,10 +786,10 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
-    """The request's id."""
+    """ID of the request."""
     chunk: builtins.bytes
-    """The next bytes of an answer that is sent in several messages, as asked by `answer_chunk_bytes`. The last one holds the answer's
-    kind as an empty `evaluate`, `forward` or `pull_back`; the bytes of that message are those of all chunks, in order.
+    """The next bytes of an answer that is sent in several messages, see answer_chunk_bytes. The last message has no chunk; it tells
+    the kind of the answer with an empty `evaluate`, `forward` or `pull_back`, whose bytes are those of all chunks in order.
     """
     @property
     def evaluate(self) -> global___EvaluateResponse:
@@ -793,7 +809,7 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
 
     @property
     def status(self) -> google.rpc.status_pb2.Status:
-        """The request failed: the same status that the trailer of a failed call carries. The stream goes on."""
+        """The request failed. The same status that a failed call has in its trailer. The stream goes on."""
 
     def __init__(
         self,

@@ -57,25 +57,26 @@ class GradientServiceServicer(object):
     """
 
     def Evaluate(self, request, context):
-        """Runs a program once. Pure: the same request gives the same answer and changes nothing (random ops without seed aside).
-        Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND, EXECUTION_FAILED, and, with an inline
-        program, with all that CompileProgram fails with.
+        """Runs a program once. The call has no side effects, and the same request gives the same answer (except for random ops without
+        a seed). Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND or EXECUTION_FAILED; with an inline
+        program also with every error of CompileProgram.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamEvaluate(self, request_iterator, context):
-        """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
-        fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+        """Runs programs over one stream, many of them concurrently, and keeps forward handles until the stream ends. A request that fails
+        is answered with a status; other requests go on. Ending the stream cancels all its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ShareMemory(self, request, context):
-        """Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
-        its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
+        """Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
+        names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+        does not share memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,25 +25,26 @@ class GradientServiceStub:
         gradrule.v1.evaluate_pb2.EvaluateRequest,
         gradrule.v1.evaluate_pb2.EvaluateResponse,
     ]
-    """Runs a program once. Pure: the same request gives the same answer and changes nothing (random ops without seed aside).
-    Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND, EXECUTION_FAILED, and, with an inline
-    program, with all that CompileProgram fails with.
+    """Runs a program once. The call has no side effects, and the same request gives the same answer (except for random ops without
+    a seed). Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND or EXECUTION_FAILED; with an inline
+    program also with every error of CompileProgram.
     """
 
     StreamEvaluate: grpc.StreamStreamMultiCallable[
         gradrule.v1.evaluate_pb2.StreamEvaluateRequest,
         gradrule.v1.evaluate_pb2.StreamEvaluateResponse,
     ]
-    """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
-    fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+    """Runs programs over one stream, many of them concurrently, and keeps forward handles until the stream ends. A request that fails
+    is answered with a status; other requests go on. Ending the stream cancels all its requests.
     """
 
     ShareMemory: grpc.UnaryUnaryMultiCallable[
         gradrule.v1.evaluate_pb2.ShareMemoryRequest,
         gradrule.v1.evaluate_pb2.ShareMemoryResponse,
     ]
-    """Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
-    its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
+    """Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
+    names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+    does not share memory.
     """
 
 class GradientServiceAsyncStub:
@@ -53,25 +54,26 @@ class GradientServiceAsyncStub:
         gradrule.v1.evaluate_pb2.EvaluateRequest,
         gradrule.v1.evaluate_pb2.EvaluateResponse,
     ]
-    """Runs a program once. Pure: the same request gives the same answer and changes nothing (random ops without seed aside).
-    Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND, EXECUTION_FAILED, and, with an inline
-    program, with all that CompileProgram fails with.
+    """Runs a program once. The call has no side effects, and the same request gives the same answer (except for random ops without
+    a seed). Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND or EXECUTION_FAILED; with an inline
+    program also with every error of CompileProgram.
     """
 
     StreamEvaluate: grpc.aio.StreamStreamMultiCallable[
         gradrule.v1.evaluate_pb2.StreamEvaluateRequest,
         gradrule.v1.evaluate_pb2.StreamEvaluateResponse,
     ]
-    """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
-    fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+    """Runs programs over one stream, many of them concurrently, and keeps forward handles until the stream ends. A request that fails
+    is answered with a status; other requests go on. Ending the stream cancels all its requests.
     """
 
     ShareMemory: grpc.aio.UnaryUnaryMultiCallable[
         gradrule.v1.evaluate_pb2.ShareMemoryRequest,
         gradrule.v1.evaluate_pb2.ShareMemoryResponse,
     ]
-    """Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
-    its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
+    """Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
+    names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+    does not share memory.
     """
 
 class GradientServiceServicer(metaclass=abc.ABCMeta):
@@ -83,9 +85,9 @@ class GradientServiceServicer(metaclass=abc.ABCMeta):
         request: gradrule.v1.evaluate_pb2.EvaluateRequest,
         context: _ServicerContext,
     ) -> typing.Union[gradrule.v1.evaluate_pb2.EvaluateResponse, collections.abc.Awaitable[gradrule.v1.evaluate_pb2.EvaluateResponse]]:
-        """Runs a program once. Pure: the same request gives the same answer and changes nothing (random ops without seed aside).
-        Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND, EXECUTION_FAILED, and, with an inline
-        program, with all that CompileProgram fails with.
+        """Runs a program once. The call has no side effects, and the same request gives the same answer (except for random ops without
+        a seed). Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND or EXECUTION_FAILED; with an inline
+        program also with every error of CompileProgram.
         """
 
     @abc.abstractmethod
@@ -94,8 +96,8 @@ class GradientServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[gradrule.v1.evaluate_pb2.StreamEvaluateRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[gradrule.v1.evaluate_pb2.StreamEvaluateResponse], collections.abc.AsyncIterator[gradrule.v1.evaluate_pb2.StreamEvaluateResponse]]:
-        """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
-        fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+        """Runs programs over one stream, many of them concurrently, and keeps forward handles until the stream ends. A request that fails
+        is answered with a status; other requests go on. Ending the stream cancels all its requests.
         """
 
     @abc.abstractmethod
@@ -104,8 +106,9 @@ class GradientServiceServicer(metaclass=abc.ABCMeta):
         request: gradrule.v1.evaluate_pb2.ShareMemoryRequest,
         context: _ServicerContext,
     ) -> typing.Union[gradrule.v1.evaluate_pb2.ShareMemoryResponse, collections.abc.Awaitable[gradrule.v1.evaluate_pb2.ShareMemoryResponse]]:
-        """Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
-        its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
+        """Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
+        names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+        does not share memory.
         """
 
 def add_GradientServiceServicer_to_server(servicer: GradientServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

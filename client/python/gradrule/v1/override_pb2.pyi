@@ -31,19 +31,19 @@ class _PositionNearestEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     POSITION_NEAREST_UNSPECIFIED: _PositionNearest.ValueType  # 0
     """Not set."""
     POSITION_NEAREST_XS: _PositionNearest.ValueType  # 1
-    """The nodes with no other candidate between them and the xs: the first layers."""
+    """Nodes without another candidate between them and the xs: the first layers."""
     POSITION_NEAREST_YS: _PositionNearest.ValueType  # 2
-    """The nodes with no other candidate between them and the ys: the last layers."""
+    """Nodes without another candidate between them and the ys: the last layers."""
 
 class PositionNearest(_PositionNearest, metaclass=_PositionNearestEnumTypeWrapper):
-    """One end of the path from xs to ys."""
+    """An end of the path from xs to ys."""
 
 POSITION_NEAREST_UNSPECIFIED: PositionNearest.ValueType  # 0
 """Not set."""
 POSITION_NEAREST_XS: PositionNearest.ValueType  # 1
-"""The nodes with no other candidate between them and the xs: the first layers."""
+"""Nodes without another candidate between them and the xs: the first layers."""
 POSITION_NEAREST_YS: PositionNearest.ValueType  # 2
-"""The nodes with no other candidate between them and the ys: the last layers."""
+"""Nodes without another candidate between them and the ys: the last layers."""
 global___PositionNearest = PositionNearest
 
 class _OverrideOrder:
@@ -55,19 +55,23 @@ class _OverrideOrderEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     OVERRIDE_ORDER_UNSPECIFIED: _OverrideOrder.ValueType  # 0
     """The same as FIRST."""
     OVERRIDE_ORDER_FIRST: _OverrideOrder.ValueType  # 1
-    """In the first differentiation. Where its result is differentiated again (a Hessian-vector product), the op's own gradient holds."""
+    """In the first differentiation only. If its result is differentiated again (as in a Hessian-vector product), the op's own gradient
+    applies there.
+    """
     OVERRIDE_ORDER_ALL: _OverrideOrder.ValueType  # 2
-    """In every differentiation, and then at nodes that gradients made too, where the selector asks for nothing but an op type."""
+    """In every differentiation. If the selector has only an op type, the override also applies to nodes that differentiation created."""
 
 class OverrideOrder(_OverrideOrder, metaclass=_OverrideOrderEnumTypeWrapper):
-    """In which derivatives an override holds."""
+    """In which differentiations an override applies."""
 
 OVERRIDE_ORDER_UNSPECIFIED: OverrideOrder.ValueType  # 0
 """The same as FIRST."""
 OVERRIDE_ORDER_FIRST: OverrideOrder.ValueType  # 1
-"""In the first differentiation. Where its result is differentiated again (a Hessian-vector product), the op's own gradient holds."""
+"""In the first differentiation only. If its result is differentiated again (as in a Hessian-vector product), the op's own gradient
+applies there.
+"""
 OVERRIDE_ORDER_ALL: OverrideOrder.ValueType  # 2
-"""In every differentiation, and then at nodes that gradients made too, where the selector asks for nothing but an op type."""
+"""In every differentiation. If the selector has only an op type, the override also applies to nodes that differentiation created."""
 global___OverrideOrder = OverrideOrder
 
 class _ResolutionStatus:
@@ -79,31 +83,31 @@ class _ResolutionStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     RESOLUTION_STATUS_UNSPECIFIED: _ResolutionStatus.ValueType  # 0
     """Never sent."""
     RESOLUTION_STATUS_ACTIVE: _ResolutionStatus.ValueType  # 1
-    """The rule gives this node's gradient."""
+    """The rule computes the node's gradient."""
     RESOLUTION_STATUS_OFF_PATH: _ResolutionStatus.ValueType  # 2
-    """No gradient arrives here: the node is not on a differentiable path from ys to xs."""
+    """The node gets no gradient because it is not on a differentiable path from xs to ys."""
     RESOLUTION_STATUS_NOT_DIFFERENTIABLE: _ResolutionStatus.ValueType  # 3
-    """The node's outputs, or all its inputs, are of types without gradients (integers, bool, string)."""
+    """The node's outputs, or all its inputs, have types that cannot be differentiated (integer, bool, string)."""
 
 class ResolutionStatus(_ResolutionStatus, metaclass=_ResolutionStatusEnumTypeWrapper):
-    """What became of a node that an override matched."""
+    """What happened to a node that an override matched."""
 
 RESOLUTION_STATUS_UNSPECIFIED: ResolutionStatus.ValueType  # 0
 """Never sent."""
 RESOLUTION_STATUS_ACTIVE: ResolutionStatus.ValueType  # 1
-"""The rule gives this node's gradient."""
+"""The rule computes the node's gradient."""
 RESOLUTION_STATUS_OFF_PATH: ResolutionStatus.ValueType  # 2
-"""No gradient arrives here: the node is not on a differentiable path from ys to xs."""
+"""The node gets no gradient because it is not on a differentiable path from xs to ys."""
 RESOLUTION_STATUS_NOT_DIFFERENTIABLE: ResolutionStatus.ValueType  # 3
-"""The node's outputs, or all its inputs, are of types without gradients (integers, bool, string)."""
+"""The node's outputs, or all its inputs, have types that cannot be differentiated (integer, bool, string)."""
 global___ResolutionStatus = ResolutionStatus
 
 @typing.final
 class Position(google.protobuf.message.Message):
-    """A place on the path from xs to ys, among the nodes that all other conditions of the selector hold for (the candidates).
+    """A position on the path from xs to ys, among the candidates: the nodes that meet all other conditions of the selector.
 
-    A candidate's index is the largest number of other candidates on one path from the xs to it, itself not counted. Branches
-    that run side by side may hold several nodes of one index. Nodes off the path have none.
+    The index of a candidate is the largest number of other candidates before it on any path from the xs. Several nodes on parallel
+    branches can have the same index. Nodes that are not on the path have no index.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -111,9 +115,9 @@ class Position(google.protobuf.message.Message):
     NEAREST_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
     nearest: global___PositionNearest.ValueType
-    """One end."""
+    """One end of the path."""
     index: builtins.int
-    """Counted from the xs, 0 is the nearest; negative: counted from the ys in the same way, -1 is the nearest."""
+    """Index, counted from the xs; 0 is the nearest. Negative: counted from the ys in the same way; -1 is the nearest."""
     def __init__(
         self,
         *,
@@ -128,11 +132,11 @@ global___Position = Position
 
 @typing.final
 class Region(google.protobuf.message.Message):
-    """A subgraph, given by its border: the nodes that the outputs depend on, up to the inputs.
+    """A subgraph, given by its inputs and outputs: all nodes that the outputs depend on, up to the inputs.
 
-    What the inside takes from elsewhere (weights, constants) must not depend on the xs, and nothing but the outputs may be used outside:
-    INVALID_OVERRIDE otherwise. Its rule sees the inputs as `x, x1, …`, the outputs as `y, y1, …`. It wins over all overrides of
-    nodes inside; two that share a node are INVALID_OVERRIDE.
+    Other tensors that the subgraph uses (weights, constants) must not depend on the xs, and only the outputs may be used outside;
+    INVALID_OVERRIDE otherwise. In the subgraph's rule, `x, x1, …` are the inputs and `y, y1, …` are the outputs. The rule of a
+    subgraph takes precedence over all overrides of nodes in it. Two subgraphs that share a node are INVALID_OVERRIDE.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -141,11 +145,11 @@ class Region(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Tensors that go in, `node` or `node:output`; at least one. They are not part of the region."""
+        """Input tensors, `node` or `node:output`; at least one. The nodes that compute them are not part of the subgraph."""
 
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Tensors that come out; at least one."""
+        """Output tensors; at least one."""
 
     def __init__(
         self,
@@ -159,11 +163,11 @@ global___Region = Region
 
 @typing.final
 class Selector(google.protobuf.message.Message):
-    """Which nodes an override means. Conditions given together must all hold; none at all is INVALID_OVERRIDE.
+    """Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
 
-    Nodes in functions, loop bodies and branches are named `call/inner`. A call, a loop or a branch is a node too: a selector
-    that matches it gives the rule to it as a whole, and what lies inside is not asked then. (A call is asked by op type, node, regex and
-    scope alone; the other conditions look at what is inside.)
+    Nodes in functions, loop bodies and branches have names such as `call/inner`. A call, a loop or a branch is a node too: if a
+    selector matches it, the rule applies to it as a whole, and overrides of nodes inside it have no effect. Only op_type, node,
+    node_regex and scope can select a call itself; the other conditions apply to the nodes inside it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -199,47 +203,51 @@ class Selector(google.protobuf.message.Message):
     DEPENDS_ON_FIELD_NUMBER: builtins.int
     REGION_NAME_FIELD_NUMBER: builtins.int
     op_type: builtins.str
-    """Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An Add is
-    `@bias` where one side does not depend on the xs, else `@sum`.
-    One that neither TensorFlow nor the graph knows is UNKNOWN_OP_TYPE.
-    `@step` is a pattern: Greater or GreaterEqual, then Cast. Its rule sees `x` = left - right, and its gradient goes to both sides.
+    """Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An
+    Add is in `@bias` if one operand does not depend on the xs, otherwise in `@sum`. UNKNOWN_OP_TYPE if neither TensorFlow nor the
+    graph defines the op type.
+    `@step` is a pattern: Greater or GreaterEqual, then Cast. In its rule, `x` is left - right, and the gradient goes to both
+    operands.
     """
     node: builtins.str
-    """Node name: exact, or a glob in which `?` and `*` stay within a part between slashes and `**` crosses them."""
+    """Node name: exact, or a glob. `?` and `*` do not match `/`, `**` does."""
     scope: builtins.str
-    """Name scope: the nodes whose name starts with `scope/`."""
+    """Name scope: nodes whose names start with `scope/`."""
     node_regex: builtins.str
-    """Regular expression (RE2) that matches the whole node name. A faulty one is INVALID_OVERRIDE."""
+    """Regular expression (RE2) that must match the whole node name. INVALID_OVERRIDE if the expression is not valid."""
     dtype: gradrule.v1.tensor_pb2.Dt.ValueType
     """Element type of the node's first output."""
     rank: builtins.int
-    """Rank of the node's first output. It is TensorFlow that knows: RULE_NOT_APPLICABLE where it does not before running."""
+    """Rank of the node's first output, as TensorFlow infers it. RULE_NOT_APPLICABLE if TensorFlow cannot infer it before the program
+    runs.
+    """
     region_name: builtins.str
-    """Name of regions that the graph brings along: a function that was wrapped by `tf.custom_gradient` when the graph was traced, under the
-    name of the Python function. Each call of it is a region. UNMATCHED_OVERRIDE where the graph has none; no other condition can be given with it.
+    """Name of a region that the graph defines: a function that was decorated with `tf.custom_gradient` when the graph was traced, by
+    the name of the Python function. Each call of it is a region. UNMATCHED_OVERRIDE if the graph has no such region. No other
+    condition can be set as well.
     """
     @property
     def position(self) -> global___Position:
-        """Where on the path from xs to ys."""
+        """Position on the path from xs to ys."""
 
     @property
     def pattern(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """A chain of op types or groups, each of which takes the output of the one before and is alone in doing so: `MatMul`, `BiasAdd`. The chain
-        gets one rule: its `x` are the first op's data inputs and then the others' in order, its `y` the last op's outputs.
-        The other conditions speak of the chain's last node, except that op_type cannot be given with it.
+        """A chain of op types or groups, for example `MatMul`, `BiasAdd`. Each op must be the only consumer of the previous op's output.
+        The chain gets one rule. In it, `x, x1, …` are the first op's data inputs, then the other inputs of the chain in order; `y, y1, …`
+        are the last op's outputs. The other conditions apply to the last node of the chain. op_type cannot be set as well.
         """
 
     @property
     def region(self) -> global___Region:
-        """A subgraph; no other condition can be given with it."""
+        """A subgraph. No other condition can be set as well."""
 
     @property
     def attrs(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, gradrule.v1.graph_pb2.AttrValue]:
-        """Attributes of the node, equal to these values; defaults count."""
+        """Attributes that the node must have with these values. Attributes that the node does not set have their default values."""
 
     @property
     def depends_on(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Tensors, `node` or `node:output`: the node depends on at least one of them."""
+        """Tensors, `node` or `node:output`; the node must depend on at least one of them."""
 
     def __init__(
         self,
@@ -265,7 +273,7 @@ global___Selector = Selector
 
 @typing.final
 class PresetChoice(google.protobuf.message.Message):
-    """A preset, chosen by an override."""
+    """A preset with values for its params."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -290,10 +298,10 @@ class PresetChoice(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Its name; UNKNOWN_RULE if there is none."""
+    """Name of the preset. UNKNOWN_RULE if no preset has this name."""
     @property
     def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, gradrule.v1.rule_pb2.ParamValue]:
-        """Params by name, for all rules of the preset that have one of the name. UNKNOWN_PARAM where none has."""
+        """Param values by name, for all rules of the preset that have such a param. UNKNOWN_PARAM if no rule has it."""
 
     def __init__(
         self,
@@ -307,9 +315,9 @@ global___PresetChoice = PresetChoice
 
 @typing.final
 class GradientOverride(google.protobuf.message.Message):
-    """A selector with the rule that its nodes get.
+    """A selector and the rule for the nodes that it selects.
 
-    An override list is ordered: the first override that matches a node decides.
+    In a list of overrides, the first one that matches a node applies.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -341,30 +349,30 @@ class GradientOverride(google.protobuf.message.Message):
     OPTIONAL_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
     rule: builtins.str
-    """Name of a registered rule (UNKNOWN_RULE if there is none), or `default`: the op's own gradient, to carve out an exception."""
+    """Name of a registered rule (UNKNOWN_RULE if there is none), or `default` for the op's own gradient, to make an exception."""
     label: builtins.str
-    """Name by which a call gives params and an answer tells the override. Default: the first of op type, node, scope, regex, the pattern
-    joined by `+`, the preset's name, the region's first output.
+    """Name of the override in param values of calls and in answers. Default: the first that is set of op type, node, scope, regular
+    expression, pattern (joined with `+`), name of the preset, and the region's first output.
     """
     optional: builtins.bool
-    """True: it is no error if no node on the path matches."""
+    """True: it is not an error if the override matches no node on the path."""
     order: global___OverrideOrder.ValueType
     """Default: FIRST."""
     @property
     def selector(self) -> global___Selector:
-        """Which nodes. Required, except with a preset, which has selectors of its own."""
+        """Nodes to override. Required, except with a preset, which has its own selectors."""
 
     @property
     def definition(self) -> gradrule.v1.rule_pb2.RuleDefinition:
-        """A rule that is not registered."""
+        """Definition of a rule that is not registered (an inline rule)."""
 
     @property
     def preset(self) -> global___PresetChoice:
-        """A named list of overrides. Wherever it stands in the list, it comes after all that are no presets."""
+        """A named list of overrides. Presets apply after all other overrides, wherever they are in the list."""
 
     @property
     def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, gradrule.v1.rule_pb2.ParamValue]:
-        """Values of the rule's params. They are not part of the compiled program."""
+        """Param values of the rule. They are not part of the compiled program."""
 
     def __init__(
         self,
@@ -386,7 +394,7 @@ global___GradientOverride = GradientOverride
 
 @typing.final
 class Resolution(google.protobuf.message.Message):
-    """Which rule a node got."""
+    """The rule of one node."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -398,22 +406,22 @@ class Resolution(google.protobuf.message.Message):
     FUNCTION_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     node: builtins.str
-    """The node, nested ones as `call/inner`."""
+    """Name of the node; inner nodes as `call/inner`."""
     op_type: builtins.str
-    """Its op type."""
+    """Op type of the node."""
     rule: builtins.str
-    """The rule's name; `default`; `inline` for a rule that is not registered; or, with label `no_gradient`, what `ProgramSpec.no_gradient` did:
+    """Name of the rule; `default`; or `inline` for an inline rule. With the label `no_gradient`, what `ProgramSpec.no_gradient` did:
     `default`, `pass` or `zero`.
     """
     label: builtins.str
-    """The override's label."""
+    """Label of the override."""
     status: global___ResolutionStatus.ValueType
     """Whether the rule is used."""
     function: builtins.str
-    """Name of the function of the graph that the node lies in; empty at top level."""
+    """Name of the graph's function that contains the node; empty at the top level."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """All nodes of a pattern or a region, `node` included; empty for a single node."""
+        """All nodes of a pattern or a region, including `node`; empty for a single node."""
 
     def __init__(
         self,

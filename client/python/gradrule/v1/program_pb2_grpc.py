@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ProgramServiceStub(object):
-    """Programs that are kept until they are deleted.
+    """Manages stored programs. The server keeps them until they are deleted.
     """
 
     def __init__(self, channel):
@@ -58,33 +58,33 @@ class ProgramServiceStub(object):
 
 
 class ProgramServiceServicer(object):
-    """Programs that are kept until they are deleted.
+    """Manages stored programs. The server keeps them until they are deleted.
     """
 
     def CompileProgram(self, request, context):
-        """Checks and compiles a program and keeps it. Equal content returns the program that is there.
-        Fails with any reason that concerns graphs, rules and overrides, or with PROGRAM_EXISTS.
+        """Checks, compiles and stores a program. If a program with equal content exists, the server returns that one. Fails with any
+        error about graphs, rules and overrides, or with PROGRAM_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetProgram(self, request, context):
-        """One program. Fails with PROGRAM_NOT_FOUND.
+        """Returns one program. Fails with PROGRAM_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPrograms(self, request, context):
-        """Programs by name, a page at a time.
+        """Lists programs by name, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteProgram(self, request, context):
-        """Forgets a program. Fails with PROGRAM_NOT_FOUND.
+        """Deletes a program. Fails with PROGRAM_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +122,7 @@ def add_ProgramServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ProgramService(object):
-    """Programs that are kept until they are deleted.
+    """Manages stored programs. The server keeps them until they are deleted.
     """
 
     @staticmethod

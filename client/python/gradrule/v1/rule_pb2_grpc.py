@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RuleServiceStub(object):
-    """The registry of rules.
+    """Manages rules.
     """
 
     def __init__(self, channel):
@@ -68,47 +68,47 @@ class RuleServiceStub(object):
 
 
 class RuleServiceServicer(object):
-    """The registry of rules.
+    """Manages rules.
     """
 
     def CreateRule(self, request, context):
-        """Registers a USER rule. Creating equal content under the same name returns the rule that is there.
-        Fails with RULE_EXISTS (other content has the name, or a built-in does), INVALID_EXPRESSION, INVALID_RULE.
+        """Registers a rule of kind USER. If a rule with the same name and equal content exists, the server returns that one. Fails with
+        RULE_EXISTS (another rule has the name), INVALID_EXPRESSION or INVALID_RULE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRule(self, request, context):
-        """One rule. Fails with UNKNOWN_RULE, whose message suggests near names.
+        """Returns one rule. Fails with UNKNOWN_RULE; the message suggests similar names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRules(self, request, context):
-        """Rules in the order of kind (USER, BUILTIN, OP), then name, a page at a time.
+        """Lists rules by kind (USER, BUILTIN, OP) and then by name, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRule(self, request, context):
-        """Forgets a USER rule. Programs compiled with it keep it. Fails with UNKNOWN_RULE, RULE_READ_ONLY.
+        """Deletes a rule of kind USER. Programs that were compiled with it still use it. Fails with UNKNOWN_RULE or RULE_READ_ONLY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SampleRule(self, request, context):
-        """Runs a rule on tensors, without a graph. Fails with UNKNOWN_RULE, MISSING_FEED and whatever the rule itself fails with.
+        """Runs a rule on tensors, without a graph. Fails with UNKNOWN_RULE, MISSING_FEED or any error of the rule itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPresets(self, request, context):
-        """All presets, by name.
+        """Lists all presets by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +156,7 @@ def add_RuleServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RuleService(object):
-    """The registry of rules.
+    """Manages rules.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SessionServiceStub(object):
-    """Training on the server.
+    """Trains models on the server.
     """
 
     def __init__(self, channel):
@@ -43,14 +43,16 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """Training on the server.
+    """Trains models on the server.
     """
 
     def RunSession(self, request_iterator, context):
-        """One session. The first message starts it; each further one is answered in order. A message that fails gets a status as its answer
-        and changes nothing; only a start that fails ends the stream. The end of the stream, however it comes, lets the state go.
-        Where the engine that holds the variables ends, the status SESSION_LOST is sent at once, also while no message waits for an answer; it
-        tells the last step that was completed. Each further message is answered with SESSION_LOST.
+        """Runs one session. The first message starts the session; the server answers each further message, in order. If a message
+        fails, its answer is a status, and the session does not change. If the start fails, the stream ends. When the stream ends, for
+        any reason, the server deletes the variables.
+
+        If the engine that holds the variables ends, the server sends the status SESSION_LOST immediately, also when no message waits
+        for an answer. The message of the status names the last completed step. Every later message is answered with SESSION_LOST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,7 +75,7 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """Training on the server.
+    """Trains models on the server.
     """
 
     @staticmethod

@@ -3,8 +3,8 @@
 isort:skip_file
 Tensors, shapes and element types.
 
-Every message here carries the field numbers of TensorFlow's message of the same purpose, so the bytes of a
-`tensorflow.TensorProto` are the bytes of a `Tensor`.
+Messages that TensorFlow has too use TensorFlow's field numbers, so the bytes of a `tensorflow.TensorProto` are the bytes of a
+`Tensor`.
 """
 
 import builtins
@@ -70,35 +70,35 @@ class _DtEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWra
     DT_HALF: _Dt.ValueType  # 19
     """float16."""
     DT_RESOURCE: _Dt.ValueType  # 20
-    """A handle to state; never crosses the border."""
+    """A handle to state. Cannot be fed or returned."""
     DT_VARIANT: _Dt.ValueType  # 21
-    """An opaque value (TensorList, for example); never crosses the border."""
+    """An opaque value, for example a TensorList. Cannot be fed or returned."""
     DT_UINT32: _Dt.ValueType  # 22
     """uint32."""
     DT_UINT64: _Dt.ValueType  # 23
     """uint64."""
     DT_FLOAT8_E5M2: _Dt.ValueType  # 24
-    """float8_e5m2, a narrow type of TensorFlow's."""
+    """float8_e5m2, one of TensorFlow's narrow types."""
     DT_FLOAT8_E4M3FN: _Dt.ValueType  # 25
-    """float8_e4m3fn, a narrow type of TensorFlow's."""
+    """float8_e4m3fn, one of TensorFlow's narrow types."""
     DT_FLOAT8_E4M3FNUZ: _Dt.ValueType  # 26
-    """float8_e4m3fnuz, a narrow type of TensorFlow's."""
+    """float8_e4m3fnuz, one of TensorFlow's narrow types."""
     DT_FLOAT8_E4M3B11FNUZ: _Dt.ValueType  # 27
-    """float8_e4m3b11fnuz, a narrow type of TensorFlow's."""
+    """float8_e4m3b11fnuz, one of TensorFlow's narrow types."""
     DT_FLOAT8_E5M2FNUZ: _Dt.ValueType  # 28
-    """float8_e5m2fnuz, a narrow type of TensorFlow's."""
+    """float8_e5m2fnuz, one of TensorFlow's narrow types."""
     DT_INT4: _Dt.ValueType  # 29
-    """int4, a narrow type of TensorFlow's."""
+    """int4, one of TensorFlow's narrow types."""
     DT_UINT4: _Dt.ValueType  # 30
-    """uint4, a narrow type of TensorFlow's."""
+    """uint4, one of TensorFlow's narrow types."""
     DT_INT2: _Dt.ValueType  # 31
-    """int2, a narrow type of TensorFlow's."""
+    """int2, one of TensorFlow's narrow types."""
     DT_UINT2: _Dt.ValueType  # 32
-    """uint2, a narrow type of TensorFlow's."""
+    """uint2, one of TensorFlow's narrow types."""
     DT_FLOAT4_E2M1FN: _Dt.ValueType  # 33
-    """float4_e2m1fn, a narrow type of TensorFlow's."""
+    """float4_e2m1fn, one of TensorFlow's narrow types."""
     DT_FLOAT_REF: _Dt.ValueType  # 101
-    """Reference to float, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to float, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_DOUBLE_REF: _Dt.ValueType  # 102
     """Reference to double, as TensorFlow 1 variables make; only read, never made."""
     DT_INT32_REF: _Dt.ValueType  # 103
@@ -208,35 +208,35 @@ DT_COMPLEX128: Dt.ValueType  # 18
 DT_HALF: Dt.ValueType  # 19
 """float16."""
 DT_RESOURCE: Dt.ValueType  # 20
-"""A handle to state; never crosses the border."""
+"""A handle to state. Cannot be fed or returned."""
 DT_VARIANT: Dt.ValueType  # 21
-"""An opaque value (TensorList, for example); never crosses the border."""
+"""An opaque value, for example a TensorList. Cannot be fed or returned."""
 DT_UINT32: Dt.ValueType  # 22
 """uint32."""
 DT_UINT64: Dt.ValueType  # 23
 """uint64."""
 DT_FLOAT8_E5M2: Dt.ValueType  # 24
-"""float8_e5m2, a narrow type of TensorFlow's."""
+"""float8_e5m2, one of TensorFlow's narrow types."""
 DT_FLOAT8_E4M3FN: Dt.ValueType  # 25
-"""float8_e4m3fn, a narrow type of TensorFlow's."""
+"""float8_e4m3fn, one of TensorFlow's narrow types."""
 DT_FLOAT8_E4M3FNUZ: Dt.ValueType  # 26
-"""float8_e4m3fnuz, a narrow type of TensorFlow's."""
+"""float8_e4m3fnuz, one of TensorFlow's narrow types."""
 DT_FLOAT8_E4M3B11FNUZ: Dt.ValueType  # 27
-"""float8_e4m3b11fnuz, a narrow type of TensorFlow's."""
+"""float8_e4m3b11fnuz, one of TensorFlow's narrow types."""
 DT_FLOAT8_E5M2FNUZ: Dt.ValueType  # 28
-"""float8_e5m2fnuz, a narrow type of TensorFlow's."""
+"""float8_e5m2fnuz, one of TensorFlow's narrow types."""
 DT_INT4: Dt.ValueType  # 29
-"""int4, a narrow type of TensorFlow's."""
+"""int4, one of TensorFlow's narrow types."""
 DT_UINT4: Dt.ValueType  # 30
-"""uint4, a narrow type of TensorFlow's."""
+"""uint4, one of TensorFlow's narrow types."""
 DT_INT2: Dt.ValueType  # 31
-"""int2, a narrow type of TensorFlow's."""
+"""int2, one of TensorFlow's narrow types."""
 DT_UINT2: Dt.ValueType  # 32
-"""uint2, a narrow type of TensorFlow's."""
+"""uint2, one of TensorFlow's narrow types."""
 DT_FLOAT4_E2M1FN: Dt.ValueType  # 33
-"""float4_e2m1fn, a narrow type of TensorFlow's."""
+"""float4_e2m1fn, one of TensorFlow's narrow types."""
 DT_FLOAT_REF: Dt.ValueType  # 101
-"""Reference to float, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to float, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_DOUBLE_REF: Dt.ValueType  # 102
 """Reference to double, as TensorFlow 1 variables make; only read, never made."""
 DT_INT32_REF: Dt.ValueType  # 103
@@ -310,17 +310,17 @@ class _Compression:
 class _CompressionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Compression.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     COMPRESSION_UNSPECIFIED: _Compression.ValueType  # 0
-    """Not at all."""
+    """No compression."""
     COMPRESSION_ZSTD: _Compression.ValueType  # 1
-    """One frame of Zstandard (RFC 8878) that tells its content size."""
+    """One Zstandard frame (RFC 8878) whose header holds the content size."""
 
 class Compression(_Compression, metaclass=_CompressionEnumTypeWrapper):
     """How bytes are compressed."""
 
 COMPRESSION_UNSPECIFIED: Compression.ValueType  # 0
-"""Not at all."""
+"""No compression."""
 COMPRESSION_ZSTD: Compression.ValueType  # 1
-"""One frame of Zstandard (RFC 8878) that tells its content size."""
+"""One Zstandard frame (RFC 8878) whose header holds the content size."""
 global___Compression = Compression
 
 @typing.final
@@ -371,10 +371,10 @@ global___TensorShape = TensorShape
 class Tensor(google.protobuf.message.Message):
     """A dense tensor (`tensorflow.TensorProto`).
 
-    Values are either in `tensor_content` (row-major, little-endian, the fastest way, not for strings) or in the `*_val`
-    field of the element type. A `*_val` field may hold fewer values than the shape has elements: the last one then fills
-    the rest (none at all: zeros). The reply always uses `tensor_content`, or `string_val` for strings.
-    A wrong number of bytes or values is INVALID_TENSOR.
+    Values are either in `tensor_content` (row-major, little-endian; the fastest form; not for strings) or in the `*_val` field of the
+    element type. A `*_val` field may hold fewer values than the shape has elements: the last value is then repeated (zeros if there
+    are no values). Answers always use `tensor_content`, or `string_val` for strings. A wrong number of bytes or values is
+    INVALID_TENSOR.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -401,11 +401,11 @@ class Tensor(google.protobuf.message.Message):
     dtype: global___Dt.ValueType
     """Element type; decides which field below holds the values. Required."""
     version_number: builtins.int
-    """Format version of TensorFlow's; 0."""
+    """Version of TensorFlow's format; 0."""
     tensor_content: builtins.bytes
-    """All elements, row-major, little-endian; bool is one byte an element, complex is real then imaginary."""
+    """All elements, row-major, little-endian. A bool takes one byte; a complex number is its real part, then its imaginary part."""
     float8_val: builtins.bytes
-    """The 8-bit floats and the types of less than a byte, packed."""
+    """8-bit floats and types of less than one byte."""
     @property
     def tensor_shape(self) -> global___TensorShape:
         """Shape; every dimension must be known. Default: a scalar."""
@@ -428,7 +428,7 @@ class Tensor(google.protobuf.message.Message):
 
     @property
     def string_val(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """DT_STRING: one entry an element, any bytes."""
+        """DT_STRING: one entry per element; any bytes."""
 
     @property
     def scomplex_val(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
@@ -448,11 +448,11 @@ class Tensor(google.protobuf.message.Message):
 
     @property
     def resource_handle_val(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ResourceHandle]:
-        """DT_RESOURCE. Kept when a graph passes through; refused as a feed."""
+        """DT_RESOURCE. Kept in graphs; refused as a feed."""
 
     @property
     def variant_val(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VariantTensorData]:
-        """DT_VARIANT. Kept when a graph passes through; refused as a feed."""
+        """DT_VARIANT. Kept in graphs; refused as a feed."""
 
     @property
     def uint32_val(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -464,8 +464,8 @@ class Tensor(google.protobuf.message.Message):
 
     @property
     def packed(self) -> global___PackedTensor:
-        """The tensor in fewer bytes; no other field is set then. In the feeds, grad_ys, tangents and vectors of calls, and in answers, as asked by
-        Packing; INVALID_TENSOR anywhere else. This number is not TensorFlow's.
+        """The tensor in compressed form; no other field may be set as well. Allowed in feeds, grad_ys, tangents and vectors of calls, and in
+        answers if the request has an answer_packing; INVALID_TENSOR elsewhere. TensorFlow has no such field.
         """
 
     def __init__(
@@ -498,8 +498,9 @@ global___Tensor = Tensor
 
 @typing.final
 class PackedTensor(google.protobuf.message.Message):
-    """A dense tensor in fewer bytes. The type and shape tell how many bytes it has unpacked; INVALID_TENSOR where its content has another number,
-    or cannot be unpacked. LIMIT_EXCEEDED where the packed tensors of a call take far more bytes unpacked than packed (--max-unpacking).
+    """A dense tensor in compressed form. Element type and shape define its size after unpacking; INVALID_TENSOR if the content has
+    another size or cannot be unpacked. LIMIT_EXCEEDED if the packed tensors of a call are much larger after unpacking than before
+    (--max-unpacking).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -510,11 +511,13 @@ class PackedTensor(google.protobuf.message.Message):
     COMPRESSION_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
     dtype: global___Dt.ValueType
-    """Element type. Required; a type whose elements are plain bytes: not DT_STRING, not the integers of less than a byte."""
+    """Element type. Required. Not DT_STRING, and not an integer type of less than one byte."""
     content_dtype: global___Dt.ValueType
-    """Element type of the content. Default: dtype. Else dtype is DT_FLOAT and this is DT_BFLOAT16; the elements become float32 without loss."""
+    """Element type of the content. Default: dtype. The only other possibility: DT_BFLOAT16 where dtype is DT_FLOAT; the elements are
+    converted to float32 without loss.
+    """
     compression: global___Compression.ValueType
-    """How the content is compressed."""
+    """Compression of the content."""
     content: builtins.bytes
     """All elements, as in `Tensor.tensor_content`, compressed. At least one element."""
     @property
@@ -537,16 +540,18 @@ global___PackedTensor = PackedTensor
 
 @typing.final
 class Packing(google.protobuf.message.Message):
-    """How the tensors of an answer are packed. Tensors that do not become smaller are not."""
+    """Compression of the tensors in an answer. Tensors that would not become smaller are sent unpacked."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     COMPRESSION_FIELD_NUMBER: builtins.int
     FLOAT32_AS_BFLOAT16_FIELD_NUMBER: builtins.int
     compression: global___Compression.ValueType
-    """How contents are compressed. MALFORMED_REQUEST where the server does not know it."""
+    """Compression of the contents. MALFORMED_REQUEST if the server does not support it."""
     float32_as_bfloat16: builtins.bool
-    """float32 elements are rounded to bfloat16, to nearest, ties to even: 8 bits of precision are left of 24. NaN stays NaN, infinities stay."""
+    """True: float32 elements are rounded to bfloat16 (to nearest, ties to even), which leaves 8 of 24 bits of precision. NaN and
+    infinities do not change.
+    """
     def __init__(
         self,
         *,
@@ -569,10 +574,10 @@ class VariantTensorData(google.protobuf.message.Message):
     type_name: builtins.str
     """Name of the type of the value."""
     metadata: builtins.bytes
-    """What is not a tensor in it."""
+    """The part of the value that is not a tensor."""
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tensor]:
-        """The tensors in it."""
+        """Tensors in the value."""
 
     def __init__(
         self,
@@ -593,7 +598,7 @@ class ResourceHandle(google.protobuf.message.Message):
 
     @typing.final
     class DtypeAndShape(google.protobuf.message.Message):
-        """Element type and shape of what a handle stands for."""
+        """Element type and shape of the tensor that a handle refers to."""
 
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -632,7 +637,7 @@ class ResourceHandle(google.protobuf.message.Message):
     """Name of the type, for people."""
     @property
     def dtypes_and_shapes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ResourceHandle.DtypeAndShape]:
-        """What the resource holds."""
+        """Element types and shapes of the resource's tensors."""
 
     def __init__(
         self,
@@ -650,7 +655,7 @@ global___ResourceHandle = ResourceHandle
 
 @typing.final
 class TensorSpec(google.protobuf.message.Message):
-    """What is known of a tensor before it exists."""
+    """Name, element type and shape of a tensor, without its value."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -659,14 +664,14 @@ class TensorSpec(google.protobuf.message.Message):
     SHAPE_FIELD_NUMBER: builtins.int
     OPTIONAL_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name in the graph, as TensorFlow writes it: `node` or `node:output` (`y` is `y:0`)."""
+    """Name in the graph, in TensorFlow's notation: `node` or `node:output` (`y` is the same as `y:0`)."""
     dtype: global___Dt.ValueType
     """Element type."""
     optional: builtins.bool
-    """For inputs: true where a default in the graph makes feeding it a choice (`PlaceholderWithDefault`)."""
+    """For inputs: true if calls need not feed it because the graph defines a default (`PlaceholderWithDefault`)."""
     @property
     def shape(self) -> global___TensorShape:
-        """Shape, as far as it is known."""
+        """Shape; unknown parts are marked as such."""
 
     def __init__(
         self,
@@ -683,7 +688,9 @@ global___TensorSpec = TensorSpec
 
 @typing.final
 class BlobTensor(google.protobuf.message.Message):
-    """A tensor that is kept as a blob (see BlobService). BLOB_NOT_FOUND where the server does not have it: upload it, and send the request again."""
+    """A tensor whose elements are a blob, see BlobService. BLOB_NOT_FOUND if the server does not have the blob: upload it and send the
+    request again.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -696,7 +703,7 @@ class BlobTensor(google.protobuf.message.Message):
     """Element type; not DT_STRING. Required."""
     @property
     def shape(self) -> global___TensorShape:
-        """Shape; every dimension must be known. Default: a scalar. INVALID_TENSOR where the blob has another number of bytes."""
+        """Shape; every dimension must be known. Default: a scalar. INVALID_TENSOR if the blob has another size."""
 
     def __init__(
         self,
@@ -712,7 +719,9 @@ global___BlobTensor = BlobTensor
 
 @typing.final
 class SharedMemoryTensor(google.protobuf.message.Message):
-    """A tensor in memory that client and server share, see GradientService.ShareMemory. Not for DT_STRING, nor for types of less than a byte."""
+    """A tensor in memory that the client shares with the server, see GradientService.ShareMemory. Not for DT_STRING or for types of less
+    than one byte.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -721,9 +730,9 @@ class SharedMemoryTensor(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     SHAPE_FIELD_NUMBER: builtins.int
     offset: builtins.int
-    """Where in the memory the elements' bytes begin: row-major, little-endian, as in `Tensor.tensor_content`."""
+    """Offset of the elements in the memory, in bytes. The elements are row-major and little-endian, as in `Tensor.tensor_content`."""
     size_bytes: builtins.int
-    """Number of bytes. INVALID_TENSOR where it does not fit element type and shape, or the bytes do not lie in the memory."""
+    """Size of the elements, in bytes. INVALID_TENSOR if it does not match element type and shape, or exceeds the memory."""
     dtype: global___Dt.ValueType
     """Element type."""
     @property
@@ -745,7 +754,7 @@ global___SharedMemoryTensor = SharedMemoryTensor
 
 @typing.final
 class TensorSource(google.protobuf.message.Message):
-    """Where a tensor comes from."""
+    """A tensor, in one of several forms."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -758,11 +767,11 @@ class TensorSource(google.protobuf.message.Message):
 
     @property
     def blob(self) -> global___BlobTensor:
-        """A tensor whose bytes were uploaded before. In requests only."""
+        """A blob that holds the elements. In requests only."""
 
     @property
     def shared_memory(self) -> global___SharedMemoryTensor:
-        """A tensor in the memory that the request names (`EvaluateRequest.shared_memory`). INVALID_TENSOR in any other request."""
+        """A tensor in the memory that the request names (`EvaluateRequest.shared_memory`). INVALID_TENSOR in other requests."""
 
     def __init__(
         self,
@@ -779,14 +788,14 @@ global___TensorSource = TensorSource
 
 @typing.final
 class NamedTensor(google.protobuf.message.Message):
-    """A tensor with its name in the graph."""
+    """A tensor and its name in the graph."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`node` or `node:output`. In a reply: as the request wrote it."""
+    """`node` or `node:output`. In answers: as in the request."""
     @property
     def value(self) -> global___TensorSource:
         """The value. Required in a request."""
@@ -804,8 +813,8 @@ global___NamedTensor = NamedTensor
 
 @typing.final
 class SparseTensor(google.protobuf.message.Message):
-    """A gradient that is nonzero only in some slices along axis 0, as the gradient of a gather is
-    (`tensorflow.IndexedSlices`). Slices that share an index add up.
+    """A gradient that is zero except in some slices along axis 0, for example the gradient of a gather (`tensorflow.IndexedSlices`).
+    Slices with the same index are added.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -819,11 +828,11 @@ class SparseTensor(google.protobuf.message.Message):
 
     @property
     def indices(self) -> global___Tensor:
-        """int32 or int64 of shape (n): where along axis 0 of the dense gradient each slice lies."""
+        """Index of each slice along axis 0 of the dense gradient: int32 or int64 of shape (n)."""
 
     @property
     def dense_shape(self) -> global___Tensor:
-        """int32 or int64 of shape (rank): shape of the dense gradient."""
+        """Shape of the dense gradient: int32 or int64 of shape (rank)."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ export const file_gradrule_v1_evaluate: GenFile = /*@__PURE__*/
   fileDesc("ChpncmFkcnVsZS92MS9ldmFsdWF0ZS5wcm90bxILZ3JhZHJ1bGUudjEiiwEKC1BhcmFtVmFsdWVzEjQKBnZhbHVlcxgBIAMoCzIkLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzLlZhbHVlc0VudHJ5GkYKC1ZhbHVlc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBItgECg9FdmFsdWF0ZVJlcXVlc3QSEQoHcHJvZ3JhbRgBIAEoCUgAEigKBHNwZWMYAiABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlY0gAEicKBWZlZWRzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEjgKBnBhcmFtcxgFIAMoCzIoLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRIrCgpkZXJpdmF0aXZlGAYgASgOMhcuZ3JhZHJ1bGUudjEuRGVyaXZhdGl2ZRIqCgh0YW5nZW50cxgHIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEikKB3ZlY3RvcnMYCCADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIXCg9zdGFja2VkX2dyYWRfeXMYCSABKAgSJwoIYmF0Y2hpbmcYCiABKAsyFS5ncmFkcnVsZS52MS5CYXRjaGluZxIzCg1zaGFyZWRfbWVtb3J5GAsgASgLMhwuZ3JhZHJ1bGUudjEuU2hhcmVkTWVtb3J5VXNlEiwKDmFuc3dlcl9wYWNraW5nGAwgASgLMhQuZ3JhZHJ1bGUudjEuUGFja2luZxpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAFCCAoGdGFyZ2V0ImUKD1NoYXJlZE1lbW9yeVVzZRIOCgZtZW1vcnkYASABKAwSFQoNcmVxdWVzdF9ieXRlcxgCIAEoBBIVCg1hbnN3ZXJfb2Zmc2V0GAMgASgEEhQKDGFuc3dlcl9ieXRlcxgEIAEoBCIUChJTaGFyZU1lbW9yeVJlcXVlc3QiYQoTU2hhcmVNZW1vcnlSZXNwb25zZRIPCgdhZGRyZXNzGAEgASgJEhIKCmNsaWVudF9rZXkYAiABKAwSEgoKc2VydmVyX2tleRgDIAEoDBIRCgltYXhfYnl0ZXMYBCABKAQiDQoLVW5jb25uZWN0ZWQiEwoRTm90RGlmZmVyZW50aWFibGUimgIKCEdyYWRpZW50EgkKAXgYASABKAkSJAoFZGVuc2UYAiABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3JIABIrCgZzcGFyc2UYAyABKAsyGS5ncmFkcnVsZS52MS5TcGFyc2VUZW5zb3JIABIvCgt1bmNvbm5lY3RlZBgEIAEoCzIYLmdyYWRydWxlLnYxLlVuY29ubmVjdGVkSAASPAoSbm90X2RpZmZlcmVudGlhYmxlGAUgASgLMh4uZ3JhZHJ1bGUudjEuTm90RGlmZmVyZW50aWFibGVIABI4Cg1zaGFyZWRfbWVtb3J5GAYgASgLMh8uZ3JhZHJ1bGUudjEuU2hhcmVkTWVtb3J5VGVuc29ySABCBwoFdmFsdWUi/QEKDUphY29iaWFuQmxvY2sSCQoBeRgBIAEoCRIJCgF4GAIgASgJEiQKBWRlbnNlGAMgASgLMhMuZ3JhZHJ1bGUudjEuVGVuc29ySAASLwoLdW5jb25uZWN0ZWQYBCABKAsyGC5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEgAEjwKEm5vdF9kaWZmZXJlbnRpYWJsZRgFIAEoCzIeLmdyYWRydWxlLnYxLk5vdERpZmZlcmVudGlhYmxlSAASOAoNc2hhcmVkX21lbW9yeRgGIAEoCzIfLmdyYWRydWxlLnYxLlNoYXJlZE1lbW9yeVRlbnNvckgAQgcKBXZhbHVlIocBCgdUaW1pbmdzEigKBXF1ZXVlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB2NvbXBpbGUYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoDcnVuGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIqcDChBFdmFsdWF0ZVJlc3BvbnNlEikKB291dHB1dHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIoCglncmFkaWVudHMYAiADKAsyFS5ncmFkcnVsZS52MS5HcmFkaWVudBIqCglvdmVycmlkZXMYAyADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEh4KFmRlZmF1bHRfZ3JhZGllbnRfbm9kZXMYBCADKAkSJQoHdGltaW5ncxgFIAEoCzIULmdyYWRydWxlLnYxLlRpbWluZ3MSDgoGZGV2aWNlGAYgASgJEiUKB2RpZ2VzdHMYByABKAsyFC5ncmFkcnVsZS52MS5EaWdlc3RzEhEKCXJld3JpdHRlbhgIIAMoCRIxCg9vdXRwdXRfdGFuZ2VudHMYCSADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchItCglqYWNvYmlhbnMYCiADKAsyGi5ncmFkcnVsZS52MS5KYWNvYmlhbkJsb2NrEhIKCmJhdGNoX3NpemUYCyABKAMSCwoDaml0GA4gASgIImgKDkZvcndhcmRSZXF1ZXN0Ei4KCGV2YWx1YXRlGAEgASgLMhwuZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXF1ZXN0EiYKA3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKOAQoPRm9yd2FyZFJlc3BvbnNlEi8KCGV2YWx1YXRlGAEgASgLMh0uZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXNwb25zZRIOCgZoYW5kbGUYAiABKAkSEgoKc2l6ZV9ieXRlcxgDIAEoAxImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ikwEKD1B1bGxCYWNrUmVxdWVzdBIOCgZoYW5kbGUYASABKAkSKQoHZ3JhZF95cxgCIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEhcKD3N0YWNrZWRfZ3JhZF95cxgDIAEoCBIsCg5hbnN3ZXJfcGFja2luZxgFIAEoCzIULmdyYWRydWxlLnYxLlBhY2tpbmciYwoQUHVsbEJhY2tSZXNwb25zZRIoCglncmFkaWVudHMYASADKAsyFS5ncmFkcnVsZS52MS5HcmFkaWVudBIlCgd0aW1pbmdzGAIgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncyIkChJDbG9zZUhhbmRsZVJlcXVlc3QSDgoGaGFuZGxlGAEgASgJIhUKE0Nsb3NlSGFuZGxlUmVzcG9uc2UiIwoNQ2FuY2VsUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgEIqADChVTdHJlYW1FdmFsdWF0ZVJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoBBIwCghldmFsdWF0ZRgCIAEoCzIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdEgAEi4KB2ZvcndhcmQYAyABKAsyGy5ncmFkcnVsZS52MS5Gb3J3YXJkUmVxdWVzdEgAEjEKCXB1bGxfYmFjaxgEIAEoCzIcLmdyYWRydWxlLnYxLlB1bGxCYWNrUmVxdWVzdEgAEjcKDGNsb3NlX2hhbmRsZRgFIAEoCzIfLmdyYWRydWxlLnYxLkNsb3NlSGFuZGxlUmVxdWVzdEgAEiwKBmNhbmNlbBgGIAEoCzIaLmdyYWRydWxlLnYxLkNhbmNlbFJlcXVlc3RIABIPCgVjaHVuaxgIIAEoDEgAEioKB3RpbWVvdXQYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGgoSYW5zd2VyX2NodW5rX2J5dGVzGAkgASgNEhMKC3RvdGFsX2J5dGVzGAogASgEQgkKB3JlcXVlc3QiwQIKFlN0cmVhbUV2YWx1YXRlUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoBBIxCghldmFsdWF0ZRgCIAEoCzIdLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2VIABIvCgdmb3J3YXJkGAMgASgLMhwuZ3JhZHJ1bGUudjEuRm9yd2FyZFJlc3BvbnNlSAASMgoJcHVsbF9iYWNrGAQgASgLMh0uZ3JhZHJ1bGUudjEuUHVsbEJhY2tSZXNwb25zZUgAEjgKDGNsb3NlX2hhbmRsZRgFIAEoCzIgLmdyYWRydWxlLnYxLkNsb3NlSGFuZGxlUmVzcG9uc2VIABIPCgVjaHVuaxgGIAEoDEgAEiQKBnN0YXR1cxgPIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzSABCCgoIcmVzcG9uc2UqnAEKCkRlcml2YXRpdmUSGgoWREVSSVZBVElWRV9VTlNQRUNJRklFRBAAEhIKDkRFUklWQVRJVkVfVkpQEAESEgoOREVSSVZBVElWRV9KVlAQAhIXChNERVJJVkFUSVZFX0pBQ09CSUFOEAMSHQoZREVSSVZBVElWRV9CQVRDSF9KQUNPQklBThAEEhIKDkRFUklWQVRJVkVfSFZQEAUyiwIKD0dyYWRpZW50U2VydmljZRJHCghFdmFsdWF0ZRIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdBodLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2USXQoOU3RyZWFtRXZhbHVhdGUSIi5ncmFkcnVsZS52MS5TdHJlYW1FdmFsdWF0ZVJlcXVlc3QaIy5ncmFkcnVsZS52MS5TdHJlYW1FdmFsdWF0ZVJlc3BvbnNlKAEwARJQCgtTaGFyZU1lbW9yeRIfLmdyYWRydWxlLnYxLlNoYXJlTWVtb3J5UmVxdWVzdBogLmdyYWRydWxlLnYxLlNoYXJlTWVtb3J5UmVzcG9uc2VCVwoPY29tLmdyYWRydWxlLnYxQg1FdmFsdWF0ZVByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
- * Param values for one override.
+ * Param values of one override.
  *
  * @generated from message gradrule.v1.ParamValues
  */
@@ -54,13 +54,13 @@ export const ParamValuesSchema: GenMessage<ParamValues> = /*@__PURE__*/
  */
 export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
   /**
-   * What to run; required.
+   * Program to run. Required.
    *
    * @generated from oneof gradrule.v1.EvaluateRequest.target
    */
   target: {
     /**
-     * A compiled program, `programs/{id}`.
+     * Name of a compiled program: `programs/{id}`.
      *
      * @generated from field: string program = 1;
      */
@@ -68,7 +68,7 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
     case: "program";
   } | {
     /**
-     * A program of this one call. It is compiled at its first use and then found again by its content.
+     * Definition of a program (an inline program). The server compiles it when it is first used, and later recognizes equal content.
      *
      * @generated from field: gradrule.v1.ProgramSpec spec = 2;
      */
@@ -77,71 +77,73 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * Values of placeholders, or of any other tensors, which then are not computed.
+   * Values of placeholders or of any other tensors. Tensors with a value are not computed.
    *
    * @generated from field: repeated gradrule.v1.NamedTensor feeds = 3;
    */
   feeds: NamedTensor[];
 
   /**
-   * Upstream gradients by y, of y's type and shape. A y without one gets ones.
+   * Upstream gradients by y, with y's type and shape. Default for a y without one: ones. Only where a vector-Jacobian product is
+   * computed; INVALID_DERIVATIVE otherwise.
    *
    * @generated from field: repeated gradrule.v1.NamedTensor grad_ys = 4;
    */
   gradYs: NamedTensor[];
 
   /**
-   * Param values of this call, by the override's label. They win over those of the override; nothing is compiled again.
+   * Param values for this call, by the override's label. They take precedence over the override's own values. The program is not
+   * compiled again.
    *
    * @generated from field: map<string, gradrule.v1.ParamValues> params = 5;
    */
   params: { [key: string]: ParamValues };
 
   /**
-   * What to compute of the program's ys and xs instead of what the program says. Compiled at its first use.
+   * Kind of derivative to compute instead of the program's own. Compiled when it is first used.
    *
    * @generated from field: gradrule.v1.Derivative derivative = 6;
    */
   derivative: Derivative;
 
   /**
-   * Tangents by x, of x's type and shape, where Jacobian-vector products are computed; INVALID_DERIVATIVE elsewhere.
+   * Tangents by x, with x's type and shape. Only where a Jacobian-vector product is computed; INVALID_DERIVATIVE otherwise.
    *
    * @generated from field: repeated gradrule.v1.NamedTensor tangents = 7;
    */
   tangents: NamedTensor[];
 
   /**
-   * Vectors by x, of x's type and shape, where Hessian-vector products are computed; INVALID_DERIVATIVE elsewhere.
+   * Vectors by x, with x's type and shape. Only where a Hessian-vector product is computed; INVALID_DERIVATIVE otherwise.
    *
    * @generated from field: repeated gradrule.v1.NamedTensor vectors = 8;
    */
   vectors: NamedTensor[];
 
   /**
-   * True: many pull-backs at once. Every given grad_y has one more axis in front, of the same size n, and so have all gradients of the answer,
-   * which are dense. A y without a grad_y gets ones in each.
+   * True: each given grad_y is a stack of n upstream gradients along a new axis 0, with the same n for all. All gradients in the
+   * answer then have this axis too and are dense. A y without a grad_y gets ones for each of the n.
    *
    * @generated from field: bool stacked_grad_ys = 9;
    */
   stackedGradYs: boolean;
 
   /**
-   * For this call.
+   * Whether this call may run together with others. Default: as the program says.
    *
    * @generated from field: gradrule.v1.Batching batching = 10;
    */
   batching?: Batching | undefined;
 
   /**
-   * Memory of the client in which tensors of the request lie, and tensors of the answer may be written. Default: none.
+   * Memory of the client that holds tensors of the request and receives tensors of the answer. Default: none.
    *
    * @generated from field: gradrule.v1.SharedMemoryUse shared_memory = 11;
    */
   sharedMemory?: SharedMemoryUse | undefined;
 
   /**
-   * How the tensors of the answer are packed. Default: not.
+   * Compression of the tensors in the answer. Default: none.
    *
    * @generated from field: gradrule.v1.Packing answer_packing = 12;
    */
@@ -156,35 +158,38 @@ export const EvaluateRequestSchema: GenMessage<EvaluateRequest> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 1);
 
 /**
- * What of a client's memory one request uses. Until its answer has come, nothing else may use that. Where a request has failed with
- * DEADLINE_EXCEEDED, CANCELLED, ABORTED or UNAVAILABLE, it may be used later still: the client then closes the memory.
+ * The part of a client's shared memory that one request uses. Until the answer arrives, nothing else may use this part. If the
+ * request fails with DEADLINE_EXCEEDED, CANCELLED, ABORTED or UNAVAILABLE, the server may still use this part afterwards; the client
+ * must then close the memory.
  *
  * @generated from message gradrule.v1.SharedMemoryUse
  */
 export type SharedMemoryUse = Message<"gradrule.v1.SharedMemoryUse"> & {
   /**
-   * Name of the memory, as the server gave it. SHARED_MEMORY_LOST where the server does not have it.
+   * Name that the server gave the memory. SHARED_MEMORY_LOST if the server does not have this memory.
    *
    * @generated from field: bytes memory = 1;
    */
   memory: Uint8Array;
 
   /**
-   * Bytes of all tensors of the request that lie in it; they count as bytes in flight. INVALID_TENSOR where it is less than that.
+   * Total size of the request's tensors in the memory, in bytes. They count as bytes in flight. INVALID_TENSOR if the tensors take
+   * more than this.
    *
    * @generated from field: uint64 request_bytes = 2;
    */
   requestBytes: bigint;
 
   /**
-   * Where in it the answer's tensors may be written.
+   * Where the server may write tensors of the answer: offset in the memory, in bytes.
    *
    * @generated from field: uint64 answer_offset = 3;
    */
   answerOffset: bigint;
 
   /**
-   * How many bytes there are for them; they count as bytes in flight too. What has no room there comes inline. 0: all tensors come inline.
+   * Space for tensors of the answer, in bytes. It counts as bytes in flight. Tensors that do not fit are sent inline. 0: all
+   * tensors are sent inline.
    *
    * @generated from field: uint64 answer_bytes = 4;
    */
@@ -214,34 +219,35 @@ export const ShareMemoryRequestSchema: GenMessage<ShareMemoryRequest> = /*@__PUR
   messageDesc(file_gradrule_v1_evaluate, 3);
 
 /**
- * Answer of ShareMemory: where memory is handed over, once, within ten seconds.
+ * Response of ShareMemory: where to pass the memory. Valid for one memory, for ten seconds.
  *
  * @generated from message gradrule.v1.ShareMemoryResponse
  */
 export type ShareMemoryResponse = Message<"gradrule.v1.ShareMemoryResponse"> & {
   /**
-   * Name of an abstract Unix socket (SOCK_SEQPACKET) of the server's, without the zero byte before it.
+   * Name of an abstract Unix socket (SOCK_SEQPACKET) of the server, without the leading zero byte.
    *
    * @generated from field: string address = 1;
    */
   address: string;
 
   /**
-   * What the client sends there first.
+   * Bytes that the client sends first on the socket.
    *
    * @generated from field: bytes client_key = 2;
    */
   clientKey: Uint8Array;
 
   /**
-   * What the server answers. A client that is sent anything else has not reached the server, and closes the socket.
+   * Bytes that the server answers with. If the client receives anything else, the other end is not the server, and the client must
+   * close the socket.
    *
    * @generated from field: bytes server_key = 3;
    */
   serverKey: Uint8Array;
 
   /**
-   * Most bytes that the memory may have.
+   * Maximum size of the memory, in bytes.
    *
    * @generated from field: uint64 max_bytes = 4;
    */
@@ -256,7 +262,7 @@ export const ShareMemoryResponseSchema: GenMessage<ShareMemoryResponse> = /*@__P
   messageDesc(file_gradrule_v1_evaluate, 4);
 
 /**
- * y does not depend on x.
+ * There is no gradient because y does not depend on x.
  *
  * @generated from message gradrule.v1.Unconnected
  */
@@ -271,7 +277,7 @@ export const UnconnectedSchema: GenMessage<Unconnected> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 5);
 
 /**
- * x is of a type that has no gradient (integer, bool, string).
+ * There is no gradient because x has a type that cannot be differentiated (integer, bool, string).
  *
  * @generated from message gradrule.v1.NotDifferentiable
  */
@@ -286,13 +292,13 @@ export const NotDifferentiableSchema: GenMessage<NotDifferentiable> = /*@__PURE_
   messageDesc(file_gradrule_v1_evaluate, 6);
 
 /**
- * The gradient with respect to one x.
+ * Gradient with respect to one x.
  *
  * @generated from message gradrule.v1.Gradient
  */
 export type Gradient = Message<"gradrule.v1.Gradient"> & {
   /**
-   * The x, as the request wrote it.
+   * Name of x, as in the request.
    *
    * @generated from field: string x = 1;
    */
@@ -305,7 +311,7 @@ export type Gradient = Message<"gradrule.v1.Gradient"> & {
    */
   value: {
     /**
-     * A tensor of x's type and shape.
+     * A tensor with x's type and shape.
      *
      * @generated from field: gradrule.v1.Tensor dense = 2;
      */
@@ -313,7 +319,7 @@ export type Gradient = Message<"gradrule.v1.Gradient"> & {
     case: "dense";
   } | {
     /**
-     * Slices of such a tensor.
+     * Slices of such a tensor; all other slices are zero.
      *
      * @generated from field: gradrule.v1.SparseTensor sparse = 3;
      */
@@ -321,7 +327,7 @@ export type Gradient = Message<"gradrule.v1.Gradient"> & {
     case: "sparse";
   } | {
     /**
-     * There is none: y does not depend on x.
+     * No gradient: y does not depend on x.
      *
      * @generated from field: gradrule.v1.Unconnected unconnected = 4;
      */
@@ -329,7 +335,7 @@ export type Gradient = Message<"gradrule.v1.Gradient"> & {
     case: "unconnected";
   } | {
     /**
-     * There is none: x cannot be differentiated.
+     * No gradient: x cannot be differentiated.
      *
      * @generated from field: gradrule.v1.NotDifferentiable not_differentiable = 5;
      */
@@ -337,7 +343,7 @@ export type Gradient = Message<"gradrule.v1.Gradient"> & {
     case: "notDifferentiable";
   } | {
     /**
-     * A tensor of x's type and shape in the memory that the request named.
+     * A tensor with x's type and shape, in the memory that the request named.
      *
      * @generated from field: gradrule.v1.SharedMemoryTensor shared_memory = 6;
      */
@@ -354,20 +360,20 @@ export const GradientSchema: GenMessage<Gradient> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 7);
 
 /**
- * The Jacobian of one y with respect to one x.
+ * Jacobian of one y with respect to one x.
  *
  * @generated from message gradrule.v1.JacobianBlock
  */
 export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
   /**
-   * The y, as the request wrote it.
+   * Name of y, as in the request.
    *
    * @generated from field: string y = 1;
    */
   y: string;
 
   /**
-   * The x, as the request wrote it.
+   * Name of x, as in the request.
    *
    * @generated from field: string x = 2;
    */
@@ -380,7 +386,7 @@ export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
    */
   value: {
     /**
-     * A tensor of x's type.
+     * A tensor with x's type and the shape that Jacobian describes.
      *
      * @generated from field: gradrule.v1.Tensor dense = 3;
      */
@@ -388,7 +394,7 @@ export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
     case: "dense";
   } | {
     /**
-     * There is none: y does not depend on x.
+     * No Jacobian: y does not depend on x.
      *
      * @generated from field: gradrule.v1.Unconnected unconnected = 4;
      */
@@ -396,7 +402,7 @@ export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
     case: "unconnected";
   } | {
     /**
-     * There is none: x or y cannot be differentiated.
+     * No Jacobian: x or y cannot be differentiated.
      *
      * @generated from field: gradrule.v1.NotDifferentiable not_differentiable = 5;
      */
@@ -404,7 +410,7 @@ export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
     case: "notDifferentiable";
   } | {
     /**
-     * A tensor of x's type in the memory that the request named.
+     * A tensor with x's type, in the memory that the request named.
      *
      * @generated from field: gradrule.v1.SharedMemoryTensor shared_memory = 6;
      */
@@ -421,27 +427,27 @@ export const JacobianBlockSchema: GenMessage<JacobianBlock> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 8);
 
 /**
- * Where the time went.
+ * Durations of the parts of a request.
  *
  * @generated from message gradrule.v1.Timings
  */
 export type Timings = Message<"gradrule.v1.Timings"> & {
   /**
-   * From the server's reading of the request until an engine took it up.
+   * From when the server read the request until an engine started it.
    *
    * @generated from field: google.protobuf.Duration queue = 1;
    */
   queue?: Duration | undefined;
 
   /**
-   * Checking and compiling; zero where the program was there.
+   * Checking and compiling the program; zero if it was compiled before.
    *
    * @generated from field: google.protobuf.Duration compile = 2;
    */
   compile?: Duration | undefined;
 
   /**
-   * Running, copies of tensors included.
+   * Running the program, including copies of tensors.
    *
    * @generated from field: google.protobuf.Duration run = 3;
    */
@@ -456,91 +462,91 @@ export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 9);
 
 /**
- * Answer of Evaluate.
+ * Response of Evaluate.
  *
  * @generated from message gradrule.v1.EvaluateResponse
  */
 export type EvaluateResponse = Message<"gradrule.v1.EvaluateResponse"> & {
   /**
-   * Fetches, in the order asked, under the names asked.
+   * Values of the fetches, in the requested order, under the requested names.
    *
    * @generated from field: repeated gradrule.v1.NamedTensor outputs = 1;
    */
   outputs: NamedTensor[];
 
   /**
-   * Gradients, in the order of xs.
+   * Gradients, in the order of the xs.
    *
    * @generated from field: repeated gradrule.v1.Gradient gradients = 2;
    */
   gradients: Gradient[];
 
   /**
-   * Which node got which rule. Only with an inline program; a compiled one tells it once, in `Program`.
+   * Rule of each overridden node. Only for an inline program; for a compiled program see Program.overrides.
    *
    * @generated from field: repeated gradrule.v1.Resolution overrides = 3;
    */
   overrides: Resolution[];
 
   /**
-   * Nodes on the path that no override took. Only with an inline program.
+   * Nodes on the path from xs to ys that no override matched. Only for an inline program.
    *
    * @generated from field: repeated string default_gradient_nodes = 4;
    */
   defaultGradientNodes: string[];
 
   /**
-   * Where the time went.
+   * Durations of the parts of the request.
    *
    * @generated from field: gradrule.v1.Timings timings = 5;
    */
   timings?: Timings | undefined;
 
   /**
-   * Where it ran, `CPU:0` for example.
+   * Device that ran the program, for example `CPU:0`.
    *
    * @generated from field: string device = 6;
    */
   device: string;
 
   /**
-   * Hashes of what ran.
+   * Hashes of the graph and the program.
    *
    * @generated from field: gradrule.v1.Digests digests = 7;
    */
   digests?: Digests | undefined;
 
   /**
-   * Nodes that rewrites replaced. Only with an inline program.
+   * Nodes that rewrites replaced. Only for an inline program.
    *
    * @generated from field: repeated string rewritten = 8;
    */
   rewritten: string[];
 
   /**
-   * Jacobian-vector products, in the order of ys; zeros where y does not depend on any x that has a tangent, and no value where y is of a
-   * type that has no gradient.
+   * Jacobian-vector products, in the order of the ys. Zeros if y does not depend on any x with a tangent; no value if y has a type
+   * that cannot be differentiated.
    *
    * @generated from field: repeated gradrule.v1.NamedTensor output_tangents = 9;
    */
   outputTangents: NamedTensor[];
 
   /**
-   * Jacobians, by y, then by x, in the order asked.
+   * Jacobians, by y and then by x, in the requested order.
    *
    * @generated from field: repeated gradrule.v1.JacobianBlock jacobians = 10;
    */
   jacobians: JacobianBlock[];
 
   /**
-   * Examples (rows of axis 0) of all calls that ran together with this one, its own included; 0: it ran alone.
+   * Number of examples (rows of axis 0) of all calls that ran together, including this one; 0 if this call ran alone.
    *
    * @generated from field: int64 batch_size = 11;
    */
   batchSize: bigint;
 
   /**
-   * XLA computed it, see `Jit`.
+   * True if XLA computed the answer, see Jit.
    *
    * @generated from field: bool jit = 14;
    */
@@ -555,20 +561,20 @@ export const EvaluateResponseSchema: GenMessage<EvaluateResponse> = /*@__PURE__*
   messageDesc(file_gradrule_v1_evaluate, 10);
 
 /**
- * Runs the forward part of a program once and keeps what pulling back needs.
+ * Runs the forward part of a program once and keeps the intermediate values that gradients need, as a forward handle.
  *
  * @generated from message gradrule.v1.ForwardRequest
  */
 export type ForwardRequest = Message<"gradrule.v1.ForwardRequest"> & {
   /**
-   * What to run and on what; gradients of a vector-Jacobian product are what can be pulled back. Its grad_ys are ignored.
+   * Program and feeds. The program must compute a vector-Jacobian product. The server ignores grad_ys.
    *
    * @generated from field: gradrule.v1.EvaluateRequest evaluate = 1;
    */
   evaluate?: EvaluateRequest | undefined;
 
   /**
-   * How long the handle is kept after its last use. Default, and most: a setting of the server's.
+   * How long the server keeps the handle after its last use. Default and maximum: a setting of the server.
    *
    * @generated from field: google.protobuf.Duration ttl = 2;
    */
@@ -583,34 +589,34 @@ export const ForwardRequestSchema: GenMessage<ForwardRequest> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 11);
 
 /**
- * Answer to a ForwardRequest.
+ * Answer to ForwardRequest.
  *
  * @generated from message gradrule.v1.ForwardResponse
  */
 export type ForwardResponse = Message<"gradrule.v1.ForwardResponse"> & {
   /**
-   * Outputs, digests, timings.
+   * Outputs, digests and timings.
    *
    * @generated from field: gradrule.v1.EvaluateResponse evaluate = 1;
    */
   evaluate?: EvaluateResponse | undefined;
 
   /**
-   * The handle's name, known on this stream only.
+   * Name of the handle; valid on this stream only.
    *
    * @generated from field: string handle = 2;
    */
   handle: string;
 
   /**
-   * Bytes that the handle keeps on the device.
+   * Memory that the handle uses on the device, in bytes.
    *
    * @generated from field: int64 size_bytes = 3;
    */
   sizeBytes: bigint;
 
   /**
-   * How long it is kept after its last use.
+   * How long the server keeps the handle after its last use.
    *
    * @generated from field: google.protobuf.Duration ttl = 4;
    */
@@ -625,20 +631,20 @@ export const ForwardResponseSchema: GenMessage<ForwardResponse> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 12);
 
 /**
- * Pulls gradients back through what a ForwardRequest kept. Fails with HANDLE_EXPIRED where the handle is gone.
+ * Computes gradients from the values that a ForwardRequest kept. HANDLE_EXPIRED if the handle no longer exists.
  *
  * @generated from message gradrule.v1.PullBackRequest
  */
 export type PullBackRequest = Message<"gradrule.v1.PullBackRequest"> & {
   /**
-   * The handle.
+   * Name of the handle.
    *
    * @generated from field: string handle = 1;
    */
   handle: string;
 
   /**
-   * Upstream gradients by y. A y without one gets ones.
+   * Upstream gradients by y. Default for a y without one: ones.
    *
    * @generated from field: repeated gradrule.v1.NamedTensor grad_ys = 2;
    */
@@ -667,20 +673,20 @@ export const PullBackRequestSchema: GenMessage<PullBackRequest> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 13);
 
 /**
- * Answer to a PullBackRequest.
+ * Answer to PullBackRequest.
  *
  * @generated from message gradrule.v1.PullBackResponse
  */
 export type PullBackResponse = Message<"gradrule.v1.PullBackResponse"> & {
   /**
-   * Gradients, in the order of xs.
+   * Gradients, in the order of the xs.
    *
    * @generated from field: repeated gradrule.v1.Gradient gradients = 1;
    */
   gradients: Gradient[];
 
   /**
-   * Where the time went.
+   * Durations of the parts of the request.
    *
    * @generated from field: gradrule.v1.Timings timings = 2;
    */
@@ -695,13 +701,13 @@ export const PullBackResponseSchema: GenMessage<PullBackResponse> = /*@__PURE__*
   messageDesc(file_gradrule_v1_evaluate, 14);
 
 /**
- * Lets a handle go; no error if it is gone.
+ * Deletes a handle. It is not an error if the handle no longer exists.
  *
  * @generated from message gradrule.v1.CloseHandleRequest
  */
 export type CloseHandleRequest = Message<"gradrule.v1.CloseHandleRequest"> & {
   /**
-   * The handle.
+   * Name of the handle.
    *
    * @generated from field: string handle = 1;
    */
@@ -716,7 +722,7 @@ export const CloseHandleRequestSchema: GenMessage<CloseHandleRequest> = /*@__PUR
   messageDesc(file_gradrule_v1_evaluate, 15);
 
 /**
- * Answer to a CloseHandleRequest.
+ * Answer to CloseHandleRequest.
  *
  * @generated from message gradrule.v1.CloseHandleResponse
  */
@@ -731,13 +737,13 @@ export const CloseHandleResponseSchema: GenMessage<CloseHandleResponse> = /*@__P
   messageDesc(file_gradrule_v1_evaluate, 16);
 
 /**
- * Gives up a request of this stream that is under way; its answer is then a status CANCELLED, or the answer if that was faster.
+ * Cancels another request on this stream. The other request is answered with the status CANCELLED, or normally if it finishes first.
  *
  * @generated from message gradrule.v1.CancelRequest
  */
 export type CancelRequest = Message<"gradrule.v1.CancelRequest"> & {
   /**
-   * Its id.
+   * ID of the request to cancel.
    *
    * @generated from field: uint64 request_id = 1;
    */
@@ -752,26 +758,26 @@ export const CancelRequestSchema: GenMessage<CancelRequest> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 17);
 
 /**
- * One message of a client's on a stream.
+ * A message from the client on a stream.
  *
  * @generated from message gradrule.v1.StreamEvaluateRequest
  */
 export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest"> & {
   /**
-   * A number of the client's choice, not that of another request under way on this stream; 0 is allowed.
+   * ID that the client chooses. It must differ from those of other unfinished requests on this stream; 0 is allowed.
    *
    * @generated from field: uint64 request_id = 1;
    */
   requestId: bigint;
 
   /**
-   * Exactly one must be set; none is MALFORMED_REQUEST.
+   * Exactly one must be set; MALFORMED_REQUEST otherwise.
    *
    * @generated from oneof gradrule.v1.StreamEvaluateRequest.request
    */
   request: {
     /**
-     * As GradientService.Evaluate.
+     * Evaluates, as GradientService.Evaluate does.
      *
      * @generated from field: gradrule.v1.EvaluateRequest evaluate = 2;
      */
@@ -779,7 +785,7 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
     case: "evaluate";
   } | {
     /**
-     * Forward once.
+     * Runs forward and keeps a handle.
      *
      * @generated from field: gradrule.v1.ForwardRequest forward = 3;
      */
@@ -787,7 +793,7 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
     case: "forward";
   } | {
     /**
-     * Pull back, as often as wanted.
+     * Computes gradients from a handle; possible any number of times.
      *
      * @generated from field: gradrule.v1.PullBackRequest pull_back = 4;
      */
@@ -795,7 +801,7 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
     case: "pullBack";
   } | {
     /**
-     * Let go.
+     * Deletes a handle.
      *
      * @generated from field: gradrule.v1.CloseHandleRequest close_handle = 5;
      */
@@ -803,7 +809,7 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
     case: "closeHandle";
   } | {
     /**
-     * Give up another request. It has no answer of its own.
+     * Cancels another request. This message has no answer.
      *
      * @generated from field: gradrule.v1.CancelRequest cancel = 6;
      */
@@ -811,9 +817,10 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
     case: "cancel";
   } | {
     /**
-     * The next bytes of a request that is sent in several messages, so that it may be longer than one message may be. All bear the
-     * request's id. The last one holds the request's kind as an empty `evaluate`, `forward`, `pull_back` or `close_handle`; the bytes of
-     * that message are those of all chunks, in order. Chunks count as bytes in flight; OVERLOADED where they are too many.
+     * The next bytes of a request that is sent in several messages because it is longer than one message may be. All these messages
+     * have the same request_id. The last one has no chunk; it tells the kind of the request with an empty `evaluate`, `forward`,
+     * `pull_back` or `close_handle`, whose bytes are those of all chunks in order. Chunks count as bytes in flight; OVERLOADED if
+     * there are too many.
      *
      * @generated from field: bytes chunk = 8;
      */
@@ -822,21 +829,23 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
   } | { case: undefined; value?: undefined };
 
   /**
-   * How long the request may take, from its arrival, or that of its first chunk. Default and bound: settings of the server's, as for calls.
+   * Time limit, from the arrival of the request or of its first chunk. Default and maximum: settings of the server, the same as for
+   * calls.
    *
    * @generated from field: google.protobuf.Duration timeout = 7;
    */
   timeout?: Duration | undefined;
 
   /**
-   * If not 0, a longer answer is sent in chunks of so many bytes, at least 65,536. Of a request in chunks, its last message tells.
+   * If not 0, longer answers are sent in chunks of this size, in bytes; smaller values than 65,536 count as 65,536. Of a request in
+   * chunks, only the last message's value counts.
    *
    * @generated from field: uint32 answer_chunk_bytes = 9;
    */
   answerChunkBytes: number;
 
   /**
-   * In the last message of a request in chunks: how many bytes its chunks have. MALFORMED_REQUEST where it is not what has arrived.
+   * In the last message of a request in chunks: total size of its chunks, in bytes. MALFORMED_REQUEST if other than what arrived.
    *
    * @generated from field: uint64 total_bytes = 10;
    */
@@ -851,13 +860,13 @@ export const StreamEvaluateRequestSchema: GenMessage<StreamEvaluateRequest> = /*
   messageDesc(file_gradrule_v1_evaluate, 18);
 
 /**
- * One message of the server's on a stream. Answers come as they are ready, not in the order of the requests.
+ * A message from the server on a stream. Answers are sent as soon as they are ready, not in the order of the requests.
  *
  * @generated from message gradrule.v1.StreamEvaluateResponse
  */
 export type StreamEvaluateResponse = Message<"gradrule.v1.StreamEvaluateResponse"> & {
   /**
-   * The request's id.
+   * ID of the request.
    *
    * @generated from field: uint64 request_id = 1;
    */
@@ -902,8 +911,8 @@ export type StreamEvaluateResponse = Message<"gradrule.v1.StreamEvaluateResponse
     case: "closeHandle";
   } | {
     /**
-     * The next bytes of an answer that is sent in several messages, as asked by `answer_chunk_bytes`. The last one holds the answer's
-     * kind as an empty `evaluate`, `forward` or `pull_back`; the bytes of that message are those of all chunks, in order.
+     * The next bytes of an answer that is sent in several messages, see answer_chunk_bytes. The last message has no chunk; it tells
+     * the kind of the answer with an empty `evaluate`, `forward` or `pull_back`, whose bytes are those of all chunks in order.
      *
      * @generated from field: bytes chunk = 6;
      */
@@ -911,7 +920,7 @@ export type StreamEvaluateResponse = Message<"gradrule.v1.StreamEvaluateResponse
     case: "chunk";
   } | {
     /**
-     * The request failed: the same status that the trailer of a failed call carries. The stream goes on.
+     * The request failed. The same status that a failed call has in its trailer. The stream goes on.
      *
      * @generated from field: google.rpc.Status status = 15;
      */
@@ -928,48 +937,48 @@ export const StreamEvaluateResponseSchema: GenMessage<StreamEvaluateResponse> = 
   messageDesc(file_gradrule_v1_evaluate, 19);
 
 /**
- * What to compute of a program's ys and xs.
+ * Kind of derivative to compute for a program's ys and xs.
  *
  * @generated from enum gradrule.v1.Derivative
  */
 export enum Derivative {
   /**
-   * What the program says.
+   * As the program says.
    *
    * @generated from enum value: DERIVATIVE_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
 
   /**
-   * As Vjp.
+   * Vector-Jacobian product, see Vjp.
    *
    * @generated from enum value: DERIVATIVE_VJP = 1;
    */
   VJP = 1,
 
   /**
-   * As Jvp.
+   * Jacobian-vector product, see Jvp.
    *
    * @generated from enum value: DERIVATIVE_JVP = 2;
    */
   JVP = 2,
 
   /**
-   * As Jacobian.
+   * Whole Jacobians, see Jacobian.
    *
    * @generated from enum value: DERIVATIVE_JACOBIAN = 3;
    */
   JACOBIAN = 3,
 
   /**
-   * As Jacobian, batched.
+   * One Jacobian per example, see Jacobian.batched.
    *
    * @generated from enum value: DERIVATIVE_BATCH_JACOBIAN = 4;
    */
   BATCH_JACOBIAN = 4,
 
   /**
-   * As Hvp.
+   * Hessian-vector product, see Hvp.
    *
    * @generated from enum value: DERIVATIVE_HVP = 5;
    */
@@ -989,9 +998,9 @@ export const DerivativeSchema: GenEnum<Derivative> = /*@__PURE__*/
  */
 export const GradientService: GenService<{
   /**
-   * Runs a program once. Pure: the same request gives the same answer and changes nothing (random ops without seed aside).
-   * Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND, EXECUTION_FAILED, and, with an inline
-   * program, with all that CompileProgram fails with.
+   * Runs a program once. The call has no side effects, and the same request gives the same answer (except for random ops without
+   * a seed). Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND or EXECUTION_FAILED; with an inline
+   * program also with every error of CompileProgram.
    *
    * @generated from rpc gradrule.v1.GradientService.Evaluate
    */
@@ -1001,8 +1010,8 @@ export const GradientService: GenService<{
     output: typeof EvaluateResponseSchema;
   },
   /**
-   * Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
-   * fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+   * Runs programs over one stream, many of them concurrently, and keeps forward handles until the stream ends. A request that fails
+   * is answered with a status; other requests go on. Ending the stream cancels all its requests.
    *
    * @generated from rpc gradrule.v1.GradientService.StreamEvaluate
    */
@@ -1012,8 +1021,9 @@ export const GradientService: GenService<{
     output: typeof StreamEvaluateResponseSchema;
   },
   /**
-   * Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
-   * its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
+   * Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
+   * names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+   * does not share memory.
    *
    * @generated from rpc gradrule.v1.GradientService.ShareMemory
    */

@@ -21,22 +21,22 @@ export const file_gradrule_v1_override: GenFile = /*@__PURE__*/
   fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIocDCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJEhMKC3JlZ2lvbl9uYW1lGAwgASgJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIoQDChBHcmFkaWVudE92ZXJyaWRlEicKCHNlbGVjdG9yGAEgASgLMhUuZ3JhZHJ1bGUudjEuU2VsZWN0b3ISDgoEcnVsZRgCIAEoCUgAEjEKCmRlZmluaXRpb24YAyABKAsyGy5ncmFkcnVsZS52MS5SdWxlRGVmaW5pdGlvbkgAEisKBnByZXNldBgHIAEoCzIZLmdyYWRydWxlLnYxLlByZXNldENob2ljZUgAEjkKBnBhcmFtcxgEIAMoCzIpLmdyYWRydWxlLnYxLkdyYWRpZW50T3ZlcnJpZGUuUGFyYW1zRW50cnkSDQoFbGFiZWwYBSABKAkSEAoIb3B0aW9uYWwYBiABKAgSKQoFb3JkZXIYCCABKA4yGi5ncmFkcnVsZS52MS5PdmVycmlkZU9yZGVyGkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBQggKBmNob2ljZSKYAQoKUmVzb2x1dGlvbhIMCgRub2RlGAEgASgJEg8KB29wX3R5cGUYAiABKAkSDAoEcnVsZRgDIAEoCRINCgVsYWJlbBgEIAEoCRItCgZzdGF0dXMYBSABKA4yHS5ncmFkcnVsZS52MS5SZXNvbHV0aW9uU3RhdHVzEhAKCGZ1bmN0aW9uGAYgASgJEg0KBW5vZGVzGAcgAygJKmUKD1Bvc2l0aW9uTmVhcmVzdBIgChxQT1NJVElPTl9ORUFSRVNUX1VOU1BFQ0lGSUVEEAASFwoTUE9TSVRJT05fTkVBUkVTVF9YUxABEhcKE1BPU0lUSU9OX05FQVJFU1RfWVMQAiphCg1PdmVycmlkZU9yZGVyEh4KGk9WRVJSSURFX09SREVSX1VOU1BFQ0lGSUVEEAASGAoUT1ZFUlJJREVfT1JERVJfRklSU1QQARIWChJPVkVSUklERV9PUkRFUl9BTEwQAiqdAQoQUmVzb2x1dGlvblN0YXR1cxIhCh1SRVNPTFVUSU9OX1NUQVRVU19VTlNQRUNJRklFRBAAEhwKGFJFU09MVVRJT05fU1RBVFVTX0FDVElWRRABEh4KGlJFU09MVVRJT05fU1RBVFVTX09GRl9QQVRIEAISKAokUkVTT0xVVElPTl9TVEFUVVNfTk9UX0RJRkZFUkVOVElBQkxFEANCVwoPY29tLmdyYWRydWxlLnYxQg1PdmVycmlkZVByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
- * A place on the path from xs to ys, among the nodes that all other conditions of the selector hold for (the candidates).
+ * A position on the path from xs to ys, among the candidates: the nodes that meet all other conditions of the selector.
  *
- * A candidate's index is the largest number of other candidates on one path from the xs to it, itself not counted. Branches
- * that run side by side may hold several nodes of one index. Nodes off the path have none.
+ * The index of a candidate is the largest number of other candidates before it on any path from the xs. Several nodes on parallel
+ * branches can have the same index. Nodes that are not on the path have no index.
  *
  * @generated from message gradrule.v1.Position
  */
 export type Position = Message<"gradrule.v1.Position"> & {
   /**
-   * Exactly one must be set; none is INVALID_OVERRIDE.
+   * Exactly one must be set; INVALID_OVERRIDE otherwise.
    *
    * @generated from oneof gradrule.v1.Position.place
    */
   place: {
     /**
-     * One end.
+     * One end of the path.
      *
      * @generated from field: gradrule.v1.PositionNearest nearest = 1;
      */
@@ -44,7 +44,7 @@ export type Position = Message<"gradrule.v1.Position"> & {
     case: "nearest";
   } | {
     /**
-     * Counted from the xs, 0 is the nearest; negative: counted from the ys in the same way, -1 is the nearest.
+     * Index, counted from the xs; 0 is the nearest. Negative: counted from the ys in the same way; -1 is the nearest.
      *
      * @generated from field: int32 index = 2;
      */
@@ -61,24 +61,24 @@ export const PositionSchema: GenMessage<Position> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_override, 0);
 
 /**
- * A subgraph, given by its border: the nodes that the outputs depend on, up to the inputs.
+ * A subgraph, given by its inputs and outputs: all nodes that the outputs depend on, up to the inputs.
  *
- * What the inside takes from elsewhere (weights, constants) must not depend on the xs, and nothing but the outputs may be used outside:
- * INVALID_OVERRIDE otherwise. Its rule sees the inputs as `x, x1, …`, the outputs as `y, y1, …`. It wins over all overrides of
- * nodes inside; two that share a node are INVALID_OVERRIDE.
+ * Other tensors that the subgraph uses (weights, constants) must not depend on the xs, and only the outputs may be used outside;
+ * INVALID_OVERRIDE otherwise. In the subgraph's rule, `x, x1, …` are the inputs and `y, y1, …` are the outputs. The rule of a
+ * subgraph takes precedence over all overrides of nodes in it. Two subgraphs that share a node are INVALID_OVERRIDE.
  *
  * @generated from message gradrule.v1.Region
  */
 export type Region = Message<"gradrule.v1.Region"> & {
   /**
-   * Tensors that go in, `node` or `node:output`; at least one. They are not part of the region.
+   * Input tensors, `node` or `node:output`; at least one. The nodes that compute them are not part of the subgraph.
    *
    * @generated from field: repeated string inputs = 1;
    */
   inputs: string[];
 
   /**
-   * Tensors that come out; at least one.
+   * Output tensors; at least one.
    *
    * @generated from field: repeated string outputs = 2;
    */
@@ -93,57 +93,58 @@ export const RegionSchema: GenMessage<Region> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_override, 1);
 
 /**
- * Which nodes an override means. Conditions given together must all hold; none at all is INVALID_OVERRIDE.
+ * Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
  *
- * Nodes in functions, loop bodies and branches are named `call/inner`. A call, a loop or a branch is a node too: a selector
- * that matches it gives the rule to it as a whole, and what lies inside is not asked then. (A call is asked by op type, node, regex and
- * scope alone; the other conditions look at what is inside.)
+ * Nodes in functions, loop bodies and branches have names such as `call/inner`. A call, a loop or a branch is a node too: if a
+ * selector matches it, the rule applies to it as a whole, and overrides of nodes inside it have no effect. Only op_type, node,
+ * node_regex and scope can select a call itself; the other conditions apply to the nodes inside it.
  *
  * @generated from message gradrule.v1.Selector
  */
 export type Selector = Message<"gradrule.v1.Selector"> & {
   /**
-   * Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An Add is
-   * `@bias` where one side does not depend on the xs, else `@sum`.
-   * One that neither TensorFlow nor the graph knows is UNKNOWN_OP_TYPE.
-   * `@step` is a pattern: Greater or GreaterEqual, then Cast. Its rule sees `x` = left - right, and its gradient goes to both sides.
+   * Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An
+   * Add is in `@bias` if one operand does not depend on the xs, otherwise in `@sum`. UNKNOWN_OP_TYPE if neither TensorFlow nor the
+   * graph defines the op type.
+   * `@step` is a pattern: Greater or GreaterEqual, then Cast. In its rule, `x` is left - right, and the gradient goes to both
+   * operands.
    *
    * @generated from field: string op_type = 1;
    */
   opType: string;
 
   /**
-   * Node name: exact, or a glob in which `?` and `*` stay within a part between slashes and `**` crosses them.
+   * Node name: exact, or a glob. `?` and `*` do not match `/`, `**` does.
    *
    * @generated from field: string node = 2;
    */
   node: string;
 
   /**
-   * Name scope: the nodes whose name starts with `scope/`.
+   * Name scope: nodes whose names start with `scope/`.
    *
    * @generated from field: string scope = 3;
    */
   scope: string;
 
   /**
-   * Regular expression (RE2) that matches the whole node name. A faulty one is INVALID_OVERRIDE.
+   * Regular expression (RE2) that must match the whole node name. INVALID_OVERRIDE if the expression is not valid.
    *
    * @generated from field: string node_regex = 4;
    */
   nodeRegex: string;
 
   /**
-   * Where on the path from xs to ys.
+   * Position on the path from xs to ys.
    *
    * @generated from field: gradrule.v1.Position position = 5;
    */
   position?: Position | undefined;
 
   /**
-   * A chain of op types or groups, each of which takes the output of the one before and is alone in doing so: `MatMul`, `BiasAdd`. The chain
-   * gets one rule: its `x` are the first op's data inputs and then the others' in order, its `y` the last op's outputs.
-   * The other conditions speak of the chain's last node, except that op_type cannot be given with it.
+   * A chain of op types or groups, for example `MatMul`, `BiasAdd`. Each op must be the only consumer of the previous op's output.
+   * The chain gets one rule. In it, `x, x1, …` are the first op's data inputs, then the other inputs of the chain in order; `y, y1, …`
+   * are the last op's outputs. The other conditions apply to the last node of the chain. op_type cannot be set as well.
    *
    * @generated from field: repeated string pattern = 6;
    */
@@ -157,36 +158,38 @@ export type Selector = Message<"gradrule.v1.Selector"> & {
   dtype: Dt;
 
   /**
-   * A subgraph; no other condition can be given with it.
+   * A subgraph. No other condition can be set as well.
    *
    * @generated from field: gradrule.v1.Region region = 8;
    */
   region?: Region | undefined;
 
   /**
-   * Rank of the node's first output. It is TensorFlow that knows: RULE_NOT_APPLICABLE where it does not before running.
+   * Rank of the node's first output, as TensorFlow infers it. RULE_NOT_APPLICABLE if TensorFlow cannot infer it before the program
+   * runs.
    *
    * @generated from field: optional uint32 rank = 9;
    */
   rank?: number | undefined;
 
   /**
-   * Attributes of the node, equal to these values; defaults count.
+   * Attributes that the node must have with these values. Attributes that the node does not set have their default values.
    *
    * @generated from field: map<string, gradrule.v1.AttrValue> attrs = 10;
    */
   attrs: { [key: string]: AttrValue };
 
   /**
-   * Tensors, `node` or `node:output`: the node depends on at least one of them.
+   * Tensors, `node` or `node:output`; the node must depend on at least one of them.
    *
    * @generated from field: repeated string depends_on = 11;
    */
   dependsOn: string[];
 
   /**
-   * Name of regions that the graph brings along: a function that was wrapped by `tf.custom_gradient` when the graph was traced, under the
-   * name of the Python function. Each call of it is a region. UNMATCHED_OVERRIDE where the graph has none; no other condition can be given with it.
+   * Name of a region that the graph defines: a function that was decorated with `tf.custom_gradient` when the graph was traced, by
+   * the name of the Python function. Each call of it is a region. UNMATCHED_OVERRIDE if the graph has no such region. No other
+   * condition can be set as well.
    *
    * @generated from field: string region_name = 12;
    */
@@ -201,20 +204,20 @@ export const SelectorSchema: GenMessage<Selector> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_override, 2);
 
 /**
- * A preset, chosen by an override.
+ * A preset with values for its params.
  *
  * @generated from message gradrule.v1.PresetChoice
  */
 export type PresetChoice = Message<"gradrule.v1.PresetChoice"> & {
   /**
-   * Its name; UNKNOWN_RULE if there is none.
+   * Name of the preset. UNKNOWN_RULE if no preset has this name.
    *
    * @generated from field: string name = 1;
    */
   name: string;
 
   /**
-   * Params by name, for all rules of the preset that have one of the name. UNKNOWN_PARAM where none has.
+   * Param values by name, for all rules of the preset that have such a param. UNKNOWN_PARAM if no rule has it.
    *
    * @generated from field: map<string, gradrule.v1.ParamValue> params = 2;
    */
@@ -229,28 +232,28 @@ export const PresetChoiceSchema: GenMessage<PresetChoice> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_override, 3);
 
 /**
- * A selector with the rule that its nodes get.
+ * A selector and the rule for the nodes that it selects.
  *
- * An override list is ordered: the first override that matches a node decides.
+ * In a list of overrides, the first one that matches a node applies.
  *
  * @generated from message gradrule.v1.GradientOverride
  */
 export type GradientOverride = Message<"gradrule.v1.GradientOverride"> & {
   /**
-   * Which nodes. Required, except with a preset, which has selectors of its own.
+   * Nodes to override. Required, except with a preset, which has its own selectors.
    *
    * @generated from field: gradrule.v1.Selector selector = 1;
    */
   selector?: Selector | undefined;
 
   /**
-   * Which rule. Required.
+   * Rule for these nodes. Required.
    *
    * @generated from oneof gradrule.v1.GradientOverride.choice
    */
   choice: {
     /**
-     * Name of a registered rule (UNKNOWN_RULE if there is none), or `default`: the op's own gradient, to carve out an exception.
+     * Name of a registered rule (UNKNOWN_RULE if there is none), or `default` for the op's own gradient, to make an exception.
      *
      * @generated from field: string rule = 2;
      */
@@ -258,7 +261,7 @@ export type GradientOverride = Message<"gradrule.v1.GradientOverride"> & {
     case: "rule";
   } | {
     /**
-     * A rule that is not registered.
+     * Definition of a rule that is not registered (an inline rule).
      *
      * @generated from field: gradrule.v1.RuleDefinition definition = 3;
      */
@@ -266,7 +269,7 @@ export type GradientOverride = Message<"gradrule.v1.GradientOverride"> & {
     case: "definition";
   } | {
     /**
-     * A named list of overrides. Wherever it stands in the list, it comes after all that are no presets.
+     * A named list of overrides. Presets apply after all other overrides, wherever they are in the list.
      *
      * @generated from field: gradrule.v1.PresetChoice preset = 7;
      */
@@ -275,22 +278,22 @@ export type GradientOverride = Message<"gradrule.v1.GradientOverride"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * Values of the rule's params. They are not part of the compiled program.
+   * Param values of the rule. They are not part of the compiled program.
    *
    * @generated from field: map<string, gradrule.v1.ParamValue> params = 4;
    */
   params: { [key: string]: ParamValue };
 
   /**
-   * Name by which a call gives params and an answer tells the override. Default: the first of op type, node, scope, regex, the pattern
-   * joined by `+`, the preset's name, the region's first output.
+   * Name of the override in param values of calls and in answers. Default: the first that is set of op type, node, scope, regular
+   * expression, pattern (joined with `+`), name of the preset, and the region's first output.
    *
    * @generated from field: string label = 5;
    */
   label: string;
 
   /**
-   * True: it is no error if no node on the path matches.
+   * True: it is not an error if the override matches no node on the path.
    *
    * @generated from field: bool optional = 6;
    */
@@ -312,27 +315,27 @@ export const GradientOverrideSchema: GenMessage<GradientOverride> = /*@__PURE__*
   messageDesc(file_gradrule_v1_override, 4);
 
 /**
- * Which rule a node got.
+ * The rule of one node.
  *
  * @generated from message gradrule.v1.Resolution
  */
 export type Resolution = Message<"gradrule.v1.Resolution"> & {
   /**
-   * The node, nested ones as `call/inner`.
+   * Name of the node; inner nodes as `call/inner`.
    *
    * @generated from field: string node = 1;
    */
   node: string;
 
   /**
-   * Its op type.
+   * Op type of the node.
    *
    * @generated from field: string op_type = 2;
    */
   opType: string;
 
   /**
-   * The rule's name; `default`; `inline` for a rule that is not registered; or, with label `no_gradient`, what `ProgramSpec.no_gradient` did:
+   * Name of the rule; `default`; or `inline` for an inline rule. With the label `no_gradient`, what `ProgramSpec.no_gradient` did:
    * `default`, `pass` or `zero`.
    *
    * @generated from field: string rule = 3;
@@ -340,7 +343,7 @@ export type Resolution = Message<"gradrule.v1.Resolution"> & {
   rule: string;
 
   /**
-   * The override's label.
+   * Label of the override.
    *
    * @generated from field: string label = 4;
    */
@@ -354,14 +357,14 @@ export type Resolution = Message<"gradrule.v1.Resolution"> & {
   status: ResolutionStatus;
 
   /**
-   * Name of the function of the graph that the node lies in; empty at top level.
+   * Name of the graph's function that contains the node; empty at the top level.
    *
    * @generated from field: string function = 6;
    */
   function: string;
 
   /**
-   * All nodes of a pattern or a region, `node` included; empty for a single node.
+   * All nodes of a pattern or a region, including `node`; empty for a single node.
    *
    * @generated from field: repeated string nodes = 7;
    */
@@ -376,7 +379,7 @@ export const ResolutionSchema: GenMessage<Resolution> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_override, 5);
 
 /**
- * One end of the path from xs to ys.
+ * An end of the path from xs to ys.
  *
  * @generated from enum gradrule.v1.PositionNearest
  */
@@ -389,14 +392,14 @@ export enum PositionNearest {
   UNSPECIFIED = 0,
 
   /**
-   * The nodes with no other candidate between them and the xs: the first layers.
+   * Nodes without another candidate between them and the xs: the first layers.
    *
    * @generated from enum value: POSITION_NEAREST_XS = 1;
    */
   XS = 1,
 
   /**
-   * The nodes with no other candidate between them and the ys: the last layers.
+   * Nodes without another candidate between them and the ys: the last layers.
    *
    * @generated from enum value: POSITION_NEAREST_YS = 2;
    */
@@ -410,7 +413,7 @@ export const PositionNearestSchema: GenEnum<PositionNearest> = /*@__PURE__*/
   enumDesc(file_gradrule_v1_override, 0);
 
 /**
- * In which derivatives an override holds.
+ * In which differentiations an override applies.
  *
  * @generated from enum gradrule.v1.OverrideOrder
  */
@@ -423,14 +426,15 @@ export enum OverrideOrder {
   UNSPECIFIED = 0,
 
   /**
-   * In the first differentiation. Where its result is differentiated again (a Hessian-vector product), the op's own gradient holds.
+   * In the first differentiation only. If its result is differentiated again (as in a Hessian-vector product), the op's own gradient
+   * applies there.
    *
    * @generated from enum value: OVERRIDE_ORDER_FIRST = 1;
    */
   FIRST = 1,
 
   /**
-   * In every differentiation, and then at nodes that gradients made too, where the selector asks for nothing but an op type.
+   * In every differentiation. If the selector has only an op type, the override also applies to nodes that differentiation created.
    *
    * @generated from enum value: OVERRIDE_ORDER_ALL = 2;
    */
@@ -444,7 +448,7 @@ export const OverrideOrderSchema: GenEnum<OverrideOrder> = /*@__PURE__*/
   enumDesc(file_gradrule_v1_override, 1);
 
 /**
- * What became of a node that an override matched.
+ * What happened to a node that an override matched.
  *
  * @generated from enum gradrule.v1.ResolutionStatus
  */
@@ -457,21 +461,21 @@ export enum ResolutionStatus {
   UNSPECIFIED = 0,
 
   /**
-   * The rule gives this node's gradient.
+   * The rule computes the node's gradient.
    *
    * @generated from enum value: RESOLUTION_STATUS_ACTIVE = 1;
    */
   ACTIVE = 1,
 
   /**
-   * No gradient arrives here: the node is not on a differentiable path from ys to xs.
+   * The node gets no gradient because it is not on a differentiable path from xs to ys.
    *
    * @generated from enum value: RESOLUTION_STATUS_OFF_PATH = 2;
    */
   OFF_PATH = 2,
 
   /**
-   * The node's outputs, or all its inputs, are of types without gradients (integers, bool, string).
+   * The node's outputs, or all its inputs, have types that cannot be differentiated (integer, bool, string).
    *
    * @generated from enum value: RESOLUTION_STATUS_NOT_DIFFERENTIABLE = 3;
    */
