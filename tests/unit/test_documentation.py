@@ -64,6 +64,35 @@ def test_files_that_a_page_names_exist(name: str) -> None:
         assert found, path
 
 
+def test_commands_in_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    tests = re.findall(r"\btests/[\w/.]*\w", text)
+    assert len(tests) > 5
+    for path in tests:
+        assert (ROOT / path).exists() or (ROOT / "client/node" / path).exists(), path
+
+
+def named_modules(page: Path) -> set[str]:
+    """The modules of the server that a page names in code style: `engine.feed_plan`."""
+    packages = [path.parent.name for path in (ROOT / "server/gradrule_server").glob("*/__init__.py")]
+    return set(re.findall(rf"`((?:{'|'.join(packages)})\.[a-z_.]+)`", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "ARCHITECTURE.md", *(page for page in (ROOT / "docs/design").glob("*.md") if page.name != "decisions.md")],
+    ids=page_id,
+)
+def test_modules_that_a_page_names_exist(page: Path) -> None:
+    for name in named_modules(page):
+        package, module, *_ = name.split(".")
+        folder = ROOT / "server/gradrule_server" / package
+        in_face = module in (folder / "__init__.py").read_text(encoding="utf-8")
+        assert in_face or (folder / f"{module}.py").exists() or (folder / module).is_dir(), name
+
+
 def test_every_guide_is_linked_from_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in _LINK.findall(text)}

@@ -1,9 +1,9 @@
-"""Which requests that wait for an engine are sent to it together, so that it may run them as one.
+"""Chooses requests that are sent to an engine together, so that it can run them as one batch.
 
-Requests that wait for a thread are put together. Besides, requests of a program wait, `delay_s` at most, while two runs
-of it are under way, and while one is under way that is larger than all who wait: a second run begins when it would be
-as large as the first. So runs are few and large where calls are many, and where they are few none waits. What the
-engine cannot run as one it runs one by one, and tells, so that it is not tried again.
+Requests of one key that wait for a thread are sent together. Even if a thread is free, requests wait up to `delay_s`
+while two runs of their key are under way, or while one run is under way that is larger than all waiting requests
+together. So with many callers there are few large runs, and with few callers no request waits. If the engine cannot run
+some program's requests as a batch, it runs them one by one and reports that, so it is not tried again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Number of requests, and the most examples that may run together.
+# The number of requests, and the most examples that may run together.
 _HEAD = struct.Struct("<II")
-# Id and length of a request.
+# The id and length of a request.
 _ENTRY = struct.Struct("<QQ")
 
-# Larger requests gain little from company, and their answers would wait for one another.
+# Larger requests gain little from a batch, and their answers would wait for one another.
 _MOST_BYTES = 8 * 1024 * 1024
-# Attempts that came to nothing because the requests did not fit together: other shapes, other shared inputs.
+# Attempts that failed because the requests did not match: other shapes, other shared inputs.
 _MOST_ATTEMPTS = 16
 _MOST_PROGRAMS = 4096
-# Runs of a program at a time: while one computes, another is read or answered.
+# Runs of a key at a time: while one computes, another is parsed or answered.
 _MOST_RUNS = 2
 
 _UNDECIDED = link_pb2.BatchNotice.OUTCOME_UNSPECIFIED
@@ -41,36 +41,36 @@ _PROVEN = link_pb2.BatchNotice.OUTCOME_PROVEN
 
 
 class BatchKey(NamedTuple):
-    """Requests of one key may run together: the program as the engine knows it, and whatever else must be the same."""
+    """Requests of one key may run together. `program`: its key in the engine. `rest`: what else must be equal."""
 
     program: str
     rest: Hashable = ()
 
     @property
     def digest(self) -> str:
-        """The program's digest, which its key in any engine begins with."""
+        """The digest of the program, which is the start of its key in every engine."""
         return self.program.partition("/")[0]
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Requests that were sent together. The engine is done with them when it sends its BATCH_NOTICE."""
+    """Requests that were sent together. They have ended when the engine sends its BATCH_NOTICE."""
 
     requests: Sequence[EngineRequest]
     chunk: Chunk | None = None
-    """Where their payloads lie, if they are large."""
+    """Where their payloads lie in the arena, if they are large."""
 
     @property
     def key(self) -> BatchKey:
-        """Which requests they are."""
+        """The key of all its requests."""
         key = self.requests[0].batch_key
         assert key is not None
         return key
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody waits for any of those that are not answered."""
-        return all(work.is_given_up or work.ended for work in self.requests)
+        """Whether no caller waits for any of its unanswered requests."""
+        return all(request.is_given_up or request.ended for request in self.requests)
 
 
 @dataclass(slots=True)
@@ -85,17 +85,18 @@ class _KeyLoad:
 class _Program:
     loads: dict[BatchKey, _KeyLoad] = field(default_factory=dict)
     """By key, where runs are under way. Requests of different keys never run together, so each key counts alone."""
-    is_being_tried: bool = False
+    is_in_test: bool = False
     is_proven: bool = False
     attempts: int = 0
 
 
 @dataclass(slots=True)
 class Batches:
-    """The requests that wait and have a key, and what the engine told of their programs.
+    """The waiting requests that have a key, and what the engine reported about their programs.
 
-    most: examples that may run together; 1: requests are never sent together. delay_s: how long a request waits at most
-    although a thread is free.
+    Attributes:
+        most: Most examples that may run together; 1: requests are never sent together.
+        delay_s: How long a request may wait although a thread is free, seconds.
     """
 
     most: int = 1
@@ -103,83 +104,83 @@ class Batches:
     _waiting: dict[BatchKey, dict[int, EngineRequest]] = field(default_factory=dict)
     _programs: OrderedDict[str, _Program] = field(default_factory=OrderedDict)
 
-    def add(self, work: EngineRequest) -> None:
-        """The request waits from now on."""
-        if work.batch_key is not None and self.most > 1:
-            self._waiting.setdefault(work.batch_key, {})[work.id] = work
+    def add(self, request: EngineRequest) -> None:
+        """Adds a request that waits."""
+        if request.batch_key is not None and self.most > 1:
+            self._waiting.setdefault(request.batch_key, {})[request.id] = request
 
-    def remove(self, work: EngineRequest) -> None:
-        """The request does not wait any more."""
-        same = self._waiting.get(work.batch_key) if work.batch_key is not None else None
+    def remove(self, request: EngineRequest) -> None:
+        """Removes a request that does not wait any more."""
+        same = self._waiting.get(request.batch_key) if request.batch_key is not None else None
         if same is not None:
-            same.pop(work.id, None)
+            same.pop(request.id, None)
             if not same:
-                del self._waiting[work.batch_key]  # type: ignore[arg-type]
+                del self._waiting[request.batch_key]  # type: ignore[arg-type]
 
-    def held_until(self, work: EngineRequest) -> float:
-        """Returns the loop time until which a request waits although a thread is free; 0: it need not."""
-        if work.batch_key is None or self.most == 1:
+    def held_until(self, request: EngineRequest) -> float:
+        """Returns the loop time until which a request waits although a thread is free; 0: it does not wait."""
+        if request.batch_key is None or self.most == 1:
             return 0.0
-        program = self._programs.get(work.batch_key.program)
+        program = self._programs.get(request.batch_key.program)
         if program is None or not program.is_proven:
             return 0.0
-        load = program.loads.get(work.batch_key)
+        load = program.loads.get(request.batch_key)
         if load is None:
             return 0.0
-        # Clients that were answered together come back one by one: the first of them must not run by itself.
-        if load.runs < _MOST_RUNS and self._together(work) >= min(load.requests, self.most):
+        # Clients that were answered together send their next calls one by one: the first must not run alone.
+        if load.runs < _MOST_RUNS and self._together(request) >= min(load.requests, self.most):
             return 0.0
-        return work.submitted_at + self.delay_s
+        return request.submitted_at + self.delay_s
 
-    def _together(self, work: EngineRequest) -> int:
-        """Returns how many requests would be sent with this one, which may wait or not, itself included."""
-        same = self._waiting.get(work.batch_key, {}) if work.batch_key is not None else {}
-        return len(same) + (work.id not in same)
+    def _together(self, request: EngineRequest) -> int:
+        """Returns how many requests would run together if this one were sent now, itself included."""
+        same = self._waiting.get(request.batch_key, {}) if request.batch_key is not None else {}
+        return len(same) + (request.id not in same)
 
-    def started(self, work: EngineRequest, requests: int) -> None:
-        """A run of so many requests began: of this one, and of those that were sent with it."""
-        if work.batch_key is not None and self.most > 1:
-            program = self._program(work.batch_key.program)
-            load = program.loads.get(work.batch_key)
+    def started(self, request: EngineRequest, requests: int) -> None:
+        """Counts a run that started: of this request and those sent with it, `requests` in all."""
+        if request.batch_key is not None and self.most > 1:
+            program = self._program(request.batch_key.program)
+            load = program.loads.get(request.batch_key)
             if load is None:
-                load = program.loads[work.batch_key] = _KeyLoad()
+                load = program.loads[request.batch_key] = _KeyLoad()
             load.runs += 1
             load.requests += requests
 
-    def ended(self, work: EngineRequest, requests: int) -> None:
-        """A run of so many requests ended."""
-        if work.batch_key is not None and self.most > 1:
-            program = self._program(work.batch_key.program)
-            load = program.loads[work.batch_key]
+    def ended(self, request: EngineRequest, requests: int) -> None:
+        """Counts a run that ended."""
+        if request.batch_key is not None and self.most > 1:
+            program = self._program(request.batch_key.program)
+            load = program.loads[request.batch_key]
             load.runs -= 1
             load.requests -= requests
             if not load.runs:
-                del program.loads[work.batch_key]
+                del program.loads[request.batch_key]
 
-    def companions(self, work: EngineRequest) -> list[EngineRequest]:
-        """Returns the waiting requests that are to be sent together with one that is sent now."""
-        same = self._waiting.get(work.batch_key) if work.batch_key is not None else None
+    def companions(self, request: EngineRequest) -> list[EngineRequest]:
+        """Returns the waiting requests to send together with one that is sent now."""
+        same = self._waiting.get(request.batch_key) if request.batch_key is not None else None
         if not same:
             return []
-        program = self._program(work.batch_key.program)  # type: ignore[union-attr]
-        if program.is_being_tried or program.attempts >= _MOST_ATTEMPTS:
+        program = self._program(request.batch_key.program)  # type: ignore[union-attr]
+        if program.is_in_test or program.attempts >= _MOST_ATTEMPTS:
             return []
-        # The engine tries with two whether they can run together: until then more would only keep one another waiting.
+        # The engine tests with two requests whether they can run together: more would only wait for one another.
         count = self.most - 1 if program.is_proven else 1
-        size = work.size
+        size = request.size
         chosen: list[EngineRequest] = []
         for other in same.values():
             size += other.size
             if len(chosen) == count or size > _MOST_BYTES:
                 break
             chosen.append(other)
-        program.is_being_tried = bool(chosen) and not program.is_proven
+        program.is_in_test = bool(chosen) and not program.is_proven
         return chosen
 
-    def learn(self, notice: link_pb2.BatchNotice) -> None:
-        """Notes what the engine tells of a program."""
+    def apply(self, notice: link_pb2.BatchNotice) -> None:
+        """Applies what the engine reports about a program."""
         program = self._program(notice.key)
-        program.is_being_tried = False
+        program.is_in_test = False
         program.is_proven = notice.outcome == _PROVEN
         if notice.outcome == _UNDECIDED:
             program.attempts += 1
@@ -226,14 +227,14 @@ class JitState:
 
 
 def pack_batch(most: int, requests: Sequence[tuple[int, Sequence[bytes]]]) -> list[bytes]:
-    """Returns the payload of a RUN_BATCH frame in parts: requests by id, each the bytes of a `RunRequest` in parts."""
+    """Returns the payload of a RUN_BATCH frame in parts. requests: ids, each with its `RunRequest` in parts."""
     head = [_HEAD.pack(len(requests), most)]
     head += [_ENTRY.pack(number, sum(map(len, parts))) for number, parts in requests]
     return [b"".join(head), *(part for _, parts in requests for part in parts)]
 
 
 def unpack_batch(payload: bytes | memoryview) -> tuple[int, list[tuple[int, bytes | memoryview]]]:
-    """Returns what `pack_batch` was given; views of a payload that is a view. `ValueError` where it is malformed."""
+    """Reads the payload of a RUN_BATCH frame; requests of a view are views. Raises `ValueError` if it is malformed."""
     try:
         count, most = _HEAD.unpack_from(payload)
         entries = [_ENTRY.unpack_from(payload, _HEAD.size + index * _ENTRY.size) for index in range(count)]
@@ -241,7 +242,7 @@ def unpack_batch(payload: bytes | memoryview) -> tuple[int, list[tuple[int, byte
         raise ValueError(f"no batch of requests: {cause}") from None
     position = _HEAD.size + count * _ENTRY.size
     if position + sum(length for _, length in entries) != len(payload):
-        raise ValueError("a batch of requests has another length than it tells")
+        raise ValueError("a batch of requests is not as long as its header says")
     requests: list[tuple[int, bytes | memoryview]] = []
     for number, length in entries:
         requests.append((number, payload[position : position + length]))

@@ -242,7 +242,7 @@ class Connection(RequestScheduler, asyncio.Protocol):
         for request in batch.requests:
             if not request.ended:
                 self._handle_frame(Kind.FAULT, request.id, fault)
-        self._batches.learn(link_pb2.BatchNotice(key=batch.key.program))
+        self._batches.apply(link_pb2.BatchNotice(key=batch.key.program))
         self._end_batch(number)
 
     def _write_one(self, kind: Kind, request_id: int, payload: bytes) -> None:
@@ -281,7 +281,7 @@ class Connection(RequestScheduler, asyncio.Protocol):
                 self.greeting.set_result(link_pb2.Greeting.FromString(bytes(view)))
             return
         if kind is Kind.BATCH_NOTICE:
-            self._batches.learn(link_pb2.BatchNotice.FromString(bytes(view)))
+            self._batches.apply(link_pb2.BatchNotice.FromString(bytes(view)))
             self._end_batch(request_id)
             return
         if kind is Kind.JIT_NOTICE:

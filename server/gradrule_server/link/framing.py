@@ -1,8 +1,8 @@
 """Frames between front end and engine: a fixed header, then one message of `link.v1`.
 
-Header, little-endian: payload length in bytes (u64), kind (u32), request id (u64). An answer carries its request's id.
-A large payload lies in its sender's arena (see `arena`), and a PLACED frame says where. A request's may be written over
-once the request is answered, an answer's once the front end has said TAKEN.
+Header, little-endian: payload length in bytes (u64), kind (u32), request id (u64). An answer has the id of its request.
+A large payload lies in its sender's arena (see `arena`), and a PLACED frame says where. The payload of a request may be
+overwritten once the request is answered, that of an answer once the front end has sent TAKEN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LINK_VERSION = 5
 
 _HEADER = struct.Struct("<QIQ")
 HEADER_BYTES = _HEADER.size
-# The kind that the frame would have, offset and length of its payload.
+# The kind of the frame that it replaces, and the offset and length of its payload.
 _PLACE = struct.Struct("<IQQ")
 _PIECE_BYTES = 64 * 1024
 
@@ -38,7 +38,7 @@ Buffer: TypeAlias = bytes | memoryview
 
 
 class Kind(enum.IntEnum):
-    """What a frame holds; the protos say which message goes with which kind."""
+    """The kind of a frame. link.proto says which message each kind holds."""
 
     GREETING = 1
     COMPILE = 2
@@ -78,11 +78,11 @@ class Frame:
     kind: Kind
     request_id: int
     payload: bytes | memoryview
-    """A view where it is large, of the arena if it lies there."""
+    """A view if it is large: of the arena if it lies there."""
 
 
 class NoRoom(MemoryError):
-    """There is no memory for the payload of a frame; it was read away, so that the next frame can be received."""
+    """There is no memory for the payload of a frame. The payload was skipped, so the next frame can be received."""
 
     def __init__(self, request_id: int) -> None:
         super().__init__()
@@ -90,23 +90,23 @@ class NoRoom(MemoryError):
 
 
 def pack_header(kind: Kind, request_id: int, length: int) -> bytes:
-    """The header of a frame whose payload has `length` bytes."""
+    """Returns the header of a frame. length: of its payload, bytes."""
     return _HEADER.pack(length, kind, request_id)
 
 
 def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> tuple[int, Kind, int]:
-    """Payload length, kind and request id, of the header at a position."""
+    """Returns payload length, kind and request id from the header at a position."""
     length, kind, request_id = _HEADER.unpack_from(data, position)
     return length, _KINDS.get(kind) or Kind(kind), request_id
 
 
 def pack_place(kind: Kind, chunk: Chunk) -> bytes:
-    """Payload of a PLACED frame."""
+    """Returns the payload of a PLACED frame."""
     return _PLACE.pack(kind, *chunk)
 
 
 def unpack_place(payload: bytes | memoryview) -> tuple[Kind, Chunk]:
-    """What a PLACED frame says; `ValueError` where it is malformed."""
+    """Reads the payload of a PLACED frame. Raises `ValueError` if it is malformed."""
     if len(payload) != _PLACE.size:
         raise ValueError(f"a place takes {_PLACE.size} bytes, not {len(payload)}")
     kind, offset, length = _PLACE.unpack(payload)
@@ -114,7 +114,7 @@ def unpack_place(payload: bytes | memoryview) -> tuple[Kind, Chunk]:
 
 
 class FrameSocket:
-    """Blocking frames over a connected stream socket; any number of threads may read and write."""
+    """Sends and receives frames over a stream socket, blocking. Thread-safe."""
 
     def __init__(self, sock: socket.socket, arenas: Arenas | None = None) -> None:
         self._sock = sock
@@ -122,12 +122,12 @@ class FrameSocket:
         self._placed: dict[int, Chunk] = {}
         self._read_lock = threading.Lock()
         self._write_lock = threading.Lock()
-        # For when there is no memory left.
+        # Allocated now, so that frames can be skipped when there is no memory left.
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._piece = memoryview(bytearray(_PIECE_BYTES))
 
     def receive(self) -> Frame | None:
-        """The next frame; None once the other end has closed. `NoRoom`: none for this one, but for the next."""
+        """Waits for the next frame; None if the other end has closed. Raises `NoRoom` if there is no memory for it."""
         with self._read_lock:
             if not self._fill(self._header):
                 return None
@@ -165,7 +165,7 @@ class FrameSocket:
                 self._sock.sendall(part)
 
     def answer_housekeeping(self, frame: Frame) -> bool:
-        """Does what a frame asks for that is about the link itself; False where it is about something else."""
+        """Handles frames that concern the link itself. Returns False for all others."""
         if frame.kind is Kind.PING:
             self.send(Kind.PONG, frame.request_id, b"")
         elif frame.kind is Kind.TAKEN and self._arenas is not None:
@@ -176,23 +176,23 @@ class FrameSocket:
             try:
                 self._arenas.outgoing.trim()
             except OSError as cause:
-                # It costs memory, which the next TRIM may give back.
+                # The memory may be returned at the next TRIM.
                 _log.warning("an arena keeps its memory: %s", cause)
         else:
             return False
         return True
 
     def fileno(self) -> int:
-        """The descriptor of the socket."""
+        """Returns the descriptor of the socket."""
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Nothing more is received or sent; whoever waits for a frame gets None."""
+        """Shuts the socket down. Threads that wait for a frame get None."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _fill(self, view: memoryview) -> bool:
-        """Reads as much as there is room for; False where the other end has closed before."""
+        """Fills the view. Returns False if the other end has closed before."""
         while view:
             count = self._sock.recv_into(view)
             if count == 0:
@@ -210,7 +210,7 @@ class FrameSocket:
 
 
 MainCalls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
-"""What the main thread is to call; None: it is to return."""
+"""Functions that the main thread calls; None makes it return."""
 
 
 class _ReadingTurn:
@@ -258,7 +258,7 @@ class _ReadingTurn:
         return True
 
     def end(self) -> None:
-        """Wakes all threads for the last time. The socket has ended, so it stays readable."""
+        """Wakes all threads for the last time. The socket has closed, so it stays readable."""
         with self._lock, contextlib.suppress(OSError):
             self._ended = True
             self._epoll.modify(self._fd, _READABLE)
@@ -273,11 +273,17 @@ def serve_frames(
 ) -> None:
     """Reads frames on `threads` threads, and one more, until the other end closes.
 
-    The thread that reads a frame also handles it, so no frame changes threads; another one reads what comes meanwhile.
-    The other end has no more than `threads` requests under way, so one thread is always left that answers a PING.
-    `refuse` answers the request of this id, for which there is no memory. What `handle` and `refuse` raise ends it
-    all, and is raised. What is under way at the end is not waited for: it may go on for ever. `calls`: what this thread
-    calls meanwhile.
+    The thread that reads a frame also handles it, while another thread reads the next frames. The other end sends at
+    most `threads` requests at a time, so one thread is always left to answer a PING. An exception of `handle` or
+    `refuse` ends all reading, and is raised here. Requests that still run at the end are not waited for: they may never
+    end.
+
+    Args:
+        frames: Where frames come from.
+        handle: Handles a frame.
+        refuse: Answers the request of this id, for which there is no memory.
+        threads: Most requests at a time.
+        calls: Functions that this thread calls meanwhile.
     """
     failures: list[BaseException] = []
     calls = calls or queue.SimpleQueue()
@@ -297,7 +303,7 @@ def serve_frames(
             # The other end closed in the middle of something.
             frames.close()
         except BaseException as failure:
-            # The stream may be out of step, and the others would take what comes for frames.
+            # The start of the next frame may be unknown now, so no thread may read on.
             failures.append(failure)
             frames.close()
         finally:
@@ -315,8 +321,9 @@ def serve_frames(
 def _serve_next(
     frames: FrameSocket, handle: Callable[[Frame], None], refuse: Callable[[int], None], received: Callable[[], None]
 ) -> bool:
-    """A function of its own: what a frame holds goes with it, and is not kept while the next one is waited for.
+    """Reads and handles one frame. Returns False if the other end has closed.
 
+    A separate function, so that no local variable keeps a frame alive while the thread waits for the next one.
     `received`: called when the frame was read, before it is handled.
     """
     try:
@@ -334,7 +341,7 @@ def _serve_next(
             return True
         except MemoryError:
             refused = frame.request_id
-    # Not before the exception is gone, which holds all that was made until then.
+    # Refuse after the `except` block: until then the exception keeps all objects of the failed call alive.
     refuse(refused)
     return True
 

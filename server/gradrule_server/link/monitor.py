@@ -1,4 +1,4 @@
-"""Looks after all processes: ends those that answer nothing any more, and those that take too much memory."""
+"""Monitors all engine processes: ends those that stop answering, and those that exceed their memory limit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gradrule_server.recovery.endings import EndReason
 _log = logging.getLogger(__name__)
 
 _MEMORY_PERIOD_S = 0.25
-# The process keeps to the limit itself, as far as the kernel can count; this is for what it cannot.
+# The kernel enforces the limit for the memory that it counts. This limit is for all other memory.
 _MEMORY_SLACK = 1.125
-# TensorFlow holds the interpreter lock for seconds at most; a machine may be busy with something else for longer.
+# TensorFlow holds the interpreter lock for seconds at most, but a machine may be busy for longer.
 _SILENCE_IDLE_S = 10.0
 _SILENCE_RUNNING_S = 30.0
 # A shared mapping of memory without a name in a file system: its inode, and the KiB of it that lie in memory.
@@ -26,7 +26,7 @@ _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
 class EngineMonitor:
-    """Watches for as long as `run` does. `heartbeat_s`: between two pings, 0: none. `memory_limit`: bytes, 0: none."""
+    """Monitors processes while `run` runs. `heartbeat_s`: between pings; 0: none. `memory_limit`: bytes; 0: none."""
 
     def __init__(self, processes: Callable[[], Iterable[EngineProcess]], heartbeat_s: float, memory_limit: int) -> None:
         self._processes = processes
@@ -34,18 +34,18 @@ class EngineMonitor:
         self._memory_limit = memory_limit
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Monitors until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._check_memory())
             if self._heartbeat_s:
-                tasks.create_task(self._beat())
+                tasks.create_task(self._check_heartbeats())
 
-    async def _beat(self) -> None:
+    async def _check_heartbeats(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
-            # Answers that came while this loop was busy have not been read yet.
+            # While this loop was busy it read no answers; that time does not count as silence.
             late_s = max(0.0, loop.time() - due)
             for process in self._processes():
                 self._check_heartbeat(process, late_s)
@@ -56,7 +56,7 @@ class EngineMonitor:
             return
         now = asyncio.get_running_loop().time()
         if connection.is_compiling:
-            # That may take long in one piece; the deadline of who waits for it decides.
+            # A compilation may take long without a break. Its caller's deadline limits it.
             connection.last_heard = now
         connection.last_heard = min(now, connection.last_heard + late_s)
         silence_s = now - connection.last_heard

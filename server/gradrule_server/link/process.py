@@ -1,4 +1,4 @@
-"""The engine's process: forked with a socket, greeted, ended."""
+"""Starts, greets and ends the process of an engine."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from gradrule_server.recovery.endings import (
 
 _GREETING_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
-# A process that was killed may be in the kernel for a while, giving memory back; its last words are in the pipe then.
+# A killed process may stay in the kernel for a while until its memory is freed.
 _END_TIMEOUT_S = 10.0
 _STDERR_TIMEOUT_S = 1.0
-# Of its limit: who is killed so near to it was killed for that.
-_NEARLY = 0.9
+# A process that is killed with this share of its memory limit in use was killed because of the limit.
+_NEAR_LIMIT = 0.9
 
 
 class EngineRefused(Exception):
-    """The engine cannot start as asked (no such device, another release); trying again would not help."""
+    """The engine cannot start as configured (no such device, another release). Trying again would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """What a process is started with. `memory_limit`: bytes that it may take; 0: any. The rest: as in settings."""
+    """The options of an engine process; see the settings of the same names. `memory_limit`: bytes; 0: none."""
 
     device: str
     threads: int
@@ -57,7 +57,7 @@ class ProcessOptions:
     disabled_fast_paths: str = ""
 
     def flags(self) -> list[str]:
-        """Its command line."""
+        """Returns the command line of the process."""
         blobs = [] if self.blob_folder is None else ["--blobs", str(self.blob_folder.absolute())]
         limit = [] if not self.memory_limit else ["--memory-limit", str(self.memory_limit)]
         given = ["--device", self.device, "--threads", str(self.threads), "--sandbox", self.sandbox]
@@ -68,22 +68,22 @@ class ProcessOptions:
 
 @dataclass(eq=False)
 class EngineProcess:
-    """A process that has greeted, or the attempt at one."""
+    """An engine process, from its fork on."""
 
     process: ForkedProcess
     connection: Connection
     stderr: asyncio.Task[None]
     fatal: FatalMessage
     arenas: Arenas | None
-    """What it shares with this process."""
+    """The memory that it shares with this process."""
     started_at: float = field(default_factory=time.monotonic)
     memory_limit: int = 0
-    """Bytes that it may take; 0: any."""
+    """Bytes; 0: none."""
     resident_bytes: int = 0
-    """When it was last looked at."""
+    """Its memory at the last measurement."""
     crash_report: CrashReport = field(default_factory=CrashReport)
     _ended_for: EndReason | None = None
-    _ending: asyncio.Task[EngineEnd] | None = None
+    _end_task: asyncio.Task[EngineEnd] | None = None
 
     @property
     def pid(self) -> int:
@@ -91,16 +91,16 @@ class EngineProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the operating system has told how it ended."""
+        """Whether the operating system has reported its end."""
         return self.process.returncode is not None
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was told to end."""
+        """Whether the front end has ended it."""
         return self._ended_for is not None
 
     async def greet(self) -> link_pb2.Greeting:
-        """Waits for the greeting. `EngineRefused` where the engine cannot run as asked, or does not get that far."""
+        """Waits for the greeting. Raises `EngineRefused` if the engine cannot run as configured, or ends before."""
         try:
             greeting = await asyncio.wait_for(self.connection.greeting, _GREETING_TIMEOUT_S)
         except (ConnectionLost, TimeoutError) as cause:
@@ -117,30 +117,30 @@ class EngineProcess:
         return greeting
 
     def kill(self) -> None:
-        """Ends it at once, whatever it does."""
+        """Kills the process."""
         if self.process.returncode is None:
-            # `Process.kill` would look first whether it has ended, and so take its exit code from who waits for it.
+            # `Process.kill` would poll the process first, and so take the exit code away from the thread that waits.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def end(self, reason: EndReason) -> None:
-        """Ends it at once, and remembers why."""
+        """Kills the process, and keeps the reason of the first such call."""
         if self._ended_for is None and self.process.returncode is None:
             self._ended_for = reason
         self.kill()
 
     async def wait_ended(self) -> EngineEnd:
-        """How it ended; ends it if it has not, since without a connection it is of no use."""
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._find_ending(), name="engine-ending")
-        return await asyncio.shield(self._ending)
+        """Returns how the process ended. Kills it if it still lives: without a connection it is useless."""
+        if self._end_task is None:
+            self._end_task = asyncio.create_task(self._determine_end(), name="engine-end")
+        return await asyncio.shield(self._end_task)
 
     def loss_error(self, end: EngineEnd) -> EngineLost:
         """Returns the error of a request that was running when the process ended."""
         return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
 
     async def stop(self) -> None:
-        """Lets it end, or ends it."""
+        """Closes the connection, upon which the process ends; kills it if it does not."""
         self._ended_for = self._ended_for or EndReason.STOPPED
         self.connection.close()
         try:
@@ -149,16 +149,16 @@ class EngineProcess:
             self.kill()
             await self.process.wait()
 
-    async def _find_ending(self) -> EngineEnd:
-        # The socket tells of a death before the operating system does.
-        died_by_itself = await self._has_ended(_STDERR_TIMEOUT_S)
-        if not died_by_itself:
+    async def _determine_end(self) -> EngineEnd:
+        # The socket closes before the operating system reports the end.
+        ended_by_itself = await self._has_ended(_STDERR_TIMEOUT_S)
+        if not ended_by_itself:
             self.kill()
             await self._has_ended(_END_TIMEOUT_S)
         self.connection.close()
         await asyncio.wait([self.stderr], timeout=_STDERR_TIMEOUT_S)
-        code = self.process.returncode if died_by_itself else None
-        is_full = 0 < _NEARLY * self.memory_limit <= self.resident_bytes
+        code = self.process.returncode if ended_by_itself else None
+        is_full = 0 < _NEAR_LIMIT * self.memory_limit <= self.resident_bytes
         return end_from_exit(code, self._ended_for, self.fatal.text, was_short_of_memory=is_full or OOM_KILLS.has_grown)
 
     async def _has_ended(self, timeout_s: float) -> bool:
@@ -168,33 +168,33 @@ class EngineProcess:
 
 
 async def start_process(options: ProcessOptions, fork_server: ForkServer) -> EngineProcess:
-    """Starts a process that has yet to greet.
+    """Starts a process, which has not greeted yet.
 
-    `OSError` where the operating system has no room for one, `EngineRefused` where the fork server does not start.
+    Raises `OSError` if the operating system cannot start it, and `EngineRefused` if the fork server does not start.
     """
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as failed:
         ours, theirs = socket.socketpair()
         failed.callback(ours.close)
-        with contextlib.ExitStack() as passed_on:
-            passed_on.callback(theirs.close)
+        with contextlib.ExitStack() as inherited:
+            inherited.callback(theirs.close)
             reading, writing = os.pipe()
             stderr = failed.enter_context(open(reading, "rb", buffering=0))
-            passed_on.callback(os.close, writing)
-            # To the engine, and from it. It inherits them; whatever becomes of both processes, nothing is left.
+            inherited.callback(os.close, writing)
+            # The engine inherits the arenas. They have no name, so nothing is left once both processes have ended.
             arenas, shared = Arenas.make() if arena.is_supported() else (None, [])
             memories = None
             if arenas is not None:
                 failed.callback(arenas.close)
                 memories, passed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 failed.callback(memories.close)
-                passed_on.callback(passed.close)
+                inherited.callback(passed.close)
                 shared.append(passed.fileno())
             try:
                 process = await fork_server.fork(options.flags(), [theirs.fileno(), writing, *shared])
             except ForkServerEnded as cause:
                 raise EngineRefused(f"the engine died while it started: {cause}") from None
-        # From here on a failure closes the socket, and the engine ends when it sees that.
+        # From here on a failure closes the socket, upon which the engine ends.
         _, connection = await loop.create_connection(
             lambda: Connection(
                 options.threads, arenas, options.max_batch_size, options.max_batch_delay_s, memories=memories

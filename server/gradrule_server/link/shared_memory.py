@@ -1,6 +1,6 @@
-"""Memory that a client shares with the server, as the front end holds it and passes it on to engines.
+"""Memory that a client shares with the server. The front end keeps its descriptor and passes it on to engines.
 
-The front end never maps it: a client may change it at any time, and only an engine of the client's own tenant reads it.
+The front end never maps the memory: a client may change it at any time. Only engines of the client's tenant read it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from gradrule_server.errors import GradruleError, error
 NAME_BYTES = 16
 """Length of a memory's name."""
 
-# Without the first a client could make the memory shorter, which ends a process that reads it.
+# Without the first seal a client could make the memory shorter, which would end a process that reads it.
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
-# What stat counts in.
+# The unit of `st_blocks`.
 _BLOCK = 512
 _MOST_DETACHED = 256
 
 
 class NotShareable(Exception):
-    """A descriptor is not memory that can be shared; the message says why."""
+    """A descriptor is not memory that can be shared. The message says why."""
 
 
 class Holder(Protocol):
-    """What was given the memory."""
+    """Has a memory, and gives it up on request."""
 
     def detach(self, memory: ClientMemory) -> None: ...
 
@@ -74,11 +74,11 @@ class ClientMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory in use now; pages that any process has written to count."""
+        """The bytes of memory in use now. Pages that any process has written count."""
         return 0 if self.is_closed else os.fstat(self.fd).st_blocks * _BLOCK
 
     def close(self) -> None:
-        """Has all holders give it up. Runs that use it end undisturbed. `release` is to follow."""
+        """Makes all holders give it up. Running calls may still use it. Call `release` afterwards."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -87,7 +87,7 @@ class ClientMemory:
         self.holders.clear()
 
     def release(self) -> None:
-        """Closes the descriptor of a closed memory. Takes long where that frees the memory: not for the event loop."""
+        """Closes the descriptor of a closed memory. Do not call it on the event loop: freeing memory may take long."""
         os.close(self.fd)
 
 
@@ -99,7 +99,7 @@ class MemoryUse(NamedTuple):
 
 
 def shareable_size(fd: int, max_bytes: int) -> int:
-    """Returns the size of memory that a client has handed over. Reads nothing of it. Raises `NotShareable`."""
+    """Returns the size of a client's memory, without reading it. Raises `NotShareable`."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -116,15 +116,15 @@ def shareable_size(fd: int, max_bytes: int) -> int:
 
 
 class MemoryChannel:
-    """Passes memories on to one engine, over a socket of their own that keeps message boundaries. Takes it over.
+    """Passes memories on to one engine, over a separate socket that keeps message boundaries. Owns the socket.
 
-    `tell_detached`: sends the engine the name of a memory that it is to give up.
+    `notify_detached`: sends the engine the name of a memory that it should give up.
     """
 
-    def __init__(self, sock: socket.socket, tell_detached: Callable[[bytes], None]) -> None:
+    def __init__(self, sock: socket.socket, notify_detached: Callable[[bytes], None]) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._tell_detached = tell_detached
+        self._notify_detached = notify_detached
         self._attached: set[ClientMemory] = set()
         # Calls that run may map a memory for a while after it was detached. The oldest entries are dropped.
         self._detached_inodes: deque[int] = deque(maxlen=_MOST_DETACHED)
@@ -140,7 +140,7 @@ class MemoryChannel:
         return frozenset([*(memory.inode for memory in self._attached), *self._detached_inodes])
 
     def attach(self, memory: ClientMemory) -> None:
-        """Passes a memory on, unless the engine has it. SHARED_MEMORY_LOST where that fails."""
+        """Passes a memory on, unless the engine has it already. Raises SHARED_MEMORY_LOST."""
         if memory in self._attached:
             return
         if memory.is_closed:
@@ -153,14 +153,14 @@ class MemoryChannel:
         memory.holders.add(self)
 
     def detach(self, memory: ClientMemory) -> None:
-        """Has the engine give a memory up."""
+        """Makes the engine give up a memory."""
         if memory in self._attached:
             self._attached.discard(memory)
             self._detached_inodes.append(memory.inode)
-            self._tell_detached(memory.name)
+            self._notify_detached(memory.name)
 
     def close(self) -> None:
-        """The engine is gone."""
+        """Forgets all memories, because the engine has ended."""
         for memory in self._attached:
             memory.holders.discard(self)
         self._attached.clear()
@@ -168,14 +168,14 @@ class MemoryChannel:
 
 
 class ReceivedMemories:
-    """An engine's end of the socket. Takes it over."""
+    """The engine's end of the socket. Owns the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
 
     def next(self) -> tuple[bytes, int] | None:
-        """Returns name and descriptor of the next memory that was passed on; None: there is none at the moment."""
+        """Returns the name and descriptor of the next memory; None if there is none now."""
         with contextlib.suppress(BlockingIOError):
             name, descriptors, _, _ = socket.recv_fds(self._socket, NAME_BYTES, 1)
             if descriptors:
@@ -184,7 +184,7 @@ class ReceivedMemories:
 
 
 def shared_memory_lost() -> GradruleError:
-    """SHARED_MEMORY_LOST."""
+    """Returns SHARED_MEMORY_LOST."""
     return error(
         errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST,
         "the server does not have the shared memory that the request names; share memory anew, or send tensors inline",

@@ -1,4 +1,4 @@
-"""Processes that have greeted and wait for work, and the starting of new ones."""
+"""Starts engine processes, and keeps some ready."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _RETRY_DELAY_S = 0.5
 
 
 class Spares:
-    """As many processes as are to be kept ready, once the first process of all is up, and those that are asked for.
+    """Starts processes on request, and keeps `count` ready once the first one is up. Belongs to one asyncio loop.
 
-    A process belongs to whoever took it, and never comes back: it has run a tenant's work. Belongs to one asyncio loop.
+    A process that was taken never comes back, because it has run a tenant's work.
     """
 
     def __init__(self, options: ProcessOptions, count: int) -> None:
@@ -28,7 +28,7 @@ class Spares:
         self._fork_server = ForkServer()
         self._count = count
         self._ready: deque[EngineProcess] = deque()
-        self._asking: deque[asyncio.Future[EngineProcess]] = deque()
+        self._requests: deque[asyncio.Future[EngineProcess]] = deque()
         self._starting: set[asyncio.Task[None]] = set()
         self._all: set[EngineProcess] = set()
         self._has_first = False
@@ -37,17 +37,17 @@ class Spares:
 
     @property
     def ready(self) -> int:
-        """How many wait for work."""
+        """The number of processes that are ready."""
         return len(self._ready)
 
     @property
     def processes(self) -> list[EngineProcess]:
-        """All that live, whoever has them."""
+        """All processes that are connected, whether ready or taken."""
         self._forget_ended()
         return [process for process in self._all if not process.connection.is_closed]
 
     def take_now(self) -> EngineProcess | None:
-        """One that is ready, if there is one; another is started in its place."""
+        """Returns a ready process and starts another in its place; None if none is ready."""
         if not self._ready:
             return None
         process = self._ready.popleft()
@@ -56,44 +56,44 @@ class Spares:
         return process
 
     async def take(self) -> EngineProcess:
-        """One that is ready, as soon as there is one. `EngineRefused` where the first of all cannot start."""
+        """Waits for a ready process. Raises `EngineRefused` if the very first process cannot start."""
         process = self.take_now()
         if process is not None:
             return process
-        asked: asyncio.Future[EngineProcess] = asyncio.get_running_loop().create_future()
-        self._asking.append(asked)
+        requested: asyncio.Future[EngineProcess] = asyncio.get_running_loop().create_future()
+        self._requests.append(requested)
         self._fill()
         try:
-            return await asked
+            return await requested
         except asyncio.CancelledError:
-            if asked.done() and not asked.cancelled() and asked.exception() is None:
-                self._offer(asked.result())
+            if requested.done() and not requested.cancelled() and requested.exception() is None:
+                self._offer(requested.result())
             raise
         finally:
-            if asked in self._asking:
-                self._asking.remove(asked)
+            if requested in self._requests:
+                self._requests.remove(requested)
 
     def _offer(self, process: EngineProcess) -> None:
-        """Gives a process that has run nothing yet to the first who asks, or keeps it ready."""
+        """Gives an unused process to the first task that waits, or keeps it ready."""
         if self._is_stopped or process.connection.is_closed:
             process.kill()
             return
-        while self._asking:
-            asked = self._asking.popleft()
-            if not asked.done():
-                asked.set_result(process)
+        while self._requests:
+            requested = self._requests.popleft()
+            if not requested.done():
+                requested.set_result(process)
                 return
         if len(self._ready) >= self._count:
             process.connection.close()
             return
         self._ready.append(process)
-        process.connection.on_lost = self._loser(process)
+        process.connection.on_lost = self._on_spare_lost(process)
 
     async def stop(self) -> None:
-        """Ends them all."""
+        """Ends all processes and the fork server."""
         self._is_stopped = True
-        for asked in self._asking:
-            asked.cancel()
+        for requested in self._requests:
+            requested.cancel()
         for task in self._starting:
             task.cancel()
         if self._starting:
@@ -106,7 +106,7 @@ class Spares:
         await asyncio.gather(*(process.wait_ended() for process in left))
         await self._fork_server.stop()
 
-    def _loser(self, process: EngineProcess) -> Callable[[], None]:
+    def _on_spare_lost(self, process: EngineProcess) -> Callable[[], None]:
         def lost() -> None:
             if process in self._ready:
                 self._ready.remove(process)
@@ -119,12 +119,12 @@ class Spares:
         self._all = {process for process in self._all if not process.has_ended}
 
     def _fill(self) -> None:
-        """Starts as many as are asked for at once, and those in reserve one at a time, once something runs."""
+        """Starts all requested processes at once, and spare ones one at a time once the first process is up."""
         if self._is_stopped:
             return
-        asked = sum(not item.done() for item in self._asking)
+        requested = sum(not item.done() for item in self._requests)
         reserve = min(1, max(0, self._count - len(self._ready))) if self._has_first else 0
-        while len(self._starting) < (asked or reserve):
+        while len(self._starting) < (requested or reserve):
             task = asyncio.create_task(self._start(), name="engine-start")
             self._starting.add(task)
             task.add_done_callback(self._started)
@@ -146,12 +146,12 @@ class Spares:
                 raise
         except Exception as cause:
             if not self._has_first:
-                # Nothing ever ran: it is told to whoever starts the server, and not tried again.
-                for asked in self._asking:
-                    if not asked.done():
-                        asked.set_exception(cause)
+                # No process ever ran: the start of the server fails with this error.
+                for requested in self._requests:
+                    if not requested.done():
+                        requested.set_exception(cause)
                 return
-            # Whatever it is (no memory, no file descriptors), a server without an engine must go on trying.
+            # Whatever the cause (no memory, no file descriptors), a server without engines must keep trying.
             _log.error("an engine cannot be started: %s", cause, exc_info=not isinstance(cause, EngineRefused))
             await asyncio.sleep(_RETRY_DELAY_S)
             return

@@ -1,4 +1,4 @@
-"""Compile workers: processes that read the graphs of one tenant each, one task at a time."""
+"""Gives tasks to compile workers: processes that read the graphs of one tenant each, one task at a time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.spares import Spares
 
-# Index of compile workers, which are not among the engines of metrics.
+# Metrics leave out engines with this index.
 _WORKER = -2
 _PER_TENANT = 2
-# A tenant gets a second worker once its first one has been at one task for so long.
+# A tenant gets a second worker once its first one has worked on one task this long.
 _SLOW_S = 0.25
-# A task whose caller is gone may end within this time; ending the process costs more than most tasks.
+# A task whose caller is gone may go on this long: ending the process costs more than most tasks.
 _GRACE_S = 0.25
 _IDLE_S = 15.0
-# Memory that a process took for its tasks does not come back. One that took more than this is replaced.
+# A process does not return the memory of its tasks. A worker that grew by more than this is replaced.
 _MOST_KEPT_BYTES = 256 * 1024 * 1024
 
 
@@ -32,11 +32,11 @@ class _Waiting:
 
 
 class CompileWorkers:
-    """Gives each task a process for itself: at most two per tenant, `most` of all tenants together.
+    """Gives each task a worker of its own: at most two per tenant, and `most` of all tenants together.
 
-    A worker belongs to one tenant as long as it lives, ends when it was idle for 15 s, and is ended soon after the
-    caller of its task gave up. Tenants that have no worker come first, then who waits longest. Belongs to one asyncio
-    loop.
+    A worker belongs to one tenant as long as it lives. It ends after 15 s without a task, and soon after the caller of
+    its task gave up. Tasks of tenants without a busy worker come first, then the task that waits longest. Belongs to
+    one asyncio loop.
     """
 
     def __init__(self, spares: Spares, most: Callable[[], int]) -> None:
@@ -48,34 +48,34 @@ class CompileWorkers:
         self._closing: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self.workers: list[Engine] = []
-        """Those of all tenants, busy and idle."""
+        """The workers of all tenants, busy and idle."""
 
     @property
     def count(self) -> int:
-        """Returns how many workers there are."""
+        """The number of workers."""
         return len(self.workers)
 
     @property
     def resident_bytes(self) -> int:
-        """Returns the memory of all workers when it was last looked at."""
+        """The last measured memory of all workers."""
         return sum(worker.resident_bytes for worker in self.workers)
 
     @property
     def waiting(self) -> int:
-        """Returns how many tasks wait for a worker."""
+        """The number of tasks that wait for a worker."""
         return len(self._waiting)
 
     @property
     def busy(self) -> int:
-        """Returns how many workers are at a task, or are being ended because its caller gave up."""
+        """The number of workers that work on a task, or that are being ended because its caller gave up."""
         return len(self._busy)
 
     @contextlib.asynccontextmanager
     async def hold(self, owner: str) -> AsyncIterator[Engine]:
-        """Gives a tenant's task a worker. What still runs when the context is left is ended within 0.25 s."""
+        """Provides a worker for a task of a tenant. A task that still runs after the context ends within 0.25 s."""
         worker = await self._take(owner)
         try:
-            # A process that comes may be gone by then.
+            # A process may end before the task starts.
             while not worker.is_ready:
                 await worker.fill()
             self._first_bytes.setdefault(worker, worker.resident_bytes)
@@ -84,7 +84,7 @@ class CompileWorkers:
             self._release(worker)
 
     async def stop(self) -> None:
-        """Ends all."""
+        """Stops all workers."""
         self._is_stopped = True
         for waiting in self._waiting:
             waiting.worker.cancel()
@@ -92,10 +92,10 @@ class CompileWorkers:
         await asyncio.gather(*(worker.stop() for worker in workers), *self._closing)
 
     def end(self, worker: Engine) -> None:
-        """Ends a worker, whatever it does."""
+        """Ends a worker, even if it is busy."""
         if worker in self.workers:
             self._forget(worker)
-            self._serve()
+            self._assign()
 
     def _forget(self, worker: Engine) -> None:
         self.workers.remove(worker)
@@ -111,10 +111,10 @@ class CompileWorkers:
         waiting = _Waiting(owner)
         self._waiting.append(waiting)
         try:
-            self._serve()
+            self._assign()
             while not waiting.worker.done():
                 await asyncio.wait([waiting.worker], timeout=_SLOW_S)
-                self._serve()
+                self._assign()
             return waiting.worker.result()
         except asyncio.CancelledError:
             if waiting.worker.done() and not waiting.worker.cancelled():
@@ -124,8 +124,8 @@ class CompileWorkers:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
-    def _serve(self) -> None:
-        """Gives workers to tasks that wait, as long as there are some of either."""
+    def _assign(self) -> None:
+        """Gives workers to waiting tasks, as long as there are any."""
         if self._is_stopped:
             return
         busy = {worker.owner for worker in self._busy}
@@ -157,7 +157,7 @@ class CompileWorkers:
         return worker
 
     def _release(self, worker: Engine) -> None:
-        """The caller of a worker's task is gone."""
+        """Takes a worker back whose task has ended or was given up."""
         if worker not in self.workers:
             return
         loop = asyncio.get_running_loop()
@@ -167,7 +167,7 @@ class CompileWorkers:
             self._settle(worker)
 
     def _settle(self, worker: Engine) -> None:
-        """Ends a worker that is still at a task whose caller is gone; else it waits for the next task."""
+        """Keeps a worker for the next task; ends it if it still works on the last one, or has grown too much."""
         if worker not in self.workers:
             return
         grown = worker.resident_bytes - self._first_bytes.get(worker, 0)
@@ -178,13 +178,13 @@ class CompileWorkers:
         self._busy.pop(worker, None)
         worker.used_at = loop.time()
         loop.call_later(_IDLE_S, self._end_idle, worker, worker.used_at)
-        self._serve()
+        self._assign()
 
     def _end_idle(self, worker: Engine, used_at: float) -> None:
         if worker not in self._busy and worker.used_at == used_at:
             self.end(worker)
 
     def _changed(self, worker: Engine) -> None:
-        """A worker's process is gone, or came."""
+        """Ends an idle worker whose process has ended."""
         if worker.generation and not worker.is_ready and worker not in self._busy:
             self.end(worker)

@@ -79,7 +79,7 @@ class HandleManager:
         """Tells the engine to drop a forward run. `process`: None: tells all engines of the tenant."""
         message = link_pb2.ReleaseRequest(handle=name).SerializeToString()
         if process is None:
-            engines = self.program_service.pool.engines_of(self.program_service.owner)
+            engines = self.program_service.pool.engines_for(self.program_service.owner)
         else:
             engines = [] if process.is_gone else [process.engine]
         for engine in engines:

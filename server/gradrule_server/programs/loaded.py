@@ -147,7 +147,7 @@ class LoadedPrograms:
 
         Raises ENGINE_UNAVAILABLE if the tenant has no engine.
         """
-        engines = self.pool.engines_of(program.owner)
+        engines = self.pool.engines_for(program.owner)
         if len(engines) == 1 == self.pool.per_tenant:
             return engines[0]
         ready = [engine for engine in engines if engine.is_ready]
@@ -161,7 +161,7 @@ class LoadedPrograms:
         other = min(ready, key=_cost)
         if _is_free(other):
             return other
-        another = self.pool.another(program.owner)
+        another = self.pool.claim_another(program.owner)
         if another is not None:
             return another
         return other if best is None or other.has_room else best
@@ -174,7 +174,7 @@ class LoadedPrograms:
     def _has_alternative(self, engine: Engine) -> bool:
         """Returns whether another engine can load what waits for this one; adds an engine if a spare is ready."""
         owner = engine.owner or ""
-        for other in self.pool.engines_of(owner):
+        for other in self.pool.engines_for(owner):
             if other is not engine and other.is_ready and not other.has_compiled_for(_SLOW_COMPILE_S):
                 return True
         extra = self.pool.borrow(owner)
@@ -190,12 +190,12 @@ class LoadedPrograms:
     def _retire(self, extra: Engine) -> None:
         """Ends an added engine once no call uses it."""
         if extra.is_ready:
-            own = self.pool.engines_of(extra.owner or "")
+            own = self.pool.engines_for(extra.owner or "")
             slow = any(engine.has_compiled_for(_SLOW_COMPILE_S) for engine in own)
             if slow or extra.load or extra.kept or self._cache_of(extra).is_in_use:
                 self._retire_later(extra)
                 return
-        self.pool.give_back(extra)
+        self.pool.release(extra)
 
     def _warm(self, engine: Engine) -> None:
         """Loads the programs of an engine's last process into its new one, except those that may have ended it."""

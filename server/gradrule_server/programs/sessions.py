@@ -129,7 +129,7 @@ class Session:
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
         given = await asyncio.to_thread(self._check_values, request.variables, "start.variables")
         self._name = self._manager.open()
-        engine = await self._manager.program_service.pool.for_session(self._manager.program_service.owner)
+        engine = await self._manager.program_service.pool.session_engine(self._manager.program_service.owner)
         self._process = ProcessRef(engine, engine.generation)
         engine.add_kept(engine.generation, 1)
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")

@@ -115,7 +115,7 @@ class WarmUp:
 
     def _is_busy(self, tenant: str) -> bool:
         """Returns whether calls of the tenant compile programs, or calls of any tenant wait for compile workers."""
-        compiling = any(engine.is_compiling for engine in self._pool.engines_of(tenant))
+        compiling = any(engine.is_compiling for engine in self._pool.engines_for(tenant))
         return compiling or self._pool.workers.waiting > 0
 
     def _has_engine(self, tenant: str) -> bool:

@@ -18,44 +18,44 @@ def held(memory: Memory) -> int:
 
 def test_regions_do_not_overlap_and_are_used_again() -> None:
     memory = Memory(_SIZE)
-    regions = [memory.take(PAGE + 1) for _ in range(32)]
+    regions = [memory.reserve(PAGE + 1) for _ in range(32)]
     assert sorted(region.offset for region in regions if region) == list(range(0, _SIZE, 2 * PAGE))
-    assert memory.take(1) is None
+    assert memory.reserve(1) is None
     middle = regions[7]
     assert middle is not None
     offset = middle.offset
     del middle
     regions[7] = regions[8] = None
     gc.collect()
-    again = memory.take(4 * PAGE)
+    again = memory.reserve(4 * PAGE)
     assert again is not None and again.offset == offset
     regions.clear()
     del again
     gc.collect()
-    whole = memory.take(_SIZE)
+    whole = memory.reserve(_SIZE)
     assert whole is not None and whole.offset == 0
 
 
 def test_an_array_keeps_its_region_and_so_do_views_of_it() -> None:
     memory = Memory(_SIZE)
-    region = memory.take(2 * PAGE)
+    region = memory.reserve(2 * PAGE)
     assert region is not None
     region.write(0, np.arange(PAGE // 4, dtype=np.float32).data.cast("B"))
     array = region.array(region.offset, np.dtype(np.float32), (PAGE // 4,))
     view = array.reshape(2, -1)[1:]
     del array, region
     gc.collect()
-    assert memory.take(_SIZE) is None
+    assert memory.reserve(_SIZE) is None
     np.testing.assert_array_equal(view[0], np.arange(PAGE // 8, PAGE // 4))
     del view
     gc.collect()
-    assert memory.take(_SIZE) is not None
+    assert memory.reserve(_SIZE) is not None
 
 
 def test_memory_is_asked_for_when_it_is_taken_and_trimmed_behind_what_is_in_use() -> None:
     memory = Memory(_SIZE)
     assert held(memory) == 0
-    first, second = memory.take(PAGE), memory.take(10 * PAGE)
+    first, second = memory.reserve(PAGE), memory.reserve(10 * PAGE)
     assert held(memory) == 11 * PAGE
     del second
     gc.collect()
@@ -66,5 +66,5 @@ def test_memory_is_asked_for_when_it_is_taken_and_trimmed_behind_what_is_in_use(
     memory.trim()
     assert held(memory) == 0
     assert not memory.is_backed
-    third = memory.take(3)
+    third = memory.reserve(3)
     assert third is not None and held(memory) == rounded(3)

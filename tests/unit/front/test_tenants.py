@@ -23,7 +23,7 @@ from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import SessionKey, StoredKey
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.rules import ReadOnlyRules
+from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")

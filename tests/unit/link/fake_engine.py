@@ -201,7 +201,7 @@ class FakeEngine(Engine):
 class FakePool(EnginePool):
     """Engines with fake processes, for every tenant; `alone` gives fakes too, which `trial_engines` collects.
 
-    `extras`: what `borrow` gives, and `give_back` takes.
+    `extras`: what `borrow` gives, and `release` takes.
     """
 
     def __init__(self, *engines: FakeEngine) -> None:
@@ -220,7 +220,7 @@ class FakePool(EnginePool):
         self.engines.append(self.extras[-1])
         return self.extras.pop()
 
-    def give_back(self, engine: Engine) -> None:
+    def release(self, engine: Engine) -> None:
         self.engines.remove(engine)
         self.extras.append(engine)
 

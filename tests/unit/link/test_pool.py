@@ -107,7 +107,7 @@ async def test_one_of_two_is_enough(starter: Starter) -> None:
     starter.started[0].die(CRASH)
     assert pool.is_ready
     await pool.provide("ada")
-    assert pool.engines_of("ada") == [pool.engines[1]]
+    assert pool.engines_for("ada") == [pool.engines[1]]
     assert changes == [True]
     await pool.stop()
 
@@ -217,7 +217,7 @@ async def test_callers_who_come_at_once_get_one_engine(starter: Starter) -> None
     pool = _pool(spares=0)
     await pool.start()
     await pool.provide("ada")
-    await asyncio.gather(*(pool.provide("grace") for _ in range(5)), *(pool.for_session("grace") for _ in range(5)))
+    await asyncio.gather(*(pool.provide("grace") for _ in range(5)), *(pool.session_engine("grace") for _ in range(5)))
     assert [(engine.owner, engine.use) for engine in pool.engines] == [
         ("ada", Use.PROGRAMS),
         ("grace", Use.PROGRAMS),
@@ -229,12 +229,12 @@ async def test_callers_who_come_at_once_get_one_engine(starter: Starter) -> None
 async def test_sessions_have_an_engine_in_which_no_program_runs(starter: Starter) -> None:
     pool = _pool(engines=2)
     await pool.start()
-    first = await pool.for_session("ada")
+    first = await pool.session_engine("ada")
     first.add_kept(first.generation, 1)
     await pool.provide("ada")
-    assert first not in pool.engines_of("ada")
-    assert await pool.for_session("ada") is first
-    assert await pool.for_session("grace") is not first
+    assert first not in pool.engines_for("ada")
+    assert await pool.session_engine("ada") is first
+    assert await pool.session_engine("grace") is not first
     assert [status.holds_sessions for status in pool.status()] == [False, False, True, True]
     await pool.stop()
 
@@ -242,17 +242,17 @@ async def test_sessions_have_an_engine_in_which_no_program_runs(starter: Starter
 async def test_an_engine_that_is_about_to_be_ended_takes_no_new_session(starter: Starter) -> None:
     pool = _pool()
     await pool.start()
-    doomed = await pool.for_session("ada")
+    doomed = await pool.session_engine("ada")
     doomed.add_kept(doomed.generation, 1)
     work = doomed.submit(Kind.SESSION, b"endless")
     doomed.abandon(work, asyncio.get_running_loop().time() + 60)
-    new = await pool.for_session("ada")
+    new = await pool.session_engine("ada")
     assert new is not doomed
-    assert await pool.for_session("ada") is new
+    assert await pool.session_engine("ada") is new
     # The request ends in time: that engine is used again, and the other one is not needed.
     process = next(item for item in starter.started if item.pid == doomed.pid)
     process.connection.data_received(pack_header(Kind.RAN, work.id, 0))
-    assert await pool.for_session("ada") is doomed
+    assert await pool.session_engine("ada") is doomed
     assert new not in pool.engines
     await pool.stop()
 
@@ -260,14 +260,14 @@ async def test_an_engine_that_is_about_to_be_ended_takes_no_new_session(starter:
 async def test_a_lost_engine_of_sessions_is_not_replaced_until_a_session_needs_it(starter: Starter) -> None:
     pool = _pool()
     await pool.start()
-    engine = await pool.for_session("ada")
+    engine = await pool.session_engine("ada")
     process = next(item for item in starter.started if item.pid == engine.pid)
     waits = asyncio.create_task(engine.wait_lost())
     await asyncio.sleep(0)
     process.die(CRASH)
     assert await waits == CRASH
     assert [item.use for item in pool.engines] == [Use.PROGRAMS]
-    assert (await pool.for_session("ada")).pid != process.pid
+    assert (await pool.session_engine("ada")).pid != process.pid
     # Its end is counted all the same.
     assert pool.ended[1] == {"crash": 1}
     await pool.stop()
@@ -278,12 +278,12 @@ async def test_a_tenant_gets_more_engines_up_to_its_number_and_the_server_s(star
     await pool.start()
     await _until(lambda: all(engine.is_ready for engine in pool.engines) and pool.spares_ready)
     await pool.provide("ada")
-    second = pool.another("ada")
+    second = pool.claim_another("ada")
     assert second is not None
-    assert pool.another("ada") is None
+    assert pool.claim_another("ada") is None
     await pool.provide("grace")
     assert len(pool.engines) == 3
-    assert pool.another("grace") is None
+    assert pool.claim_another("grace") is None
     await pool.stop()
 
 
@@ -292,7 +292,7 @@ async def test_the_idle_engine_that_was_used_least_recently_makes_room(starter: 
     await pool.start()
     for owner in ("ada", "grace", "alan"):
         await pool.provide(owner)
-        pool.engines_of(owner)[0].submit(Kind.RUN, b"work")
+        pool.engines_for(owner)[0].submit(Kind.RUN, b"work")
     for process in starter.started:
         # The first request of each is answered.
         process.connection.data_received(pack_header(Kind.RAN, 1, 0))
@@ -303,7 +303,7 @@ async def test_the_idle_engine_that_was_used_least_recently_makes_room(starter: 
     await pool.provide("edith")
     assert {engine.owner for engine in pool.engines} == {"ada", "grace", "edith"}
     await _until(lambda: [process.pid for process in starter.started if process.is_killed] == [pid_of_alan])
-    by_owner["edith"] = pool.engines_of("edith")[0]
+    by_owner["edith"] = pool.engines_for("edith")[0]
     by_owner["edith"].submit(Kind.RUN, b"work")
     with pytest.raises(GradruleError) as refusal:
         await pool.provide("alan")
@@ -319,8 +319,8 @@ async def test_engines_of_tenants_that_are_gone_end(starter: Starter, monkeypatc
     pool = _pool()
     await pool.start()
     await pool.provide("ada")
-    await pool.for_session("ada")
-    kept = await pool.for_session("grace")
+    await pool.session_engine("ada")
+    kept = await pool.session_engine("grace")
     kept.add_kept(kept.generation, 1)
     await pool.provide("grace")
     await _until(lambda: len(pool.engines) == 2)
@@ -339,8 +339,8 @@ async def test_a_spare_can_serve_as_one_engine_more(starter: Starter) -> None:
     extra = pool.borrow("ada")
     assert extra is not None
     assert (extra.index, extra.pid, extra.is_extra) == (1, starter.started[1].pid, True)
-    assert pool.engines_of("ada") == pool.engines == [pool.engines[0], extra]
-    pool.give_back(extra)
+    assert pool.engines_for("ada") == pool.engines == [pool.engines[0], extra]
+    pool.release(extra)
     await _until(lambda: starter.started[1].is_killed and pool.spares_ready == 1)
     assert len(pool.engines) == 1
     await pool.stop()
@@ -355,7 +355,7 @@ async def test_there_is_one_extra_engine_for_a_tenant(starter: Starter) -> None:
     assert pool.borrow("a") is None
     assert pool.borrow("b") is not None
     assert pool.borrow("c") is None
-    pool.give_back(first)
+    pool.release(first)
     assert pool.borrow("c") is not None
     await pool.stop()
 
@@ -370,7 +370,7 @@ async def test_an_extra_engine_that_dies_is_not_replaced(starter: Starter) -> No
     await _until(lambda: len(starter.started) == 3 and pool.spares_ready)
     assert not extra.is_ready
     assert pool.is_ready
-    pool.give_back(extra)
+    pool.release(extra)
     await pool.stop()
 
 

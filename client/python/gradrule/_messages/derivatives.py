@@ -1,4 +1,4 @@
-"""Jacobian-vector products, Jacobians and Hessian-vector products, as data: requests and answers."""
+"""Calls that compute Jacobian-vector products, Jacobians and Hessian-vector products."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from gradrule.errors import InvalidDerivativeError
 from gradrule.v1 import evaluate_pb2, program_pb2
 
 Tangents = ByName[Array | None]
-"""By y; None where a y is of a type without derivatives."""
+"""By y an array; None if y's dtype has no derivatives."""
 
 Jacobians = ByName[Any]
-"""By y, then by x (by group and x, where xs were given in groups): an array, or None where there is none."""
+"""By y, then by x (by group and x if xs were given in groups): an array, or None if y does not depend on x."""
 
 Products = ByName[Any]
-"""By x (by group and x, where xs were given in groups): an array, a `Sparse`, or None where there is none."""
+"""By x (by group and x if xs were given in groups): an array, a `Sparse`, or None if there is no derivative."""
 
 
 def jvp(
     graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, words: Words
 ) -> Call[Tangents]:
-    """Evaluate, for Jacobian-vector products of a graph."""
+    """Returns the call for Jacobian-vector products of a graph."""
     blobs = blob_values.fed(feeds, tangents)
-    request = _inline(graph, feeds, params, words, program_pb2.Jvp, "jvp", blobs)
+    request = _graph_request(graph, feeds, params, words, program_pb2.Jvp, "jvp", blobs)
     _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
     return evaluate_call(request, lambda response: _tangents(response, given_aliases(graph, words)), blobs)
 
@@ -53,9 +53,9 @@ def jvp(
 def jacobian(
     graph: GraphLike, feeds: Feeds | None, params: CallParams | None, words: Words, *, batched: bool
 ) -> Call[Jacobians]:
-    """Evaluate, for Jacobians of a graph."""
+    """Returns the call for Jacobians of a graph."""
     blobs = blob_values.fed(feeds)
-    request = _inline(graph, feeds, params, words, program_pb2.Jacobian, "jacobian", blobs)
+    request = _graph_request(graph, feeds, params, words, program_pb2.Jacobian, "jacobian", blobs)
     request.spec.jacobian.batched = batched
     groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
     return evaluate_call(request, lambda response: _jacobians(response, groups, aliases), blobs)
@@ -64,9 +64,9 @@ def jacobian(
 def hvp(
     graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, words: Words
 ) -> Call[Products]:
-    """Evaluate, for Hessian-vector products of a graph."""
+    """Returns the call for Hessian-vector products of a graph."""
     blobs = blob_values.fed(feeds, vectors)
-    request = _inline(graph, feeds, params, words, program_pb2.Hvp, "hvp", blobs)
+    request = _graph_request(graph, feeds, params, words, program_pb2.Hvp, "hvp", blobs)
     _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
     groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
     return evaluate_call(request, lambda response: _products(response, groups, aliases), blobs)
@@ -75,8 +75,8 @@ def hvp(
 def program_jvp(
     program: program_pb2.Program, feeds: Feeds | None, tangents: Feeds, params: CallParams | None
 ) -> Call[Tangents]:
-    """Evaluate, for Jacobian-vector products of a program's ys and xs."""
-    request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
+    """Returns the call for Jacobian-vector products of a program's ys and xs."""
+    request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
     _add_directions(request, tangents, types_of_specs(program.xs), "tangents", program)
     return evaluate_call(
         request, lambda response: _tangents(response, program.aliases), blob_values.fed(feeds, tangents)
@@ -86,9 +86,9 @@ def program_jvp(
 def program_jacobian(
     program: program_pb2.Program, feeds: Feeds | None, params: CallParams | None, groups: Groups, *, batched: bool
 ) -> Call[Jacobians]:
-    """Evaluate, for Jacobians of a program's ys by its xs."""
+    """Returns the call for Jacobians of a program's ys and xs."""
     kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
-    request = _of_program(program, feeds, params, kind)
+    request = _program_request(program, feeds, params, kind)
     return evaluate_call(
         request, lambda response: _jacobians(response, groups, program.aliases), blob_values.fed(feeds)
     )
@@ -97,15 +97,15 @@ def program_jacobian(
 def program_hvp(
     program: program_pb2.Program, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, groups: Groups
 ) -> Call[Products]:
-    """Evaluate, for Hessian-vector products of a program's ys and xs."""
-    request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
+    """Returns the call for Hessian-vector products of a program's ys and xs."""
+    request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
     _add_directions(request, vectors, types_of_specs(program.xs), "vectors", program)
     return evaluate_call(
         request, lambda response: _products(response, groups, program.aliases), blob_values.fed(feeds, vectors)
     )
 
 
-def _inline(
+def _graph_request(
     graph: GraphLike,
     feeds: Feeds | None,
     params: CallParams | None,
@@ -116,16 +116,16 @@ def _inline(
 ) -> evaluate_pb2.EvaluateRequest:
     spec, _ = program_spec(graph, flat_words(words, graph), blobs)
     vjp = spec.vjp
-    asked = kind(ys=vjp.ys, xs=vjp.xs, stop_gradients=vjp.stop_gradients)
-    if not isinstance(asked, program_pb2.Jvp):
-        asked.unconnected_gradients = vjp.unconnected_gradients
-    getattr(spec, part).CopyFrom(asked)
+    derivative = kind(ys=vjp.ys, xs=vjp.xs, stop_gradients=vjp.stop_gradients)
+    if not isinstance(derivative, program_pb2.Jvp):
+        derivative.unconnected_gradients = vjp.unconnected_gradients
+    getattr(spec, part).CopyFrom(derivative)
     request = evaluate_request(feeds, types_of_graph(graph), params=params, graph=graph)
     request.spec.CopyFrom(spec)
     return request
 
 
-def _of_program(
+def _program_request(
     program: program_pb2.Program,
     feeds: Feeds | None,
     params: CallParams | None,
@@ -143,27 +143,27 @@ def _add_directions(
     if not hasattr(given, "items"):
         raise InvalidDerivativeError(f"{word} is a dict of values by x, not {type(given).__name__}")
     if not given:
-        raise InvalidDerivativeError(f"{word} holds nothing: give one for at least one x")
+        raise InvalidDerivativeError(f"{word} is empty: give one for at least one x")
     for key, value in given.items():
         name = name_of_tensor(key, graph)
         add_named_tensor(request, word, name, value, type_of)
 
 
 def _tangents(response: evaluate_pb2.EvaluateResponse, aliases: Mapping[str, str]) -> Tangents:
-    told = labels(aliases)
+    names = labels(aliases)
     found = {
-        told.get(bare(item.name), item.name): array(item.value.inline_tensor) if item.HasField("value") else None
+        names.get(bare(item.name), item.name): array(item.value.inline_tensor) if item.HasField("value") else None
         for item in response.output_tangents
     }
     return ByName(found, aliases)
 
 
 def _jacobians(response: evaluate_pb2.EvaluateResponse, groups: Groups, aliases: Mapping[str, str]) -> Jacobians:
-    told = labels(aliases)
+    names = labels(aliases)
     by_y: dict[str, dict[str, Array | None]] = {}
     for block in response.jacobians:
-        by_x = by_y.setdefault(told.get(bare(block.y), block.y), {})
-        by_x[told.get(bare(block.x), block.x)] = array(block.dense) if block.HasField("dense") else None
+        by_x = by_y.setdefault(names.get(bare(block.y), block.y), {})
+        by_x[names.get(bare(block.x), block.x)] = array(block.dense) if block.HasField("dense") else None
     return ByName({y: regrouped(ByName(by_x, aliases), groups) for y, by_x in by_y.items()}, aliases)
 
 

@@ -1,4 +1,4 @@
-"""From a failed RPC to the error that it stands for."""
+"""Makes typed errors from failed RPCs, serializes requests, and reads answers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gradrule.errors import Detail, GradruleError, InternalError, MessageTooLarg
 _DETAILS_KEY = "grpc-status-details-bin"
 _REQUEST_ID_KEY = "x-request-id"
 _NODE = "node:"
-# Of protobuf.
+# protobuf's limit.
 _MAX_MESSAGE_BYTES = 2**31 - 1
 _R = TypeVar("_R")
 _M = TypeVar("_M", bound=Message)
 
-# Codes that gRPC itself makes, without details; see errors.proto.
+# Reasons for codes that gRPC itself sets, without details; see errors.proto.
 _REASONS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
     grpc.StatusCode.CANCELLED: "CANCELLED",
@@ -31,7 +31,7 @@ _REASONS = {
 
 
 def error_of(failure: grpc.RpcError) -> GradruleError:
-    """The typed error of a failed call, sync or async."""
+    """Returns the typed error of a failed call, sync or async."""
     call = cast(Any, failure)
     error = _error_of(call)
     error.request_id = next((str(value) for key, value in call.trailing_metadata() or () if key == _REQUEST_ID_KEY), "")
@@ -69,7 +69,7 @@ def error_from_status(status: status_pb2.Status) -> GradruleError:
 
 
 def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
-    """Why waiting for a server is over, or None where it goes on."""
+    """Returns the error with which waiting for a server ends; None: continue to wait."""
     error = error_of(failure)
     if error.reason == "DEADLINE_EXCEEDED":
         return UnavailableError(f"no server answers at {target!r}")
@@ -77,13 +77,13 @@ def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
 
 
 def serialized(request: Message, large: Sequence[Parts] = ()) -> bytes:
-    """A request's bytes, then its large tensors. Raises `MessageTooLargeError` past protobuf's 2 GiB."""
+    """Returns a request's bytes followed by its large tensors. Raises `MessageTooLargeError` above 2 GiB."""
     parts, _ = message_parts(request, large)
     return b"".join(parts) if large else bytes(parts[0])
 
 
 def message_parts(request: Message, large: Sequence[Parts] = ()) -> tuple[Parts, int]:
-    """The same not yet joined, and the number of bytes."""
+    """Returns the parts of a request's bytes, and their size. Raises `MessageTooLargeError` above 2 GiB."""
     try:
         parts: list[Part] = [request.SerializeToString()]
     except (EncodeError, ValueError) as cause:
@@ -99,7 +99,7 @@ def message_parts(request: Message, large: Sequence[Parts] = ()) -> tuple[Parts,
 
 
 def parsed(read: Callable[[bytes], Any], decode: Callable[[Any], _R], answer: bytes) -> _R:
-    """An answer's bytes, decoded."""
+    """Reads and decodes an answer's bytes. Raises `InternalError`."""
     try:
         message = read(answer)
     except DecodeError as cause:

@@ -1,4 +1,4 @@
-"""How tensors travel between a client and its server, as users choose it."""
+"""Options for how tensors are transferred between a client and its server."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ _COMPRESSIONS = (None, "gzip", "zstd")
 _WIRE_DTYPES = (None, "bfloat16")
 
 ANSWER_COMPRESSION = ("gradrule-answer-compression", "gzip")
-"""Metadata by which a client asks for answers compressed by gRPC."""
+"""Metadata that asks the server to compress answers by gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How tensors travel: for all calls of a client (`connect`), or for one call. The default sends them as they are.
+    """How tensors are transferred, for all calls of a client (`connect`) or for one call. The default: as they are.
 
-    compression: `"zstd"`: the contents of tensors of 1 KiB or more, in both directions, where that makes them smaller;
-    the engine unpacks and packs. It needs the extra `gradrule[zstd]`. `"gzip"`: all requests, and answers of up to
-    256 KiB, by gRPC; it belongs to a connection, so it is given to `connect`. It takes ten times the processor time.
-    wire_dtype: `"bfloat16"`: float32 tensors travel as bfloat16, in both directions, rounded to nearest, ties to even.
-    That keeps 8 bits of precision of 24 (a relative error of at most 2**-8; values beyond 3.39e38 become infinite) and
-    halves the bytes. The program computes in float32. Other element types travel as they are.
-    keep_wire_dtype: float32 results that travelled as bfloat16 are given as bfloat16 arrays, not widened to float32.
+    Args:
+        compression: `"zstd"` compresses tensors of 1 KiB or more, in both directions, if that makes them smaller. It
+            needs the extra `gradrule[zstd]`. `"gzip"` lets gRPC compress all requests, and answers of up to 256 KiB,
+            of a connection, so only `connect` takes it; it needs ten times the processor time.
+        wire_dtype: `"bfloat16"` sends float32 tensors as bfloat16, in both directions, rounded to nearest, ties to
+            even. That keeps 8 of 24 bits of precision (a relative error of at most 2**-8; values beyond 3.39e38 become
+            infinite) and halves the bytes. The program computes in float32. Other dtypes are sent as they are.
+        keep_wire_dtype: Return float32 results that were sent as bfloat16 as bfloat16 arrays, not as float32.
 
-    Raises `InvalidParamError`, and `UnsupportedError` where the package for zstd is missing.
+    Raises:
+        InvalidParamError: There is no such compression or dtype.
+        UnsupportedError: The package for zstd is missing.
     """
 
     compression: Literal["gzip", "zstd"] | None = None
     wire_dtype: Literal["bfloat16"] | None = None
     keep_wire_dtype: bool = False
     packing: Packing | None = field(init=False, repr=False, compare=False)
-    """How single tensors are packed; None: they are not."""
+    """How each tensor is packed; None: not at all."""
 
     def __post_init__(self) -> None:
         if self.compression not in _COMPRESSIONS:
@@ -65,7 +68,7 @@ class Transfer:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What the metadata of every call says of it."""
+        """Metadata of every call."""
         return (ANSWER_COMPRESSION,) if self.compression == "gzip" else ()
 
     @property
@@ -76,7 +79,7 @@ class Transfer:
         return grpc.Compression.Gzip if self.compression == "gzip" else None
 
     def of_call(self) -> Transfer:
-        """Returns the same, for one call. Raises `InvalidParamError` for what only a connection can have."""
+        """Returns the options if one call can have them. Raises `InvalidParamError` for gzip."""
         if self.compression == "gzip":
             raise InvalidParamError(
                 "gzip compresses a whole connection: give it to connect; one call can have compression='zstd'"
@@ -84,7 +87,7 @@ class Transfer:
         return self
 
     def applied(self, call: Call[R]) -> Call[R]:
-        """Returns the call with its tensors packed, and asking for an answer that is.
+        """Returns the call with its tensors packed, and with a request for a packed answer.
 
         The call's request is an `EvaluateRequest` or a `PullBackRequest` that holds all of its tensors.
         """
@@ -102,20 +105,20 @@ class Transfer:
         return call._replace(request=request, answer=answer)
 
     def prepare(self, request: Any) -> None:
-        """Packs the tensors in an `EvaluateRequest` or a `PullBackRequest`, and asks for an answer that is packed."""
+        """Packs the tensors in an `EvaluateRequest` or a `PullBackRequest`, and requests a packed answer."""
         if self.packing is not None:
             self.pack(request)
             request.answer_packing.CopyFrom(self.packing.message())
 
     def pack(self, request: Message) -> None:
-        """Packs the values of a call, where they lie."""
+        """Packs the values of a call in place."""
         if self.packing is not None:
             from gradrule.common.tensor_packing import pack_feeds
 
             pack_feeds(request, self.packing)
 
     def unpack(self, answer: Message) -> None:
-        """Unpacks the tensors in an answer, where they lie. Raises `InvalidTensorError`."""
+        """Unpacks the tensors of an answer in place. Raises `InvalidTensorError`."""
         if self.packing is not None:
             from gradrule.common.tensor_packing import unpack_all
 
@@ -126,4 +129,4 @@ class Transfer:
 
 
 PLAIN = Transfer()
-"""Tensors as they are."""
+"""Tensors are sent as they are."""

@@ -1,4 +1,4 @@
-"""xs in groups: `xs={"weights": ["w", "b"], "inputs": ["x"]}`. The server knows a flat list."""
+"""Flattens xs that are given in groups, such as `{"weights": ["w", "b"], "inputs": ["x"]}`: the server takes a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradrule._results.call_results import Groups
 
 
 def groups_of(xs: GroupedNames, graph: GraphLike | None = None) -> Groups:
-    """The groups, as names; aliases stay what they are."""
+    """Returns the names in each group, aliases unchanged; None if the xs are in no groups."""
     if not isinstance(xs, Mapping):
         return None
     return {
@@ -22,7 +22,7 @@ def groups_of(xs: GroupedNames, graph: GraphLike | None = None) -> Groups:
 
 
 def flat(xs: GroupedNames, graph: GraphLike | None = None) -> list[str]:
-    """All names in order; of one that stands in two groups, the first."""
+    """Returns all names in order, each once."""
     groups = groups_of(xs, graph)
     if groups is None:
         return names_of(xs, graph)
@@ -34,5 +34,5 @@ def flat(xs: GroupedNames, graph: GraphLike | None = None) -> list[str]:
 
 
 def flat_words(words: Words, graph: GraphLike) -> Words:
-    """The same without groups."""
+    """Returns the words with a flat list of xs."""
     return replace(words, xs=flat(words.xs, graph)) if isinstance(words.xs, Mapping) else words

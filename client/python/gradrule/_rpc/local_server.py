@@ -1,4 +1,4 @@
-"""A server of one's own: started as a process, stopped when its `with` ends."""
+"""Starts a server in a process of its own, and stops it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ _READY = "gradrule: listening on "
 _START_S = 120.0
 _STOP_S = 30.0
 _STDERR_LINES = 20
-# The server's exit code for settings that it does not know or cannot take.
+# The server's exit code for unknown or invalid settings.
 _WRONG_SETTINGS = 2
 
 
 class LocalServer:
-    """The process of a server, with a temporary folder for its data unless the settings name one."""
+    """The process of a server. Its data is in a temporary folder unless the settings name another.
+
+    Args:
+        settings: Flags of `gradrule serve`, with `_` for `-`.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = dict(settings)
@@ -32,7 +36,12 @@ class LocalServer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> str:
-        """Starts it and returns its address once an engine is ready."""
+        """Starts the server and returns its address when an engine is ready.
+
+        Raises:
+            InvalidParamError: The server refuses a setting.
+            UnavailableError: The server is not installed, or did not start.
+        """
         missing = [name for name in ("gradrule_server", "tensorflow") if importlib.util.find_spec(name) is None]
         if missing:
             raise UnavailableError(
@@ -52,7 +61,7 @@ class LocalServer:
         return self._await_address(lines, log)
 
     def stop(self) -> None:
-        """Ends it: SIGTERM, which drains, then SIGKILL; and removes the folder."""
+        """Stops the server with SIGTERM, after 30 seconds with SIGKILL, and removes the temporary folder."""
         process, self._process = self._process, None
         if process is not None:
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""How a client proves who it is, and sees to it that nobody else hears."""
+"""Credentials of a connection, and the check that a token is not sent without encryption."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ import grpc
 from gradrule.errors import InvalidParamError
 
 Pem: TypeAlias = "str | os.PathLike[str] | bytes"
-"""A file in PEM by its path, or its bytes."""
+"""Path of a PEM file, or its bytes."""
 
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:", "vsock:")
 _ADDRESS_SCHEMES = ("dns:", "ipv4:", "ipv6:", "passthrough:")
 
 
 def tls(root: Pem | None = None, *, certificate: Pem | None = None, key: Pem | None = None) -> grpc.ChannelCredentials:
-    """Credentials for `connect(credentials=…)`: TLS, and the client's own certificate where the server asks for one.
+    """Returns credentials for `connect(credentials=…)`: TLS, with a client certificate if the server asks for one.
 
-    root: certificates of the authorities that may vouch for the server; unless given, those that gRPC brings along.
-    certificate, key: the client's certificate chain and its private key. Each is a path, or the bytes of a file in PEM.
-    Raises `InvalidParamError` for files that cannot be read.
+    Args:
+        root: Path or bytes of a PEM file with the certificates of the authorities to trust; default: gRPC's.
+        certificate: Path or bytes of a PEM file with the client's certificate chain.
+        key: Path or bytes of a PEM file with the client's private key.
+
+    Raises:
+        InvalidParamError: A file cannot be read, or only one of `certificate` and `key` is given.
     """
     if (certificate is None) != (key is None):
         raise InvalidParamError("a client's certificate and its key go together: give both or none")
@@ -31,25 +35,25 @@ def tls(root: Pem | None = None, *, certificate: Pem | None = None, key: Pem | N
 
 
 def check_token(target: str, token: str | None, *, is_encrypted: bool, insecure_token: bool) -> None:
-    """`InvalidParamError` for a token that would travel readable by others, or is none."""
+    """Raises `InvalidParamError` if a token is not valid or would be sent to another machine unencrypted."""
     if token is None:
         return
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise InvalidParamError("the token is empty, or holds characters that no token has")
     if not is_encrypted and not insecure_token and not is_local(target):
         raise InvalidParamError(
-            f"the token would travel unencrypted to {target!r}: connect with credentials=gradrule.tls(), or say "
+            f"the token would be sent unencrypted to {target!r}: connect with credentials=gradrule.tls(), or say "
             "insecure_token=True where something else encrypts"
         )
 
 
 def is_local(target: str) -> bool:
-    """Whether a target is this machine by its name alone."""
+    """Whether the name of a target says that it is this machine."""
     if target.startswith(_LOCAL_SCHEMES):
         return True
     for scheme in _ADDRESS_SCHEMES:
         if target.startswith(scheme):
-            # `dns://authority/name` and `dns:name` are one.
+            # `dns://authority/name` and `dns:name` mean the same.
             target = target.removeprefix(scheme).rpartition("/")[2]
             break
     return all(_is_loopback(address) for address in target.split(","))
@@ -65,7 +69,7 @@ def _is_loopback(address: str) -> bool:
 
 def _has_port(address: str) -> bool:
     host, colon, port = address.rpartition(":")
-    # Two colons without brackets are an address of IPv6 that has no port.
+    # Two colons without brackets: an IPv6 address without a port.
     return bool(colon) and port.isdecimal() and (":" not in host or host.endswith("]"))
 
 

@@ -205,12 +205,12 @@ class SharedMemory:
         memory = attached.memory
         tensors = list(large_tensors.tensors_in(parts))
         request_bytes = sum(len(tensor.content) for tensor in tensors)
-        request = memory.take(sum(rounded(len(tensor.content)) for tensor in tensors)) if tensors else None
+        request = memory.reserve(sum(rounded(len(tensor.content)) for tensor in tensors)) if tensors else None
         answer_bytes = self._answer_bytes(call)
         if not (tensors or answer_bytes):
             return None
-        room = memory.take(answer_bytes) if answer_bytes and (request is not None or not tensors) else None
-        if (tensors and request is None) or (answer_bytes and room is None):
+        answer_region = memory.reserve(answer_bytes) if answer_bytes and (request is not None or not tensors) else None
+        if (tensors and request is None) or (answer_bytes and answer_region is None):
             self._grow(attached)
             return None
         written, position, start = list[wire_format.Part](), 0, 0
@@ -223,13 +223,13 @@ class SharedMemory:
             start += rounded(len(tensor.content))
         written += parts[position:]
         use = evaluate_pb2.SharedMemoryUse(memory=attached.name, request_bytes=request_bytes)
-        if room is not None:
-            use.answer_offset, use.answer_bytes = room.offset, room.size
+        if answer_region is not None:
+            use.answer_offset, use.answer_bytes = answer_region.offset, answer_region.size
         written += wire_format.wrapped(_USE, [use.SerializeToString()])
         self._used_at = time.monotonic()
         self._trim_later()
-        regions = tuple(region for region in (request, room) if region is not None)
-        return SharedCall(self._with_region(call, room), written, attached, regions)
+        regions = tuple(region for region in (request, answer_region) if region is not None)
+        return SharedCall(self._with_region(call, answer_region), written, attached, regions)
 
     def end(self, shared: SharedCall[Any], failure: BaseException | None = None) -> None:
         """Records that a call has ended. Memory that an engine may still write to is not used again."""
@@ -275,13 +275,13 @@ class SharedMemory:
             return 0
         return call.reader.room_bytes if call.reader.was_used else self._last_answer_bytes
 
-    def _with_region(self, call: Call[R], room: Region | None) -> Call[R]:
+    def _with_region(self, call: Call[R], answer_region: Region | None) -> Call[R]:
         """Returns the call, changed to read the answer's tensors from the region."""
 
         def read(data: bytes) -> Any:
             answer = call.answer(data)
             if isinstance(answer, Answer):
-                answer.room = None if room is None else AnswerRegion(room)
+                answer.room = None if answer_region is None else AnswerRegion(answer_region)
                 if call.reader is not None:
                     self._last_answer_bytes = call.reader.room_bytes
             return answer

@@ -83,7 +83,7 @@ class Memory:
         """Whether the system has reserved memory since the last `trim`."""
         return bool(self._backed)
 
-    def take(self, size: int) -> Region | None:
+    def reserve(self, size: int) -> Region | None:
         """Returns a region, or None if there is no free space or the system has no memory."""
         with self._lock:
             self._collect()
