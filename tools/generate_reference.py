@@ -20,8 +20,8 @@ from gradrule._results import rule_infos
 from gradrule.cli.rules import examples, text
 from gradrule.cli.rules.gallery import FAMILIES
 from gradrule.v1 import rule_pb2
-from gradrule_server.registry import presets as preset_messages
-from gradrule_server.registry.rules import RuleRegistry, to_proto
+from gradrule_server.registry.rule_entries import preset_message, rule_message
+from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
 from gradrule_server.rules.catalogue.presets import PRESETS
 
@@ -53,7 +53,7 @@ def rules() -> list[rule_infos.RuleInfo]:
             registry, token = RuleRegistry(store, ()), ""
             while True:
                 page, token = registry.list(rule_pb2.RULE_KIND_BUILTIN, 1000, token)
-                found += [rule_infos.rule_info(to_proto(entry)) for entry in page]
+                found += [rule_infos.rule_info(rule_message(entry)) for entry in page]
                 if not token:
                     return found
         finally:
@@ -62,7 +62,7 @@ def rules() -> list[rule_infos.RuleInfo]:
 
 def presets() -> list[rule_infos.PresetInfo]:
     """All presets, as clients see them."""
-    return [rule_infos.preset_info(preset_messages.to_proto(preset)) for preset in PRESETS]
+    return [rule_infos.preset_info(preset_message(preset)) for preset in PRESETS]
 
 
 def reference(peers: dict[str, Any] | None) -> str:

@@ -25,7 +25,7 @@ from gradrule_server.operations.operations import Operations
 from gradrule_server.periodic import PeriodicChecks
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import BLOBS
-from gradrule_server.registry.rules import ReadOnlyRules
+from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings, is_loopback
 

@@ -7,7 +7,7 @@ import pytest
 from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2, rule_pb2
 from gradrule_server.graphs.selectors import GROUPS
-from gradrule_server.registry.presets import to_proto
+from gradrule_server.registry.rule_entries import preset_message
 from gradrule_server.rules import write_param_value
 from gradrule_server.rules.catalogue import BUILTINS
 from gradrule_server.rules.catalogue.presets import PRESETS, Preset, Presets
@@ -55,7 +55,7 @@ LINES = {
 
 
 def test_presets_are_zennits_composites() -> None:
-    assert {preset.name: list(to_proto(preset).overrides) for preset in PRESETS} == LINES
+    assert {preset.name: list(preset_message(preset).overrides) for preset in PRESETS} == LINES
     assert [preset.name for preset in PRESETS] == sorted(LINES)
     assert len(PRESETS) == len(LINES)
 
@@ -77,14 +77,14 @@ def test_every_entry_is_valid(preset: Preset) -> None:
 
 
 def test_params_have_the_values_of_the_preset() -> None:
-    box = {param.name: param for param in to_proto(PRESETS["epsilon_gamma_box"]).params}
+    box = {param.name: param for param in preset_message(PRESETS["epsilon_gamma_box"]).params}
     assert list(box) == ["low", "high", "eps", "gamma"]
     assert not box["low"].HasField("default_value")
     assert not box["high"].HasField("default_value")
     assert box["gamma"].default_value.number == 0.25
     assert (box["eps"].range, box["eps"].default_value.number) == ("> 0", 1e-6)
     assert [(param.name, param.default) for param in PRESETS["beta_smooth"].params] == [("beta", 10.0)]
-    assert to_proto(PRESETS["deconvnet"]).params == []
+    assert preset_message(PRESETS["deconvnet"]).params == []
 
 
 def entry(rule: str, **params: float) -> override_pb2.GradientOverride:

@@ -19,8 +19,7 @@ from gradrule_server.link.messages import finding_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.forward_handles import StreamHandles
 from gradrule_server.programs.rule_sampling import sample_rule
-from gradrule_server.registry import presets
-from gradrule_server.registry.rules import to_proto
+from gradrule_server.registry.rule_entries import preset_message, rule_message
 from gradrule_server.rules import has_graph
 from gradrule_server.rules.catalogue.presets import PRESETS
 
@@ -56,17 +55,17 @@ class RuleServicer:
         entry = await asyncio.to_thread(
             tenant.rules.create, rule.name, definition, rule.description, is_checked=is_checked
         )
-        return rule_pb2.CreateRuleResponse(rule=to_proto(entry))
+        return rule_pb2.CreateRuleResponse(rule=rule_message(entry))
 
     async def get(self, call: Call[rule_pb2.GetRuleRequest]) -> rule_pb2.GetRuleResponse:
-        return rule_pb2.GetRuleResponse(rule=to_proto(call.tenant.rules.get(call.request.name)))
+        return rule_pb2.GetRuleResponse(rule=rule_message(call.tenant.rules.get(call.request.name)))
 
     async def list(self, call: Call[rule_pb2.ListRulesRequest]) -> rule_pb2.ListRulesResponse:
         request = call.request
 
         def page() -> rule_pb2.ListRulesResponse:
             entries, token = call.tenant.rules.list(request.kind, request.page_size, request.page_token)
-            return rule_pb2.ListRulesResponse(rules=map(to_proto, entries), next_page_token=token)
+            return rule_pb2.ListRulesResponse(rules=map(rule_message, entries), next_page_token=token)
 
         # Megabytes of rules must not keep all others waiting.
         return await asyncio.to_thread(page)
@@ -82,7 +81,7 @@ class RuleServicer:
         )
 
     async def list_presets(self, call: Call[rule_pb2.ListPresetsRequest]) -> rule_pb2.ListPresetsResponse:
-        return rule_pb2.ListPresetsResponse(presets=map(presets.to_proto, PRESETS))
+        return rule_pb2.ListPresetsResponse(presets=map(preset_message, PRESETS))
 
 
 class ProgramServicer:

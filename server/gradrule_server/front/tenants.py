@@ -23,7 +23,8 @@ from gradrule_server.programs.sessions import SessionManager
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
-from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry
+from gradrule_server.registry.rule_entries import ReadOnlyRules
+from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import DEFAULT_TENANT, Store
 
 _MAX_IDLE = 128

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from gradrule_server.graphs.custom_gradients import Subgraph
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node
 from gradrule_server.graphs.paths import consumers_of
 from gradrule_server.graphs.regions import Changes
 from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selectors import BIAS, PLAIN_ADDS, STEP, op_types_of
-from gradrule_server.graphs.subgraphs import Subgraph
 
 Words = tuple[str, ...]
 Numbers = NDArray[np.intp]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gradrule_server.graphs.custom_gradients import Subgraph
 from gradrule_server.graphs.ir import Body, Ref
 from gradrule_server.graphs.paths import Flows, Orders, flows_to
 from gradrule_server.graphs.selector_index import columns
-from gradrule_server.graphs.subgraphs import Subgraph
 
 Changes = Callable[[Body, Ref], bool]
 """Returns whether a tensor of a body is one of the xs or depends on one."""

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradrule_server.graphs import paths
-from gradrule_server.graphs.custom_gradients import CustomGradientNode
+from gradrule_server.graphs.custom_gradients import CustomGradientNode, Subgraph
 from gradrule_server.graphs.findings import quote
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref, bodies_of
 from gradrule_server.graphs.regions import RegionBorder, RegionContext, Regions
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
-from gradrule_server.graphs.subgraphs import Subgraph
 
 Tensor = tuple[Body, Ref]
 Numbers = NDArray[np.intp]

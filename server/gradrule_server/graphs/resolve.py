@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from gradrule_server.graphs.custom_gradients import Subgraph
 from gradrule_server.graphs.findings import MAX_FINDINGS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
 from gradrule_server.graphs.node_gradients import NodeGradients
@@ -20,7 +21,6 @@ from gradrule_server.graphs.resolution_context import ForeignGradient, Match, Re
 from gradrule_server.graphs.selection import Selected, Selection
 from gradrule_server.graphs.selector_index import SelectorIndex
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
-from gradrule_server.graphs.subgraphs import Subgraph
 from gradrule_server.graphs.unmatched import NodeInfo, Unmatched
 
 FOREIGN_GRADIENT = -2

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from gradrule.v1 import override_pb2
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.chains import Chains, is_bias
+from gradrule_server.graphs.custom_gradients import Subgraph
 from gradrule_server.graphs.ir import Ref
 from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selector_index import SelectorIndex, columns
 from gradrule_server.graphs.selectors import BIAS, SUM, OverrideMatcher
-from gradrule_server.graphs.subgraphs import Subgraph
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.intp]

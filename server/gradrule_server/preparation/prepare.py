@@ -20,7 +20,7 @@ from gradrule_server.policy import Limits
 from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides, rule_names
 from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
-from gradrule_server.preparation.values import Blobs, Values, bind
+from gradrule_server.preparation.variable_values import Blobs, Values, bind
 
 FORMAT_VERSION = 3
 """Part of every digest, so that programs of different formats are different programs."""

@@ -14,7 +14,7 @@ from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.rule_names import RuleEntry
+from gradrule_server.registry.rule_entries import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from gradrule_server.registry.database import decode_text
 from gradrule_server.registry.folder_lock import FolderInUseError, FolderLock
 from gradrule_server.registry.migrations import add_current_views, copy_database
 from gradrule_server.registry.programs import blobs_of, read_spec, read_summary
-from gradrule_server.registry.rules import read_rule
+from gradrule_server.registry.rule_entries import read_rule
 from gradrule_server.registry.schema import SCHEMA_VERSION
 from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
 

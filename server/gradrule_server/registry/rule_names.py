@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
 from gradrule.v1 import rule_pb2
-from gradrule_server.rules import RuleContent
-from gradrule_server.rules.catalogue import presets
-
-BUILTIN_PREFIX = presets.BUILTIN_PREFIX
+from gradrule_server.registry.rule_entries import RuleEntry
+from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 
 ListPosition = tuple[int, str]
 """The sort key of a rule in the listing: kind (USER, BUILTIN, OP), then name."""
-
-
-@dataclass(frozen=True, slots=True)
-class RuleEntry:
-    """A rule with its name and metadata. An OP rule has no content, digest or time: it is the gradient of `op_type`.
-
-    `hides_builtin`: whether this is a USER rule with the name of a BUILTIN rule. `size`: stored bytes of a USER rule.
-    The other fields are those of the message `Rule`.
-    """
-
-    name: str
-    kind: rule_pb2.RuleKind.ValueType
-    content: RuleContent | None = None
-    op_type: str = ""
-    description: str = ""
-    op_types: tuple[str, ...] = ()
-    reference: str = ""
-    digest: str = ""
-    create_time: datetime.datetime | None = None
-    per_sample: bool | None = None
-    aliases: tuple[str, ...] = ()
-    formula: str = ""
-    family: str = ""
-    true_gradient: bool = False
-    hides_builtin: bool = False
-    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +42,7 @@ class RuleNames:
 
     @cached_property
     def clashes(self) -> tuple[str, ...]:
-        """RuleNames of USER rules that hide a BUILTIN or OP rule."""
+        """Names of USER rules that hide a BUILTIN or OP rule."""
         return tuple(sorted(name for name in self.user if name in self.builtin or name in self.op))
 
     def all_names(self) -> Iterator[str]:
@@ -104,12 +75,3 @@ class RuleNames:
     def _reachable(self, entry: RuleEntry) -> RuleEntry:
         """Returns the BUILTIN rule with a name that means it: `builtin/NAME` if a USER rule hides it."""
         return replace(entry, name=BUILTIN_PREFIX + entry.name) if entry.name in self.user else entry
-
-
-def index_by_name(entries: Iterable[RuleEntry]) -> dict[str, RuleEntry]:
-    """Returns the rules by name and by alias."""
-    found = {}
-    for entry in entries:
-        for name in (entry.name, *entry.aliases):
-            found[name] = entry
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import logging
 import re
@@ -19,40 +18,28 @@ from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.policy import NodeLimits
 from gradrule_server.quotas import Quota
 from gradrule_server.registry import page_tokens
-from gradrule_server.registry.rule_names import BUILTIN_PREFIX, RuleEntry, RuleNames, index_by_name
+from gradrule_server.registry.rule_entries import (
+    RULE_NAME,
+    RULE_PREFIX,
+    ReadOnlyRules,
+    RuleEntry,
+    describe,
+    read_rule,
+    user_entry,
+)
+from gradrule_server.registry.rule_names import RuleNames
 from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, size_of
 from gradrule_server.rules import RuleContent, write_param
-from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
+from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 
 _log = logging.getLogger(__name__)
 
-_PREFIX = "rules/"
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _POSITION = (re.compile("[012]"), re.compile(".*", re.DOTALL))
 _RESERVED = frozenset({"default", "inline"})
-_MAX_EXPRESSION_SHOWN = 120
 _MAX_UNREADABLE_SHOWN = 5
 # All rules of a loaded tenant are in memory, so their size is limited.
 _MAX_DESCRIPTION_BYTES = 8 * 1024
 _MAX_DEFINITION_BYTES = 1024 * 1024
-_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-
-
-@dataclass(frozen=True)
-class ReadOnlyRules:
-    """The BUILTIN rules of the server and the OP rules of TensorFlow, which all tenants share."""
-
-    builtin: Mapping[str, RuleEntry]
-    op: Mapping[str, RuleEntry]
-
-    @classmethod
-    def from_op_types(cls, op_gradients: Iterable[str], builtins: Iterable[BuiltinRule] = BUILTINS) -> ReadOnlyRules:
-        """Makes OP rules of op types with a registered gradient, and BUILTIN rules of the catalogue."""
-        return cls(index_by_name(map(_builtin_entry, builtins)), _op_entries(op_gradients))
-
-    def with_op_rules(self, op_gradients: Iterable[str]) -> ReadOnlyRules:
-        """Returns a copy with other OP rules."""
-        return replace(self, op=_op_entries(op_gradients))
 
 
 class RuleRegistry:
@@ -165,7 +152,7 @@ class RuleRegistry:
                 description,
                 time.time_ns() // 1000,
             )
-            entry = _user_entry(row, content)
+            entry = user_entry(row, content)
             unreadable = self._unreadable.get(name)
             quota = contextlib.nullcontext() if unreadable else self._quota.reserved()
             with quota, self._bytes_quota.reserved(entry.size):
@@ -177,7 +164,7 @@ class RuleRegistry:
 
     def find(self, name: str) -> RuleEntry | None:
         """Returns the rule of a name or alias, with or without `rules/`; None if there is none."""
-        return self._names.find(name.removeprefix(_PREFIX))
+        return self._names.find(name.removeprefix(RULE_PREFIX))
 
     def get(self, name: str) -> RuleEntry:
         """Returns the rule of a name or alias, with or without `rules/`. Raises UNKNOWN_RULE."""
@@ -188,7 +175,7 @@ class RuleRegistry:
 
     def delete(self, name: str) -> None:
         """Deletes a USER rule. Raises RULE_READ_ONLY for other rules, and UNKNOWN_RULE."""
-        bare = name.removeprefix(_PREFIX)
+        bare = name.removeprefix(RULE_PREFIX)
         with self._changing:
             if bare in self._unreadable:
                 self._store.remove_rule(bare, self._tenant)
@@ -199,7 +186,7 @@ class RuleRegistry:
             if entry.kind != rule_pb2.RULE_KIND_USER:
                 raise error(
                     errors_pb2.ERROR_REASON_RULE_READ_ONLY,
-                    f"{bare!r} is {_describe(entry)}; only USER rules can be deleted",
+                    f"{bare!r} is {describe(entry)}; only USER rules can be deleted",
                     field="name",
                     resource=_resource(entry.name),
                 )
@@ -233,12 +220,12 @@ class RuleRegistry:
 
     def unknown(self, name: str) -> GradruleError:
         """Returns UNKNOWN_RULE for a name, with similar names."""
-        bare = name.removeprefix(_PREFIX)
+        bare = name.removeprefix(RULE_PREFIX)
         unreadable = self._unreadable.get(bare)
         if unreadable is not None:
             return error(
                 errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-                f"the kept rule {bare!r} cannot be read: {unreadable.why}; create it anew, or delete it",
+                f"the stored rule {bare!r} cannot be read: {unreadable.why}; create it anew, or delete it",
                 field="name",
                 resource=_resource(bare),
             )
@@ -254,33 +241,11 @@ class RuleRegistry:
         )
 
 
-def to_proto(entry: RuleEntry) -> rule_pb2.Rule:
-    """Returns the message that clients receive for a rule."""
-    rule = rule_pb2.Rule(
-        name=_PREFIX + entry.name,
-        kind=entry.kind,
-        definition=None if entry.content is None else entry.content.to_definition(),
-        description=entry.description,
-        op_types=entry.op_types,
-        reference=entry.reference,
-        digest=entry.digest,
-        per_sample=entry.per_sample,
-        aliases=entry.aliases,
-        formula=entry.formula,
-        family=entry.family,
-        hides_builtin=entry.hides_builtin,
-        true_gradient=entry.true_gradient,
-    )
-    if entry.create_time is not None:
-        rule.create_time.FromDatetime(entry.create_time)
-    return rule
-
-
 def _valid_name(name: str) -> str:
-    bare = name.removeprefix(_PREFIX)
+    bare = name.removeprefix(RULE_PREFIX)
     if bare in _RESERVED:
         problem = f"{bare!r} is a word of overrides and cannot name a rule"
-    elif _NAME.fullmatch(bare) is None:
+    elif RULE_NAME.fullmatch(bare) is None:
         problem = f"{bare!r} is no rule name: 1 to 128 of A-Z, a-z, 0-9, '_', '.', '-', starting with a letter or '_'"
     else:
         return bare
@@ -297,7 +262,7 @@ def _check_size(definition_bytes: int, description: str) -> None:
         if size > limit:
             raise error(
                 errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"the rule's {part} has {size} bytes; a rule that is kept has at most {limit}",
+                f"the rule's {part} has {size} bytes; a stored rule has at most {limit}",
                 field=f"rule.{part}",
             )
 
@@ -308,22 +273,6 @@ class _Unreadable:
 
     why: str
     size: int
-
-
-def read_rule(row: RuleRow) -> RuleEntry:
-    """Returns the rule of a row. Raises `UnreadableRowError`, and no other error, for a damaged row."""
-    if not isinstance(row.name, str) or _NAME.fullmatch(row.name) is None:
-        raise UnreadableRowError(f"{row.name!r} is no rule name")
-    if not (isinstance(row.definition, bytes) and isinstance(row.description, str)):
-        raise UnreadableRowError("its definition is no bytes, or its description no text")
-    try:
-        row.description.encode()
-        content = RuleContent.from_stored(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
-        return _user_entry(row, content)
-    except GradruleError as cause:
-        raise UnreadableRowError(cause.message) from cause
-    except (DecodeError, ValueError, TypeError, OverflowError, RecursionError) as cause:
-        raise UnreadableRowError(str(cause)) from cause
 
 
 def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _Unreadable]]:
@@ -339,7 +288,7 @@ def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _
     if unreadable:
         shown = [f"{name!r} ({row.why})" for name, row in list(unreadable.items())[:_MAX_UNREADABLE_SHOWN]]
         _log.warning(
-            "%d kept rules of tenant %r cannot be read and are left out (`gradrule registry check` shows all): %s",
+            "%d stored rules of tenant %r cannot be read and are left out (`gradrule registry check` shows all): %s",
             len(unreadable),
             tenant,
             ", ".join(shown),
@@ -347,53 +296,9 @@ def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _
     return found, unreadable
 
 
-def _user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
-    return RuleEntry(
-        name=row.name,
-        kind=rule_pb2.RULE_KIND_USER,
-        content=content,
-        description=row.description,
-        digest=content.digest,
-        create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
-        per_sample=content.per_sample,
-        formula=content.expression or "",
-        size=size_of(row),
-    )
-
-
 def _mark_hiding(entry: RuleEntry, builtin: Mapping[str, RuleEntry]) -> RuleEntry:
     """Sets `hides_builtin` of a USER rule if a BUILTIN rule has its name."""
     return replace(entry, hides_builtin=True) if entry.name in builtin else entry
-
-
-def _builtin_entry(rule: BuiltinRule) -> RuleEntry:
-    return RuleEntry(
-        name=rule.name,
-        kind=rule_pb2.RULE_KIND_BUILTIN,
-        content=rule.content,
-        description=rule.description,
-        op_types=tuple(rule.op_types),
-        reference=rule.reference,
-        digest=rule.content.digest,
-        per_sample=rule.per_sample,
-        aliases=tuple(rule.aliases),
-        formula=rule.formula,
-        family=BUILTINS.family_of(rule) if rule.name in BUILTINS else "",
-        true_gradient=rule.true_gradient,
-    )
-
-
-def _op_entries(op_types: Iterable[str]) -> dict[str, RuleEntry]:
-    return {
-        op_type: RuleEntry(
-            name=op_type,
-            kind=rule_pb2.RULE_KIND_OP,
-            op_type=op_type,
-            description=f"The gradient that TensorFlow registers for {op_type}.",
-            op_types=(op_type,),
-        )
-        for op_type in op_types
-    }
 
 
 def _equal(stored: RuleContent | None, new: RuleContent) -> bool:
@@ -412,24 +317,11 @@ def _rule_exists(name: str, holder: RuleEntry) -> GradruleError:
     )
     return error(
         errors_pb2.ERROR_REASON_RULE_EXISTS,
-        f"the name {name!r} is taken by {_describe(holder)}; {remedy}",
+        f"the name {name!r} is taken by {describe(holder)}; {remedy}",
         field="rule.name",
         resource=_resource(holder.name),
     )
 
 
-def _describe(entry: RuleEntry) -> str:
-    """Returns a description such as `the BUILTIN rule 'ste' (dy)`."""
-    if entry.content is None:
-        return f"the OP rule {entry.name!r}, TensorFlow's gradient of {entry.op_type}"
-    definition = entry.content.to_definition()
-    form = definition.expression or ("a graph" if entry.content.code is None else entry.formula)
-    if len(form) > _MAX_EXPRESSION_SHOWN:
-        form = form[:_MAX_EXPRESSION_SHOWN] + "…"
-    kind = rule_pb2.RuleKind.Name(entry.kind).removeprefix("RULE_KIND_")
-    since = "" if entry.create_time is None else f", registered {entry.create_time.isoformat(timespec='seconds')}"
-    return f"the {kind} rule {entry.name!r} ({form}{since})"
-
-
 def _resource(name: str) -> Resource:
-    return Resource("gradrule.v1.Rule", _PREFIX + name)
+    return Resource("gradrule.v1.Rule", RULE_PREFIX + name)

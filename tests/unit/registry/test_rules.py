@@ -15,7 +15,8 @@ from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.backup import check
-from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry, to_proto
+from gradrule_server.registry.rule_entries import ReadOnlyRules, rule_message
+from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
@@ -52,7 +53,7 @@ def test_gradient_of_a_rule_is_stored_and_part_of_its_digest(store: Store) -> No
     created = RuleRegistry(store, OPS).create("Soft", definition, "")
     kept = RuleRegistry(store, OPS)
     assert kept.create("Soft", definition, "").digest == created.digest
-    told = to_proto(kept.get("Soft")).definition
+    told = rule_message(kept.get("Soft")).definition
     assert told.gradient.expression == "(dy * x2, None, b * dy * y)"
     assert [param.name for param in told.params] == ["b"]
     definition.ClearField("gradient")
@@ -84,9 +85,9 @@ def test_user_rule_survives_a_restart(tmp_path: Path) -> None:
     store = Store(tmp_path)
     registry = RuleRegistry(store, OPS)
     kept = registry.get("QuantizeGrad")
-    assert to_proto(kept) == to_proto(made)
+    assert rule_message(kept) == rule_message(made)
     assert registry.get("rules/QuantizeGrad") is kept
-    rule = to_proto(kept)
+    rule = rule_message(kept)
     assert rule.name == "rules/QuantizeGrad"
     assert rule.kind == USER
     assert rule.definition == definition
@@ -98,8 +99,8 @@ def test_user_rule_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_per_sample_is_read_from_the_expression(registry: RuleRegistry) -> None:
-    assert to_proto(registry.create("a", expression("dy / sum(x)"), "")).per_sample is False
-    assert not to_proto(registry.get("Sign")).HasField("per_sample")
+    assert rule_message(registry.create("a", expression("dy / sum(x)"), "")).per_sample is False
+    assert not rule_message(registry.get("Sign")).HasField("per_sample")
 
 
 def test_equal_content_returns_the_existing_rule(registry: RuleRegistry) -> None:
@@ -177,7 +178,7 @@ def test_invalid_definition_leaves_nothing(registry: RuleRegistry) -> None:
 
 def test_builtin_rules_have_all_metadata(registry: RuleRegistry) -> None:
     for name in ("ste_sign", "builtin/ste_sign", "hard_tanh_ste", "builtin/hard_tanh_ste", "rules/builtin/ste_sign"):
-        rule = to_proto(registry.get(name))
+        rule = rule_message(registry.get(name))
         assert rule.name == "rules/ste_sign"
     assert rule.kind == BUILTIN
     assert rule.definition == STE_SIGN.content.to_definition()
@@ -194,7 +195,7 @@ def test_builtin_rules_have_all_metadata(registry: RuleRegistry) -> None:
 
 def test_all_builtin_rules_are_listed_with_formula_and_family(store: Store) -> None:
     registry = RuleRegistry(store, OPS)
-    told = [to_proto(entry) for entry in registry.list(BUILTIN, 1000, "")[0]]
+    told = [rule_message(entry) for entry in registry.list(BUILTIN, 1000, "")[0]]
     assert len(told) == len(BUILTINS)
     for rule in told:
         row = BUILTINS[rule.name.removeprefix("rules/")]
@@ -202,7 +203,7 @@ def test_all_builtin_rules_are_listed_with_formula_and_family(store: Store) -> N
         assert rule.true_gradient == row.true_gradient
         assert (rule.per_sample if rule.HasField("per_sample") else None) == row.per_sample
         assert rule.definition.expression == (row.expression or "")
-    code = to_proto(registry.get("lrp_epsilon"))
+    code = rule_message(registry.get("lrp_epsilon"))
     assert code.definition.WhichOneof("form") is None
     assert [param.name for param in code.definition.params] == ["eps"]
     assert len(code.digest) == 64
@@ -214,12 +215,12 @@ def test_ranges_of_user_rules_are_stored(tmp_path: Path) -> None:
     store = Store(tmp_path)
     definition = ranged("a * dy", "> 0, integer", a=2.0)
     made = RuleRegistry(store, OPS).create("Q", definition, "")
-    assert to_proto(made).formula == "a * dy"
-    assert to_proto(made).family == ""
+    assert rule_message(made).formula == "a * dy"
+    assert rule_message(made).family == ""
     store.close()
     store = Store(tmp_path)
     registry = RuleRegistry(store, OPS)
-    assert to_proto(registry.get("Q")).definition == definition
+    assert rule_message(registry.get("Q")).definition == definition
     assert registry.create("Q", definition, "") is registry.get("Q")
     with pytest.raises(GradruleError, match="outside its range"):
         registry.create("R", ranged("a * dy", "> 0", a=-1.0), "")
@@ -233,13 +234,13 @@ def test_rules_of_an_earlier_server_are_read(tmp_path: Path) -> None:
     earlier = expression("normal * dy", normal=1.0).SerializeToString()
     with sqlite3.connect(store.path) as connection:
         connection.execute("UPDATE rules SET definition = ?", (earlier,))
-    kept = to_proto(RuleRegistry(store, OPS).get("Q"))
+    kept = rule_message(RuleRegistry(store, OPS).get("Q"))
     assert kept.definition == expression("normal * dy", normal=1.0)
     store.close()
 
 
 def test_op_rules_follow_the_engine(registry: RuleRegistry) -> None:
-    rule = to_proto(registry.get("Relu"))
+    rule = rule_message(registry.get("Relu"))
     assert (rule.name, rule.kind, list(rule.op_types)) == ("rules/Relu", OP, ["Relu"])
     assert not rule.HasField("definition")
     assert registry.get("Relu").op_type == "Relu"
@@ -317,12 +318,12 @@ def test_user_rule_keeps_its_name_if_an_upgrade_adds_a_rule_of_that_name(store: 
     assert hidden == ("Sign", "ste_sign")
     for name in ("ste_sign", "Sign", "mine"):
         assert registry.get(name).kind == USER
-    assert to_proto(registry.get("ste_sign")).hides_builtin
+    assert rule_message(registry.get("ste_sign")).hides_builtin
     assert [entry.name for entry in registry.list(USER, 100, "")[0] if entry.hides_builtin] == ["ste_sign"]
     for name in ("builtin/ste_sign", "builtin/hard_tanh_ste", "hard_tanh_ste"):
         assert not registry.get(name).hides_builtin
         assert registry.get(name).kind == BUILTIN
-        assert to_proto(registry.get(name)).name == "rules/builtin/ste_sign"
+        assert rule_message(registry.get(name)).name == "rules/builtin/ste_sign"
     # Each listed name means the rule that it is listed with; the hidden OP rule has none.
     assert names_of(registry, ANY, 100) == [["Sign", "mine", "ste_sign", "builtin/ste_sign", "Identity", "Relu"]]
     for entry in registry.list(ANY, 100, "")[0]:
@@ -331,7 +332,7 @@ def test_user_rule_keeps_its_name_if_an_upgrade_adds_a_rule_of_that_name(store: 
     registry.delete("ste_sign")
     registry.delete("Sign")
     assert registry.clashes == ()
-    assert to_proto(registry.get("ste_sign")).name == "rules/ste_sign"
+    assert rule_message(registry.get("ste_sign")).name == "rules/ste_sign"
     assert registry.get("Sign").kind == OP
 
 
@@ -387,7 +388,7 @@ def test_one_of_several_concurrent_creations_of_a_name_succeeds(store: Store) ->
     for thread in threads:
         thread.join()
     assert sorted(outcomes) == ["made"] + ["refused"] * 7
-    assert [row.definition for row in store.rules()] == [to_proto(registry.get("Q")).definition.SerializeToString()]
+    assert [row.definition for row in store.rules()] == [rule_message(registry.get("Q")).definition.SerializeToString()]
 
 
 LATER = expression("word_of_a_later_version(x)").SerializeToString()
@@ -420,7 +421,7 @@ def test_unreadable_row_affects_only_its_rule(tmp_path: Path, caplog: pytest.Log
     quota, bytes_quota = (Quota(100, "", ""), Quota(10_000, "", ""))
     registry = RuleRegistry(store, OPS, quota=quota, bytes_quota=bytes_quota)
     assert [line for line in caplog.messages if "'later'" in line] == caplog.messages
-    assert "9 kept rules of tenant 'default' cannot be read" in caplog.text
+    assert "9 stored rules of tenant 'default' cannot be read" in caplog.text
     assert [entry.name for entry in registry.list(USER, 0, "")[0]] == ["Q"]
     quota.add_initial_usage(len(registry))
     bytes_quota.add_initial_usage(store.kept_bytes())

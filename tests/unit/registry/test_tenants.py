@@ -16,7 +16,8 @@ from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore, folder_name
 from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
-from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry
+from gradrule_server.registry.rule_entries import ReadOnlyRules
+from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.unit.registry.version_1 import DEFINITION, version_1
 

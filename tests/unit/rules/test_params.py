@@ -11,7 +11,7 @@ from gradrule.common import tensor_codec
 from gradrule.v1 import rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.rules import Param, RuleContent, write_param_value
-from gradrule_server.rules.ranges import Range, parse_range
+from gradrule_server.rules.params import Range, parse_range
 
 NUMBERS = [-math.inf, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, math.inf, math.nan]
 

@@ -1,0 +1,191 @@
+"""Describes rules: entries of the registry, made from stored rows or the catalogue, and their messages."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import override_pb2, rule_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry.store import RuleRow, UnreadableRowError, size_of
+from gradrule_server.rules import RuleContent, write_param
+from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
+from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX, Preset
+
+RULE_PREFIX = "rules/"
+RULE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+
+_MAX_EXPRESSION_CHARS = 120
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleEntry:
+    """A rule with its name and metadata. An OP rule has no content, digest or time: it is the gradient of `op_type`.
+
+    `hides_builtin`: whether this is a USER rule with the name of a BUILTIN rule. `size`: stored bytes of a USER rule.
+    The other fields are those of the message `Rule`.
+    """
+
+    name: str
+    kind: rule_pb2.RuleKind.ValueType
+    content: RuleContent | None = None
+    op_type: str = ""
+    description: str = ""
+    op_types: tuple[str, ...] = ()
+    reference: str = ""
+    digest: str = ""
+    create_time: datetime.datetime | None = None
+    per_sample: bool | None = None
+    aliases: tuple[str, ...] = ()
+    formula: str = ""
+    family: str = ""
+    true_gradient: bool = False
+    hides_builtin: bool = False
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class ReadOnlyRules:
+    """The BUILTIN rules of the server and the OP rules of TensorFlow, which all tenants share."""
+
+    builtin: Mapping[str, RuleEntry]
+    op: Mapping[str, RuleEntry]
+
+    @classmethod
+    def from_op_types(cls, op_gradients: Iterable[str], builtins: Iterable[BuiltinRule] = BUILTINS) -> ReadOnlyRules:
+        """Makes OP rules of op types with a registered gradient, and BUILTIN rules of the catalogue."""
+        return cls(index_by_name(map(_builtin_entry, builtins)), _op_entries(op_gradients))
+
+    def with_op_rules(self, op_gradients: Iterable[str]) -> ReadOnlyRules:
+        """Returns a copy with other OP rules."""
+        return replace(self, op=_op_entries(op_gradients))
+
+
+def read_rule(row: RuleRow) -> RuleEntry:
+    """Returns the rule of a row. Raises `UnreadableRowError`, and no other error, for a damaged row."""
+    if not isinstance(row.name, str) or RULE_NAME.fullmatch(row.name) is None:
+        raise UnreadableRowError(f"{row.name!r} is no rule name")
+    if not (isinstance(row.definition, bytes) and isinstance(row.description, str)):
+        raise UnreadableRowError("its definition is no bytes, or its description no text")
+    try:
+        row.description.encode()
+        content = RuleContent.from_stored(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
+        return user_entry(row, content)
+    except GradruleError as cause:
+        raise UnreadableRowError(cause.message) from cause
+    except (DecodeError, ValueError, TypeError, OverflowError, RecursionError) as cause:
+        raise UnreadableRowError(str(cause)) from cause
+
+
+def user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
+    """Returns the entry of a USER rule."""
+    return RuleEntry(
+        name=row.name,
+        kind=rule_pb2.RULE_KIND_USER,
+        content=content,
+        description=row.description,
+        digest=content.digest,
+        create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
+        per_sample=content.per_sample,
+        formula=content.expression or "",
+        size=size_of(row),
+    )
+
+
+def rule_message(entry: RuleEntry) -> rule_pb2.Rule:
+    """Returns the message that clients receive for a rule."""
+    rule = rule_pb2.Rule(
+        name=RULE_PREFIX + entry.name,
+        kind=entry.kind,
+        definition=None if entry.content is None else entry.content.to_definition(),
+        description=entry.description,
+        op_types=entry.op_types,
+        reference=entry.reference,
+        digest=entry.digest,
+        per_sample=entry.per_sample,
+        aliases=entry.aliases,
+        formula=entry.formula,
+        family=entry.family,
+        hides_builtin=entry.hides_builtin,
+        true_gradient=entry.true_gradient,
+    )
+    if entry.create_time is not None:
+        rule.create_time.FromDatetime(entry.create_time)
+    return rule
+
+
+def describe(entry: RuleEntry) -> str:
+    """Returns a description such as `the BUILTIN rule 'ste' (dy)`."""
+    if entry.content is None:
+        return f"the OP rule {entry.name!r}, TensorFlow's gradient of {entry.op_type}"
+    definition = entry.content.to_definition()
+    form = definition.expression or ("a graph" if entry.content.code is None else entry.formula)
+    if len(form) > _MAX_EXPRESSION_CHARS:
+        form = form[:_MAX_EXPRESSION_CHARS] + "…"
+    kind = rule_pb2.RuleKind.Name(entry.kind).removeprefix("RULE_KIND_")
+    since = "" if entry.create_time is None else f", registered {entry.create_time.isoformat(timespec='seconds')}"
+    return f"the {kind} rule {entry.name!r} ({form}{since})"
+
+
+def index_by_name(entries: Iterable[RuleEntry]) -> dict[str, RuleEntry]:
+    """Returns the rules by name and by alias."""
+    found = {}
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            found[name] = entry
+    return found
+
+
+def preset_message(preset: Preset) -> rule_pb2.Preset:
+    """Returns the message, with a line of text for each override: `@convolution+@bias → lrp_zplus(eps=1e-06)`."""
+    return rule_pb2.Preset(
+        name=preset.name,
+        description=preset.description,
+        reference=preset.reference,
+        overrides=map(_describe_override, preset.overrides),
+        params=map(write_param, preset.params),
+    )
+
+
+def _describe_override(override: override_pb2.GradientOverride) -> str:
+    selector = override.selector
+    selected = selector.op_type or "+".join(selector.pattern)
+    if selector.position.nearest == override_pb2.POSITION_NEAREST_XS:
+        selected += " nearest the xs"
+    values = ", ".join(f"{name}={value.number:g}" for name, value in sorted(override.params.items()))
+    return f"{selected} → {override.rule.removeprefix(BUILTIN_PREFIX)}{f'({values})' if values else ''}"
+
+
+def _builtin_entry(rule: BuiltinRule) -> RuleEntry:
+    return RuleEntry(
+        name=rule.name,
+        kind=rule_pb2.RULE_KIND_BUILTIN,
+        content=rule.content,
+        description=rule.description,
+        op_types=tuple(rule.op_types),
+        reference=rule.reference,
+        digest=rule.content.digest,
+        per_sample=rule.per_sample,
+        aliases=tuple(rule.aliases),
+        formula=rule.formula,
+        family=BUILTINS.family_of(rule) if rule.name in BUILTINS else "",
+        true_gradient=rule.true_gradient,
+    )
+
+
+def _op_entries(op_types: Iterable[str]) -> dict[str, RuleEntry]:
+    return {
+        op_type: RuleEntry(
+            name=op_type,
+            kind=rule_pb2.RULE_KIND_OP,
+            op_type=op_type,
+            description=f"The gradient that TensorFlow registers for {op_type}.",
+            op_types=(op_type,),
+        )
+        for op_type in op_types
+    }
