@@ -55,6 +55,9 @@ class Engine:
     def __init__(self, checkout: Path, flags: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
         arenas, shared = Arenas.make()
+        # Clients' shared memory would come over this socket.
+        _, memories = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        shared = [*shared, memories.fileno()]
         environment = engine_environment()
         environment["PYTHONPATH"] = os.pathsep.join(str(checkout / part) for part in ("client/python", "server"))
         environment["TF_CPP_MIN_LOG_LEVEL"] = "2"
@@ -81,7 +84,10 @@ class Engine:
     def request(self, key: str, work: works.Work) -> bytes:
         """The payload of a RUN."""
         call = work.request()
-        settings = _prepared(work).table.params.call_settings({}, range(1000))
+        settings = [
+            link_pb2.ParamSetting(rule=item.rule, name=item.name, value=item.value)
+            for item in _prepared(work).table.params.call_settings({}, range(1000))
+        ]
         request = link_pb2.RunRequest(key=key, received_ns=time.monotonic_ns(), request=call, params=settings)
         return request.SerializeToString()
 

@@ -79,7 +79,7 @@ def jit_programs(client: gr.Client) -> int:
     return sum(engine.jit_programs for engine in client.server_status().engines)
 
 
-def test_a_program_that_runs_often_is_computed_by_xla(server: RunningServer, client: gr.Client) -> None:
+def test_frequently_called_program_runs_with_xla(server: RunningServer, client: gr.Client) -> None:
     program, plain = compiled(client, chain(), jit="auto"), compiled(client, chain())
     assert program.name != plain.name
     x = feed()
@@ -111,7 +111,7 @@ def test_answers_stay_the_same_while_the_server_changes_to_xla(server: RunningSe
     assert not seen[0].jit
 
 
-def test_async_clients_and_inline_calls_take_the_word(server: RunningServer, client: gr.Client) -> None:
+def test_async_clients_and_inline_calls_accept_jit(server: RunningServer, client: gr.Client) -> None:
     x = feed()
     words: Any = {"fetches": ["y"], "jit": "auto"}
 
@@ -126,7 +126,7 @@ def test_async_clients_and_inline_calls_take_the_word(server: RunningServer, cli
     called_until(server, lambda: client.evaluate(chain(), feeds={"x": x}, **words), lambda answer: answer.jit)
 
 
-def test_unknown_words_and_values_are_refused(client: gr.Client, server: RunningServer) -> None:
+def test_unknown_jit_values_are_refused(client: gr.Client, server: RunningServer) -> None:
     with pytest.raises(gr.errors.GradruleError, match="jit"):
         compiled(client, chain(), jit="always")
     spec = program_pb2.ProgramSpec(fetches=["y"], jit=7)
@@ -136,7 +136,9 @@ def test_unknown_words_and_values_are_refused(client: gr.Client, server: Running
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "JIT_AUTO" in str(caught.value.details())
 
 
-def test_what_xla_computes_otherwise_is_not_compiled(client: gr.Client, server: RunningServer) -> None:
+def test_program_with_op_that_xla_computes_differently_is_not_compiled(
+    client: gr.Client, server: RunningServer
+) -> None:
     """Beyond the table GatherV2 fails; XLA would take the last row."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
@@ -153,7 +155,7 @@ def test_what_xla_computes_otherwise_is_not_compiled(client: gr.Client, server: 
         program.evaluate({**feeds, "index": np.full(4, _SIZE, np.int32)})
 
 
-def test_a_server_may_turn_it_off(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_server_setting_turns_xla_off(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("off")
     with running_server(folder, ["--jit-after-s", "0"]) as running, gr.connect(running.target) as client:
         program = compiled(client, chain(), jit="auto")
@@ -161,7 +163,7 @@ def test_a_server_may_turn_it_off(tmp_path_factory: pytest.TempPathFactory) -> N
         assert not any(program(x=x).jit for _ in range(60))
 
 
-def test_xla_does_not_regroup(server: RunningServer, client: gr.Client) -> None:
+def test_xla_does_not_regroup_floats(server: RunningServer, client: gr.Client) -> None:
     """The sums and products that it would fold are what TensorFlow's kernels come to."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])

@@ -84,10 +84,10 @@ def found_by(running: RunningServer) -> dict[int, int]:
     return found
 
 
-def test_nothing_of_other_calls_is_found(server: RunningServer) -> None:
+def test_results_contain_no_memory_of_other_calls(server: RunningServer) -> None:
     assert found_by(server) == dict.fromkeys(ROWS, 0)
 
 
-def test_unfilled_memory_would_show_it(unfilled: RunningServer) -> None:
+def test_unfilled_memory_would_be_detected(unfilled: RunningServer) -> None:
     found = found_by(unfilled)
     assert found[2**16] > 2**16 and found[2**20] > 2**20

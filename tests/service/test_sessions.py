@@ -77,7 +77,7 @@ OPTIMIZERS: dict[str, tuple[gr.optimizers.Optimizer, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_those_of_keras(client: Any, name: str) -> None:
+def test_steps_equal_those_of_keras(client: Any, name: str) -> None:
     ours, theirs = OPTIMIZERS[name]
     losses, variables = locally(theirs(), 5)
     with client.session(linear()) as s:
@@ -96,7 +96,7 @@ def test_every_optimizer_has_keras_defaults() -> None:
             assert {key: float(config[key]) for key in settings} == pytest.approx(dict(settings))
 
 
-def test_the_asynchronous_client_does_the_same(aio_client: Any) -> None:
+def test_async_client_gives_the_same_steps(aio_client: Any) -> None:
     losses, variables = locally(keras.optimizers.Adam(0.05), 3)
     with aio_client.session(linear()) as s:
         got = [s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(0.05), fetches=["y"]) for _ in range(3)]
@@ -107,7 +107,7 @@ def test_the_asynchronous_client_does_the_same(aio_client: Any) -> None:
         assert_close(s.save().variables["b"], np.float32([1, 2]))
 
 
-def test_the_learning_rate_may_change_from_step_to_step(client: Any) -> None:
+def test_learning_rate_may_change_between_steps(client: Any) -> None:
     with client.session(linear()) as s:
         optimizer = keras.optimizers.Adam(0.1)
         locally_first, _ = locally(optimizer, 1)
@@ -126,7 +126,7 @@ def test_some_variables_only_and_a_loss_that_is_no_scalar(client: Any) -> None:
         assert_close(values["b"], np.float32([-16, -16]))
 
 
-def test_overrides_hold_in_steps(client: Any) -> None:
+def test_overrides_apply_in_steps(client: Any) -> None:
     g = gr.Graph()
     x, t = g.placeholder("x", "float32", [None, 3]), g.placeholder("t", "float32", [None, 2])
     y = g.op("MatMul", x, g.op("Sign", g.variable("w", W)), name="y")
@@ -143,7 +143,7 @@ def test_overrides_hold_in_steps(client: Any) -> None:
         assert_close(s.read()["w"], W)
 
 
-def test_sparse_gradients_touch_their_rows_only(client: Any) -> None:
+def test_sparse_gradients_update_only_their_rows(client: Any) -> None:
     table = RNG.normal(size=(6, 2)).astype(np.float32)
 
     def build() -> None:
@@ -261,7 +261,7 @@ def test_large_variables_travel_as_blobs(either: Any) -> None:
 
 
 @provokes("INVALID_OPTIMIZER")
-def test_what_is_wrong_changes_nothing(client: Any) -> None:
+def test_failed_requests_change_no_variable(client: Any) -> None:
     feeds = {"x": X, "t": T}
     with client.session(linear()) as s:
         before = s.read()
@@ -290,7 +290,7 @@ def test_what_is_wrong_changes_nothing(client: Any) -> None:
         assert s.step(feeds, "loss", gr.optimizers.SGD(0.1)).step == 1
 
 
-def test_a_step_that_came_too_late_changes_nothing(tmp_path: Path) -> None:
+def test_step_after_its_deadline_changes_nothing(tmp_path: Path) -> None:
     def build() -> None:
         v1 = tf.compat.v1
         w = v1.get_variable("w", initializer=tf.ones([]), use_resource=True)
@@ -317,7 +317,7 @@ def test_a_step_that_came_too_late_changes_nothing(tmp_path: Path) -> None:
         assert after == before
 
 
-def test_a_variable_without_a_value_is_told(client: Any) -> None:
+def test_variable_without_value_is_reported(client: Any) -> None:
     g = linear()
     del g.variables["b"]
     with client.session(g) as s:
@@ -330,7 +330,7 @@ def test_a_variable_without_a_value_is_told(client: Any) -> None:
         assert_close(s.evaluate({"x": X}, fetches=["y"]).outputs["y"], X @ W, rtol=1e-4)
 
 
-def test_a_session_that_cannot_start(either: Any) -> None:
+def test_session_that_cannot_start_is_an_error(either: Any) -> None:
     g = linear()
     g.op("Sign", g.placeholder("q", "float32", [None]), name="unused")
     with refused("UNKNOWN_TENSOR"), either.session(g, variables={"nope": 1.0}):
@@ -365,14 +365,14 @@ def start() -> bytes:
     "data",
     [b"\xff\xff", b"", session_pb2.RunSessionRequest(read=session_pb2.ReadRequest()).SerializeToString()],
 )
-def test_a_session_begins_with_a_start(channel: grpc.Channel, data: bytes) -> None:
+def test_session_must_begin_with_start(channel: grpc.Channel, data: bytes) -> None:
     session = RawSession(channel)
     with pytest.raises(grpc.RpcError) as failure:
         session.ask(data)
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_garbage_within_a_session_ends_nothing(channel: grpc.Channel) -> None:
+def test_malformed_message_does_not_end_the_session(channel: grpc.Channel) -> None:
     session = RawSession(channel)
     assert [spec.name for spec in session.ask(start()).started.variables] == ["w", "b"]
     for data in (b"\xff\xff", b"", start()):
@@ -390,7 +390,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @provokes("QUOTA_EXCEEDED")
-def test_sessions_and_their_bytes_are_bounded(small: RunningServer) -> None:
+def test_number_and_bytes_of_sessions_are_limited(small: RunningServer) -> None:
     with gr.connect(small.target) as client:
         with client.session(linear()), client.session(linear()):
             with refused("QUOTA_EXCEEDED") as refusal, client.session(linear()):
@@ -444,7 +444,7 @@ with client.session(g) as s:
 """
 
 
-def test_clients_that_are_killed_leave_memory_where_it_was(tmp_path: Path) -> None:
+def test_killed_clients_leave_no_memory_behind(tmp_path: Path) -> None:
     """Freed memory is kept for its next use, so the first client makes the engine grow, and no other does, though each
     holds 80 MB of variables and twice as much of slots."""
 

@@ -139,11 +139,11 @@ def _add_fed_inputs(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.Gr
     """Adds the fed grad_ys and the directions to the program's arguments. Importing the graph gives their types."""
     fed_ys = [y for y, item in zip(request.ys, request.grad_ys, strict=True) if item.WhichOneof("source") == "fed"]
     moved_xs = [x for x, is_given in zip(request.xs, request.directions, strict=False) if is_given]
-    asked = [*fed_ys, *moved_xs]
-    if not asked:
+    endpoints = [*fed_ys, *moved_xs]
+    if not endpoints:
         return
-    specs = _specs_of(graph_def, built.inputs, [endpoint.tensor for endpoint in asked])
-    fed = [Input(item.name, spec.dtype, spec.shape) for item, spec in zip(asked, specs, strict=True)]
+    specs = _specs_of(graph_def, built.inputs, [endpoint.tensor for endpoint in endpoints])
+    fed = [Input(item.name, spec.dtype, spec.shape) for item, spec in zip(endpoints, specs, strict=True)]
     built.grad_ys, built.directions = fed[: len(fed_ys)], fed[len(fed_ys) :]
 
 

@@ -152,7 +152,7 @@ def jvp(request: DifferentiationRequest, tangents: Directions, differentiation: 
     ys = [y for y in request.ys if y.is_differentiable]
     zeros = [tf.zeros_like(y.tensor) for y in ys]
     moved = _with_directions(request, tangents, "tangent")
-    with _watched(request.graph), differentiation.active():
+    with _new_ops_use_gradrule(request.graph), differentiation.active():
         gradients = _dense(moved, build_gradients(request.with_ys(ys, zeros), [x for x, _ in moved]))
     pushed: list[Any] = [None] * len(ys)
     if gradients:
@@ -182,7 +182,7 @@ def hvp(request: DifferentiationRequest, vectors: Directions, differentiation: D
     An x without a vector has a vector of zeros.
     """
     moved = _with_directions(request, vectors, "vector")
-    with _watched(request.graph), differentiation.active():
+    with _new_ops_use_gradrule(request.graph), differentiation.active():
         gradients = _dense(moved, build_gradients(request, [x for x, _ in moved]))
     again = request.with_ys([gradient for gradient, _ in gradients], [vector for _, vector in gradients])
     with differentiation.active(DifferentiationStage.AGAIN):
@@ -229,11 +229,11 @@ def dense(gradient: Any, like: tf.Tensor) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def _watched(graph: tf.Graph) -> Iterator[None]:
-    """The gradients of nodes that are made in this context will be asked of gradrule."""
+def _new_ops_use_gradrule(graph: tf.Graph) -> Iterator[None]:
+    """Makes TensorFlow call gradrule for the gradients of nodes that are created within the context."""
     before = len(graph.get_operations())
     yield
-    tf_private.watch(graph.get_operations()[before:])
+    tf_private.use_gradrule_gradients(graph.get_operations()[before:])
 
 
 def _with_directions(

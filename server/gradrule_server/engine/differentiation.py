@@ -3,7 +3,7 @@
 Every node of a program's graph carries `_gradient_op_type="gradrule"`, so TensorFlow calls `_dispatch` for its gradient
 at top level, in loop bodies and in branches. An overridden node also carries `_gradrule_mark`. An overridden subgraph
 is followed by an IdentityN with that mark. If gradients are differentiated again, the nodes that they made carry the
-attribute too (`tf_private.watch`).
+attribute too (`tf_private.use_gradrule_gradients`).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Differentiation:
         self._again = again
         self._gradient_cache = gradient_cache
         self._stage = DifferentiationStage.FIRST
-        self._asked_made: set[int] = set()
-        self._asked: set[int] = set()
+        self._applied_made: set[int] = set()
+        self._requested_marks: set[int] = set()
         self._other_rank: set[int] = set()
         self._defaulted: dict[str, None] = {}
         self._without_gradient: dict[str, str] = {}
@@ -100,7 +100,7 @@ class Differentiation:
     def statuses(self) -> list[override_pb2.ResolutionStatus.ValueType]:
         """For each mark: ACTIVE if its gradient was requested, unspecified if the node has another rank."""
         return [
-            _ACTIVE if index in self._asked else _NO_MATCH if index in self._other_rank else _OFF_PATH
+            _ACTIVE if index in self._requested_marks else _NO_MATCH if index in self._other_rank else _OFF_PATH
             for index in range(self._mark_count)
         ]
 
@@ -118,7 +118,7 @@ class Differentiation:
     @property
     def made(self) -> list[int]:
         """Indices of the rules for nodes that gradients make which were applied."""
-        return sorted(self._asked_made)
+        return sorted(self._applied_made)
 
     @contextlib.contextmanager
     def active(self, stage: DifferentiationStage = DifferentiationStage.FIRST) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Differentiation:
             return self._own_gradient(op, dys, name)
         mark = self._marks[index]
         if first:
-            self._asked.add(index)
+            self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
         if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
             # The gradient of a subgraph's IdentityN goes on through the nodes of the subgraph.
@@ -201,11 +201,11 @@ class Differentiation:
     def _gradient_of_made(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         """Returns the gradients of a node that a gradient or a rule made."""
         if self._stage is not DifferentiationStage.FIRST:
-            tf_private.watch_inside(op)
+            tf_private.use_gradrule_gradients_inside(op)
         number, rule = self._made.get(op.type, (0, _OWN_GRADIENT))
         if self._stage is not DifferentiationStage.AGAIN or op.type not in self._made:
             return self._own_gradient(op, dys, op.name)
-        self._asked_made.add(number)
+        self._applied_made.add(number)
         if rule == _OWN_GRADIENT:
             return self._own_gradient(op, dys, op.name)
         return self._rules[rule].gradients(self._op_target(op, clean_message(op.name)), dys)

@@ -224,7 +224,7 @@ def _tensors_of(nodes: Iterable[_Tree]) -> Iterator[_Tensor]:
 
 
 def _named(name: str, results: Sequence[int]) -> list[_Tree]:
-    """The fields of a `NamedTensor`, without a value where there is no result."""
+    """Returns the fields of a `NamedTensor`, without a value if there is no result."""
     encoded: _Tree = _field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
     source = tensor_pb2.TensorSource
     tensors: list[_Tree] = [
@@ -234,7 +234,7 @@ def _named(name: str, results: Sequence[int]) -> list[_Tree]:
 
 
 def _value(message: Any, form: str, results: Sequence[int]) -> _Tree:
-    """The value of a gradient or of a block of a Jacobian."""
+    """Returns the value of a gradient or of a block of a Jacobian."""
     if form == DENSE:
         return _Tensor(results[0], message.DENSE_FIELD_NUMBER, message.SHARED_MEMORY_FIELD_NUMBER)
     if form == SPARSE:
@@ -254,12 +254,12 @@ def _size_of(result: Any) -> int:
 
 
 def _is_plain(number: int) -> bool:
-    """Whether tensors of an element type are written as their bytes."""
+    """Returns whether tensors of an element type are written as bytes."""
     return tensor_codec.has_plain_bytes(np.empty(0, tensor_codec.numpy_dtype(number)))
 
 
 def _head(number: int, shape: Sequence[int], size: int) -> bytes:
-    """A `Tensor` up to its bytes."""
+    """Returns a `Tensor` without its content."""
     message = tensor_pb2.Tensor(tensor_shape=tensor_codec.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]
     content = prefix(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER, size)
@@ -274,7 +274,7 @@ def _content(array: Any) -> Buffer:
 
 
 def _message(number: int, result: Any) -> bytes:
-    """A whole `Tensor`, of any element type."""
+    """Returns a whole `Tensor`, of any element type."""
     message = tensor_pb2.Tensor()
     tensor_codec.write_message(message, np.asarray(result, tensor_codec.numpy_dtype(number)))
     message.dtype = number  # type: ignore[assignment]
@@ -292,7 +292,7 @@ def _timings(queue_ns: int, run_ns: int) -> bytes:
 
 
 def _duration(nanoseconds: int) -> bytes:
-    """A `google.protobuf.Duration`."""
+    """Returns a `google.protobuf.Duration`."""
     seconds, nanos = divmod(nanoseconds, _NANOSECONDS)
     if not seconds:
         return b"\x10" + varint(nanos)

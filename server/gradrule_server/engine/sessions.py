@@ -102,8 +102,8 @@ class Sessions:
             # Optimizers, their variables and functions form reference cycles.
             gc.collect()
 
-    def _read(self, session: _Session, asked: link_pb2.SessionRead, reply: link_pb2.SessionReply) -> None:
-        names, packing = asked.variables, packing_of(asked.packing)
+    def _read(self, session: _Session, request: link_pb2.SessionRead, reply: link_pb2.SessionReply) -> None:
+        names, packing = request.variables, packing_of(request.packing)
         missing = [name for name in names if name not in session.values]
         if missing:
             shown = ", ".join(map(repr, missing))
@@ -165,7 +165,7 @@ class Sessions:
         message: session_pb2.Optimizer,
         values: Values,
         gradients: Mapping[str, Any],
-        asked: link_pb2.SessionRequest,
+        request: link_pb2.SessionRequest,
     ) -> Values:
         """Returns the values after one step of the optimizer."""
         # Keras takes seconds to import, and only training needs it.
@@ -181,7 +181,7 @@ class Sessions:
         if before is None or not before.fits(message, {name: values[name] for name in gradients}):
             session.optimizer = StepOptimizer(message, {name: values[name] for name in gradients})
             try:
-                self._check_size(session, values, asked)
+                self._check_size(session, values, request)
             except BaseException:
                 session.optimizer = before
                 raise

@@ -231,7 +231,7 @@ def _sum_of_gradients(tensors: Sequence[tf.Tensor], gradient_uid: str) -> tf.Ten
 gradients_util._MultiDeviceAddN = _sum_of_gradients
 
 
-def watch(ops: Iterable[tf.Operation]) -> None:
+def use_gradrule_gradients(ops: Iterable[tf.Operation]) -> None:
     """Makes TensorFlow call gradrule for the gradients of these ops."""
     for op in ops:
         try:
@@ -245,18 +245,18 @@ def clear_attribute(op: tf.Operation, name: str) -> None:
     op._clear_attr(name)
 
 
-def watch_inside(op: tf.Operation) -> None:
+def use_gradrule_gradients_inside(op: tf.Operation) -> None:
     """Makes TensorFlow call gradrule for the ops in the body or branches of an op; does nothing for other ops."""
     if op.type in _LOOPS:
         for part in ("cond", "body"):
             graph = while_v2._get_graph(op, part, f"_{part}_graph")
             # TensorFlow finds the graph here when it builds the gradient of the loop.
             setattr(op, f"_{part}_graph", graph)
-            watch(graph.get_operations())
+            use_gradrule_gradients(graph.get_operations())
     elif op.type in _BRANCHES:
         for index, graph in enumerate(cond_v2.get_func_graphs(op)):
             setattr(op, _BRANCHES[op.type](index), graph)
-            watch(graph.get_operations())
+            use_gradrule_gradients(graph.get_operations())
 
 
 def gradients_from(

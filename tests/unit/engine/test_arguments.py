@@ -26,7 +26,7 @@ def doubled() -> gr.Graph:
 
 @pytest.mark.parametrize("most", [2, 9])
 @pytest.mark.parametrize("deep", ["x", "y"])
-def test_tensors_of_calls_are_held_to_the_rank_that_is_set(most: int, deep: str) -> None:
+def test_rank_of_fed_tensors_is_limited(most: int, deep: str) -> None:
     program = prepared(
         doubled(),
         limits=Limits(rank=most),

@@ -81,7 +81,7 @@ def test_forms_of_gradients_and_ys_without_grad_y() -> None:
     assert_close(stacked.numpy(), np.stack([table * np.array([[0], [2], [0], [1], [0]], np.float32)] * 2))
 
 
-def test_two_ys_of_which_each_pull_back_gives_some() -> None:
+def test_pull_backs_may_give_some_of_the_grad_ys() -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.square(x, name="y")
@@ -102,7 +102,7 @@ def test_two_ys_of_which_each_pull_back_gives_some() -> None:
             assert_close(found.numpy(), np.float32([a * 2 * value + b * np.cos(value) for a, b in scales]))
 
 
-def test_what_a_pull_back_refuses() -> None:
+def test_invalid_pull_backs_are_refused() -> None:
     program = prepared(graph_of(CASES["plain"]), vjp=XW)
     built = split(program)
     assert built.two_parts is not None
@@ -120,7 +120,7 @@ def test_what_a_pull_back_refuses() -> None:
     assert len(built.two_parts.backward(saved, {0: tf.ones([2, 3])})) == 2
 
 
-def test_pulling_back_keeps_no_y_for_its_shape() -> None:
+def test_forward_run_keeps_no_y_only_for_its_shape() -> None:
     g = gr.Graph()
     g.op("Neg", g.placeholder("x", "float32", [None]), name="y")
     program = prepared(g, vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))

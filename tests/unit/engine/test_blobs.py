@@ -63,7 +63,7 @@ def test_programs_of_one_tenant_share_tensors_and_those_of_two_do_not(
 
 
 @pytest.mark.parametrize("name", [FIRST, GRACE])
-def test_a_blob_that_only_another_tenant_has_is_none(folder: Path, name: str) -> None:
+def test_blob_of_another_tenant_is_not_found(folder: Path, name: str) -> None:
     variable = blob()
     write(folder / ADA, variable)
     cache = VariableCache(BlobReader(folder))

@@ -154,7 +154,7 @@ def _chain(layers: int) -> gr.Graph:
     return g
 
 
-def test_gradients_of_nodes_that_are_alike_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_similar_nodes_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[tf_private.RecordingGraph] = []
     original = describing._most_bytes
 
@@ -174,7 +174,7 @@ def test_gradients_of_nodes_that_are_alike_are_built_once(monkeypatch: pytest.Mo
     assert (made.count("ReluGrad"), made.count("AddN")) == (100, 100)
 
 
-def test_all_nodes_without_a_gradient_are_told() -> None:
+def test_all_nodes_without_gradient_are_reported() -> None:
     g = gr.Graph()
     last: Any = g.placeholder("x", "float32", [None, 4])
     for _ in range(4):
@@ -185,7 +185,7 @@ def test_all_nodes_without_a_gradient_are_told() -> None:
     assert len(told["without"]) == 4
 
 
-def test_what_might_not_fit_is_built_as_a_whole() -> None:
+def test_program_that_might_not_fit_is_built_completely() -> None:
     request, again = _requests(_chain(4), Words(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
     for item in (request, again):
         item.memory_limit = 1
@@ -195,7 +195,7 @@ def test_what_might_not_fit_is_built_as_a_whole() -> None:
     assert "memory-limit" in told[0][1]
 
 
-def test_labels_change_no_shape_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_change_no_shape_and_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     labelled: list[int] = []
 
     def none(definition: Any, varying: Any = ()) -> list[str]:
@@ -227,7 +227,7 @@ def test_labels_change_no_shape_and_do_not_stay(monkeypatch: pytest.MonkeyPatch)
     assert min(labelled) > 5
 
 
-def test_constants_and_what_a_shape_tells_get_no_label() -> None:
+def test_constants_and_known_sizes_get_no_label() -> None:
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [2, None], name="x")
         tf.reshape(tf.nn.relu(x, name="varies"), tf.shape(x, name="shape"), name="reshaped")

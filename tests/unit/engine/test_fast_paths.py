@@ -29,7 +29,7 @@ def _ways(built: BuiltProgram) -> tuple[Any, bool, bool]:
     return type(built.call), built.feed_plan.arrays(call, [], {}) is not None, built.small
 
 
-def test_each_path_has_a_switch() -> None:
+def test_each_fast_path_has_a_switch() -> None:
     assert _ways(_built()) == (SessionCall, True, True)
     assert _ways(_built("sessions")) == (FunctionCall, True, True)
     assert _ways(_built("feed-plans")) == (SessionCall, False, True)

@@ -54,14 +54,14 @@ def values_of(name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", [*_SESSION, *_FUNCTION])
-def test_values_of_every_type_come_back(name: str) -> None:
+def test_values_of_every_type_are_returned(name: str) -> None:
     value = tensor_codec.to_message(values_of(name), name)
     (output,) = answer(passed_on(name), {"x": value}).outputs
     assert (output.name, output.value.inline_tensor) == ("y", value)
 
 
 @pytest.mark.parametrize(("names", "kind"), [(_SESSION, SessionCall), (_FUNCTION, FunctionCall)])
-def test_programs_run_in_a_session_where_it_takes_their_types(names: tuple[str, ...], kind: type) -> None:
+def test_programs_run_in_a_session_if_it_supports_their_types(names: tuple[str, ...], kind: type) -> None:
     for name in names:
         assert isinstance(build(prepared(passed_on(name)).request).call, kind), name
     on_gpu = build(prepared(passed_on("float32")).request, device="GPU:0")
@@ -80,7 +80,7 @@ def mixed() -> gr.Graph:
     return loaded(drawn(build_graph))
 
 
-def test_answers_are_those_that_protobuf_would_write() -> None:
+def test_answers_equal_those_that_protobuf_writes() -> None:
     table, index = np.arange(8, dtype=np.float32).reshape(4, 2), np.array([2, 0, 2], np.int32)
     feeds = {"table": tensor_codec.to_message(table), "index": tensor_codec.to_message(index)}
     found = answer(mixed(), feeds, vjp=program_pb2.Vjp(ys=["y"], xs=["table", "index", "apart"]))
@@ -129,7 +129,7 @@ def test_a_session_computes_what_the_function_computes_in_several_threads() -> N
             np.testing.assert_allclose(result, value, rtol=1e-6)
 
 
-def test_checks_that_no_output_needs_are_made_all_the_same() -> None:
+def test_checks_run_although_no_output_depends_on_them() -> None:
     @tf.function(input_signature=[tf.TensorSpec([])], autograph=False)
     def function(x: tf.Tensor) -> list[tf.Tensor]:
         tf.raw_ops.Assert(condition=x > 0, data=["x is not positive"])
@@ -142,7 +142,7 @@ def test_checks_that_no_output_needs_are_made_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("op_type", sorted(ops_with("keeps_shape")))
-def test_ops_that_are_said_to_keep_a_shape_keep_it(op_type: str) -> None:
+def test_ops_with_trait_keeps_shape_keep_the_shape(op_type: str) -> None:
     dtype = tf.bool if op_type == "LogicalNot" else tf.float32
     for shape in ([2, 3, 5], [7]):
         with tf.Graph().as_default() as graph:

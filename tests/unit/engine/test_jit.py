@@ -94,7 +94,7 @@ def made(monkeypatch: pytest.MonkeyPatch, compiled: Callable[[Any], Any]) -> tup
     return JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler), compiler
 
 
-def test_what_is_faster_and_equal_is_chosen_for_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_is_chosen_for_shapes_where_it_is_faster_and_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, compiler = made(monkeypatch, taking(_FAST_S))
     found = answers(choice, 40)
     assert not any(found[:4]) and all(found[-10:])
@@ -102,7 +102,7 @@ def test_what_is_faster_and_equal_is_chosen_for_its_shapes(monkeypatch: pytest.M
     assert not choice.run([np.zeros(3, np.float32)])[1]
 
 
-def test_what_is_not_faster_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_is_not_chosen_where_it_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, compiler = made(monkeypatch, taking(2 * _SLOW_S))
     assert not any(answers(choice, 40)[-10:])
     # The front end is told why.
@@ -110,7 +110,7 @@ def test_what_is_not_faster_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> No
     assert not compiler.chosen
 
 
-def test_what_comes_to_something_else_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_is_not_used_if_results_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, compiler = made(monkeypatch, taking(_FAST_S, offset=0.01))
     assert not any(answers(choice, 30))
     assert compiler.reasons == ["result 0 is another with XLA"]

@@ -41,7 +41,7 @@ _ENTRIES = st.lists(st.tuples(st.text(max_size=200), _SIZES, st.sampled_from([0,
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(_FIELDS), _ENTRIES))
-def test_what_is_left_and_what_was_cut_out_make_the_whole(
+def test_message_and_cut_tensors_make_the_whole_request(
     drawn: dict[str, list[tuple[str, int, int]]],
 ) -> None:
     call = evaluate_pb2.EvaluateRequest(stacked_grad_ys=True)
@@ -61,7 +61,7 @@ def test_what_is_left_and_what_was_cut_out_make_the_whole(
     assert len(opened.contents) >= large
 
 
-def test_every_kind_of_call_is_opened() -> None:
+def test_tensors_are_cut_out_of_every_kind_of_call() -> None:
     call = evaluate_pb2.EvaluateRequest(feeds=[_entry("a", b""), _entry("x", b"x" * _LARGE)])
     run = link_pb2.RunRequest(key="k", request=call.SerializeToString())
     forward = _opened(Kind.FORWARD, link_pb2.ForwardRequest(run=run, handle="h"))
@@ -88,7 +88,7 @@ def _wire(number: int, value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("depth", range(5))
-def test_a_tensor_in_several_pieces_is_left_to_the_parser(depth: int) -> None:
+def test_tensor_in_several_parts_is_not_cut_out(depth: int) -> None:
     """Protobuf merges what comes twice, at each level: the message, the call, the value, the tensor, its bytes."""
     whole, pieces = b"a" * _LARGE, b"b"
     # Field numbers from the bytes of a tensor outwards.
@@ -103,7 +103,7 @@ def test_a_tensor_in_several_pieces_is_left_to_the_parser(depth: int) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"\x1a\xff\xff\xff\xff\x0f", b"\x1b", b"\xff" * 11, b"\x1a", b"\x0d\x00"])
-def test_what_is_no_message_is_still_none(damage: bytes) -> None:
+def test_malformed_message_is_returned_unchanged(damage: bytes) -> None:
     run = link_pb2.RunRequest(request=b"r" * _LARGE).SerializeToString() + damage
     opened = cut_large_tensors(Kind.RUN, memoryview(run))
     assert opened == CutPayload(run, {})
@@ -111,11 +111,11 @@ def test_what_is_no_message_is_still_none(damage: bytes) -> None:
         link_pb2.RunRequest.FromString(opened.payload)
 
 
-def test_small_payloads_are_not_looked_into() -> None:
+def test_small_payload_is_returned_unchanged() -> None:
     assert cut_large_tensors(Kind.RUN, b"\xff") == CutPayload(b"\xff", {})
 
 
-def test_the_content_of_a_packed_tensor_is_cut_out() -> None:
+def test_content_of_packed_tensor_is_cut_out() -> None:
     packed = tensor_pb2.PackedTensor(dtype=tensor_pb2.DT_FLOAT, content=bytes(_LARGE))
     entry = tensor_pb2.NamedTensor(
         name="x", value=tensor_pb2.TensorSource(inline_tensor=tensor_pb2.Tensor(packed=packed))

@@ -1,14 +1,19 @@
-"""What the engine says where its memory ends."""
+"""Tests the engine's memory limit, and the measured bytes of saved tensors."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.engine import memory
-from gradrule_server.engine.memory import memory_error
+from gradrule_server.engine.memory import memory_error, saved_bytes
 from gradrule_server.engine.tf_errors import out_of_memory
+from tests.service.derivative_cases import CASES, W, graph_of
+from tests.unit.engine.building import arguments, prepared, split
 
 _OOM = "OOM when allocating tensor with shape[10000000000] and type float on /device:CPU:0 by allocator cpu"
 
@@ -22,14 +27,48 @@ _OOM = "OOM when allocating tensor with shape[10000000000] and type float on /de
         (tf.errors.UnknownError(None, None, "Out of memory"), False),
     ],
 )
-def test_which_errors_say_that_there_is_no_memory(cause: tf.errors.OpError, is_so: bool) -> None:
+def test_errors_that_report_missing_memory_are_recognised(cause: tf.errors.OpError, is_so: bool) -> None:
     assert out_of_memory(cause) is is_so
 
 
 @pytest.mark.parametrize(("limit", "words"), [(2**31, "2147483648 bytes"), (0, "the machine's memory")])
-def test_the_limit_is_told(monkeypatch: pytest.MonkeyPatch, limit: int, words: str) -> None:
+def test_memory_error_names_the_limit(monkeypatch: pytest.MonkeyPatch, limit: int, words: str) -> None:
     monkeypatch.setattr(memory._Bound, "bytes", limit)
     found = memory_error("40 GB of zeros")
     assert found.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
     assert words in found.message
     assert "40 GB of zeros" in found.message
+
+
+def held(name: str, rows: int) -> int:
+    """Bytes saved for so many rows of x."""
+    program = prepared(graph_of(CASES[name]), vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))
+    built = split(program)
+    assert built.two_parts is not None
+    _, saved = built.two_parts.forward(arguments(program, built, {"x": np.full((rows, 3), 0.1, np.float32), "w": W}))
+    return saved_bytes(saved)
+
+
+@pytest.mark.parametrize("name", ["loop", "nested_loops", "branch", "branch_in_loop", "scan", "mapped"])
+def test_saved_bytes_of_loops_and_branches_grow_with_inputs(name: str) -> None:
+    small, large = held(name, 100), held(name, 1100)
+    # At least one float for each element of x.
+    assert large - small >= 4 * 3 * 1000
+    assert large < 200 * small
+
+
+def test_lists_and_optionals_count_by_their_content() -> None:
+    def list_of(value: Any, count: int) -> tf.Tensor:
+        handle = tf.raw_ops.TensorListReserve(element_shape=-1, num_elements=count, element_dtype=value.dtype)
+        for index in range(count):
+            handle = tf.raw_ops.TensorListSetItem(input_handle=handle, index=index, item=value)
+        return handle
+
+    inner = list_of(tf.zeros([5], tf.float64), 3)
+    assert saved_bytes([inner]) == 3 * 5 * 8
+    assert saved_bytes([list_of(inner, 2), tf.zeros([2, 2])]) == 2 * 3 * 5 * 8 + 16
+    assert saved_bytes([list_of(tf.zeros([1]), 0)]) == 0
+    optional = tf.raw_ops.OptionalFromValue(components=[tf.zeros([7], tf.int32)])
+    assert saved_bytes([optional, tf.raw_ops.OptionalNone()]) == 28
+    assert saved_bytes([tf.stack([inner, inner])]) == 2 * 3 * 5 * 8
+    assert saved_bytes([tf.constant([b"abc", b""])]) == 2 * 24 + 3

@@ -22,7 +22,7 @@ from gradrule_server.errors import GradruleError, reason_name
         (tf.bitcast(tf.zeros([6], tf.int8), tf.qint8), 6),
     ],
 )
-def test_an_answer_that_is_too_large_is_refused_before_it_is_copied(
+def test_too_large_answer_is_refused_before_copying(
     monkeypatch: pytest.MonkeyPatch, tensor: tf.Tensor, size: int
 ) -> None:
     monkeypatch.setattr(run, "MAX_ANSWER_BYTES", 2 * size)
@@ -47,7 +47,7 @@ def test_quantised_values_keep_their_type() -> None:
         ("StaticRegexReplace", {"pattern": b"(\xfe", "rewrite": b"\xff"}),
     ],
 )
-def test_what_tensorflow_says_of_bytes_that_are_no_text_is_told(op: str, attrs: dict[str, bytes]) -> None:
+def test_error_message_with_invalid_utf8_is_reported(op: str, attrs: dict[str, bytes]) -> None:
     @tf.function(autograph=False)
     def function() -> tf.Tensor:
         return getattr(tf.raw_ops, op)(input=[b"text"], **attrs)
@@ -58,7 +58,7 @@ def test_what_tensorflow_says_of_bytes_that_are_no_text_is_told(op: str, attrs: 
     assert "\\xf" in caught.value.message
 
 
-def test_a_string_that_is_no_text_is_told_too() -> None:
+def test_error_about_a_string_with_invalid_utf8_is_reported() -> None:
     @tf.function(autograph=False)
     def function() -> tf.Tensor:
         return tf.strings.to_number([b"\xff\xfe"])

@@ -56,7 +56,7 @@ def _tried(mode: str, folder: Path, listener: socket.socket) -> Any:
 
 
 @needs_landlock
-def test_what_an_engine_does_not_need_is_refused(tmp_path: Path, listener: socket.socket) -> None:
+def test_sandbox_refuses_what_an_engine_does_not_need(tmp_path: Path, listener: socket.socket) -> None:
     tried = _tried("on", tmp_path, listener)
     assert tried["held"] == _MEASURES
     assert tried["missing"] == []
@@ -68,7 +68,7 @@ def test_what_an_engine_does_not_need_is_refused(tmp_path: Path, listener: socke
     assert (tmp_path / "registry.db").read_bytes() == b"secret"
 
 
-def test_all_of_it_is_possible_without(tmp_path: Path, listener: socket.socket) -> None:
+def test_everything_is_possible_without_the_sandbox(tmp_path: Path, listener: socket.socket) -> None:
     """What is impossible anyway would prove nothing above."""
     signal.signal(signal.SIGURG, signal.SIG_DFL)
     tried = _tried("off", tmp_path, listener)
@@ -78,7 +78,7 @@ def test_all_of_it_is_possible_without(tmp_path: Path, listener: socket.socket) 
 
 
 @needs_landlock
-def test_a_data_folder_among_libraries_is_told(tmp_path: Path, listener: socket.socket) -> None:
+def test_data_folder_inside_libraries_is_reported(tmp_path: Path, listener: socket.socket) -> None:
     environment = dict(os.environ, PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{tmp_path}")
     (tmp_path / "data" / "blobs").mkdir(parents=True)
     done = subprocess.run(
@@ -94,7 +94,7 @@ def test_a_data_folder_among_libraries_is_told(tmp_path: Path, listener: socket.
     assert f"the data folder lies in {tmp_path.resolve()}, where libraries are" in done.stderr.decode()
 
 
-def test_what_the_kernel_lacks_is_told_and_with_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_measure_is_reported_and_an_error_in_mode_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a kernel without Landlock and a machine whose calls are unknown; nothing of this process changes."""
     from gradrule_server.engine.sandbox import enter as module
 
@@ -110,7 +110,7 @@ def test_what_the_kernel_lacks_is_told_and_with_on_is_an_error(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_of_each_machine_decides_as_it_should(machine: str) -> None:
+def test_filter_of_each_machine_allows_and_refuses_calls(machine: str) -> None:
     """Run by a small interpreter of the kernel's packet filter: no machine is needed for it."""
     known = seccomp._MACHINES[machine]
     code = seccomp._filter(known, pid=77)
@@ -157,7 +157,7 @@ def _decide(code: bytes, audit: int, number: int, first: int = 0, second: int = 
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_numbers_of_calls_are_the_kernels(machine: str) -> None:
+def test_numbers_of_system_calls_match_the_kernel(machine: str) -> None:
     if not _HEADERS[machine].exists():
         pytest.skip("the kernel's headers are not installed")
     text = _HEADERS[machine].read_text()

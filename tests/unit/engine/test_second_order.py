@@ -76,7 +76,7 @@ def fused_jet(v: Any) -> Any:
     return jet(v, v**3, 7 * v**2, 11 * v)
 
 
-def test_a_gradient_that_has_none_of_its_own_is_differentiated() -> None:
+def test_gradient_without_own_gradient_is_differentiated() -> None:
     def build(custom_gradient: Custom, x: Any) -> Any:
         @custom_gradient
         def f(v: Any) -> Any:
@@ -167,7 +167,7 @@ def override(rule: gr.Rule) -> override_pb2.GradientOverride:
     return gr.Override(rule, op_type="Sign").message()
 
 
-def test_a_rule_carries_the_rule_for_its_own_gradient() -> None:
+def test_rule_contains_the_rule_for_its_own_gradient() -> None:
     # x is v, x1 is sign(v), x2 is dy; y is the first rule's gradient.
     gradient = gr.Rule("(scale * dy * x2, None, 10 * dy * x1 + y)", params=["scale"])
     rule = gr.Rule("dy * exp(x) * more", params=["more"], gradient=gradient)
@@ -181,7 +181,7 @@ def test_a_rule_carries_the_rule_for_its_own_gradient() -> None:
     np.testing.assert_allclose(of_dy, 2 * (10 * 3 * SEED * np.sign(X) + given), rtol=1e-5)
 
 
-def test_params_of_one_name_are_one() -> None:
+def test_params_with_the_same_name_are_shared() -> None:
     gradient = gr.Rule("(scale * dy, None, None)", params=["scale"])
     rule = gr.Rule("dy * scale", params=["scale"], gradient=gradient)
     first, second, of_dy = twice(

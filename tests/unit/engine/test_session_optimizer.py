@@ -20,7 +20,7 @@ def graphs_alive() -> int:
     return sum(type(item).__name__ == "FuncGraph" for item in gc.get_objects())
 
 
-def test_names_are_those_of_the_client() -> None:
+def test_optimizer_names_equal_those_of_the_client() -> None:
     assert set(NAMES) == set(optimizers.__all__) - {"Optimizer"}
 
 
@@ -49,7 +49,7 @@ def test_slots_fit_the_same_optimizer_on_the_same_shapes() -> None:
     assert not ours.fits(optimizers.Adam(0.1).message(), {"b": tf.ones([3])})
 
 
-def test_a_step_without_a_learning_rate_has_keras_default() -> None:
+def test_step_without_learning_rate_uses_keras_default() -> None:
     values, gradients = {"a": tf.zeros([1])}, {"a": tf.ones([1])}
     bare = session_pb2.Optimizer(name="SGD")
     ours = StepOptimizer(optimizers.SGD(7.0).message(), values)
@@ -58,7 +58,7 @@ def test_a_step_without_a_learning_rate_has_keras_default() -> None:
     np.testing.assert_allclose(values["a"], [-7.01], rtol=1e-6)
 
 
-def test_nothing_stays_of_an_optimizer_that_is_gone() -> None:
+def test_deleted_optimizer_leaves_no_memory() -> None:
     message = optimizers.Adam(0.1).message()
     before = graphs_alive()
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_nothing_stays_of_an_optimizer_that_is_gone() -> None:
         ("SGD", {"momentum": 7.0}, ["SGD", "momentum"]),
     ],
 )
-def test_what_keras_does_not_take(name: str, settings: dict[str, float], words: list[str]) -> None:
+def test_settings_that_keras_refuses_are_refused(name: str, settings: dict[str, float], words: list[str]) -> None:
     with pytest.raises(GradruleError) as caught:
         StepOptimizer(session_pb2.Optimizer(name=name, settings=settings), {"a": tf.ones([1])})
     assert reason_name(caught.value.reason) == "INVALID_OPTIMIZER"

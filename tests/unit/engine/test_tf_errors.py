@@ -25,7 +25,7 @@ def test_a_kernel_s_message_loses_scopes_stacks_and_decorations() -> None:
     assert "g/" not in text and "{{" not in text and "[[" not in text and "\n" not in text
 
 
-def test_a_name_that_only_looks_like_the_scope_stays() -> None:
+def test_name_that_resembles_the_scope_is_kept() -> None:
     assert clean_message("node big/thing and g/thing") == "node big/thing and thing"
 
 
@@ -48,5 +48,5 @@ def test_a_shape_check_fails_with_its_reason_place_and_both_shapes() -> None:
         assert f"({', '.join(map(str, right))})" in found.message
 
 
-def test_another_message_is_no_failed_check() -> None:
+def test_other_message_is_not_a_failed_check() -> None:
     assert failed_check("Matrix size-incompatible") is None

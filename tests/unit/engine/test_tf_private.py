@@ -12,7 +12,7 @@ from gradrule.common import op_definitions
 from gradrule_server.engine import tf_private
 
 
-def test_the_gradient_registry_tells_functions_none_and_nothing_apart() -> None:
+def test_gradient_registry_distinguishes_function_none_and_missing() -> None:
     registered = tf_private.registered_gradients()
     assert callable(registered["Sign"])
     assert registered["StopGradient"] is None
@@ -32,7 +32,7 @@ def test_small_functions_may_run_on_the_calling_thread() -> None:
         assert function(tf.constant([1.0, 2.0])).numpy().tolist() == [2.0, 4.0]
 
 
-def test_functions_reached_are_those_named_then_those_that_they_run_each_once() -> None:
+def test_reached_functions_are_listed_once_in_order() -> None:
     library = function_pb2.FunctionDefLibrary()
     for name, runs in {"reached_a": ["reached_c", "reached_b"], "reached_b": ["reached_c"], "reached_c": []}.items():
         function = library.function.add()
@@ -65,7 +65,7 @@ def test_a_tensor_of_an_outer_graph_is_captured() -> None:
     assert outer(tf.constant(2.0)).numpy() == 6.0
 
 
-def test_what_lies_in_loops_and_branches_that_gradients_made_is_watched() -> None:
+def test_ops_in_loops_and_branches_of_gradients_use_gradrule() -> None:
     """In the graphs in which the next gradient finds it."""
     seen = []
 
@@ -77,7 +77,7 @@ def test_what_lies_in_loops_and_branches_that_gradients_made_is_watched() -> Non
         before = len(graph.get_operations())
         (gradient,) = tf.gradients(y, x)
         for op in graph.get_operations()[before:]:
-            tf_private.watch_inside(op)
+            tf_private.use_gradrule_gradients_inside(op)
             bodies = {"StatelessWhile": ["_body_graph", "_cond_graph"], "StatelessIf": ["_true_graph", "_false_graph"]}
             for attribute in bodies.get(op.type, ()):
                 inner = getattr(op, attribute).get_operations()
@@ -111,7 +111,7 @@ def test_gradients_built_in_another_graph_are_called_with_other_captures() -> No
     assert found.numpy() == 20.0
 
 
-def test_sums_of_gradients_are_made_as_asked_within_the_context_only() -> None:
+def test_sums_of_gradients_use_the_given_function_within_the_context() -> None:
     added: list[int] = []
 
     def add(tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:

@@ -1,1 +1,1 @@
-"""Dynamic batching: several calls of one program run as one where that is proven to change no answer."""
+"""Runs several calls of one program as one (dynamic batching) where that is proven to change no answer."""

@@ -1,9 +1,9 @@
-"""Proves of a built function that it treats the examples of a batch one by one.
+"""Proves that a built function treats each example of a batch independently.
 
-What is proved, for every number B of examples: with per-example arguments of B rows, row i of each per-example result
-depends on row i of those arguments alone, and every other result does not depend on them. So calls may run together,
-behind one another along axis 0, and each gets its rows. The whole function is analysed, gradients and rules included,
-as TensorFlow built it. What is not known to keep examples apart counts as mixing them.
+The proof, for every number B of examples: with per-example arguments of B rows, row i of each per-example result
+depends on row i of those arguments only, and all other results do not depend on them. So calls can be concatenated
+along axis 0, and each gets its rows. The analysis covers the whole function as TensorFlow built it, with gradients and
+rules. An op that is not known to keep examples apart counts as mixing them.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ MAX_OPS = 50_000
 # Examples that run together at most: with more, sizes could be too large for their type.
 MAX_EXAMPLES = 512
 
-# Numbers of other types are not followed.
+# Largest number of each type. The analysis does not follow numbers of other types.
 _MOST_NUMBERS = {tf.bool: 1, tf.int32: 2**31 - 1, tf.int64: 2**63 - 1}
 
-# Ops whose result is known by TensorFlow's shapes alone, where those are.
+# Ops whose result follows from shapes alone.
 _SHAPE_OPS = ops_with("reads_shape")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the calls of a function are put together and taken apart.
+    """How calls of a function are merged and their results split.
 
-    per_example: of each argument, whether it has the examples on axis 0; the others must be the same in all calls.
-    rows: of each result, its rows for one example; 0: it is the same for all calls.
+    per_example: for each argument, whether axis 0 counts examples; other arguments must be equal in all calls.
+    rows: for each result, its number of rows per example; 0: it is the same for all calls.
     """
 
     per_example: tuple[bool, ...]
@@ -65,24 +65,24 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Calls may not run together. reason: why, for people."""
+    """Calls may not run together. reason: the reason, as text."""
 
     reason: str
 
 
 def analyse(built: BuiltProgram) -> Layout | Refusal:
-    """Returns how calls may be put together, or why they may not."""
+    """Returns how calls may be merged, or why they may not."""
     found = _unsuited(built)
     if found is not None:
         return Refusal(found)
     arguments = [*built.inputs, *built.grad_ys, *built.directions]
     values: list[Value] = [_argument(item) for item in arguments]
-    # Calls with params of another rank run alone (`merging.examples_of`).
+    # Calls with params of another rank run alone (`merging.count_examples`).
     values += [Uniform(()) for _ in built.params]
     if not any(isinstance(value, PerExample) for value in values):
         return Refusal("no input has an axis 0 of any size")
     graph = built.function.graph
-    # Behind the arguments the function takes constants that it holds.
+    # The inputs after the arguments are captured constants.
     values += [Uniform(_shape(tensor)) for tensor in graph.inputs[len(values) :]]
     known: dict[str, list[Value]] = {
         tensor.op.name: [value] for tensor, value in zip(graph.inputs, values, strict=True)
@@ -92,7 +92,7 @@ def analyse(built: BuiltProgram) -> Layout | Refusal:
             try:
                 known[op.name] = _results(op, [known[tensor.op.name][tensor.value_index] for tensor in op.inputs])
             except (NotPerExample, IndexError, ValueError) as cause:
-                # Axes and sizes that contradict one another fail in the rules as they will when the function runs.
+                # Rules fail for contradictory axes and sizes, as the function will.
                 why = str(cause) if isinstance(cause, NotPerExample) else "takes sizes that do not fit"
                 known[op.name] = [Mixed(f"{op.type} {_name(op)!r} {why}")] * len(op.outputs)
             if op.op_def.is_stateful and op.type != "Assert":
@@ -116,7 +116,7 @@ def analyse(built: BuiltProgram) -> Layout | Refusal:
 
 
 def _unsuited(built: BuiltProgram) -> str | None:
-    """Why calls of the program may never run together, as far as that can be told without looking at ops."""
+    """Returns why calls of the program may never run together, without reading its ops; None if no reason is known."""
     if built.unbatched:
         return "the program asks for it"
     if built.updates or built.two_parts is not None:
@@ -138,7 +138,7 @@ def _argument(item: Input) -> Value:
 
 
 def _needed(graph: tf.Graph, outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """The ops that run: those that the outputs depend on, and those with effects. Producers come first."""
+    """Returns the ops that run, producers first: those on which outputs depend, and those with effects."""
     pending = [tensor.op for tensor in outputs]
     pending += [op for op in graph.get_operations() if op.op_def.is_stateful]
     needed: set[str] = set()
@@ -152,14 +152,14 @@ def _needed(graph: tf.Graph, outputs: Sequence[tf.Tensor]) -> list[tf.Operation]
 
 
 def _results(op: tf.Operation, inputs: list[Value]) -> list[Value]:
-    """What the outputs of an op are; `NotPerExample` where it may mix examples."""
+    """Returns the values of an op's outputs. Raises `NotPerExample` if it may mix examples."""
     shapes = [_shape(tensor) for tensor in op.outputs]
     if op.type == "Const":
         return [_constant(op, shapes[0])]
     if op.type in _SHAPE_OPS:
         return _checked_numbers(op, _of_shapes(op, inputs, shapes))
     if tf_private.runs_functions(op.type):
-        raise NotPerExample("runs functions, which are not looked into")
+        raise NotPerExample("runs functions, which are not analysed")
     for value in inputs:
         if isinstance(value, Mixed):
             return [value] * len(shapes)
@@ -184,7 +184,7 @@ def _results(op: tf.Operation, inputs: list[Value]) -> list[Value]:
 
 
 def _checked_numbers(op: tf.Operation, results: list[Value]) -> list[Value]:
-    """Returns the results; `NotPerExample` where TensorFlow may come to other numbers, because a type is too small."""
+    """Returns the results. Raises `NotPerExample` if numbers may be too large for their type."""
     for tensor, value in zip(op.outputs, results, strict=True):
         numbers = value.numbers if isinstance(value, Uniform | Sizes) else None
         if numbers is None:
@@ -200,7 +200,7 @@ def _checked_numbers(op: tf.Operation, results: list[Value]) -> list[Value]:
 
 
 def _uniform_results(op: tf.Operation, inputs: list[Value], shapes: list[Shape | None]) -> list[Value]:
-    """Whatever an op without effects does with values that do not depend on the batch, its results do not either."""
+    """Returns the results of an op whose inputs do not depend on the batch: its results do not depend on it either."""
     numeric = NUMERIC.get(op.type)
     if numeric is not None and all(isinstance(value, Uniform) and value.numbers is not None for value in inputs):
         try:
@@ -208,7 +208,7 @@ def _uniform_results(op: tf.Operation, inputs: list[Value], shapes: list[Shape |
         except (NotPerExample, ValueError, IndexError):
             pass  # Its numbers are not followed; its shape is still known.
     if op.type in ELEMENTWISE and shapes == [None]:
-        # TensorFlow does not know the shapes of params, which have rank 0.
+        # TensorFlow does not know that params have rank 0.
         return [Uniform(_broadcast([value.shape for value in inputs if isinstance(value, Uniform)]))]
     return [Uniform(shape) for shape in shapes]
 
@@ -238,7 +238,7 @@ def _constant(op: tf.Operation, shape: Shape | None) -> Value:
 
 
 def _of_shapes(op: tf.Operation, inputs: list[Value], shapes: list[Shape | None]) -> list[Value]:
-    """What follows from shapes: shapes themselves, and tensors of zeros or ones."""
+    """Returns results that follow from shapes: shapes themselves, and tensors of zeros or ones."""
     results: list[Value] = []
     for tensor, value in zip(op.inputs, inputs, strict=True):
         shape = _shape(tensor)
@@ -266,7 +266,7 @@ def _filled(value: Value, shape: Shape | None) -> Value:
 
 
 def _sizes(value: Value, shape: Shape | None) -> list[Any]:
-    """The sizes of a tensor's axes."""
+    """Returns the sizes of a tensor's axes."""
     if isinstance(value, PerExample):
         return [Extent(value.rows), *(UNKNOWN if size is None else size for size in value.tail)]
     if isinstance(value, Sizes):
@@ -286,5 +286,5 @@ def _shape(tensor: tf.Tensor) -> Shape | None:
 
 
 def _name(op: tf.Operation) -> str:
-    """The op's name as in the uploaded graph."""
+    """Returns the op's name in the uploaded graph."""
     return str(op.name).removeprefix(IMPORT_SCOPE)

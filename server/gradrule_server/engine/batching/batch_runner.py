@@ -1,4 +1,4 @@
-"""Answers requests that came in one frame: together where that is proven to change no answer, else one by one."""
+"""Runs the requests of one frame: together if that is proven to change no answer, else one by one."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _Answering: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
 
 class BatchRunner:
-    """Answers RUN_BATCH frames. Thread-safe.
+    """Runs RUN_BATCH frames. Thread-safe.
 
-    memories: of clients, in which tensors may lie. program: finds a program by its key.
-    answering: within this context an error becomes the answer of that request.
+    memories: shared memory of clients. program: finds a program by its key. answering: within this context an error
+    becomes the answer of that request.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class BatchRunner:
         self._lock = Lock()
 
     def run(self, number: int, payload: bytes | memoryview) -> None:
-        """Answers all requests of a frame, which are of one program; then tells that it is done with the frame.
+        """Runs all requests of a frame, which are of one program; then sends a notice that the frame is done.
 
-        What it raises must be sent as the FAULT of the frame: the front end answers the rest of the requests with it.
+        The caller must send an error as the FAULT of the frame: the front end answers the remaining requests with it.
         """
         notice = link_pb2.BatchNotice()
         self._run_all(payload, notice)
@@ -98,7 +98,7 @@ class BatchRunner:
             self._run(built, calls, most, notice)
 
     def _placed(self, built: BuiltProgram, call: BatchedCall) -> BatchedCall:
-        """The call, with what it needs to run with others if it can."""
+        """Returns the call with its number of examples and its group, if it can run with others."""
         layout = self._proof(built).analyse(built)
         if layout is None:
             return call
@@ -114,7 +114,7 @@ class BatchRunner:
         proof = self._proof(built)
         groups: dict[object, list[BatchedCall]] = {}
         for call in calls:
-            # Those that run by themselves come first: whoever asks for that must not wait for the others.
+            # Calls that run alone go first, so that they do not wait for the batches.
             groups.setdefault(call.group_key if call.examples else None, []).append(call)
         for call in groups.pop(None, []):
             self._answer_alone(built, call)
@@ -146,7 +146,7 @@ class BatchRunner:
             except Exception as cause:
                 if not isinstance(cause, GradruleError):
                     _log.exception("calls failed together; they run alone")
-                # One of them is at fault, or they are too large together: alone, each gets the answer that it should.
+                # One call may be invalid, or they may be too large together: alone, each gets its own answer.
                 self._answer_each(built, proof, calls)
                 return
             for call, results in zip(calls, parts, strict=True):
@@ -159,7 +159,7 @@ class BatchRunner:
                 proof.refuse("calls that succeed alone failed together")
 
     def _answer_alone(self, built: BuiltProgram, call: BatchedCall) -> Arrays | None:
-        """Runs and answers a call; returns its results, if it has any."""
+        """Runs and answers one call; returns its results, None if it failed."""
         with self._answering(call.request_id):
             results = run(built, call.arguments)
             self._answer(built, call, results, 0)

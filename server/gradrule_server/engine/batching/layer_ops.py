@@ -1,4 +1,4 @@
-"""Ops that compute: elementwise ones, reductions, products, convolutions, normalisations."""
+"""Rules of ops that compute: elementwise ops, reductions, products, convolutions, normalisations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradrule_server.engine.batching.values import (
 
 
 def elementwise(inputs: Sequence[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Element by element, with broadcasting."""
+    """Handles ops that compute element by element, with broadcasting."""
     batched = [value for value in inputs if isinstance(value, PerExample)]
     if not batched:
         raise NotPerExample("computes with the number of examples")
@@ -57,7 +57,7 @@ def _broadcast(a: int | None, b: int | None) -> int | None:
 
 
 def reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Along axes other than the batch's."""
+    """Handles reductions along axes other than the batch axis."""
     if isinstance(inputs[1], GradientAxes):
         if inputs[1].with_batch or batched(inputs[0]).rows != inputs[1].rows:
             raise NotPerExample("sums over the batch")
@@ -70,26 +70,26 @@ def reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Va
 
 
 def arg_reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """The position of an extreme element along an axis other than the batch's."""
+    """Handles ArgMax and ArgMin along an axis other than the batch axis."""
     value = batched(inputs[0])
     axes = axes_of(inputs[1], value.rank)
     return PerExample(value.rows, tuple(size for axis, size in enumerate(value.tail, 1) if axis not in axes))
 
 
 def cumulative(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Sums or products along an axis other than the batch's."""
+    """Handles cumulative sums and products along an axis other than the batch axis."""
     value = batched(inputs[0])
     axes_of(inputs[1], value.rank)
     return value
 
 
 def last_axis(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Along the last axis, which is not the batch's."""
+    """Handles ops along the last axis, which must not be the batch axis."""
     return batched(inputs[0], least_rank=2)
 
 
 def matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Rows times one matrix."""
+    """Handles the product of rows with one matrix."""
     a = batched(inputs[0])
     require_uniform(inputs[1])
     if attr("transpose_a"):
@@ -98,7 +98,7 @@ def matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value
 
 
 def batch_matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """A product for each example, or rows times one matrix."""
+    """Handles a product per example, or the product of rows with one matrix."""
     a, b = inputs
     batched = [value for value in inputs if isinstance(value, PerExample)]
     rank = max((value.rank for value in batched), default=0)
@@ -118,7 +118,7 @@ def batch_matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) ->
 
 
 def einsum(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """A product in whose result the first label is the batch's."""
+    """Handles a product whose result has the batch as first label."""
     terms, _, result = attr("equation").decode().replace(" ", "").partition("->")
     labels = terms.split(",")
     if "." in terms or not result or result.count(result[0]) > 1:
@@ -135,7 +135,7 @@ def einsum(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value
 
 
 def windows(*names: str, data: tuple[int, ...], uniform: tuple[int, ...] = ()) -> Rule:
-    """Convolution and pooling: windows that cover one example each. data: inputs that are examples."""
+    """Returns the rule of convolutions and poolings, whose windows cover one example. data: inputs per example."""
 
     def rule(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
         for name in names:
@@ -152,7 +152,7 @@ def windows(*names: str, data: tuple[int, ...], uniform: tuple[int, ...] = ()) -
 
 
 def back_to(sizes: int, rule: Rule) -> Rule:
-    """As `rule`, whose output has the shape that the input `sizes` tells."""
+    """Returns `rule` for an op whose input `sizes` is the shape of its output."""
 
     def checked(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
         rows, tail = target_of(inputs[sizes])
@@ -165,13 +165,13 @@ def back_to(sizes: int, rule: Rule) -> Rule:
 
 
 def bias_add(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """The same bias for each example."""
+    """Handles the addition of one bias to all examples."""
     require_uniform(inputs[1])
     return batched(inputs[0], least_rank=2)
 
 
 def batch_norm(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
-    """With given statistics; in training it takes those of the batch."""
+    """Handles normalisation by given statistics; in training it uses those of the batch."""
     if attr("is_training"):
         raise NotPerExample("normalises by the statistics of the batch (is_training)")
     value = batched(inputs[0])
@@ -181,7 +181,7 @@ def batch_norm(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> l
 
 
 def batch_norm_grad(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
-    """The gradient of the first input; those of scale and offset are sums over the batch."""
+    """Handles the gradient of the first input; those of scale and offset are sums over the batch."""
     if attr("is_training"):
         raise NotPerExample("normalises by the statistics of the batch (is_training)")
     dy, x, *rest = inputs
@@ -191,7 +191,7 @@ def batch_norm_grad(inputs: list[Value], attr: Attr, shapes: list[Shape | None])
 
 
 def cross_entropy(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
-    """A loss and its gradient for each row of logits."""
+    """Handles a loss and its gradient for each row of logits."""
     logits = batched(inputs[0], least_rank=2)
     require_same_rows(batched(inputs[1]), logits)
     # Logits and labels may broadcast against one another.
@@ -199,14 +199,14 @@ def cross_entropy(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -
 
 
 def images(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Image by image."""
+    """Handles ops that treat each image independently."""
     value = batched(inputs[0], least_rank=4)
     require_uniform(*inputs[1:])
     return PerExample(value.rows, tail_of(shapes[0]))
 
 
 def top_k(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
-    """The largest elements along the last axis."""
+    """Handles the largest elements along the last axis."""
     value = batched(inputs[0], least_rank=2)
     require_uniform(inputs[1])
     return [PerExample(value.rows, tail_of(shape)) for shape in shapes]

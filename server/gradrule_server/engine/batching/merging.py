@@ -1,4 +1,4 @@
-"""Puts calls of one program behind one another along axis 0, runs them as one, and takes the results apart."""
+"""Concatenates calls of one program along axis 0, runs them as one, and splits the results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from gradrule_server.engine.tf_errors import translate_errors
 
 @dataclass(frozen=True, slots=True)
 class BatchedCall:
-    """One request, read.
+    """The arguments of one request.
 
-    examples: its rows on axis 0; 0: it cannot run with others. group_key: calls of equal group_key can run together.
-    packing: how its answer is packed.
-    answer_area: where large results are written.
+    examples: number of rows on axis 0; 0: it cannot run with others. group_key: calls with equal keys can run together.
+    packing: how its answer is packed. answer_area: shared memory for large results.
     """
 
     request_id: int
@@ -36,7 +35,7 @@ class BatchedCall:
 
 
 def count_examples(built: BuiltProgram, layout: Layout, arguments: Arrays) -> int:
-    """Returns the number of examples of a call; 0 where its arguments do not agree on one, or a param is no number."""
+    """Returns the number of examples of a call; 0 if its arguments disagree, or if a param is not a scalar."""
     if any(np.ndim(argument) for argument in arguments[len(arguments) - len(built.params) :]):
         return 0
     sizes = {int(arguments[index].shape[0]) for index in _batched(built, layout)}
@@ -44,7 +43,7 @@ def count_examples(built: BuiltProgram, layout: Layout, arguments: Arrays) -> in
 
 
 def group_key_for(built: BuiltProgram, layout: Layout, arguments: Arrays) -> Hashable:
-    """Returns a key that is equal where shared arguments are equal bit for bit and rows fit together."""
+    """Returns a key that is equal for calls whose shared arguments have the same bits and whose rows have one shape."""
     batched = set(_batched(built, layout))
     key: list[Hashable] = []
     for index, argument in enumerate(arguments):
@@ -63,7 +62,7 @@ def run(built: BuiltProgram, arguments: Arrays) -> Arrays:
 def run_together(
     built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], size: int, *, other_values: bool = False
 ) -> list[Arrays]:
-    """Returns the results of each call, which are of one group_key, from one run on `size` examples.
+    """Runs calls with the same `group_key` together, on `size` examples; returns the results of each.
 
     What is missing to `size` is filled with copies of the last row. other_values: with other floats.
     """
@@ -102,7 +101,7 @@ def run_together(
 
 
 def chunks(calls: Sequence[BatchedCall], most: int) -> Iterator[list[BatchedCall]]:
-    """Cuts calls of one group_key into runs of at most `most` examples; a call that is larger runs by itself."""
+    """Splits calls with the same `group_key` into runs of at most `most` examples; a larger call runs alone."""
     chunk: list[BatchedCall] = []
     for call in calls:
         if chunk and sum(other.examples for other in chunk) + call.examples > most:
@@ -114,7 +113,7 @@ def chunks(calls: Sequence[BatchedCall], most: int) -> Iterator[list[BatchedCall
 
 
 def allowed_size(examples: int, most: int) -> int:
-    """Returns the size that a run is filled up to: 2**n or 3 * 2**n, so that there are few, or `most`.
+    """Returns the size to which a run is padded: 2**n or 3 * 2**n, so that there are few sizes, or `most`.
 
     Libraries prepare for each size anew. At most a third of a run is filling.
     """
@@ -124,7 +123,7 @@ def allowed_size(examples: int, most: int) -> int:
 
 
 def _batched(built: BuiltProgram, layout: Layout) -> list[int]:
-    """The arguments that are put behind one another."""
+    """Returns the arguments that are concatenated."""
     return [index for index, batched in enumerate(layout.per_example) if batched and not _is_unused(built, index)]
 
 
@@ -133,7 +132,7 @@ def _is_unused(built: BuiltProgram, index: int) -> bool:
 
 
 def _identity(value: np.ndarray) -> Hashable:
-    """A key that is equal for arrays that are equal bit for bit."""
+    """Returns a key that is equal for arrays with the same bits."""
     argument = np.asarray(value)
     content = tuple(argument.flat) if argument.dtype.hasobject else argument.tobytes()
     return argument.shape, content

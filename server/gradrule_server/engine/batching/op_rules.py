@@ -1,8 +1,8 @@
-"""Which ops keep examples apart: for each reviewed op type, what its outputs are when an input is per example.
+"""Lists the ops that keep examples apart, with the rule that computes their outputs when an input is per example.
 
-An op type that is not here may mix examples. A rule is right only if row i of the output depends on row i of the
-per-example inputs alone, for every number of examples, 1 included, and if the op fails for examples together only where
-it fails for one of them.
+An op type that is not listed may mix examples. A rule is correct only if row i of the output depends on row i of the
+per-example inputs alone, for every number of examples, also for 1, and if the op fails for several examples only if it
+fails for one of them.
 """
 
 from __future__ import annotations

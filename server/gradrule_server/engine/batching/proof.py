@@ -1,4 +1,4 @@
-"""Whether calls of a program may run together: proved by the analysis, then tried."""
+"""Decides whether calls of a program may run together: the analysis proves it, and a trial confirms it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from gradrule_server.errors import GradruleError
 
 _log = logging.getLogger(__name__)
 
-# Kernels for other sizes add in another order. In units of the last place of the tensor's largest element.
+# Kernels for other sizes add in another order. Allowed difference, in units of the last place of the tensor's largest
+# element.
 _MOST_UNITS = 1024
 _MOST_UNITS_AMONG_OTHERS = 16
-# What cancels out leaves rounding errors of what it was made of: of a call's largest number, this part counts as such.
+# The largest element counts as at least this part of the call's largest number: small differences of large numbers have
+# the rounding errors of these.
 _FLOOR = 0.01
 
 
 @dataclass(slots=True)
 class BatchingProof:
-    """What is known of a program. Thread-safe.
+    """State of the decision for one program. Thread-safe.
 
-    layout: how its calls are put together; None: not analysed yet, or refused. refusal: why its calls never run
-    together; empty: nothing is known against it. is_proven: they do.
+    layout: how its calls are merged; None: not analysed yet, or refused. refusal: why its calls never run together;
+    empty if there is no reason. is_proven: whether they run together.
     """
 
     layout: Layout | None = None
@@ -37,13 +39,13 @@ class BatchingProof:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def analyse(self, built: BuiltProgram) -> Layout | None:
-        """Returns how calls are put together, if they may be; analyses the program at the first call."""
+        """Returns how calls are merged, None if they may not be. Analyses the program at the first call."""
         with self.lock:
             if self.layout is None and not self.refusal:
                 try:
                     found = analyse(built)
                 except Exception:
-                    # A fault of the analysis must not cost a call its answer.
+                    # The call is answered even if the analysis fails.
                     _log.exception("the analysis of a program failed; its calls do not run together")
                     found = Refusal("the analysis failed")
                 if isinstance(found, Layout):
@@ -53,23 +55,23 @@ class BatchingProof:
             return self.layout
 
     def refuse(self, reason: str) -> None:
-        """Calls do not run together any more."""
+        """Stops running calls together."""
         self.layout, self.is_proven, self.refusal = None, False, reason
 
     def attempt(
         self, built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], alone: Sequence[Arrays]
     ) -> None:
-        """Runs calls together that have run alone: it is proven or refused then.
+        """Runs calls together that have run alone, and compares: sets `is_proven` or `refusal`.
 
-        Besides, the first call runs among rows of other values, and must come to the same, to the last bit but four:
-        so a result in which rows meet is found even if all calls are equal.
+        The first call also runs among rows of other values, and must give the same results up to the last four bits: a
+        result that mixes rows is found even if all calls are equal.
         """
         try:
             found = _difference(built, layout, calls, alone)
         except GradruleError as cause:
             found = f"calls that succeed alone fail together: {cause.message}"
         except Exception:
-            # The calls have their answers; others of the frame still wait for theirs.
+            # These calls are answered; other calls of the frame still have to run.
             _log.exception("the trial of a program failed; its calls do not run together")
             found = "the trial failed"
         if found:
@@ -79,7 +81,7 @@ class BatchingProof:
 
 
 def _difference(built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCall], alone: Sequence[Arrays]) -> str:
-    """Which results of calls that run together are not those of the calls that ran alone; empty: none."""
+    """Returns which results differ between calls that ran together and alone; empty if none does."""
     examples = sum(call.examples for call in calls)
     size = allowed_size(examples + 1, 2 * examples)
     together = run_together(built, layout, calls, size)
@@ -100,5 +102,5 @@ def _among_others(built: BuiltProgram, layout: Layout, calls: Sequence[BatchedCa
     try:
         return run_together(built, layout, calls, size, other_values=True)
     except GradruleError:
-        # The program may check its values, and refuse those.
+        # The program may check its values and refuse these.
         return run_together(built, layout, calls, size)

@@ -1,4 +1,4 @@
-"""Ops on small tensors of integers, most of them shapes, evaluated while some of the integers are multiples of B."""
+"""Evaluates ops on small tensors of integers, mostly shapes, of which some are multiples of the batch size B."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Attr: TypeAlias = Callable[[str], Any]
 _Rule: TypeAlias = "Callable[[list[Value], Attr], Value | list[Value]]"
 
 MAX_NUMBERS = 64
-"""Elements of a tensor whose numbers are followed."""
+"""Most elements of a tensor whose numbers are followed."""
 
 
 def _elementwise(function: Callable[[Any, Any], Any]) -> _Rule:
@@ -193,7 +193,7 @@ def _concat_offset(inputs: list[Value], attr: Attr) -> list[Value]:
 
 
 def _broadcast_gradient_args(inputs: list[Value], attr: Attr) -> list[Value]:
-    """The axes along which the gradients of two tensors that were broadcast are summed."""
+    """Returns the axes along which the gradients of two broadcast tensors are summed."""
     a, b = (list(numbers_of(value)) for value in inputs)
     rank = max(len(a), len(b))
     first, second = ((([1] * (rank - len(sizes))) + sizes)[:1] for sizes in (a, b))
@@ -242,4 +242,4 @@ NUMERIC: Mapping[str, _Rule] = {
     "Sub": _elementwise(subtracted),
     "Unpack": _unpack,
 }
-"""By op type: the numbers of the outputs, from values that are `Uniform` with known numbers, or `Sizes`."""
+"""Rules by op type: each computes numbers of outputs from inputs that are `Uniform` with known numbers, or `Sizes`."""

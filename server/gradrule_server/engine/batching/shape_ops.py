@@ -1,4 +1,4 @@
-"""Ops that move elements: reshape, slice, join, pad, gather, repeat."""
+"""Rules of ops that move elements: reshape, slice, join, pad, gather, repeat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gradrule_server.engine.batching.values import (
 
 
 def reshape(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Elements stay in order, so those of an example stay together."""
+    """Handles Reshape: elements stay in order, so those of an example stay together."""
     numbers = list(numbers_of(inputs[1]).flat)
     tail: list[int | None] = [None if number is UNKNOWN else number for number in numbers[1:]]
     if any(isinstance(number, Extent) for number in tail):
@@ -52,14 +52,14 @@ def reshape(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Valu
 
 
 def expand_dims(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """A new axis behind the batch's."""
+    """Handles a new axis after the batch axis."""
     value = batched(inputs[0])
     (axis,) = axes_of(inputs[1], value.rank + 1)
     return PerExample(value.rows, (*value.tail[: axis - 1], 1, *value.tail[axis - 1 :]))
 
 
 def squeeze(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Drops axes that are named."""
+    """Handles Squeeze of named axes."""
     value = batched(inputs[0])
     if not attr("squeeze_dims"):
         raise NotPerExample("drops the batch axis where there is one example")
@@ -68,7 +68,7 @@ def squeeze(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Valu
 
 
 def transpose(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Axis 0 stays where it is."""
+    """Handles Transpose that keeps axis 0 in place."""
     value, order = batched(inputs[0]), integers(inputs[1])
     if order is None or order[0] % value.rank != 0:
         raise NotPerExample("moves the batch axis")
@@ -76,21 +76,21 @@ def transpose(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Va
 
 
 def concat(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Joined along an axis other than the batch's."""
+    """Handles ConcatV2 along an axis other than the batch axis."""
     first = joined(inputs[:-1])
     axes_of(inputs[-1], first.rank)
     return PerExample(first.rows, tail_of(shapes[0]))
 
 
 def pack(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Stacked along an axis behind the batch's."""
+    """Handles Pack along an axis after the batch axis."""
     first = joined(inputs)
     (axis,) = away_from_batch([attr("axis")], first.rank + 1)
     return PerExample(first.rows, (*first.tail[: axis - 1], len(inputs), *first.tail[axis - 1 :]))
 
 
 def unpack(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
-    """Taken apart along an axis other than the batch's."""
+    """Handles Unpack along an axis other than the batch axis."""
     value = batched(inputs[0])
     (axis,) = away_from_batch([attr("axis")], value.rank)
     part = PerExample(value.rows, value.tail[: axis - 1] + value.tail[axis:])
@@ -98,7 +98,7 @@ def unpack(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[
 
 
 def split(data: int, axis: int) -> Rule:
-    """Cut along an axis other than the batch's."""
+    """Returns the rule of splits along an axis other than the batch axis. data, axis: numbers of inputs."""
 
     def rule(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
         value = batched(inputs[data])
@@ -110,7 +110,7 @@ def split(data: int, axis: int) -> Rule:
 
 
 def whole_slice(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """A slice with all of axis 0."""
+    """Handles a slice with all of axis 0."""
     value = batched(inputs[0])
     begin, size = list(numbers_of(inputs[1]).flat), list(numbers_of(inputs[2]).flat)
     is_whole = begin[0] == 0 and (size[0] == -1 or size[0] == Extent(value.rows))
@@ -120,7 +120,7 @@ def whole_slice(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> 
 
 
 def _keeps_axis_0(begin: Value, end: Value, strides: Value, rows: int, attr: Attr) -> None:
-    """`NotPerExample` unless a strided slice takes the whole of axis 0."""
+    """Raises `NotPerExample` unless a strided slice takes the whole of axis 0."""
     first, last, steps = (list(numbers_of(value).flat) for value in (begin, end, strides))
     if any(isinstance(number, Extent) for number in (*first, *last[1:], *steps)):
         raise NotPerExample("slices by the number of examples")
@@ -132,10 +132,10 @@ def _keeps_axis_0(begin: Value, end: Value, strides: Value, rows: int, attr: Att
 
 
 def strided_slice(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """A slice with all of axis 0."""
+    """Handles a slice with all of axis 0."""
     value = batched(inputs[0])
     _keeps_axis_0(inputs[1], inputs[2], inputs[3], value.rows, attr)
-    # The ellipsis itself is no new axis, whatever the mask says of its place.
+    # The ellipsis itself is not a new axis, even if the mask has its bit set.
     places = range(1, numbers_of(inputs[1]).size)
     taken = sum(not attr("new_axis_mask") >> place & 1 for place in places)
     if attr("ellipsis_mask") & 1 and taken >= value.rank:
@@ -144,7 +144,7 @@ def strided_slice(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -
 
 
 def strided_slice_grad(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """The gradient of a slice with all of axis 0."""
+    """Handles the gradient of a slice with all of axis 0."""
     rows, tail = target_of(inputs[0])
     value = batched(inputs[4])
     _keeps_axis_0(inputs[1], inputs[2], inputs[3], rows, attr)
@@ -154,7 +154,7 @@ def strided_slice_grad(inputs: list[Value], attr: Attr, shapes: list[Shape | Non
 
 
 def pad(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Padded along axes other than the batch's."""
+    """Handles padding along axes other than the batch axis."""
     value, widths = batched(inputs[0]), integers(inputs[1])
     require_uniform(*inputs[2:])
     if widths is None or any(widths[:2]):
@@ -163,7 +163,7 @@ def pad(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
 
 
 def gather(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Rows of one table for indices per example, or along an axis other than the batch's."""
+    """Handles rows of one table for indices per example, or GatherV2 along an axis other than the batch axis."""
     params, indices, axis = inputs
     found = integers(axis)
     if found is None:
@@ -183,7 +183,7 @@ def gather(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value
 
 
 def one_hot(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """A new axis behind the batch's."""
+    """Handles a new axis after the batch axis."""
     value = batched(inputs[0])
     require_uniform(*inputs[1:])
     away_from_batch([attr("axis")], value.rank + 1)
@@ -191,7 +191,7 @@ def one_hot(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Valu
 
 
 def select(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """All three are of one shape, or the condition is a vector, which chooses rows, or a scalar."""
+    """Handles Select: all inputs have one shape, or the condition is a vector that selects rows, or a scalar."""
     condition, *values = inputs
     first = joined(values)
     if isinstance(condition, PerExample):
@@ -203,7 +203,7 @@ def select(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value
 
 
 def broadcast_to(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """To a shape whose axis 0 is the batch's."""
+    """Handles BroadcastTo to a shape whose axis 0 is the batch axis."""
     value, (rows, tail) = inputs[0], target_of(inputs[1])
     if isinstance(value, PerExample):
         if value.rank != 1 + len(tail) or value.rows != rows:
@@ -216,7 +216,7 @@ def broadcast_to(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) ->
 
 
 def tile(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Repeated along axes other than the batch's, or one row repeated for each example."""
+    """Handles Tile along axes other than the batch axis, or of one row for each example."""
     value, times = inputs[0], list(numbers_of(inputs[1]).flat)
     if any(isinstance(number, Extent) for number in times[1:]):
         raise NotPerExample("gives a shape in which the batch is not axis 0")
@@ -228,21 +228,21 @@ def tile(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
 
 
 def fill(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """One number in a shape whose axis 0 is the batch's."""
+    """Handles Fill of a shape whose axis 0 is the batch axis."""
     rows, tail = target_of(inputs[0])
     require_uniform(inputs[1])
     return PerExample(rows, tail)
 
 
 def reverse(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Reversed along axes other than the batch's."""
+    """Handles ReverseV2 along axes other than the batch axis."""
     value = batched(inputs[0])
     axes_of(inputs[1], value.rank)
     return value
 
 
 def ensure_shape(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-    """Checks sizes, but not the batch's."""
+    """Handles EnsureShape that leaves the batch size open."""
     value, wanted = batched(inputs[0]), attr("shape")
     if wanted.rank is not None and wanted[0] is not None:
         raise NotPerExample("asks for a fixed number of rows")

@@ -1,4 +1,4 @@
-"""What the analysis knows of a tensor of a built function when the function runs on a batch of B examples.
+"""Describes what the analysis knows of a tensor when a built function runs on a batch of B examples.
 
 B is a symbol: the analysis holds for every number of examples. One example is one row of each per-example argument.
 """
@@ -24,7 +24,7 @@ class Extent:
 
 
 class _Unknown:
-    """A number that does not depend on the batch, and is not known."""
+    """An unknown number that does not depend on the batch."""
 
     def __repr__(self) -> str:
         return "?"
@@ -37,7 +37,7 @@ Number: TypeAlias = "int | Extent | _Unknown"
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """A tensor that does not depend on the batch at all, neither its values nor its shape.
+    """A tensor whose values and shape do not depend on the batch.
 
     shape: None where the rank is unknown. numbers: its integers, where they are few and known.
     """
@@ -90,7 +90,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A tensor in which examples meet, or may meet. reason: why, for people."""
+    """A tensor that mixes examples, or may mix them. reason: the reason, as text."""
 
     reason: str
 
@@ -222,13 +222,13 @@ def batched(value: Value, *, least_rank: int = 1) -> PerExample:
 
 
 def require_uniform(*values: Value) -> None:
-    """`NotPerExample` where one of the values depends on the batch."""
+    """Raises `NotPerExample` if one of the values depends on the batch."""
     if not all(isinstance(value, Uniform) for value in values):
         raise NotPerExample("has the batch in an input where it mixes examples")
 
 
 def axes_of(value: Value, rank: int) -> set[int]:
-    """Axes that an input names, which must not be the batch's."""
+    """Returns the axes that an input names. Raises `NotPerExample` if the batch axis is among them."""
     found = integers(value)
     if found is None:
         raise NotPerExample("works along axes that are not known before it runs")
@@ -236,7 +236,7 @@ def axes_of(value: Value, rank: int) -> set[int]:
 
 
 def away_from_batch(axes: Sequence[int], rank: int) -> set[int]:
-    """Returns the axes, counted from 0; `NotPerExample` where the batch's is among them."""
+    """Returns the axes, counted from 0. Raises `NotPerExample` if the batch axis is among them."""
     counted = {axis % rank for axis in axes}
     if 0 in counted:
         raise NotPerExample("works along the batch (axis 0)")
@@ -244,14 +244,14 @@ def away_from_batch(axes: Sequence[int], rank: int) -> set[int]:
 
 
 def tail_of(shape: Shape | None) -> Shape:
-    """The tail that TensorFlow knows of an output."""
+    """Returns the sizes after axis 0 that TensorFlow knows of an output."""
     if not shape:
         raise NotPerExample("gives a tensor whose rank is not known")
     return shape[1:]
 
 
 def require_same_rows(value: Value, like: PerExample) -> None:
-    """`NotPerExample` where the value has another number of rows per example, or is the number of examples."""
+    """Raises `NotPerExample` if the value has another number of rows per example, or is the number of examples."""
     if isinstance(value, PerExample):
         if value.rows != like.rows:
             raise NotPerExample("combines tensors of different numbers of rows per example")
@@ -260,7 +260,7 @@ def require_same_rows(value: Value, like: PerExample) -> None:
 
 
 def target_of(sizes: Value) -> tuple[int, Shape]:
-    """Rows per example and tail of a tensor of this shape, whose first size must be a multiple of B."""
+    """Returns rows per example and tail of a tensor of this shape, whose first size must be a multiple of B."""
     numbers = list(numbers_of(sizes).flat)
     if not numbers or not isinstance(numbers[0], Extent) or any(isinstance(number, Extent) for number in numbers[1:]):
         raise NotPerExample("gives a shape in which the batch is not axis 0")

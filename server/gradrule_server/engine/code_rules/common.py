@@ -43,7 +43,7 @@ class RuleTarget:
 
     @cached_property
     def ops(self) -> Sequence[tf.Operation]:
-        """The forward ops, producers before consumers; a single op has one."""
+        """Forward ops, producers before consumers."""
         return self.find_ops()
 
 

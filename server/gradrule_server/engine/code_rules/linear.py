@@ -1,4 +1,4 @@
-"""A linear op, alone or with a bias add after it, that can be applied to other operands and transposed.
+"""Applies a linear op, with or without a bias add after it, to other operands, and transposes it.
 
 With data x, weights W and a bias b that may be missing, the target's output is Wx + b.
 """
@@ -34,18 +34,18 @@ class Applied:
     output: tf.Tensor
 
     def transposed(self, r: tf.Tensor) -> tf.Tensor:
-        """Wᵀr, of the shape of x: the op's own gradient for `r` at its output."""
+        """Returns Wᵀr, of the shape of x: the op's own gradient for `r` at its output."""
         op = self.output.op
         gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
         return gradient(op, _sum_to(r, self.output))[0]
 
     def relevance(self, r: tf.Tensor) -> tf.Tensor:
-        """x∘Wᵀr: the share of each element of x in the outputs, each output weighted by `r`."""
+        """Returns x∘Wᵀr: the share of each element of x in the outputs, each output weighted by `r`."""
         return self.x * self.transposed(r)
 
 
 class Linear:
-    """A target whose first op is linear. RULE_NOT_APPLICABLE for any other.
+    """A target whose first op is linear. Raises RULE_NOT_APPLICABLE for any other.
 
     `x`, `w`, `bias`, `y`: data, weights, bias (or None) and output; in float32 where the target's type has 16 bits, as
     what rules divide by is often so small that the quotient overflows float16. `op`: the linear op of the forward.
@@ -71,36 +71,36 @@ class Linear:
         self.y = tf.cast(target.outputs[0], self.dtype)
 
     def apply(self, x: tf.Tensor, w: tf.Tensor) -> Applied:
-        """The op on other data and weights of the same shapes, without the bias."""
+        """Applies the op, without the bias, to other data and weights of the same shapes."""
         return Applied(x, _repeated(self.op, [x, w]))
 
     def add_bias(self, z: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """z + change(b); z where the target has no bias."""
+        """Returns z + change(b); z if the target has no bias."""
         if self._bias_add is None or self.bias is None:
             return z
         return _repeated(self._bias_add, [z, change(self.bias)])
 
     def cast(self, value: tf.Tensor) -> tf.Tensor:
-        """An upstream gradient or a param in the type that is calculated in."""
+        """Casts an upstream gradient or a param to the type of the calculation."""
         return tf.cast(value, self.dtype)
 
     def only_data(self, gradient: tf.Tensor) -> list[tf.Tensor | None]:
-        """A rule's answer: `gradient` for the data, nothing for weights and bias."""
+        """Returns the gradients of a rule: `gradient` for the data, None for weights and bias."""
         return [tf.cast(gradient, self._dtype), *[None] * (self._n_inputs - 1)]
 
 
 def positive(value: tf.Tensor) -> tf.Tensor:
-    """v⁺ = max(v, 0)."""
+    """Returns v⁺ = max(v, 0)."""
     return tf.maximum(value, tf.zeros([], value.dtype))
 
 
 def negative(value: tf.Tensor) -> tf.Tensor:
-    """v⁻ = min(v, 0)."""
+    """Returns v⁻ = min(v, 0)."""
     return tf.minimum(value, tf.zeros([], value.dtype))
 
 
 def _repeated(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The op on other inputs, in the current graph: `op` itself may belong to an outer one.
+    """Adds the op with other inputs to the current graph; `op` itself may belong to an outer graph.
 
     Attributes with an underscore are left out: among them is the one that would make gradrule ask for a rule again.
     """
@@ -111,7 +111,7 @@ def _repeated(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _sum_to(r: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """`r` summed over the axes along which `like` is broadcast to it, as where a bias has more rows than Wx."""
+    """Returns `r` summed over the axes along which `like` is broadcast to it, as for a bias with more rows than Wx."""
     if r.shape.is_fully_defined() and r.shape == like.shape:
         return r
     axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(like), s1=tf.shape(r))
@@ -121,7 +121,7 @@ def _sum_to(r: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 def feedback_alignment(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """dx = Bᵀdy with a fixed random B in place of W; weights and bias get their own gradients.
+    """Returns dx = Bᵀdy with a fixed random B in place of W; weights and bias get their own gradients.
 
     Lillicrap et al. 2014, arXiv:1411.0247 (2016, doi:10.1038/ncomms13276), where B is uniform too, in a range tuned per
     experiment. Here its deviation is 1/sqrt(n), n = how many outputs one input feeds, so that dx is about as large as
@@ -130,7 +130,7 @@ def feedback_alignment(
     """
     linear = Linear(target, "feedback_alignment")
     seed = tf.stack([tf.cast(params["seed"], tf.int64), tf.constant(target.salt, tf.int64)])
-    # XLA and TensorFlow's kernels draw the same bits, but make different floats of them.
+    # XLA and TensorFlow's kernels draw the same bits, but convert them to different floats.
     bits = tf.random.stateless_uniform(tf.shape(linear.w), seed, minval=None, dtype=tf.int32, alg="philox")
     deviation_one = linear.cast(tf.cast(bits, tf.float32)) * (3**0.5 / 2**31)
     b = deviation_one * tf.math.rsqrt(linear.cast(_outputs_per_input(linear)))
@@ -140,7 +140,7 @@ def feedback_alignment(
 
 
 def _outputs_per_input(linear: Linear) -> tf.Tensor:
-    """How many outputs an element of x has a weight for; strides and borders are not counted."""
+    """Returns the number of outputs for which an element of x has a weight, without strides and borders."""
     op, shape = linear.op, tf.shape(linear.w)
     if op.type in MATRIX_PRODUCTS:
         transposed = op.get_attr("transpose_b" if op.type == "MatMul" else "adj_y")

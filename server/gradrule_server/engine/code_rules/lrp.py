@@ -1,4 +1,4 @@
-"""Layer-wise relevance propagation through linear ops and sums.
+"""Implements layer-wise relevance propagation through linear ops and sums.
 
 R is the relevance at the output, which arrives as the upstream gradient; the rule gives that of the data. Weights and
 bias get none. Formulas are those of zennit 0.5.1 (Anders et al. 2021, arXiv:2106.13200), written with v⁺ = max(v, 0),
@@ -22,7 +22,7 @@ Change = Callable[[tf.Tensor], tf.Tensor]
 
 
 def lrp_epsilon(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """x ∘ Wᵀ(R/st(Wx+b)). Bach et al. 2015, doi:10.1371/journal.pone.0130140, eq. 58.
+    """Returns x ∘ Wᵀ(R/st(Wx+b)). Bach et al. 2015, doi:10.1371/journal.pone.0130140, eq. 58.
 
     The bias and eps take their share of the relevance.
     """
@@ -31,13 +31,13 @@ def lrp_epsilon(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) ->
 
 
 def lrp_0(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """x ∘ Wᵀ(R/(Wx+b)): lrp_epsilon without eps. Bach et al. 2015, eq. 56. An output of 0 passes nothing on."""
+    """Returns x ∘ Wᵀ(R/(Wx+b)): lrp_epsilon without eps. Bach et al. 2015, eq. 56. An output of 0 passes nothing on."""
     linear = Linear(target, "lrp_0")
     return _epsilon(linear, linear.cast(dys[0]), tf.zeros([], linear.dtype))
 
 
 def lrp_zplus(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """x⁺∘W⁺ᵀu + x⁻∘W⁻ᵀu, u = R/st(W⁺x⁺ + W⁻x⁻ + b⁺): only positive contributions count.
+    """Returns x⁺∘W⁺ᵀu + x⁻∘W⁻ᵀu, u = R/st(W⁺x⁺ + W⁻x⁻ + b⁺): only positive contributions count.
 
     Montavon et al. 2017, arXiv:1512.02479 (z⁺, for x ≥ 0); zennit extends it to negative x. An output without positive
     contributions passes nothing on.
@@ -48,7 +48,7 @@ def lrp_zplus(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> S
 
 
 def lrp_alpha_beta(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """alpha·zplus − beta·(x⁺∘W⁻ᵀu + x⁻∘W⁺ᵀu), u = R/st(W⁻x⁺ + W⁺x⁻ + b⁻). Bach et al. 2015, eq. 60.
+    """Returns alpha·zplus − beta·(x⁺∘W⁻ᵀu + x⁻∘W⁺ᵀu), u = R/st(W⁻x⁺ + W⁺x⁻ + b⁻). Bach et al. 2015, eq. 60.
 
     Relevance is kept where alpha − beta = 1 and each output has contributions of both signs.
     """
@@ -61,7 +61,7 @@ def lrp_alpha_beta(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params)
 
 
 def lrp_gamma(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """With P = W+γW⁺, N = W+γW⁻ and z = Wx+b, the sum of two terms.
+    """Returns, with P = W+γW⁺, N = W+γW⁻ and z = Wx+b, the sum of two terms.
 
     Where z > 0: x⁺∘Pᵀu + x⁻∘Nᵀu, u = R/st(Px⁺ + Nx⁻ + b+γb⁺).
     Where z < 0: x⁺∘Nᵀu + x⁻∘Pᵀu, u = R/st(Nx⁺ + Px⁻ + b+γb⁻).
@@ -86,7 +86,7 @@ def lrp_gamma(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> S
 
 
 def lrp_zbox(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """x∘Wᵀu − l∘W⁺ᵀu − h∘W⁻ᵀu, u = R/st(Wx − W⁺l − W⁻h), for a first layer whose x lies between l and h.
+    """Returns x∘Wᵀu − l∘W⁺ᵀu − h∘W⁻ᵀu, u = R/st(Wx − W⁺l − W⁻h), for a first layer whose x lies between l and h.
 
     Montavon et al. 2017, arXiv:1512.02479 (z^B). `low`, `high`: numbers or tensors that broadcast to x as in NumPy. The
     bias cancels out.
@@ -101,7 +101,7 @@ def lrp_zbox(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
 
 
 def lrp_wsquare(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """(W²)ᵀ(R/st(W²·1 + b²)), for a first layer whose x is unbounded: x itself does not matter.
+    """Returns (W²)ᵀ(R/st(W²·1 + b²)), for a first layer whose x is unbounded: x itself does not matter.
 
     Montavon et al. 2017, arXiv:1512.02479 (w²). The bias takes its share.
     """
@@ -112,7 +112,7 @@ def lrp_wsquare(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) ->
 
 
 def lrp_flat(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """1ᵀ(R/st(1·1)): lrp_wsquare with all weights 1 and no bias, so each output's relevance is spread evenly.
+    """Returns 1ᵀ(R/st(1·1)): lrp_wsquare with all weights 1 and no bias, so each output's relevance is spread evenly.
 
     Lapuschkin et al. 2019, arXiv:1902.10178.
     """
@@ -123,7 +123,7 @@ def lrp_flat(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
 
 
 def lrp_norm(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Sequence[tf.Tensor | None]:
-    """x ∘ vjp(R/st(y)) for each input x: lrp_epsilon for ops without weights that are linear in all inputs together.
+    """Returns x ∘ vjp(R/st(y)) for each input x: lrp_epsilon for ops without weights, linear in all inputs together.
 
     For Add, AddV2, AddN, AvgPool, Mean, Sum: zennit, Norm. vjp is the op's own gradient.
     """
@@ -131,7 +131,7 @@ def lrp_norm(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
     calculated_in = wide(y.dtype)
     ratio = _ratio(*(tf.cast(value, calculated_in) for value in (dys[0], y, params["eps"])))
     own = target.own_gradients([tf.cast(ratio, y.dtype)])
-    # The quotient overflows float16 where y is 0: inputs of 0, as they usually are there, get 0 all the same.
+    # The quotient overflows float16 where y is 0; inputs are usually 0 there, and get 0.
     return [
         None if gradient is None else tf.math.multiply_no_nan(dense(gradient), x)
         for x, gradient in zip(target.inputs, own, strict=True)
@@ -145,7 +145,7 @@ def _epsilon(linear: Linear, r: tf.Tensor, eps: tf.Tensor) -> Sequence[tf.Tensor
 def _by_sign(
     linear: Linear, r: tf.Tensor, eps: tf.Tensor, w_of_plus: tf.Tensor, w_of_minus: tf.Tensor, bias: Change
 ) -> tf.Tensor:
-    """x⁺∘Aᵀu + x⁻∘Bᵀu, u = R/st(Ax⁺ + Bx⁻ + bias(b)), for A = `w_of_plus` and B = `w_of_minus`."""
+    """Returns x⁺∘Aᵀu + x⁻∘Bᵀu, u = R/st(Ax⁺ + Bx⁻ + bias(b)), for A = `w_of_plus` and B = `w_of_minus`."""
     plus = linear.apply(positive(linear.x), w_of_plus)
     minus = linear.apply(negative(linear.x), w_of_minus)
     u = _ratio(r, linear.add_bias(plus.output + minus.output, bias), eps)
@@ -153,5 +153,5 @@ def _by_sign(
 
 
 def _ratio(r: tf.Tensor, z: tf.Tensor, eps: tf.Tensor) -> tf.Tensor:
-    """R/st(z), 0 where st(z) is 0."""
+    """Returns R/st(z), 0 where st(z) is 0."""
     return tf.math.divide_no_nan(r, z + tf.where(z >= 0, eps, -eps))

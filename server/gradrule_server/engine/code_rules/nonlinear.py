@@ -13,7 +13,7 @@ from gradrule_server.engine.code_rules.common import RuleTarget, dense, not_appl
 def rectgrad(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """dy where y·dy > percentile_q(y·dy), else 0; the percentile is each sample's own (axis 0 counts samples).
+    """Returns dy where y·dy > percentile_q(y·dy), else 0; the percentile is each sample's own (axis 0 counts samples).
 
     Kim et al. 2019, arXiv:1902.04893. Percentiles as NumPy's, linear between order statistics. The comparison is
     strict: equal elements stay or go together, q = 100 passes nothing, and neither does a tensor of rank 1, whose
@@ -31,7 +31,7 @@ def rectgrad(
     position = tf.clip_by_value(tf.cast(params["q"], tf.float64), 0.0, 100.0) * tf.cast(last, tf.float64) / 100
     from_top = tf.clip_by_value(last - tf.cast(tf.floor(position), tf.int64), 0, last)
     descending, _ = tf.math.top_k(flat, tf.cast(size, tf.int32))
-    # One column more, so that samples without elements have something to gather.
+    # One more column, so that gathering works for samples without elements.
     threshold = tf.gather(tf.pad(descending, [[0, 0], [0, 1]]), from_top, axis=1)
     passed = tf.reshape(flat > threshold[:, tf.newaxis], shape)
     return [tf.where(passed, dy, tf.zeros_like(dy))]
@@ -40,7 +40,7 @@ def rectgrad(
 def deeplift_rescale(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """dy·(y−y₀)/(x−x₀), and the op's own gradient where abs(x−x₀) ≤ eps.
+    """Returns dy·(y−y₀)/(x−x₀), and the op's own gradient where abs(x−x₀) ≤ eps.
 
     x₀, y₀: what x and y are where all xs of the program are `baseline`. Shrikumar et al. 2017, arXiv:1704.02685, the
     rescale rule; its code takes the gradient below 1e-7.
@@ -55,12 +55,12 @@ def deeplift_rescale(
     default = dense(target.own_gradients([dy])[0])
     if default is None:
         default = tf.zeros_like(x)
-    # Divides by 1 where the quotient is not used: what is chosen away would be NaN in the derivative of this.
+    # Divides by 1 where the quotient is not used: a NaN there would reach the derivative of this rule.
     slope = y_change / tf.where(near, tf.ones_like(x), x_change)
     return [tf.where(near, default, dy * slope)]
 
 
-# By op type: average pooling, what that calls its data, and its gradient.
+# By op type: average pooling, the name of its input, and its gradient.
 _AVERAGES = {
     "MaxPool": (tf.raw_ops.AvgPool, "value", tf.raw_ops.AvgPoolGrad),
     "MaxPool3D": (tf.raw_ops.AvgPool3D, "input", tf.raw_ops.AvgPool3DGrad),
@@ -68,7 +68,7 @@ _AVERAGES = {
 
 
 class _AveragePool:
-    """Average pooling over the windows of a max pooling; of what padding adds nothing is counted."""
+    """Average pooling over the windows of a max pooling; padding does not count."""
 
     def __init__(self, target: RuleTarget, rule: str) -> None:
         op = target.ops[0]
@@ -88,18 +88,18 @@ class _AveragePool:
         }
 
     def apply(self, x: tf.Tensor) -> tf.Tensor:
-        """The mean of each window."""
+        """Returns the mean of each window."""
         return self._forward(**{self._data: x}, **self._attributes)
 
     def transposed(self, x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
-        """`dy` spread evenly over each window, of the shape of x."""
+        """Spreads `dy` evenly over each window; returns it in the shape of x."""
         return self._backward(orig_input_shape=tf.shape(x), grad=dy, **self._attributes)
 
 
 def maxpool_as_avgpool(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """The gradient of average pooling over the same windows, which does not look at x.
+    """Returns the gradient of average pooling over the same windows, which does not depend on x.
 
     Lucid, smoothed_maxpool_grad ("avg").
     """
@@ -110,7 +110,7 @@ def maxpool_as_avgpool(
 def maxpool_smooth(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """The gradient of avg(x²)/(eps + avg(abs(x))), a smooth relative of the maximum, over the same windows.
+    """Returns the gradient of avg(x²)/(eps + avg(abs(x))), a smooth variant of the maximum, over the same windows.
 
     2x·avgᵀ(dy/d) − sgn(x)·avgᵀ(dy·avg(x²)/d²) with d = eps + avg(abs(x)), sgn(0) = 0. Lucid, smoothed_maxpool_grad
     ("L2"), eps 0.01. An x of 0 gets 0; so does a window of zeros where eps is 0. 16-bit types: calculated in float32.
@@ -128,7 +128,7 @@ def maxpool_smooth(
 def eigh_lorentzian(
     target: RuleTarget, dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]
 ) -> Sequence[tf.Tensor | None]:
-    """SelfAdjointEigV2's own gradient with 1/(eⱼ−eᵢ) replaced by d/(d²+eps), d = eⱼ−eᵢ.
+    """Returns SelfAdjointEigV2's own gradient with 1/(eⱼ−eᵢ) replaced by d/(d²+eps), d = eⱼ−eᵢ.
 
     v·(diag(de) + F∘(vᴴdv))·vᴴ with Fᵢⱼ = d/(d²+eps) and 0 on the diagonal; as the op reads the lower triangle only, the
     result is folded there. Matrices: the last two axes. Lorentzian broadening: Liao et al. 2019, arXiv:1903.09650.
@@ -152,6 +152,6 @@ def eigh_lorentzian(
 
 
 def _folded(gradient: tf.Tensor) -> tf.Tensor:
-    """The gradient for the lower triangle, each element taking along its mirror image."""
+    """Returns the gradient for the lower triangle: each element plus its mirror image."""
     both = tf.linalg.band_part(gradient + tf.linalg.adjoint(gradient), -1, 0)
     return tf.linalg.set_diag(both, tf.linalg.diag_part(both) / 2)

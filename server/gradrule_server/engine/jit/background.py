@@ -1,4 +1,4 @@
-"""Compiles programs with XLA in the background, one at a time, and tells the front end.
+"""Compiles programs with XLA in the background, one at a time, and reports to the front end.
 
 The front end must know what is being compiled: where that ends the engine, its next process does not try it again.
 """
@@ -47,19 +47,19 @@ class JitCompiler:
         self._refused: set[str] = set()
 
     def allow(self, key: str, built: BuiltProgram) -> None:
-        """Lets a program be compiled, where it runs in a session: on a CPU, and in one part."""
+        """Allows XLA to compile a program, if it runs in a session: on a CPU and in one part."""
         call = None if built.two_parts is not None else built.call
         if self.after_s and isinstance(call, SessionCall):
             built.jit = JitChoice(key, built.function, call, self)
 
     def refuse(self, digest: str) -> None:
-        """Never compiles a program whose key begins with `digest`."""
+        """Forbids XLA to compile programs whose keys start with `digest`."""
         with self._lock:
             if len(self._refused) < _MOST_REFUSED:
                 self._refused.add(digest)
 
     def compile(self, choice: JitChoice, variant: ShapeVariant) -> None:
-        """Compiles for the shapes of a variant, soon."""
+        """Queues the compilation for the shapes of a variant."""
         self._work.put((weakref.ref(choice), variant))
         with self._lock:
             if self._thread is None:
@@ -86,9 +86,9 @@ class JitCompiler:
                 try:
                     self._compile(choice, variant)
                 except Exception as cause:
-                    # Other programs wait for this thread.
+                    # The thread must go on: other programs are queued.
                     _log.exception("compiling a program with XLA failed; it runs without")
-                    # The front end may be gone.
+                    # The front end may have closed the socket.
                     with contextlib.suppress(OSError):
                         choice.refuse(type(cause).__name__)
             del choice, variant
@@ -102,7 +102,7 @@ class JitCompiler:
         if reason:
             choice.refuse(reason)
         elif (compiled := variant.compiled) is not None:
-            # Not set: a call failed with XLA since then.
+            # `compiled` is None if a call has failed with XLA in the meantime.
             self._compiled.add(compiled)
 
     def _refusal(self, choice: JitChoice) -> str:
@@ -129,7 +129,7 @@ def _prepare_in_background(choice: JitChoice, variant: ShapeVariant) -> str:
 
 
 def _in_background(work: Callable[[], str]) -> str:
-    """Returns what a function returns that runs on a thread of lower priority.
+    """Runs a function on a thread of lower priority; returns its result.
 
     XLA's own threads have the priority of the one that starts them. A thread cannot take its priority back, so it ends.
     """

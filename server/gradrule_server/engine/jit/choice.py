@@ -1,9 +1,9 @@
 """Chooses, for each set of shapes of a program that allows it, between TensorFlow's kernels and XLA.
 
-1. Calls are counted. Once they have run for `after_s` in all, XLA compiles the program in the background, and runs it
-   on a copy of what two of these calls were fed; where the results are not theirs up to rounding, XLA is not used.
-2. The next calls run by turns with and without XLA, and are timed.
-3. Where XLA takes less than 0.8 of the time, it runs all further calls of these shapes.
+1. Calls are counted. After `after_s` seconds of run time in total, XLA compiles the program in the background and runs
+   it on copies of the arguments of two calls. If the results differ by more than rounding, XLA is not used.
+2. The next calls alternate between TensorFlow and XLA, and are timed.
+3. If XLA takes at most 0.8 of the time, it runs all further calls of these shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _MOST_SAMPLE_BYTES = 64 * 1024 * 1024
 _LEAST_RUN_NS = 100_000
 _TIMED_RUNS = 9
 _MOST_OF_TIME = 0.8
-# In units of the last place of the tensor's largest element, or of this part of the call's largest number.
+# Allowed difference in units of the last place of the tensor's largest element, which counts as at least this part of
+# the call's largest number.
 _MOST_UNITS = 64
 _FLOOR = 0.01
 
@@ -40,7 +41,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Phase(enum.Enum):
-    """What happens to calls of one set of shapes."""
+    """State of the calls of one set of shapes."""
 
     COUNTING = enum.auto()
     COMPILING = enum.auto()
@@ -50,7 +51,7 @@ class Phase(enum.Enum):
 
 
 class Background(Protocol):
-    """Runs work in the background and tells the front end what comes of it."""
+    """Compiles in the background, and reports the outcome to the front end."""
 
     @property
     def after_s(self) -> float: ...
@@ -62,7 +63,7 @@ class Background(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ShapeVariant:
-    """A program with arguments of one set of shapes."""
+    """State of a program for arguments of one set of shapes."""
 
     phase: Phase = Phase.COUNTING
     calls: int = 0
@@ -74,7 +75,7 @@ class ShapeVariant:
     """Nanoseconds of runs without XLA and with it."""
 
     def refuse(self) -> None:
-        """XLA is not used; what it needed is freed."""
+        """Stops the use of XLA for these shapes, and frees its memory."""
         self.phase, self.compiled = Phase.REFUSED, None
         self.samples.clear()
 
@@ -93,7 +94,7 @@ class JitChoice:
         self._variants: dict[Shapes, ShapeVariant] = {}
         self._lock = threading.Lock()
         self.reason = refusal_reason(function)
-        """Why XLA is not used, for any shapes; empty: nothing is known against it."""
+        """Reason why XLA is not used for any shapes; empty if there is none."""
 
     def run(self, arguments: Arrays) -> tuple[Arrays, bool]:
         """Returns the results, and whether XLA computed them."""
@@ -105,7 +106,7 @@ class JitChoice:
             try:
                 return self._timed(variant, compiled, arguments, variant.times[1]), True
             except tf.errors.OpError as cause:
-                # Without XLA the call gets the answer or the error that is its own.
+                # The call runs again without XLA and gets its answer or its own error.
                 _log.warning("a program fails with XLA and runs without it from now on: %s", cause)
                 self._refuse(variant)
         if variant.phase is Phase.TIMING:
@@ -115,7 +116,7 @@ class JitChoice:
         return self._plain(arguments), False
 
     def prepare(self, variant: ShapeVariant) -> str:
-        """Compiles for the shapes of a variant and compares; returns why XLA is not used, empty where it may be.
+        """Compiles for the shapes of a variant and compares results; returns why XLA is not used, or an empty string.
 
         Takes seconds.
         """
@@ -131,7 +132,7 @@ class JitChoice:
         return ""
 
     def refuse(self, reason: str) -> None:
-        """Runs no call with XLA any more."""
+        """Stops the use of XLA for this program."""
         with self._lock:
             self.reason = reason
             variants = list(self._variants.values())
@@ -169,10 +170,10 @@ class JitChoice:
             if variant.phase is not Phase.COUNTING or variant.run_ns < self._background.after_s * 1e9:
                 return results
             if variant.run_ns < _LEAST_RUN_NS * variant.calls:
-                # So short a run is mostly the call itself.
+                # Most of so short a run is the cost of the call itself.
                 variant.refuse()
                 return results
-            # Arguments may lie in memory that is used again once the call is answered.
+            # Copied: the memory of arguments is reused after the answer.
             variant.samples.append(([np.array(argument) for argument in arguments], results))
             if len(variant.samples) < _SAMPLES and _bytes_of(variant.samples) < _MOST_SAMPLE_BYTES:
                 return results

@@ -14,12 +14,12 @@ from gradrule_server.policy.op_traits import trait_values
 _MOST_OPS = 1000
 
 _XLA = trait_values("xla")
-# Of half precision XLA keeps intermediate results in float32.
+# Half precision is left out: XLA keeps intermediate results in float32.
 _DTYPES = frozenset({tf.bool, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.float32, tf.float64})
 
 
 def refusal_reason(function: Any) -> str:
-    """Returns why XLA may not compile a function; empty: it may."""
+    """Returns why XLA may not compile a function; empty if it may."""
     ops = function.graph.get_operations()
     if len(ops) > _MOST_OPS:
         return f"it has {len(ops)} ops; at most {_MOST_OPS} are compiled"
@@ -29,7 +29,7 @@ def refusal_reason(function: Any) -> str:
         dtype = next((tensor.dtype for tensor in (*op.inputs, *op.outputs) if tensor.dtype not in _DTYPES), None)
         if dtype is not None:
             return f"its op {op.name!r} ({op.type}) computes with {dtype.name}"
-        # Where a float has no integer of the type, or a divisor is 0, kernels and XLA differ.
+        # Kernels and XLA differ for floats outside the integer type's range.
         if op.type == "Cast" and op.inputs[0].dtype.is_floating and op.outputs[0].dtype.is_integer:
             return f"its op {op.name!r} casts floats to integers"
         if _XLA[op.type] == "floats" and not op.outputs[0].dtype.is_floating:
@@ -38,7 +38,7 @@ def refusal_reason(function: Any) -> str:
 
 
 def compiled_call(function: Any, arrays: Sequence[np.ndarray]) -> SessionCall:
-    """Returns a function as a call that XLA compiles when it runs first, for arguments of the shapes of these.
+    """Returns a call of a function that XLA compiles at its first run, for arguments of these shapes.
 
     It runs in a session of its own: what XLA compiled is freed with the session.
     """

@@ -1,1 +1,1 @@
-"""What an engine process may do at all, whatever a graph makes it do: held by the operating system."""
+"""Limits, by means of the operating system, what an engine process may do."""

@@ -35,7 +35,7 @@ _USED_DEVICES = ("/dev/null", "/dev/nvidia-caps", "/dev/dxg")
 
 
 def grants(blob_folder: Path | None) -> list[Grant]:
-    """What may be read, and the few devices that may be written. Blobs can be read by name, but not listed."""
+    """Returns the readable paths and the few writable devices. Blobs can be read by name, but not listed."""
     found = [Grant(path, _READ) for path in readable_folders()]
     found += [Grant(Path(name), _READ) for name in (*_MACHINE, *_READ_DEVICES)]
     found += [
@@ -47,7 +47,7 @@ def grants(blob_folder: Path | None) -> list[Grant]:
 
 
 def readable_folders() -> list[Path]:
-    """Where libraries lie: Python's, its packages', this server's, the system's and CUDA's."""
+    """Returns the folders of libraries: of Python, its packages, this server, the system and CUDA."""
     return list(dict.fromkeys(path.resolve() for path in _library_folders()))
 
 
@@ -57,7 +57,7 @@ def _library_folders() -> Iterator[Path]:
     yield Path(sys.base_prefix) / "lib"
     yield from (Path(entry) for entry in sys.path if entry)
     for package in _OWN_PACKAGES:
-        # An installation for development may lie in no folder of the path.
+        # An editable installation may be in no folder of `sys.path`.
         spec = importlib.util.find_spec(package)
         yield from map(Path, (spec.submodule_search_locations or ()) if spec is not None else ())
     yield from map(Path, _SYSTEM_LIBRARIES)
@@ -68,7 +68,7 @@ def _library_folders() -> Iterator[Path]:
 _PR_SET_NO_NEW_PRIVS = 38
 _MAX_OPEN_FILES = 4096
 
-# linux/capability.h. A data folder may belong to another user than root, who serves.
+# linux/capability.h. A server that runs as root must read a data folder of another user.
 _CAPABILITY_VERSION, _READ_ANY_FILE = 0x20080522, 1 << 2
 
 
@@ -88,7 +88,7 @@ class _Capabilities(ctypes.Structure):
 
 
 def set_limits() -> None:
-    """No core files, a sane number of files open at a time."""
+    """Forbids core files, and limits the number of open files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
@@ -96,14 +96,14 @@ def set_limits() -> None:
 
 
 def forbid_writing() -> None:
-    """No byte into any file; sockets and pipes stay as they are."""
-    # Libraries ask for a folder to write to as they are imported, and would try all they know; none of them needs it.
+    """Forbids writing to files. Sockets and pipes still work."""
+    # Libraries look for a writable folder when they are imported, but none of them needs it.
     tempfile.tempdir = os.devnull
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def drop_privileges() -> None:
-    """No privilege is gained any more, and those of root's are gone. `OSError` where the kernel refuses."""
+    """Drops root's privileges, and forbids to gain new ones. Raises `OSError` if the kernel refuses."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header, capabilities = _Header(_CAPABILITY_VERSION, 0), _Capabilities()
     capget(header, capabilities)
@@ -112,18 +112,18 @@ def drop_privileges() -> None:
 
 
 class SandboxRefused(Exception):
-    """The platform lacks a measure, and the mode is `on`; the message says which."""
+    """The platform lacks a measure, and the mode is `on`; the message names it."""
 
 
 @dataclass
 class Sandbox:
-    """The measures that hold, by name, and those that do not, each with the reason."""
+    """Names of the measures in force, and of the missing ones, with reasons."""
 
     held: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     def apply(self, measure: str, fault: str | None, hold: Callable[[], None]) -> None:
-        """Holds a measure, unless something speaks against it or the kernel refuses."""
+        """Applies a measure, unless `fault` is given or the kernel refuses."""
         if fault is None:
             try:
                 hold()
@@ -136,7 +136,7 @@ class Sandbox:
 
 
 def enter(mode: str, blob_folder: Path | None) -> Sandbox:
-    """Gives up what an engine does not need, for good. `mode`: `on`, `auto` or `off`, which keeps to the limits.
+    """Gives up, for good, the rights that an engine does not need. `mode`: `on`, `auto` or `off` (only `limits`).
 
     The measures: `limits` (no core files, few open files), `writing` (no byte into a file), `privileges` (none of
     root's, none to be gained), `files` (only libraries and the blobs are read, no file is made or changed; by Landlock,
@@ -154,7 +154,7 @@ def enter(mode: str, blob_folder: Path | None) -> Sandbox:
     no_landlock = None if landlock.version() else "no Landlock in this kernel"
     sandbox.apply("files", no_landlock, lambda: landlock.restrict(granted))
     if blob_folder is not None:
-        # The registry lies beside the blobs, and a folder within a readable one cannot be taken out of it.
+        # The registry is next to the blobs, and a readable folder cannot exclude a subfolder.
         around = next((folder for folder in readable_folders() if blob_folder.resolve().is_relative_to(folder)), None)
         if around is not None:
             sandbox.missing.append(f"a registry out of reach (the data folder lies in {around}, where libraries are)")

@@ -1,4 +1,4 @@
-"""Landlock: the kernel refuses this thread and its later ones files, connections and signals beyond what is granted.
+"""Restricts files, connections and signals of this thread and the threads it starts, by the kernel's Landlock.
 
 Structures and flags: linux/landlock.h. What the running kernel does not know yet is left out.
 """
@@ -24,7 +24,7 @@ WRITE_FILE, TRUNCATE, IOCTL_DEVICE = 1 << 1, 1 << 14, 1 << 15
 _EXECUTE = 1 << 0
 _OF_FILES = _EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 
-# How many rights on files each version of Landlock knows, from version 1 on.
+# Number of rights on files, by version of Landlock, from version 1 on.
 _FILE_RIGHTS = (13, 14, 15, 15, 16)
 _NETWORK_SINCE, _TCP_BIND_AND_CONNECT = 4, 0b11
 _SCOPES_SINCE, _ABSTRACT_SOCKETS_AND_SIGNALS = 6, 0b11
@@ -45,14 +45,14 @@ class _PathBeneath(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Rights on a path, and on all beneath it. A path that is not there grants nothing."""
+    """Rights on a path and everything below it. A path that does not exist grants nothing."""
 
     path: Path
     rights: int
 
 
 def version() -> int:
-    """The kernel's version of Landlock; 0: it has none, or it is switched off."""
+    """Returns the kernel's version of Landlock; 0 if it has none or it is switched off."""
     try:
         return syscall(_CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION)
     except OSError:
@@ -60,7 +60,7 @@ def version() -> int:
 
 
 def restrict(grants: Iterable[Grant]) -> None:
-    """Refuses all files but the granted ones, TCP, and what reaches other processes. There is no way back.
+    """Forbids, for good, all files but the granted ones, TCP, and access to other processes.
 
     Needs `no_new_privs`, and a version above 0. `OSError` where the kernel refuses.
     """
@@ -71,7 +71,7 @@ def restrict(grants: Iterable[Grant]) -> None:
         _TCP_BIND_AND_CONNECT if known >= _NETWORK_SINCE else 0,
         _ABSTRACT_SOCKETS_AND_SIGNALS if known >= _SCOPES_SINCE else 0,
     )
-    # A kernel takes a longer structure than its own as long as what it does not know is 0.
+    # A kernel accepts a longer structure than its own if the unknown part is 0.
     ruleset = syscall(_CREATE_RULESET, address(attributes), ctypes.sizeof(attributes), 0)
     try:
         for grant in grants:

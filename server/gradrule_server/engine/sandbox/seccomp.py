@@ -1,4 +1,4 @@
-"""Seccomp: the kernel refuses this thread and its later ones the system calls that an engine has no use for."""
+"""Forbids system calls that an engine does not need, for this thread and the threads it starts, by seccomp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradrule_server.link.system_calls import address, prctl
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
-# Where a filter finds things, in bytes: linux/seccomp.h. Both machines are little-endian.
+# Offsets in the data of a filter, in bytes: linux/seccomp.h. Both machines are little-endian.
 _NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 # Instructions of the kernel's packet filter: linux/bpf_common.h.
 _LOAD, _RETURN, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT = 0x20, 0x06, 0x15, 0x35, 0x45
@@ -37,7 +37,7 @@ _MACHINES = {"x86_64": _Machine(0xC000003E, 0), "aarch64": _Machine(0xC00000B7, 
 
 # Number of each refused call on x86-64 and aarch64; None: the machine has no such call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # Network. The socket to the front end is there already. One of a pair sends datagrams to any path.
+    # Network. The socket to the front end exists already. A socket of a pair can send datagrams to any path.
     "socket": (41, 198),
     "socketpair": (53, 199),
     "connect": (42, 203),
@@ -45,7 +45,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "accept4": (288, 242),
     "bind": (49, 200),
     "listen": (50, 201),
-    # Programs and processes. Threads come from clone, which is looked at more closely.
+    # Programs and processes. Threads need clone, which is filtered by its flags.
     "execve": (59, 221),
     "execveat": (322, 281),
     "fork": (57, None),
@@ -62,17 +62,17 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
-    # The first argument of these two says what the second one means.
+    # The meaning of the second argument depends on the first, so these cannot be filtered by process.
     "setpriority": (141, 140),
     "ioprio_set": (251, 30),
     "migrate_pages": (256, 238),
-    # What outlives a process without a name in the file system.
+    # Objects that outlive a process and have no name in the file system.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
-    # What Landlock leaves alone of files, some of it in its early versions only.
+    # Changes of files that Landlock does not restrict, at least in its early versions.
     "truncate": (76, 45),
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -97,7 +97,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "utimensat": (280, 88),
     "mknod": (133, None),
     "mknodat": (259, 33),
-    # Who one is.
+    # Identity of the process.
     "setuid": (105, 146),
     "setgid": (106, 144),
     "setreuid": (113, 145),
@@ -131,7 +131,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
     "fanotify_init": (300, 262),
-    # Parts of the kernel that attacks on it begin with.
+    # Parts of the kernel with frequent vulnerabilities.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -159,10 +159,10 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None),
     "ioperm": (173, None),
 }
-# The flags of a clone decide, those of a clone3 lie in memory, where no filter sees them.
+# clone is filtered by its flags; those of clone3 are in memory, which a filter cannot read.
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 
-# Calls on the process that the first argument names, which must be this one.
+# Calls whose first argument is a process, which must be this one.
 _ON_PROCESS: dict[str, tuple[int, int]] = {
     "kill": (62, 129),
     "tgkill": (234, 131),
@@ -173,11 +173,11 @@ _ON_PROCESS: dict[str, tuple[int, int]] = {
     "sched_setattr": (314, 274),
     "move_pages": (279, 239),
 }
-# To these, 0 is a group of processes.
+# For these, 0 is a group of processes.
 _SIGNALS = ("kill", "tgkill")
 
-# What the second argument must not be: linux/fcntl.h, asm-generic/fcntl.h, asm-generic/sockios.h, linux/fs.h. The first
-# ones have a file signal any process as it changes, the last two of ioctl change a file that is open to be read.
+# Forbidden second arguments: linux/fcntl.h, asm-generic/fcntl.h, asm-generic/sockios.h, linux/fs.h. Most of them make
+# changes of a file signal any process; the last two of ioctl change a file that is open for reading.
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
@@ -192,12 +192,12 @@ class _Program(ctypes.Structure):
 
 
 def is_known() -> bool:
-    """Whether the calls of this machine are known."""
+    """Returns whether the system calls of this machine are known."""
     return platform.machine() in _MACHINES and ctypes.sizeof(ctypes.c_void_p) == 8
 
 
 def restrict() -> None:
-    """Refuses the calls with EPERM. There is no way back. Needs `no_new_privs`; `OSError` where the kernel refuses."""
+    """Makes the calls fail with EPERM, for good. Needs `no_new_privs`. Raises `OSError` if the kernel refuses."""
     code = _filter(_MACHINES[platform.machine()], os.getpid())
     program = _Program(len(code) // _INSTRUCTION.size, code)
     prctl(_PR_SET_SECCOMP, _MODE_FILTER, address(program))
@@ -206,7 +206,7 @@ def restrict() -> None:
 def _filter(machine: _Machine, pid: int) -> bytes:
     refuse = _step(_RETURN, _ERRNO | errno.EPERM)
     allow = _step(_RETURN, _ALLOW)
-    # A test is followed by what happens where it holds, and skips that where it does not.
+    # A test is followed by the instruction for the case that it holds, and skips it otherwise.
     code = [
         _step(_LOAD, _MACHINE),
         *(_step(_IF_EQUAL, machine.audit, on_true=1), refuse),
@@ -217,7 +217,7 @@ def _filter(machine: _Machine, pid: int) -> bytes:
         number = numbers[machine.column]
         if number is not None:
             code += [_step(_IF_EQUAL, number, on_false=1), refuse]
-    # The C library takes clone where there is no clone3.
+    # The C library uses clone if clone3 does not exist.
     code += [_step(_IF_EQUAL, _CLONE3[machine.column], on_false=1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
     code += [
         *(_step(_IF_EQUAL, _CLONE[machine.column], on_false=4), _step(_LOAD, _FIRST_ARGUMENT)),
@@ -233,11 +233,11 @@ def _filter(machine: _Machine, pid: int) -> bytes:
 
 
 def _by_argument(number: int, argument: int, values: Sequence[int], such: bytes, other: bytes) -> list[bytes]:
-    """What becomes of a call by one of its arguments, of which the kernel takes the lower 32 bits, as this does."""
+    """Returns the filter of a call by the lower 32 bits of one argument: the kernel reads no more of it either."""
     tests = [part for value in values for part in (_step(_IF_EQUAL, value, on_false=1), such)]
     return [_step(_IF_EQUAL, number, on_false=len(tests) + 2), _step(_LOAD, argument), *tests, other]
 
 
 def _step(operation: int, value: int, *, on_true: int = 0, on_false: int = 0) -> bytes:
-    """An instruction; a test skips so many of the next ones."""
+    """Returns an instruction. `on_true`, `on_false`: number of instructions that a test skips."""
     return _INSTRUCTION.pack(operation, on_true, on_false, value)

@@ -58,7 +58,7 @@ def calls_of(
 
 
 @pytest.mark.parametrize("name", PROVEN)
-def test_answers_are_those_of_calls_that_run_alone(name: str) -> None:
+def test_batched_answers_equal_those_of_single_calls(name: str) -> None:
     case = PROVEN[name]
     built, params = built_of(case)
     layout = analyse(built)
@@ -76,7 +76,7 @@ def test_answers_are_those_of_calls_that_run_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_examples_is_refused(name: str) -> None:
+def test_programs_that_mix_examples_are_refused(name: str) -> None:
     built, _ = built_of(REFUSED[name])
     found = analyse(built)
     assert isinstance(found, Refusal), found
@@ -86,7 +86,7 @@ def test_what_mixes_examples_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["batch norm by hand", "reversed", "number of elements", "cumulative", "hidden mean loss"]
 )
-def test_the_trial_finds_what_the_analysis_would_miss(name: str) -> None:
+def test_trial_detects_mixing_that_analysis_misses(name: str) -> None:
     """The test of the test: a layout that is wrong. The calls are equal, so that only other rows tell."""
     case = REFUSED[name]
     built, params = built_of(case)
@@ -98,7 +98,7 @@ def test_the_trial_finds_what_the_analysis_would_miss(name: str) -> None:
     assert "is another when calls run together" in proof.refusal
 
 
-def test_calls_run_together_only_where_shared_inputs_and_shapes_are_equal() -> None:
+def test_calls_run_together_only_if_shared_inputs_and_shapes_are_equal() -> None:
     case = PROVEN["temperature"]
     built, _ = built_of(case)
     layout = analyse(built)
@@ -113,7 +113,7 @@ def test_calls_run_together_only_where_shared_inputs_and_shapes_are_equal() -> N
     assert group_key(0.0) != group_key(-0.0)
 
 
-def test_calls_without_one_number_of_examples_run_alone() -> None:
+def test_calls_with_inconsistent_example_counts_run_alone() -> None:
     case = PROVEN["broadcasting"]
     built, _ = built_of(case)
     layout = analyse(built)
@@ -123,7 +123,7 @@ def test_calls_without_one_number_of_examples_run_alone() -> None:
     assert count_examples(built, layout, [np.ones([0, 4]), np.ones([0, 1])]) == 0
 
 
-def test_a_call_with_a_param_that_is_a_tensor_runs_alone() -> None:
+def test_call_with_tensor_param_runs_alone() -> None:
     case = PROVEN["straight through"]
     built, params = built_of(case)
     layout = analyse(built)
@@ -132,7 +132,7 @@ def test_a_call_with_a_param_that_is_a_tensor_runs_alone() -> None:
     assert count_examples(built, layout, [np.ones([2, 4]), np.ones([2, 1])]) == 0
 
 
-def test_sizes_are_few_and_hardly_larger_than_asked() -> None:
+def test_padded_sizes_are_few_and_close_to_the_request() -> None:
     sizes = {allowed_size(count, 64) for count in range(1, 65)}
     assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
     assert all(count <= allowed_size(count, 64) <= 1.5 * count for count in range(2, 65))

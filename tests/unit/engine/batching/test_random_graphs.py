@@ -125,7 +125,7 @@ def test_random_graphs(seed: int) -> None:
             assert is_close(one, other, 1024, 0.01)
 
 
-def test_graphs_of_both_kinds_are_made() -> None:
+def test_random_graphs_of_both_kinds_occur() -> None:
     """The test of the test."""
     kinds = [case_of(seed)[1] for seed in range(GRAPHS)]
     assert min(kinds.count(True), kinds.count(False)) >= GRAPHS // 4

@@ -87,7 +87,7 @@ class Engine:
         }
 
 
-def test_values_that_fail_cost_their_sender_alone() -> None:
+def test_failing_values_fail_only_their_own_request() -> None:
     engine = Engine(quotient())
     assert engine.run([1], [2]).outcome == PROVEN
     assert engine.run([3], [0], [4, 5]).outcome == PROVEN
@@ -98,7 +98,7 @@ def test_values_that_fail_cost_their_sender_alone() -> None:
     assert [answer.batch_size for answer in engine.answers.values()] == [2, 2]
 
 
-def test_a_trial_that_fails_costs_no_request_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_trial_leaves_all_requests_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError
 
@@ -110,7 +110,7 @@ def test_a_trial_that_fails_costs_no_request_its_answer(monkeypatch: pytest.Monk
     assert not engine.errors
 
 
-def test_a_common_run_that_fails_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_batch_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError
 
@@ -121,14 +121,14 @@ def test_a_common_run_that_fails_is_not_repeated(monkeypatch: pytest.MonkeyPatch
     assert engine.results() == {0: [12], 1: [6]}
 
 
-def test_a_frame_that_fails_as_a_whole_is_told_as_an_error_and_not_as_done() -> None:
+def test_frame_that_fails_sends_a_fault_and_no_notice() -> None:
     engine = Engine(quotient())
     with pytest.raises(ValueError, match="batch of requests"):
         engine.runner.run(99, b"\1")
     assert not engine.notices
 
 
-def test_no_more_examples_run_together_than_was_proven() -> None:
+def test_batches_do_not_exceed_the_proven_size() -> None:
     engine = Engine(quotient())
     engine.run([1], [2])
     half = [1] * (MAX_EXAMPLES // 2)
@@ -136,7 +136,7 @@ def test_no_more_examples_run_together_than_was_proven() -> None:
     assert [answer.batch_size for answer in engine.answers.values()] == [MAX_EXAMPLES, MAX_EXAMPLES, 0]
 
 
-def test_results_with_another_number_of_rows_are_not_cut() -> None:
+def test_results_with_unexpected_row_count_are_not_split() -> None:
     """The test of the test: a layout that is wrong."""
     calls = [BatchedCall(number, 0, 0, [np.array([1], np.int32)], 1) for number in range(2)]
     with pytest.raises(ValueError, match="2 rows for each of 2 examples"):
