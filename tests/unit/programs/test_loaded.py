@@ -27,7 +27,7 @@ from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
-from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, Overruns, Starter
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ async def test_abandoned_load_that_does_not_end_ends_the_engine(
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    overruns = Overruns()
+    overruns = FakeRecorder()
 
     async def hurried() -> None:
         with loaded.hold(program("a"), recorder=overruns) as load:
@@ -435,7 +435,7 @@ async def test_endless_load_ends_the_engine_although_calls_wait(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
-    engine, recorder = FakeEngine(), Overruns()
+    engine, recorder = FakeEngine(), FakeRecorder()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     loop = asyncio.get_running_loop()
 
