@@ -1,4 +1,4 @@
-"""The command line against a real server: what people type, what they read, and the exit code."""
+"""Tests the command line against a real server: input, output and exit code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def half(shell: Shell) -> Iterator[str]:
     shell("rules", "delete", "CliHalf")
 
 
-def test_life_of_a_rule(shell: Shell) -> None:
+def test_rule_is_created_shown_and_deleted(shell: Shell) -> None:
     made = shell("rules", "create", "CliRule", "(a + b) * dy", "--param", "a=2", "--param", "b", "--json")
     assert made.code == 0
     assert made.json["params"] == {"a": 2.0, "b": None}
@@ -72,7 +72,7 @@ def test_rules_of_all_kinds_are_listed(shell: Shell, half: str) -> None:
     assert only == {"builtin"}
 
 
-def test_a_rule_from_a_graph(shell: Shell) -> None:
+def test_rule_from_a_graph(shell: Shell) -> None:
     g = gr.Graph()
     g.op_output("Mul", g.placeholder("dy", "float32"), 7.0, name="dx")
     Path("rule.pb").write_bytes(g.to_bytes())
@@ -116,7 +116,7 @@ def test_evaluate_shows_outputs_gradients_and_rules(shell: Shell, half: str) -> 
         (("--grad-y", "y=tensor:upstream", "--feed", "upstream=[1, 10, 100]"), [0.5, 10.0, 150.0]),
     ],
 )
-def test_the_words_of_evaluate_decide(shell: Shell, half: str, more: tuple[str, ...], expected: list[float]) -> None:
+def test_flags_of_evaluate(shell: Shell, half: str, more: tuple[str, ...], expected: list[float]) -> None:
     words = (
         "evaluate",
         "graph.pb",
@@ -182,7 +182,7 @@ def test_strings_are_shown_but_not_pickled(shell: Shell) -> None:
     assert not Path("text.npz").exists()
 
 
-def test_explain_tells_before_anything_runs(shell: Shell) -> None:
+def test_explain_runs_nothing(shell: Shell) -> None:
     done = shell("explain", "graph.pb", "--fetch", "y", "--y", "y", "--x", "x", "--override", "Sign=ste_sign")
     assert done.code == 0
     assert done.rows("feed", "x", "float32", "[?]")
@@ -193,7 +193,7 @@ def test_explain_tells_before_anything_runs(shell: Shell) -> None:
     assert told["default_gradient_nodes"] == ["y"]
 
 
-def test_explain_lists_all_that_is_wrong(shell: Shell) -> None:
+def test_explain_lists_all_problems(shell: Shell) -> None:
     words = ("explain", "graph.pb", "--y", "y", "--x", "x", "--override", "Sgn=ste_sign", "--override", "Mul=ste_sgn")
     done = shell(*words)
     assert done.code == 1
@@ -202,7 +202,7 @@ def test_explain_lists_all_that_is_wrong(shell: Shell) -> None:
     assert {item["reason"] for item in shell(*words, "--json").json["findings"]} == {"UNKNOWN_OP_TYPE", "UNKNOWN_RULE"}
 
 
-def test_life_of_a_program(shell: Shell) -> None:
+def test_program_is_compiled_evaluated_and_deleted(shell: Shell) -> None:
     made = shell(
         "programs", "compile", "graph.pb", "--name", "cli-program", "--fetch", "y", "--y", "y", "--x", "x",
         "--override", "Sign=ste_sign",
@@ -243,7 +243,7 @@ def test_refusals_are_one_message_on_stderr(shell: Shell, arguments: tuple[str, 
     assert all(word in done.err for word in words)
 
 
-def test_a_feed_given_twice_is_wrong_usage(shell: Shell) -> None:
+def test_duplicate_feed_is_wrong_usage(shell: Shell) -> None:
     done = shell("evaluate", "graph.pb", "--feed", "both.npz", "--feed", "x=[1]", "--fetch", "y")
     assert (done.code, done.out) == (2, "")
     assert "'x' is fed twice" in done.err
@@ -257,7 +257,7 @@ def test_health(shell: Shell, server: RunningServer) -> None:
     assert "UNAVAILABLE" in refused.err
 
 
-def test_a_reader_that_goes_away_costs_no_traceback(server: RunningServer) -> None:
+def test_closed_pipe_causes_no_traceback(server: RunningServer) -> None:
     command = f"{sys.executable} -m gradrule.cli rules list --target {server.target} | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("rules (")

@@ -52,7 +52,7 @@ def test_selectors_and_presets_reach_their_nodes(shell: Shell, flags: tuple[str,
     assert (node, rule, "active") in [(item["node"], item["rule"], item["status"]) for item in done.json["overrides"]]
 
 
-def test_params_stand_in_the_override_and_in_the_call(shell: Shell) -> None:
+def test_params_of_override_and_of_call(shell: Shell) -> None:
     words = (*EVALUATE, "--override", "Relu=relu_beta_smooth:beta=0.5")
     smooth = np.array(shell(*words).json["gradients"]["x"]["values"])
     steep = np.array(shell(*words, "--param", "Relu.beta=500").json["gradients"]["x"]["values"])
@@ -61,7 +61,7 @@ def test_params_stand_in_the_override_and_in_the_call(shell: Shell) -> None:
     assert np.abs(smooth - own).max() > 0.1
 
 
-def test_policies_for_what_has_no_gradient(shell: Shell) -> None:
+def test_policies_for_ops_without_gradient(shell: Shell) -> None:
     g = gr.Graph()
     g.op("RandomShuffle", g.placeholder("x", "float32", [None]), name="y")
     Path("shuffle.pb").write_bytes(g.to_bytes())
@@ -71,7 +71,7 @@ def test_policies_for_what_has_no_gradient(shell: Shell) -> None:
     assert shell(*words, "--no-gradient", "zero").json["gradients"]["x"]["values"] == [0, 0]
 
 
-def test_a_rewrite_is_told(shell: Shell) -> None:
+def test_rewrite_is_reported(shell: Shell) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None, 4, 4, 1])
     h = g.op("Conv2D", x, np.ones((3, 3, 1, 2), np.float32), strides=[1, 1, 1, 1], padding="SAME", name="conv")
@@ -106,7 +106,7 @@ def test_compare_prints_norms_and_first_differences(shell: Shell) -> None:
     assert done.rows("finite differences: central differences in float64, along every element")
 
 
-def test_compare_draws_and_tells_in_json(shell: Shell) -> None:
+def test_compare_draws_and_prints_json(shell: Shell) -> None:
     done = shell(
         *COMPARE, "--map", "both=Relu=guided_relu", "--map", "both=MatMul=expr:each(2 * default)",
         "--no-finite-differences", "--output", "norms.png", "--json",
@@ -122,7 +122,7 @@ def test_compare_draws_and_tells_in_json(shell: Shell) -> None:
     assert image.imread("norms.png").shape[:2] > (300, 500)
 
 
-def test_compare_refuses_as_the_other_commands_do(shell: Shell) -> None:
+def test_compare_reports_errors_like_other_commands(shell: Shell) -> None:
     done = shell(*COMPARE, "--map", "bad=Relu=guided_rel")
     assert (done.code, done.out) == (1, "")
     assert "overrides['bad']" in done.err and "'guided_relu'" in done.err

@@ -62,7 +62,7 @@ def told(svg: str) -> dict[str, list[str]]:
     return found
 
 
-def test_explain_draws_nodes_wherever_they_lie(shell: Shell) -> None:
+def test_explain_draws_nodes_in_functions_loops_and_branches(shell: Shell) -> None:
     done = shell(*WORDS, "--svg", "out.svg", "--html", "out.html")
     assert done.code == 0
     assert done.rows("wrote out.svg") and done.rows("wrote out.html")
@@ -81,7 +81,7 @@ def test_explain_draws_nodes_wherever_they_lie(shell: Shell) -> None:
     assert page.startswith("<!doctype html>") and "guided_relu" in page
 
 
-def test_every_node_that_has_a_gradient_is_on_the_path_and_no_other(shell: Shell) -> None:
+def test_path_contains_exactly_the_nodes_with_gradients(shell: Shell) -> None:
     answer = shell(*WORDS, "--svg", "out.svg", "--json").json
     asked = set(answer["default_gradient_nodes"]) | {
         item["node"] for item in answer["overrides"] if item["status"] == "active"
@@ -91,11 +91,11 @@ def test_every_node_that_has_a_gradient_is_on_the_path_and_no_other(shell: Shell
     assert path == asked | calls | {"x"}
 
 
-def test_json_is_all_that_json_prints(shell: Shell) -> None:
+def test_json_output_is_only_json(shell: Shell) -> None:
     assert shell(*WORDS, "--svg", "out.svg", "--json").json["findings"] == []
 
 
-def test_what_is_wrong_is_drawn_too(shell: Shell) -> None:
+def test_problems_are_drawn(shell: Shell) -> None:
     g = gr.Graph()
     g.op("Neg", g.placeholder("x", "float32"), name="y")
     message = g._message
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_drawn_too(shell: Shell) -> None:
     assert "wrong" in told(Path("out.svg").read_text())["y"]
 
 
-def test_a_file_that_cannot_be_written_is_a_failure(shell: Shell) -> None:
+def test_unwritable_file_is_a_failure(shell: Shell) -> None:
     done = shell(*WORDS, "--svg", "no/such/folder/out.svg")
     assert done.code == 1
     assert "no/such/folder" in done.err
@@ -135,7 +135,7 @@ def test_five_thousand_nodes(either: Any, record_property: Callable[[str, object
             h = g.add_v2(g.sign(h), g.mul(h, g.constant(0.5)))
             tensors.append(h)
     g.identity(h, name="y")
-    # A short path: what takes long is TensorFlow's differentiation.
+    # A short path, because TensorFlow's differentiation takes most of the time.
     explained = either.explain(g, ys=["y"], xs=[tensors[-51]], overrides={"Sign": "Identity"}, timeout=240)
     begun = time.monotonic()
     svg, html = explained.svg(), explained.html()

@@ -73,7 +73,7 @@ def test_tables_are_plain_text(shell: Shell) -> None:
         assert all(word in done.out for word in words), (arguments, done.out)
 
 
-def test_every_command_is_looked_at() -> None:
+def test_every_command_is_checked() -> None:
     leaves = set(_leaves(build_parser()))
     shown = {leaf for leaf in leaves for arguments, _ in TABLES if arguments[: len(leaf)] == leaf}
     assert leaves - shown == NO_TABLE

@@ -1,4 +1,4 @@
-"""`gradrule rules` against a real server: rules looked at, drawn, shown on a page, and checked."""
+"""Tests `gradrule rules` against a real server: showing, drawing, the gallery and checking."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shell(
 # Looking.
 
 
-def test_show_tells_family_formula_and_ranges(shell: Shell) -> None:
+def test_show_prints_family_formula_and_ranges(shell: Shell) -> None:
     done = shell("rules", "show", "ste_sign")
     assert done.rows("family", "straight_through")
     assert done.rows("formula", "where(abs(x) <= clip, dy, 0)")
@@ -40,12 +40,12 @@ def test_show_tells_family_formula_and_ranges(shell: Shell) -> None:
     assert {info["name"]: info["range"] for info in told["param_infos"]} == {"eps": "> 0"}
 
 
-def test_show_tells_what_a_user_rule_hides(client: Any, shell: Shell) -> None:
+def test_show_prints_which_rule_a_user_rule_hides(client: Any, shell: Shell) -> None:
     told = shell("rules", "show", "ste", "--json").json
     assert told["hides_builtin"] is False
 
 
-def test_a_rule_with_the_rule_for_its_own_gradient(shell: Shell) -> None:
+def test_rule_with_a_rule_for_its_own_gradient(shell: Shell) -> None:
     formula = "(None, None, b * dy)"
     made = shell("rules", "create", "Shelled", "b * dy", "--param", "b=2", "--gradient", formula)
     assert (made.code, made.rows("its gradient", formula) != []) == (0, True), made
@@ -81,7 +81,7 @@ def values(told: dict[str, Any], role: str) -> Any:
     return np.array(line["values"], float)
 
 
-def test_a_curve_holds_the_ops_and_the_rules_values(shell: Shell) -> None:
+def test_curve_has_values_of_op_and_rule(shell: Shell) -> None:
     told = shell("rules", "plot", "ste_sign", "--param", "clip=2", "--range", "-4:4", "--json").json
     x = np.array(told["x"])
     assert (told["axis"], x[0], x[-1]) == ("x", -4, 4)
@@ -90,28 +90,28 @@ def test_a_curve_holds_the_ops_and_the_rules_values(shell: Shell) -> None:
     assert [line["role"] for line in told["lines"]] == ["forward", "gradient"]
 
 
-def test_a_step_is_drawn_under_a_surrogate(shell: Shell) -> None:
+def test_step_is_drawn_under_its_surrogate(shell: Shell) -> None:
     told = shell("rules", "plot", "atan", "--json").json
     x = np.array(told["x"])
     np.testing.assert_array_equal(values(told, "forward"), x > 0)
     np.testing.assert_allclose(values(told, "gradient"), 1 / (1 + (np.pi * x) ** 2), rtol=1e-4)
 
 
-def test_the_opposite_upstream_gradient_is_drawn_where_it_differs(shell: Shell) -> None:
+def test_negative_upstream_gradient_is_drawn_if_it_differs(shell: Shell) -> None:
     told = shell("rules", "plot", "guided_relu", "--dy", "2", "--json").json
     x = np.array(told["x"])
     np.testing.assert_array_equal(values(told, "gradient"), 2.0 * (x > 0))
     np.testing.assert_array_equal(values(told, "opposite"), 0 * x)
 
 
-def test_what_only_looks_at_dy_is_drawn_over_dy(shell: Shell) -> None:
+def test_rule_of_dy_only_is_drawn_over_dy(shell: Shell) -> None:
     told = shell("rules", "plot", "gradient_clip_norm", "--json").json
     dy = np.array(told["x"])
     assert told["axis"] == "dy"
     np.testing.assert_allclose(values(told, "gradient"), np.clip(dy, -1, 1), atol=1e-6)
 
 
-def test_further_inputs_are_given_or_chosen(shell: Shell) -> None:
+def test_more_inputs_are_given_or_chosen(shell: Shell) -> None:
     told = shell("rules", "plot", "pact", "--feed", "x1=0.5", "--json").json
     x = np.array(told["x"])
     np.testing.assert_allclose(values(told, "forward"), np.minimum(x, 0.5), atol=1e-6)
@@ -120,7 +120,7 @@ def test_further_inputs_are_given_or_chosen(shell: Shell) -> None:
     np.testing.assert_allclose(values(told, "gradient"), 2 * np.array(told["x"]), atol=1e-6)
 
 
-def test_a_curve_goes_to_the_terminal_and_into_a_file(shell: Shell) -> None:
+def test_curve_is_drawn_on_the_terminal_and_to_a_file(shell: Shell) -> None:
     done = shell("rules", "plot", "ste_sign", "--output", "ste.png", "--terminal")
     assert done.code == 0
     assert done.rows("wrote ste.png") and done.rows("── Sign(x)") and done.rows("-3", "x", "3")
@@ -143,7 +143,7 @@ def test_a_curve_goes_to_the_terminal_and_into_a_file(shell: Shell) -> None:
         (("ste_sign", "--param", "clip=-1"), "clip"),
     ],
 )
-def test_what_cannot_be_drawn_says_why(shell: Shell, arguments: tuple[str, ...], words: str) -> None:
+def test_rules_that_cannot_be_drawn_say_why(shell: Shell, arguments: tuple[str, ...], words: str) -> None:
     done = shell("rules", "plot", *arguments)
     assert (done.code, done.out) == (1, "")
     assert words in done.err
@@ -153,7 +153,7 @@ def test_what_cannot_be_drawn_says_why(shell: Shell, arguments: tuple[str, ...],
 
 
 class Cards(HTMLParser):
-    """Text by article, and which of them have a curve; that all elements are closed."""
+    """Collects the text of each article, the articles with a curve, and elements that are not closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_the_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[
 
 
 def test_the_examples_are_right(client: Any, builtins: list[gr.RuleInfo]) -> None:
-    """Python's and the shell's line mean the same, and the server knows what they name."""
+    """The examples in Python and in the shell mean the same, and the server knows all names in them."""
     parser = build_parser()
     presets = client.list_presets()
     for example in [*map(examples.of_rule, builtins), *map(examples.of_preset, presets)]:
@@ -223,7 +223,7 @@ def test_the_examples_are_right(client: Any, builtins: list[gr.RuleInfo]) -> Non
         g = gr.Graph()
         g.op("Identity", g.placeholder("x", "float32", [None]), name="y")
         findings = client.explain(g, ys=["y"], xs=["x"], overrides=given).findings
-        # The graph lacks the ops that most are meant for, and that is all.
+        # The graph has no ops that most rules are meant for; no other problem is allowed.
         assert {item.reason for item in findings} <= {"UNMATCHED_OVERRIDE", "UNKNOWN_TENSOR", "RULE_ARITY"}, example
 
 
@@ -260,7 +260,7 @@ def test_every_true_gradient_of_the_catalogue_holds(client: Any, builtins: list[
         ("atan", "expr:0.5 + atan(pi * x) / pi"),
     ],
 )
-def test_right_gradients_hold(client: Any, rule: str, of: str) -> None:
+def test_correct_gradients_pass(client: Any, rule: str, of: str) -> None:
     found = report(client, rule, of=of)
     assert found.holds and found.claims[0].compared > 200
     assert found.claims[0].largest < 1e-7
@@ -277,7 +277,7 @@ def test_right_gradients_hold(client: Any, rule: str, of: str) -> None:
         ("ste_sign", "Sign"),
     ],
 )
-def test_a_thousandth_is_found(client: Any, rule: str, of: str) -> None:
+def test_error_of_a_thousandth_is_found(client: Any, rule: str, of: str) -> None:
     found = report(client, rule, of=of)
     assert not found.holds
     claim = found.claims[0]
@@ -291,7 +291,7 @@ def test_every_input_is_compared(client: Any) -> None:
     assert [claim.holds for claim in wrong.claims] == [True, False]
 
 
-def test_kinks_are_found_wherever_they_lie(client: Any) -> None:
+def test_kinks_are_found_everywhere(client: Any) -> None:
     found = report(client, "expr:where(abs(x) < 1 / 3, dy, 0)", of="expr:clip(x, -1 / 3, 1 / 3)")
     np.testing.assert_allclose([kink.x for kink in found.kinks], [-1 / 3, 1 / 3], atol=1e-6)
     assert [(round(kink.left, 6), round(kink.right, 6)) for kink in found.kinks] == [(0, 1), (1, 0)]
@@ -314,12 +314,12 @@ def test_behaviour_of_types_shapes_and_special_values(client: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Tanh", "Sqrt", "Softplus", "Minimum"])
-def test_an_op_rule_claims_to_be_its_ops_gradient(client: Any, name: str) -> None:
+def test_rule_of_an_op_is_compared_with_the_ops_gradient(client: Any, name: str) -> None:
     found = report(client, name, interval=(0.1, 4.0))
     assert found.of == name and found.holds
 
 
-def test_what_cannot_be_compared_is_noted(client: Any) -> None:
+def test_incomparable_parts_are_reported(client: Any) -> None:
     softmax = report(client, "Softmax")
     assert softmax.of is None and softmax.holds and "several elements" in softmax.notes[0]
     quantised = report(client, "fake_quant")
@@ -333,7 +333,7 @@ def test_samples_that_depend_on_each_other_are_found(client: Any) -> None:
     assert report(client, "rectgrad").samples.found
 
 
-def test_check_prints_and_fails_where_a_claim_is_wrong(shell: Shell) -> None:
+def test_check_fails_if_a_claim_is_wrong(shell: Shell) -> None:
     right = shell("rules", "check", "log1pexp")
     assert right.code == 0
     assert right.rows("x", "241 points", "holds") and right.rows("all that is claimed holds")
@@ -354,7 +354,7 @@ def user_rule(client: Any) -> Iterator[str]:
     client.delete_rule("CliChecked")
 
 
-def test_a_user_rule_is_drawn_and_checked(shell: Shell, user_rule: str) -> None:
+def test_user_rule_is_drawn_and_checked(shell: Shell, user_rule: str) -> None:
     missing = shell("rules", "plot", user_rule)
     assert missing.code == 1
     assert "--param width=…" in missing.err

@@ -1,4 +1,4 @@
-"""How a server stops: everything does, though something before it fails."""
+"""A stopping server stops all its parts, even if one of them fails."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gradrule_server.settings import Settings
 
 
 class StartError(Exception):
-    """Why the server stops."""
+    """Raised to make the server stop."""
 
 
 class StopError(Exception):
-    """What one of its parts says to that."""
+    """Raised by a part that fails to stop."""
 
 
 _STOPS = ((Front, "drain"), (EnginePool, "stop"), (Operations, "stop"))
 
 
 @pytest.mark.parametrize("broken", range(len(_STOPS)))
-async def test_all_is_stopped_though_one_cannot_be(
+async def test_all_parts_stop_even_if_one_fails_to_stop(
     broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

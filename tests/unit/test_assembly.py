@@ -1,4 +1,4 @@
-"""What the parts tell each other, as they are put together."""
+"""Tests of how the parts of the server are created and connected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings(tmp_path: Path, audited: Path) -> Settings:
     return Settings.load(["--data-dir", str(tmp_path), "--audit-log", str(audited)], {})
 
 
-async def test_the_audit_log_tells_which_program_is_quarantined_and_why(settings: Settings, audited: Path) -> None:
+async def test_audit_log_names_quarantined_program_and_reason(settings: Settings, audited: Path) -> None:
     operations = Operations(assembly.operations_settings(settings))
     blobs = BlobStore(settings.data_dir / "blobs", settings.server_limit("blob_bytes"))
     pool = assembly.create_engine_pool(settings, blobs, lambda ready: None)
@@ -47,7 +47,7 @@ async def test_the_audit_log_tells_which_program_is_quarantined_and_why(settings
     ("flags", "gibibytes", "most", "most_on_gpu"),
     [([], 24, 32, 8), ([], 1, 4, 8), (["--engines", "9"], 1, 10, 10), (["--max-engines", "5"], 24, 5, 5)],
 )
-async def test_the_default_number_of_engines_follows_from_memory_and_device(
+async def test_default_number_of_engines_depends_on_memory_and_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], gibibytes: int, most: int, most_on_gpu: int
 ) -> None:
     monkeypatch.setattr(assembly, "available_memory", lambda: gibibytes * 2**30)
@@ -58,7 +58,7 @@ async def test_the_default_number_of_engines_follows_from_memory_and_device(
 
 
 @pytest.mark.parametrize(("flags", "processes"), [([], 3), (["--engines", "3"], 5)])
-async def test_the_default_memory_of_a_process_leaves_room_for_a_compile_worker(
+async def test_default_memory_limit_includes_a_compile_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], processes: int
 ) -> None:
     monkeypatch.setattr(system_memory, "available_memory", lambda: 60 * 2**30)

@@ -1,4 +1,4 @@
-"""The examples in deploy/ name settings that there are, and are as strict as the guide's command for strangers."""
+"""The examples in deploy/ name existing settings, and are as strict as the guide's command for strangers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_COMMANDS = {
 }  # fmt: skip
 
 
-def test_every_example_is_looked_at() -> None:
+def test_every_example_is_checked() -> None:
     assert {"Dockerfile", "Dockerfile.gpu", "compose.yaml", "compose.tls.yaml", "kubernetes.yaml"} < {
         file.name for file in FILES
     }
@@ -37,7 +37,7 @@ def test_every_example_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.name))
-def test_settings_that_are_named_are_there(file: Path) -> None:
+def test_named_settings_exist(file: Path) -> None:
     text = file.read_text()
     variables = set(re.findall(r"\bGRADRULE_[A-Z_]+\b", text))
     assert variables <= {environment_name(name) for name in (*SOURCE_NAMES, *Settings.model_fields)} | OF_CLIENTS
@@ -48,7 +48,7 @@ def test_settings_that_are_named_are_there(file: Path) -> None:
     assert flags <= known | {flag.replace("--", "--no-", 1) for flag in known} | OF_COMMANDS | {"--tenant", "--max"}
 
 
-def test_all_that_a_secret_mounts_is_used() -> None:
+def test_every_secret_is_mounted() -> None:
     text = (DEPLOY / "kubernetes.yaml").read_text()
     names = re.findall(r"secretName: (\S+)", text)
     assert names == ["gradrule-tls", "gradrule-tokens"]
@@ -61,7 +61,7 @@ GUIDE = Path(__file__).parents[2] / "docs/guide/operating.md"
 
 
 def under(text: str, *keys: str) -> str:
-    """The lines below nested keys of a YAML file, with the indent of the first taken away."""
+    """Returns the lines below nested keys of a YAML file, without the indent of the first line."""
     for key in keys:
         lines = iter(text.splitlines())
         start = next(line for line in lines if line.removeprefix("- ") == f"{key}:")
@@ -75,7 +75,7 @@ def under(text: str, *keys: str) -> str:
     return text
 
 
-def test_the_reader_of_these_files_finds_what_it_should() -> None:
+def test_yaml_reader_finds_nested_keys() -> None:
     text = "a:\n  b:\n    c: 1\n    d:\n      - e\n  f:\n    c: 2\ng: 3"
     assert under(text, "a", "b") == "c: 1\nd:\n  - e"
     assert under(text, "a", "f") == "c: 2"
@@ -84,7 +84,7 @@ def test_the_reader_of_these_files_finds_what_it_should() -> None:
         under(text, "b")
 
 
-def test_the_pod_is_as_hard_as_for_strangers() -> None:
+def test_pod_is_hardened() -> None:
     documents = (DEPLOY / "kubernetes.yaml").read_text().split("\n---\n")
     deployment = next(text for text in documents if "\nkind: Deployment\n" in text)
     pod = under(deployment, "spec", "template", "spec")
@@ -105,34 +105,34 @@ def test_the_pod_is_as_hard_as_for_strangers() -> None:
     variables = dict(re.findall(r"\{ name: (GRADRULE_\w+), value: (.+) \}", container))
     assert variables["GRADRULE_SANDBOX"] == '"on"'
     assert {"GRADRULE_TLS_CERT", "GRADRULE_TLS_KEY", "GRADRULE_TOKENS"} < variables.keys()
-    # Its own probes find a server that no client can reach.
+    # Probes detect a server that clients cannot reach.
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert under(container, probe)
-    # What is written lies in a volume, or is bounded.
+    # Files are written to a volume, or their size is limited.
     assert "sizeLimit:" in under(pod, "volumes")
 
 
-def test_the_service_would_inject_variables_that_are_ignored() -> None:
+def test_variables_of_the_example_service_are_ignored() -> None:
     documents = (DEPLOY / "kubernetes.yaml").read_text().split("\n---\n")
     service = next(text for text in documents if "\nkind: Service\n" in text)
     assert "name: gradrule" in under(service, "metadata")
     assert kubernetes_service_variables({"GRADRULE_SERVICE_HOST": "None", "GRADRULE_PORT": "tcp://10.0.0.1:8470"})
 
 
-def test_the_composition_is_as_hard_as_for_strangers() -> None:
+def test_composition_is_hardened() -> None:
     base, tls = ((DEPLOY / name).read_text() for name in ("compose.yaml", "compose.tls.yaml"))
     own, added = under(base, "services", "gradrule"), under(tls, "services", "gradrule")
     assert "read_only: true" in own
     assert "cap_drop: [ALL]" in own
     assert "- no-new-privileges:true" in under(own, "security_opt")
-    # Whatever ends the server, another exit code than 0 included, a new one starts.
+    # The server is restarted after every exit code except 0.
     assert "restart: unless-stopped" in own
     for name in ("read_only", "cap_drop", "cap_add", "security_opt", "restart", "privileged", "network_mode", "pid"):
         assert not re.search(rf"^{name}:", added, re.MULTILINE)
     assert 'GRADRULE_SANDBOX: "on"' in under(added, "environment")
     assert re.search(r"^mem_limit: ", added, re.MULTILINE)
     assert re.search(r"^pids_limit: ", added, re.MULTILINE)
-    # Without credentials, for this machine alone.
+    # Without credentials, only this machine may connect.
     assert '- "127.0.0.1:' in under(own, "ports")
 
 

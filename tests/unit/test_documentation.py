@@ -64,6 +64,16 @@ def test_files_that_a_page_names_exist(name: str) -> None:
         assert found, path
 
 
+def test_commands_in_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    tests = re.findall(r"\btests/[\w/.]*\w", text)
+    assert len(tests) > 5
+    for path in tests:
+        assert (ROOT / path).exists() or (ROOT / "client/node" / path).exists(), path
+
+
 def named_modules(page: Path) -> set[str]:
     """The modules of the server that a page names in code style: `engine.feed_plan`."""
     packages = [path.parent.name for path in (ROOT / "server/gradrule_server").glob("*/__init__.py")]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from gradrule_server.commands import registry
+from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
 from gradrule_server.settings import (
     Settings,
     SettingsError,
@@ -15,13 +17,12 @@ from gradrule_server.settings import (
     kubernetes_service_variables,
 )
 
-OTHER_VALUES = {
+OTHER_VALUES: dict[str, Any] = {
     "host": "0.0.0.0",
     "port": 0,
     "device": "gpu:1",
     "data_dir": Path("/srv/rules"),
     "max_message_bytes": 2048,
-    "max_concurrent_requests": 3,
     "default_deadline_s": 1.5,
     "max_deadline_s": 40.0,
     "engine_threads": 2,
@@ -37,46 +38,11 @@ OTHER_VALUES = {
     "quarantine_s": 20.5,
     "program_cache": 5,
     "program_cache_bytes": 4096,
-    "max_handle_bytes": 14,
-    "max_handles": 15,
     "handle_ttl_s": 16.5,
     "drain_s": 0.0,
-    "max_nodes": 7,
-    "max_inlined_nodes": 8,
-    "max_call_depth": 9,
-    "max_selections": 36,
-    "max_rules": 10,
-    "max_programs": 11,
-    "max_registry_bytes": 36,
-    "max_blob_bytes": 12,
-    "max_graph_bytes": 13,
-    "max_sessions": 17,
-    "max_session_bytes": 18,
     "trust": "full",
     "sandbox": "off",
-    "max_node_outputs": 33,
-    "max_constant_bytes": 34,
-    "max_unpacking": 35,
-    "max_rank": 36,
-    "max_inlined_bytes": 37,
-    "max_streams": 19,
-    "max_bytes_in_flight": 20,
     "tenant_share": 0.5,
-    "tenant_requests": 21,
-    "tenant_bytes_in_flight": 22,
-    "tenant_streams": 23,
-    "max_shared_bytes": 40,
-    "tenant_shared_bytes": 41,
-    "tenant_rules": 24,
-    "tenant_programs": 25,
-    "tenant_registry_bytes": 37,
-    "tenant_sessions": 26,
-    "tenant_session_bytes": 27,
-    "tenant_handles": 28,
-    "tenant_handle_bytes": 29,
-    "tenant_blob_bytes": 30,
-    "max_blobs": 38,
-    "tenant_blobs": 39,
     "tls_cert": Path("/run/tls.crt"),
     "tls_key": Path("/run/tls.key"),
     "tls_client_ca": Path("/run/ca.crt"),
@@ -110,6 +76,14 @@ OTHER_VALUES = {
     "log_level": "debug",
 }
 
+# The settings of `limits.py` accept any number.
+_LIMITS = (
+    *(f"max_{name}" for name in GRAPH_LIMIT_FLAGS),
+    *(resource.max_setting for resource in TENANT_RESOURCES),
+    *(resource.tenant_setting for resource in TENANT_RESOURCES),
+)
+OTHER_VALUES |= {name: number for number, name in enumerate(_LIMITS, 3001)}
+
 SWITCHES = {name for name, value in OTHER_VALUES.items() if isinstance(value, bool)}
 
 NEEDS: dict[str, dict[str, str]] = {
@@ -137,7 +111,7 @@ def refused(argv: list[str], environ: dict[str, str]) -> str:
     return message
 
 
-def test_the_cases_here_cover_every_setting() -> None:
+def test_cases_cover_every_setting() -> None:
     assert OTHER_VALUES.keys() == Settings.model_fields.keys()
 
 
@@ -161,7 +135,7 @@ def test_flag_beats_environment_beats_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["requests", "rules", "blob_bytes"])
-def test_a_tenant_has_a_quarter_where_there_are_several(name: str) -> None:
+def test_share_of_a_tenant_is_a_quarter_with_credentials(name: str) -> None:
     whole = {"requests": 256, "rules": 10_000, "blob_bytes": 8 << 30}[name]
     assert Settings.load([], {}).tenant_limit(name) == whole
     assert Settings.load(["--tokens", "/t"], {}).tenant_limit(name) == whole // 4
@@ -170,7 +144,7 @@ def test_a_tenant_has_a_quarter_where_there_are_several(name: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
-def test_tokens_may_come_unencrypted_from_this_machine(host: str) -> None:
+def test_tokens_may_be_sent_unencrypted_on_this_machine(host: str) -> None:
     assert Settings.load(["--tokens", "/t", "--host", host], {}).takes_tokens
 
 
@@ -196,7 +170,7 @@ def test_default_data_dir(environ: dict[str, str], folder: str) -> None:
     assert Settings.load([], environ).data_dir == Path(folder)
 
 
-def test_without_a_home_folder_the_data_folder_must_be_named(
+def test_data_dir_is_required_without_home_directory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_home() -> Path:
@@ -244,13 +218,13 @@ def test_without_a_home_folder_the_data_folder_must_be_named(
         (["--port", "x"], {"GRADRULE_DEVICE": "tpu"}, ["--port 'x'", "GRADRULE_DEVICE 'tpu'"]),
     ],
 )
-def test_what_is_refused(argv: list[str], environ: dict[str, str], parts: list[str]) -> None:
+def test_wrong_settings_are_refused(argv: list[str], environ: dict[str, str], parts: list[str]) -> None:
     message = refused(argv, environ)
     for part in parts:
         assert part in message
 
 
-def test_other_variables_are_not_ours() -> None:
+def test_variables_of_clients_and_others_are_ignored() -> None:
     others = {"GRADRULER": "1", "PORT": "2", "MY_GRADRULE_PORT": "3", "GRADRULE_TOKEN": "t", "GRADRULE_TLS_CA": "/ca"}
     assert Settings.load([], others).port == 8470
 
@@ -271,24 +245,24 @@ KUBERNETES = {
 }
 
 
-def test_what_kubernetes_tells_of_services_is_no_setting() -> None:
+def test_variables_of_kubernetes_services_are_ignored() -> None:
     settings = Settings.load([], KUBERNETES | {"GRADRULE_ENGINES": "3", "HOME": "/root"})
     assert settings == Settings.load(["--engines", "3"], {})
     assert kubernetes_service_variables(KUBERNETES | {"GRADRULE_ENGINES": "3", "SERVICE_HOST": "x"}) == sorted(
         KUBERNETES
     )
-    # What a person may have meant is still read, or refused.
+    # Values that a person may have set are still read, or refused.
     assert kubernetes_service_variables({"GRADRULE_PORT": "8471", "GRADRULE_METRICS_PORT": "1"}) == []
     assert Settings.load([], {"GRADRULE_PORT": "8471"}).port == 8471
     assert "GRADRULE_SERVICE" in refused([], {"GRADRULE_SERVICE": "x"})
     assert "GRADRULE_PORT 'http://a'" in refused([], {"GRADRULE_PORT": "http://a"})
 
 
-def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         Settings.load(["--help"], {"HOME": "/home/100%s"})
     assert end.value.code == 0
-    # argparse wraps where it likes; words do not care.
+    # argparse wraps lines; compare words only.
     text = " ".join(capsys.readouterr().out.split())
     for name, info in Settings.model_fields.items():
         assert flag_name(name) in text
@@ -299,7 +273,7 @@ def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[default: /home/100%s/.local/share/gradrule]" in text
 
 
-def test_a_tenant_has_room_for_its_sessions_beside_its_programs() -> None:
+def test_max_engines_must_exceed_engines() -> None:
     assert Settings.load(["--engines", "2", "--max-engines", "3"], {}).max_engines == 3
     for flags, said in (
         (["--engines", "2", "--max-engines", "2"], "--engines (2)"),

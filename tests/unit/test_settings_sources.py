@@ -113,7 +113,7 @@ def test_values_in_a_file(config: Any, text: str, expected: object) -> None:
         ('for = "friends"', ["for 'friends'", "development or strangers"]),
     ],
 )
-def test_what_a_file_may_not_hold(config: Any, text: str, parts: list[str]) -> None:
+def test_wrong_content_of_a_file_is_refused(config: Any, text: str, parts: list[str]) -> None:
     argv = config(text + "\n")
     message = refusal(argv)
     for part in [argv[1], *parts]:

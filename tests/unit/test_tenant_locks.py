@@ -1,4 +1,4 @@
-"""Who gets a tenant's lock next."""
+"""The order in which tasks get a tenant's lock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Holders:
     """Tasks that wait for locks, and the order in which they got them."""
 
     def __init__(self) -> None:
-        self.turns = TenantLocks()
+        self.locks = TenantLocks()
         self.had: list[str] = []
         self.goes_on = asyncio.Event()
 
@@ -20,7 +20,7 @@ class Holders:
         return asyncio.create_task(self._hold(name))
 
     async def _hold(self, name: str) -> None:
-        async with self.turns.hold(name[0]):
+        async with self.locks.hold(name[0]):
             self.had.append(name)
             await self.goes_on.wait()
 
@@ -30,19 +30,19 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_one_owner_never_waits_for_another() -> None:
+async def test_one_tenant_never_waits_for_another() -> None:
     holders = Holders()
     tasks = [holders.wait(name) for name in ("a1", "a2", "a3", "b1", "c1")]
     await _settle()
     assert holders.had == ["a1", "b1", "c1"]
-    assert [holders.turns.waiting(owner) for owner in "abcd"] == [2, 0, 0, 0]
+    assert [holders.locks.waiting(owner) for owner in "abcd"] == [2, 0, 0, 0]
     holders.goes_on.set()
     await asyncio.wait(tasks)
     assert holders.had == ["a1", "b1", "c1", "a2", "a3"]
-    assert holders.turns.waiting("a") == 0
+    assert holders.locks.waiting("a") == 0
 
 
-async def test_a_cancelled_task_takes_no_turn_and_nothing_is_kept() -> None:
+async def test_a_cancelled_task_gets_no_lock_and_nothing_is_kept() -> None:
     holders = Holders()
     tasks = [holders.wait(name) for name in ("a1", "a2", "a3")]
     await _settle()
@@ -50,12 +50,12 @@ async def test_a_cancelled_task_takes_no_turn_and_nothing_is_kept() -> None:
     holders.goes_on.set()
     await asyncio.wait(tasks)
     assert holders.had == ["a1", "a3"]
-    assert not holders.turns._locks
+    assert not holders.locks._locks
 
 
 async def test_a_task_that_is_cancelled_as_it_gets_the_lock_passes_it_on() -> None:
     holders = Holders()
-    async with holders.turns.hold("a"):
+    async with holders.locks.hold("a"):
         tasks = [holders.wait(name) for name in ("a1", "a2")]
         await _settle()
         holders.goes_on.set()

@@ -1,29 +1,29 @@
-// Attribute values of nodes, from plain JavaScript values.
+// Converts JavaScript values to attribute values of nodes.
 
 import { create } from "@bufbuild/protobuf";
 
-import { dtOf, isDType } from "./dtypes.js";
-import { GradruleError, errorOf } from "./errors.js";
+import { dtypeNumber, isDType } from "./dtypes.js";
+import { GradruleError, createError } from "./errors.js";
 import { ATTRS } from "./gen/attrs.js";
 import { AttrValueSchema, AttrValue_ListValueSchema } from "./gen/gradrule/v1/graph_pb.js";
 import type { AttrValue, AttrValue_ListValue } from "./gen/gradrule/v1/graph_pb.js";
 import { tensor } from "./tensor.js";
 import type { Tensor, TensorLike } from "./tensor.js";
-import { shown } from "./values.js";
+import { formatValue } from "./values.js";
 import { shapeMessage, tensorMessage } from "./wire.js";
 import type { Shape } from "./wire.js";
 
 type Single = "string" | "int" | "float" | "bool" | "type" | "shape" | "tensor" | "func";
 
-/** The type of an attribute, as TensorFlow writes it. */
+/** Type of an attribute, in TensorFlow's notation. */
 export type AttrKind = Single | `list(${Single})`;
 
-/** An attribute's value: what it means is decided by the op's definition, else by its own type. */
+/** Value of an attribute. The op's definition determines its type; without one, the value does. */
 export type AttrInput =
   string | number | bigint | boolean | Uint8Array | Shape | Tensor | AttrValue | readonly AttrInput[];
 
 /**
- * An attribute of a kind told aloud, for nodes that are no ops of TensorFlow's (calls of a graph's functions):
+ * Creates an attribute with an explicit type, for nodes that are not TensorFlow ops (calls of a graph's functions):
  * `attr("float", 1)`, `attr("type", "int64")`, `attr("list(shape)", [[2, 3], null])`. Throws INVALID_ATTR.
  */
 export function attr(kind: AttrKind, value: AttrInput): AttrValue {
@@ -33,37 +33,37 @@ export function attr(kind: AttrKind, value: AttrInput): AttrValue {
   return create(AttrValueSchema, { value: { case: "list", value: list(inner as Single, value as AttrInput[]) } });
 }
 
-/** The value of attribute `name` of a node of type `opType`. Throws INVALID_ATTR, naming both. */
-export function attrOf(opType: string, name: string, value: AttrInput): AttrValue {
+/** Converts the value of attribute `name` of a node of type `opType`. Throws INVALID_ATTR, which names both. */
+export function attrValue(opType: string, name: string, value: AttrInput): AttrValue {
   if (isAttrValue(value)) return value;
   try {
-    return attr(kindOf(opType, name) ?? guess(value), value);
+    return attr(attrKind(opType, name) ?? guess(value), value);
   } catch (cause) {
     if (!(cause instanceof GradruleError)) throw cause;
-    throw errorOf("INVALID_ATTR", `Attribute ${name} of ${opType}: ${cause.message}`);
+    throw createError("INVALID_ATTR", `Attribute ${name} of ${opType}: ${cause.message}`);
   }
 }
 
 /**
- * The same where `opType` may be a group or left out: then the value means what some op type that has the attribute
- * says. Throws INVALID_ATTR where none has it.
+ * Like `attrValue`, but `opType` may be a group or empty. Any op type with this attribute then determines the type. Throws
+ * INVALID_ATTR if there is none.
  */
-export function attrOfAny(opType: string, name: string, value: AttrInput): AttrValue {
-  if (Object.hasOwn(ATTRS, opType) || name.startsWith("_") || isAttrValue(value)) return attrOf(opType, name, value);
-  const owner = Object.keys(ATTRS).find((known) => kindsOf(known).has(name));
-  if (owner === undefined) throw errorOf("INVALID_ATTR", `No op type has an attribute ${JSON.stringify(name)}.`);
-  return attrOf(owner, name, value);
+export function attrValueForGroup(opType: string, name: string, value: AttrInput): AttrValue {
+  if (Object.hasOwn(ATTRS, opType) || name.startsWith("_") || isAttrValue(value)) return attrValue(opType, name, value);
+  const owner = Object.keys(ATTRS).find((known) => attrKinds(known).has(name));
+  if (owner === undefined) throw createError("INVALID_ATTR", `No op type has an attribute ${JSON.stringify(name)}.`);
+  return attrValue(owner, name, value);
 }
 
-function kindsOf(opType: string): Map<string, AttrKind> {
+function attrKinds(opType: string): Map<string, AttrKind> {
   return new Map(ATTRS[opType]!.split(", ").map((entry) => entry.split(" ") as [string, AttrKind]));
 }
 
-function kindOf(opType: string, name: string): AttrKind | undefined {
+function attrKind(opType: string, name: string): AttrKind | undefined {
   if (!Object.hasOwn(ATTRS, opType)) return undefined;
-  const kinds = kindsOf(opType);
+  const kinds = attrKinds(opType);
   if (kinds.has(name) || name.startsWith("_")) return kinds.get(name);
-  throw errorOf("INVALID_ATTR", `there is none of this name; there are ${[...kinds.keys()].join(", ")}.`);
+  throw createError("INVALID_ATTR", `there is none of this name; there are ${[...kinds.keys()].join(", ")}.`);
 }
 
 function guess(value: AttrInput): AttrKind {
@@ -82,16 +82,16 @@ function isAttrValue(value: AttrInput): value is AttrValue {
 function single(kind: Single, value: AttrInput): AttrValue["value"] {
   switch (kind) {
     case "string":
-      return { case: "s", value: bytesOf(value) };
+      return { case: "s", value: toBytes(value) };
     case "int":
-      return { case: "i", value: integerOf(value) };
+      return { case: "i", value: toInteger(value) };
     case "float":
-      return { case: "f", value: numberOf(value) };
+      return { case: "f", value: toNumber(value) };
     case "bool":
       if (typeof value !== "boolean") throw unfit(kind, value);
       return { case: "b", value };
     case "type":
-      return { case: "type", value: typeOf(value) };
+      return { case: "type", value: toTypeNumber(value) };
     case "shape":
       return { case: "shape", value: shapeMessage(value as Shape) };
     case "tensor":
@@ -100,7 +100,7 @@ function single(kind: Single, value: AttrInput): AttrValue["value"] {
       if (typeof value !== "string") throw unfit(kind, value);
       return { case: "func", value: { $typeName: "gradrule.v1.NameAttrList", name: value, attr: {} } };
     default:
-      throw errorOf("INVALID_ATTR", `There is no attribute type ${JSON.stringify(kind)}.`);
+      throw createError("INVALID_ATTR", `There is no attribute type ${JSON.stringify(kind)}.`);
   }
 }
 
@@ -119,28 +119,28 @@ function list(kind: Single, values: readonly AttrInput[]): AttrValue_ListValue {
   return create(AttrValue_ListValueSchema, { [field[kind]]: entries });
 }
 
-function bytesOf(value: AttrInput): Uint8Array {
+function toBytes(value: AttrInput): Uint8Array {
   if (typeof value === "string") return new TextEncoder().encode(value);
   if (value instanceof Uint8Array) return value;
   throw unfit("string", value);
 }
 
-function integerOf(value: AttrInput): bigint {
+function toInteger(value: AttrInput): bigint {
   if (typeof value === "bigint") return value;
   if (typeof value === "number" && Number.isSafeInteger(value)) return BigInt(value);
   throw unfit("int", value);
 }
 
-function numberOf(value: AttrInput): number {
+function toNumber(value: AttrInput): number {
   if (typeof value === "number") return value;
   throw unfit("float", value);
 }
 
-function typeOf(value: AttrInput): ReturnType<typeof dtOf> {
-  if (isDType(value)) return dtOf(value);
+function toTypeNumber(value: AttrInput): ReturnType<typeof dtypeNumber> {
+  if (isDType(value)) return dtypeNumber(value);
   throw unfit("type", value);
 }
 
 function unfit(kind: AttrKind, value: AttrInput): Error {
-  return errorOf("INVALID_ATTR", `${shown(value)} is no value of type ${kind}.`);
+  return createError("INVALID_ATTR", `${formatValue(value)} is no value of type ${kind}.`);
 }

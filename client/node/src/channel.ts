@@ -1,4 +1,4 @@
-// The one place that talks gRPC: a channel with keepalive, retries and deadlines, and unary calls over it.
+// Sends calls over a gRPC channel with keepalive, retries and deadlines. No other module uses gRPC.
 
 import { setTimeout as delay } from "node:timers/promises";
 
@@ -7,52 +7,52 @@ import type { DescMessage, DescMethodUnary, MessageInitShape, MessageShape } fro
 import { Client, Metadata, compressionAlgorithms, credentials, status as Code } from "@grpc/grpc-js";
 import type { ChannelCredentials, ServiceError } from "@grpc/grpc-js";
 
-import { GradruleError, errorOf } from "./errors.js";
+import { GradruleError, createError } from "./errors.js";
 import { EvaluateRequestSchema, EvaluateResponseSchema, GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import type { EvaluateResponse } from "./gen/gradrule/v1/evaluate_pb.js";
-import { checkTransfer, checkTransferOfCall, packRequest, packs, unpackResponse } from "./packing.js";
+import { checkTransfer, checkCallTransfer, packRequest, packsTensors, unpackResponse } from "./packing.js";
 import type { Transfer } from "./packing.js";
 import { checkToken } from "./security.js";
-import { errorOfFailure, errorOfStatusBytes } from "./status.js";
-import { EvaluateStream, Routes, STREAM_PATH } from "./stream.js";
+import { errorFromFailure, errorFromStatusBytes } from "./status.js";
+import { EvaluateStream, CallRouting, STREAM_PATH } from "./stream.js";
 import type { Outcome } from "./stream.js";
 
 export interface ConnectOptions {
-  /** What `tls(…)` gives, or credentials of `@grpc/grpc-js`. Default: no TLS. */
+  /** The result of `tls(…)`, or credentials of `@grpc/grpc-js`. Default: no TLS. */
   readonly credentials?: ChannelCredentials;
   /** Sent with every call as `authorization: Bearer …`. */
   readonly token?: string;
-  /** Lets the token travel unencrypted to another machine, which is refused otherwise. */
+  /** Allows sending the token unencrypted to another machine. Default: false. */
   readonly insecureToken?: boolean;
-  /** Deadline of a call that sets none of its own, in seconds. Default: 30. */
+  /** Default timeout of calls, in seconds. Default: 30. */
   readonly timeout?: number;
   /**
-   * Calls that are repeated share one stream, which takes less time for each. False: each travels alone, as it must where a
-   * proxy spreads calls over several servers. Default: true.
+   * Whether repeated calls share one stream, which makes each of them faster. Must be false if a proxy distributes calls over
+   * several servers. Default: true.
    */
   readonly stream?: boolean;
-  /** How tensors travel. Default: as they are. */
+  /** Compression of tensors. Default: none. */
   readonly transfer?: Transfer;
 }
 
 /** Options of a call that sends tensors. */
 export interface TransferOptions {
-  /** How the tensors of this call travel. Default: as `connect` says. */
+  /** Compression of this call's tensors. Default: as given to `connect`. */
   readonly transfer?: Transfer;
 }
 
 export interface CallOptions {
-  /** Deadline of this call, in seconds. Default: the client's. */
+  /** Timeout of this call, in seconds. Default: the client's. */
   readonly timeout?: number;
   /** Cancels the call. */
   readonly signal?: AbortSignal;
 }
 
 const MIB = 1024 * 1024;
-// How often a call in chunks is sent where streams are lost, as often as gRPC sends other calls.
+// Attempts of a call in chunks if the stream breaks; the same as the maxAttempts of other calls.
 const TRIES = 4;
 
-// Only UNAVAILABLE is tried again: the server did not take the request. Throttling stops retries while most calls fail.
+// Only UNAVAILABLE is retried, because the server has not accepted the request. Throttling stops retries while most calls fail.
 const SERVICE_CONFIG = {
   methodConfig: [
     {
@@ -76,18 +76,18 @@ const CHANNEL_OPTIONS = {
   "grpc.keepalive_timeout_ms": 20_000,
   "grpc.service_config": JSON.stringify(SERVICE_CONFIG),
   "grpc.service_config_disable_resolution": 1,
-  // What is larger than the buffer is sent once and never again.
+  // Requests larger than the buffer are not retried.
   "grpc.per_rpc_retry_buffer_size": 256 * MIB,
   "grpc.retry_buffer_size": 1024 * MIB,
 };
 
-/** A connection to one server. It is made at the first call and made again whenever it breaks. */
+/** A connection to one server. Connects at the first call, and again after the connection breaks. */
 export class Channel {
   private readonly client: Client;
   private readonly metadata = new Metadata();
   private readonly timeout: number;
   private readonly transfer: Transfer;
-  private readonly routes: Routes;
+  private readonly routing: CallRouting;
   private readonly stream: EvaluateStream;
   private closed = false;
 
@@ -107,31 +107,31 @@ export class Channel {
       ...CHANNEL_OPTIONS,
       ...(isGzip ? { "grpc.default_compression_algorithm": compressionAlgorithms.gzip } : {}),
     });
-    this.routes = new Routes(options.stream ?? true);
+    this.routing = new CallRouting(options.stream ?? true);
     const same = (bytes: Buffer): Buffer => bytes;
     this.stream = new EvaluateStream(() =>
       this.client.makeBidiStreamRequest(STREAM_PATH, same, same, this.metadata.clone()),
     );
   }
 
-  /** Calls a method. Rejects with a GradruleError. */
+  /** Calls a unary method. Rejects with a GradruleError. */
   async unary<I extends DescMessage, O extends DescMessage>(
     method: DescMethodUnary<I, O>,
     request: MessageInitShape<I>,
     options: CallOptions = {},
   ): Promise<MessageShape<O>> {
     const deadline = Date.now() + checkedTimeout(options.timeout ?? this.timeout) * 1000;
-    if (this.closed) throw errorOf("UNAVAILABLE", "The client is closed.");
-    if (options.signal?.aborted) throw errorOf("CANCELLED", "The signal is aborted.");
-    return this.alone(method, toBinary(method.input, create(method.input, request)), deadline, options.signal);
+    if (this.closed) throw createError("UNAVAILABLE", "The client is closed.");
+    if (options.signal?.aborted) throw createError("CANCELLED", "The signal is aborted.");
+    return this.sendUnary(method, toBinary(method.input, create(method.input, request)), deadline, options.signal);
   }
 
-  /** Calls `Evaluate`, with tensors packed as is asked. Rejects with a GradruleError. */
+  /** Calls `Evaluate` and packs tensors as requested. Rejects with a GradruleError. */
   evaluate(
     request: MessageInitShape<typeof EvaluateRequestSchema>,
     options: CallOptions & TransferOptions = {},
   ): Promise<EvaluateResponse> {
-    if (options.transfer === undefined && !packs(this.transfer)) return this.evaluatePlain(request, options);
+    if (options.transfer === undefined && !packsTensors(this.transfer)) return this.evaluatePlain(request, options);
     return this.evaluatePacked(request, options, options.transfer);
   }
 
@@ -140,8 +140,8 @@ export class Channel {
     options: CallOptions,
     transfer: Transfer = this.transfer,
   ): Promise<EvaluateResponse> {
-    if (transfer !== this.transfer) checkTransferOfCall(transfer);
-    if (!packs(transfer)) return this.evaluatePlain(request, options);
+    if (transfer !== this.transfer) checkCallTransfer(transfer);
+    if (!packsTensors(transfer)) return this.evaluatePlain(request, options);
     const message = create(EvaluateRequestSchema, request);
     await packRequest(message, transfer);
     const response = await this.evaluatePlain(message, options);
@@ -149,62 +149,62 @@ export class Channel {
     return response;
   }
 
-  /** As it changes nothing, it is sent again where its answer is lost. */
+  /** Sends the request again if its answer is lost, because the call has no side effects. */
   private async evaluatePlain(
     request: MessageInitShape<typeof EvaluateRequestSchema>,
     options: CallOptions = {},
   ): Promise<EvaluateResponse> {
     const { signal } = options;
     const deadline = Date.now() + checkedTimeout(options.timeout ?? this.timeout) * 1000;
-    if (this.closed) throw errorOf("UNAVAILABLE", "The client is closed.");
-    if (signal?.aborted) throw errorOf("CANCELLED", "The signal is aborted.");
+    if (this.closed) throw createError("UNAVAILABLE", "The client is closed.");
+    if (signal?.aborted) throw createError("CANCELLED", "The signal is aborted.");
     const bytes = toBinary(EvaluateRequestSchema, create(EvaluateRequestSchema, request));
-    if (this.routes.mustChunk(bytes.length)) return this.inChunks(bytes, deadline, signal);
-    if (this.routes.mayStream(bytes.length, this.stream)) {
+    if (this.routing.mustChunk(bytes.length)) return this.evaluateInChunks(bytes, deadline, signal);
+    if (this.routing.mayStream(bytes.length, this.stream)) {
       const outcome = await this.stream.run(bytes, deadline, signal);
       if (outcome.kind === "lost") {
         this.checkOpen();
-        this.routes.noteLost();
+        this.routing.recordLostStream();
       } else {
-        const failure = failureOf(outcome);
-        if (failure === undefined) this.routes.noteAnswered();
-        if (failure?.code !== Code.UNAVAILABLE) return answerOf(outcome, failure);
+        const failure = outcomeError(outcome);
+        if (failure === undefined) this.routing.recordAnswer();
+        if (failure?.code !== Code.UNAVAILABLE) return outcomeResponse(outcome, failure);
       }
     }
     try {
-      return await this.alone(GradientService.method.evaluate, bytes, deadline, signal);
+      return await this.sendUnary(GradientService.method.evaluate, bytes, deadline, signal);
     } catch (failure) {
       const isTooLong = failure instanceof GradruleError && failure.reason === "MESSAGE_TOO_LARGE";
-      if (!isTooLong || !this.routes.mayChunk(bytes.length)) throw failure;
+      if (!isTooLong || !this.routing.mayChunk(bytes.length)) throw failure;
     }
-    const response = await this.inChunks(bytes, deadline, signal);
-    this.routes.noteTooLong(bytes.length);
+    const response = await this.evaluateInChunks(bytes, deadline, signal);
+    this.routing.recordTooLong(bytes.length);
     return response;
   }
 
-  private async inChunks(bytes: Uint8Array, deadline: number, signal?: AbortSignal): Promise<EvaluateResponse> {
+  private async evaluateInChunks(bytes: Uint8Array, deadline: number, signal?: AbortSignal): Promise<EvaluateResponse> {
     for (let attempt = 1; ; attempt++) {
       const outcome = await this.stream.run(bytes, deadline, signal);
       this.checkOpen();
-      const failure = failureOf(outcome);
-      if (failure?.code !== Code.UNAVAILABLE || attempt === TRIES) return answerOf(outcome, failure);
+      const failure = outcomeError(outcome);
+      if (failure?.code !== Code.UNAVAILABLE || attempt === TRIES) return outcomeResponse(outcome, failure);
       await delay(50 * 2 ** (attempt - 1));
     }
   }
 
   private checkOpen(): void {
-    if (this.closed) throw errorOf("CANCELLED", "The client was closed before the call was answered.");
+    if (this.closed) throw createError("CANCELLED", "The client was closed before the call was answered.");
   }
 
-  private async alone<I extends DescMessage, O extends DescMessage>(
+  private async sendUnary<I extends DescMessage, O extends DescMessage>(
     method: DescMethodUnary<I, O>,
     request: Uint8Array,
     deadline: number,
     signal: AbortSignal | undefined,
   ): Promise<MessageShape<O>> {
     const answer = await this.send(method, request, deadline, signal);
-    // Made here and not in the callback, so that the error's stack leads to the caller.
-    if ("failure" in answer) throw errorOfFailure(answer.failure);
+    // Create the error here and not in the callback, so that its stack trace includes the caller.
+    if ("failure" in answer) throw errorFromFailure(answer.failure);
     return answer.response;
   }
 
@@ -232,7 +232,7 @@ export class Channel {
     });
   }
 
-  /** Ends the connection; later calls are UNAVAILABLE. */
+  /** Closes the connection. Later calls fail with UNAVAILABLE. */
   close(): void {
     this.closed = true;
     this.stream.close();
@@ -240,25 +240,27 @@ export class Channel {
   }
 }
 
-/** Why a call on a stream failed; undefined where it did not. */
-function failureOf(outcome: Outcome): GradruleError | undefined {
+/** Returns why a call on a stream failed; undefined if it succeeded. */
+function outcomeError(outcome: Outcome): GradruleError | undefined {
   switch (outcome.kind) {
     case "answer":
       return undefined;
     case "status":
-      return errorOfStatusBytes(outcome.bytes);
+      return errorFromStatusBytes(outcome.bytes);
     case "lost":
-      return outcome.failure ? errorOfFailure(outcome.failure) : errorOf("UNAVAILABLE", "The server ended the stream.");
+      return outcome.failure
+        ? errorFromFailure(outcome.failure)
+        : createError("UNAVAILABLE", "The server ended the stream.");
     case "expired":
-      return errorOf("DEADLINE_EXCEEDED", "The server did not answer within the deadline.");
+      return createError("DEADLINE_EXCEEDED", "The server did not answer within the deadline.");
     case "cancelled":
-      return errorOf("CANCELLED", "The signal is aborted.");
+      return createError("CANCELLED", "The signal is aborted.");
   }
 }
 
-function answerOf(outcome: Outcome, failure: GradruleError | undefined): EvaluateResponse {
+function outcomeResponse(outcome: Outcome, failure: GradruleError | undefined): EvaluateResponse {
   if (outcome.kind === "answer") return fromBinary(EvaluateResponseSchema, outcome.bytes);
-  throw failure ?? errorOf("INTERNAL", "The call has no answer.");
+  throw failure ?? createError("INTERNAL", "The call has no answer.");
 }
 
 function checkedTimeout(seconds: number): number {
@@ -272,7 +274,7 @@ function asBuffer(bytes: Uint8Array): Buffer {
   return Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
 }
 
-/** Parts of a Buffer are Buffers, which no caller expects among the strings of a tensor. */
+/** Converts a Buffer, so that the bytes of string tensors are plain Uint8Arrays too. */
 function asPlain(bytes: Buffer): Uint8Array {
   return new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.byteLength);
 }

@@ -1,26 +1,26 @@
-// The client: one method per thing that a server does.
+// The client: one method per operation of the server.
 
-import { attrOfAny } from "./attrs.js";
+import { attrValueForGroup } from "./attrs.js";
 import type { AttrInput } from "./attrs.js";
 import { Channel } from "./channel.js";
 import type { CallOptions, ConnectOptions } from "./channel.js";
-import { errorOf } from "./errors.js";
+import { createError } from "./errors.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
 import { RuleKind, RuleService } from "./gen/gradrule/v1/rule_pb.js";
 import type { AttrValue } from "./gen/gradrule/v1/graph_pb.js";
 import type { Graph } from "./graph.js";
-import { namesOf } from "./handles.js";
+import { tensorNames } from "./handles.js";
 import type { RuleRef } from "./overrides.js";
-import { Program, explanationOf } from "./program.js";
+import { Program, readExplanation } from "./program.js";
 import type { Explanation, ProgramCallOptions } from "./program.js";
-import { evaluationOf } from "./results.js";
+import { readEvaluation } from "./results.js";
 import type { Evaluation } from "./results.js";
-import { definitionMessage, paramValues, presetOf, ruleOf } from "./rules.js";
+import { definitionMessage, paramValues, readPreset, readRule } from "./rules.js";
 import type { Kind, ParamDefaults, Params, Preset, Rule, RuleForm } from "./rules.js";
 import { callParams, feedMessages, namedTensors, specMessage, splitGradYs } from "./spec.js";
 import type { Feeds, GradYs, SpecOptions } from "./spec.js";
 import type { Tensor } from "./tensor.js";
-import { namedTensorOf } from "./wire.js";
+import { readNamedTensor } from "./wire.js";
 
 const PAGE_SIZE = 200;
 
@@ -31,13 +31,13 @@ export interface CreateRuleOptions extends CallOptions {
 
 export interface SampleRuleOptions extends CallOptions {
   readonly params?: Params;
-  /** Op whose outputs and own gradient the rule sees. Default for OP rules: the rule's own. */
+  /** Op type that computes missing outputs and default gradients. Default for a rule of kind OP: its own op type. */
   readonly opType?: string;
-  /** Attributes of that op that do not follow from its inputs. */
+  /** Attributes of that op that cannot be inferred from its inputs. */
   readonly attrs?: Readonly<Record<string, AttrInput>>;
 }
 
-/** What a rule gives: `dx`, `dx1`, … (null: not connected), and the op's outputs `y`, `y1`, … where one was run. */
+/** Gradients of a rule: `dx`, `dx1`, … (null: not connected), and the op's outputs `y`, `y1`, … if an op was run. */
 export interface Sample {
   readonly gradients: Readonly<Record<string, Tensor | null>>;
   readonly outputs: Readonly<Record<string, Tensor>>;
@@ -48,18 +48,18 @@ export interface EvaluateOptions extends SpecOptions, ProgramCallOptions {
 }
 
 export interface CompileOptions extends SpecOptions, CallOptions {
-  /** Id of the program, which is then `programs/{name}`. Default: made from the content. */
+  /** ID of the program, which then has the name `programs/{name}`. Default: derived from the content. */
   readonly name?: string;
-  /** Upstream gradients that are tensors of the graph, by handle or name; values are given with each call. */
+  /** Upstream gradients that are tensors of the graph, by handle or name. Calls give the other values. */
   readonly gradYs?: GradYs;
 }
 
-/** Makes a client. Nothing is sent before the first call; an unreachable server is UNAVAILABLE then. */
+/** Creates a client. It connects at the first call, which rejects with UNAVAILABLE if it cannot reach the server. */
 export function connect(target: string, options: ConnectOptions = {}): Client {
   return new Client(new Channel(target, options));
 }
 
-/** A connection to a gradrule server. Every method rejects with a GradruleError; times are in seconds. */
+/** A connection to a gradrule server. All methods reject with a GradruleError. Times are in seconds. */
 export class Client {
   readonly #channel: Channel;
 
@@ -67,21 +67,24 @@ export class Client {
     this.#channel = channel;
   }
 
-  /** Registers a rule; equal content returns the rule that is there. RULE_EXISTS, INVALID_EXPRESSION, INVALID_RULE. */
+  /**
+   * Registers a rule, or returns the one with equal content. Rejects with RULE_EXISTS, INVALID_EXPRESSION,
+   * INVALID_RULE.
+   */
   async createRule(name: string, form: RuleForm, options: CreateRuleOptions = {}): Promise<Rule> {
     const { params = {}, description = "" } = options;
     const definition = definitionMessage({ ...(typeof form === "string" ? { expression: form } : form), params });
     const request = { rule: { name: resource("rules", name), definition, description } };
-    return wanted(ruleOf, (await this.#channel.unary(RuleService.method.createRule, request, options)).rule);
+    return required(readRule, (await this.#channel.unary(RuleService.method.createRule, request, options)).rule);
   }
 
-  /** One rule. UNKNOWN_RULE, whose message suggests near names. */
+  /** Returns one rule. Rejects with UNKNOWN_RULE, whose message suggests similar names. */
   async getRule(name: string, options: CallOptions = {}): Promise<Rule> {
     const request = { name: resource("rules", name) };
-    return wanted(ruleOf, (await this.#channel.unary(RuleService.method.getRule, request, options)).rule);
+    return required(readRule, (await this.#channel.unary(RuleService.method.getRule, request, options)).rule);
   }
 
-  /** All rules, or those of one kind. */
+  /** Returns all rules, or those of one kind. */
   async listRules(options: CallOptions & { readonly kind?: Kind } = {}): Promise<Rule[]> {
     const kind =
       options.kind === undefined ? RuleKind.UNSPECIFIED : RuleKind[options.kind.toUpperCase() as Uppercase<Kind>];
@@ -90,26 +93,29 @@ export class Client {
     do {
       const request = { kind, pageSize: PAGE_SIZE, pageToken };
       const page = await this.#channel.unary(RuleService.method.listRules, request, options);
-      rules.push(...page.rules.map(ruleOf));
+      rules.push(...page.rules.map(readRule));
       pageToken = page.nextPageToken;
     } while (pageToken !== "");
     return rules;
   }
 
-  /** Forgets a rule. UNKNOWN_RULE, RULE_READ_ONLY. Programs that were compiled with it keep it. */
+  /** Deletes a rule. Compiled programs still use it. Rejects with UNKNOWN_RULE, RULE_READ_ONLY. */
   async deleteRule(name: string, options: CallOptions = {}): Promise<void> {
     await this.#channel.unary(RuleService.method.deleteRule, { name: resource("rules", name) }, options);
   }
 
-  /** All presets, by name: named override lists, which `{ preset: name }` in a list of overrides chooses. */
+  /** Returns all presets, by name: lists of overrides that `{ preset: name }` adds to the overrides of a program. */
   async listPresets(options: CallOptions = {}): Promise<Preset[]> {
-    return (await this.#channel.unary(RuleService.method.listPresets, {}, options)).presets.map(presetOf);
+    return (await this.#channel.unary(RuleService.method.listPresets, {}, options)).presets.map(readPreset);
   }
 
-  /** Runs a rule on tensors: `sampleRule("ste", { x: [1, 2], dy: [1, 1] })`. A `dy` left out is ones. */
+  /** Runs a rule on tensors: `sampleRule("ste", { x: [1, 2], dy: [1, 1] })`. Default of `dy`: ones. */
   async sampleRule(rule: RuleRef, values: Feeds, options: SampleRuleOptions = {}): Promise<Sample> {
     const op = options.opType ?? (typeof rule === "string" ? rule : "");
-    const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [name, attrOfAny(op, name, value)]);
+    const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [
+      name,
+      attrValueForGroup(op, name, value),
+    ]);
     const request = {
       source:
         typeof rule === "string"
@@ -122,14 +128,14 @@ export class Client {
     };
     const answer = await this.#channel.unary(RuleService.method.sampleRule, request, options);
     return {
-      gradients: Object.fromEntries(answer.gradients.map((entry) => [entry.name, namedTensorOf(entry)])),
-      outputs: Object.fromEntries(answer.outputs.map((entry) => [entry.name, wanted(namedTensorOf, entry)!])),
+      gradients: Object.fromEntries(answer.gradients.map((entry) => [entry.name, readNamedTensor(entry)])),
+      outputs: Object.fromEntries(answer.outputs.map((entry) => [entry.name, required(readNamedTensor, entry)!])),
     };
   }
 
-  /** Forward outputs and gradients of a graph in one call. */
+  /** Computes forward outputs and gradients of a graph in one call. */
   async evaluate(graph: Graph, options: EvaluateOptions = {}): Promise<Evaluation> {
-    const gradYs = splitGradYs(options.gradYs, namesOf(options.ys, graph), graph);
+    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
     const dtypeOf = (name: string) => graph.dtypeOf(name);
     const request = {
       target: { case: "spec" as const, value: specMessage(graph, options, gradYs) },
@@ -137,39 +143,39 @@ export class Client {
       gradYs: namedTensors(gradYs.values, dtypeOf, "gradYs"),
       params: callParams(options.params),
     };
-    return evaluationOf(await this.#channel.evaluate(request, options));
+    return readEvaluation(await this.#channel.evaluate(request, options));
   }
 
-  /** Which node gets which rule, the signature, and all that is wrong; nothing is run or kept. */
+  /** Returns the rule of each node, the signature and all errors. Runs and stores nothing. */
   async explain(graph: Graph, options: EvaluateOptions = {}): Promise<Explanation> {
-    const gradYs = splitGradYs(options.gradYs, namesOf(options.ys, graph), graph);
+    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
     const request = { spec: specMessage(graph, options, gradYs), validateOnly: true };
-    return explanationOf(await this.#channel.unary(ProgramService.method.compileProgram, request, options));
+    return readExplanation(await this.#channel.unary(ProgramService.method.compileProgram, request, options));
   }
 
-  /** Checks and compiles a program, which the server keeps until it is deleted. */
+  /** Checks, compiles and stores a program. The server keeps it until it is deleted. */
   async compile(graph: Graph, options: CompileOptions = {}): Promise<Program> {
-    const gradYs = splitGradYs(options.gradYs, namesOf(options.ys, graph), graph);
+    const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
     const [given] = gradYs.values;
     if (given) {
-      throw errorOf(
+      throw createError(
         "INVALID_DERIVATIVE",
         `gradYs gives a value for ${given[0]}; values are given with each call, names of tensors here.`,
       );
     }
     const request = { spec: specMessage(graph, options, gradYs), programId: options.name ?? "" };
     const answer = await this.#channel.unary(ProgramService.method.compileProgram, request, options);
-    return wanted((message) => new Program(this.#channel, message), answer.program);
+    return required((message) => new Program(this.#channel, message), answer.program);
   }
 
-  /** A program that was compiled before. PROGRAM_NOT_FOUND. */
+  /** Returns a stored program. Rejects with PROGRAM_NOT_FOUND. */
   async program(name: string, options: CallOptions = {}): Promise<Program> {
     const request = { name: resource("programs", name) };
     const answer = await this.#channel.unary(ProgramService.method.getProgram, request, options);
-    return wanted((message) => new Program(this.#channel, message), answer.program);
+    return required((message) => new Program(this.#channel, message), answer.program);
   }
 
-  /** All programs; what became of their overrides is told by `program`. */
+  /** Returns all stored programs, without their overrides, which `program` returns. */
   async listPrograms(options: CallOptions = {}): Promise<Program[]> {
     const programs: Program[] = [];
     let pageToken = "";
@@ -182,23 +188,23 @@ export class Client {
     return programs;
   }
 
-  /** Forgets a program. PROGRAM_NOT_FOUND. */
+  /** Deletes a program. Rejects with PROGRAM_NOT_FOUND. */
   async deleteProgram(name: string, options: CallOptions = {}): Promise<void> {
     await this.#channel.unary(ProgramService.method.deleteProgram, { name: resource("programs", name) }, options);
   }
 
-  /** Ends the connection. Later calls are UNAVAILABLE. */
+  /** Closes the connection. Later calls reject with UNAVAILABLE. */
   close(): void {
     this.#channel.close();
   }
 }
 
-/** `collection/name`, for a bare name too. */
+/** Returns `collection/name`; adds the collection if it is missing. */
 function resource(collection: string, name: string): string {
   return name.startsWith(`${collection}/`) ? name : `${collection}/${name}`;
 }
 
-function wanted<M, T>(read: (message: M) => T, message: M | undefined): T {
-  if (message === undefined) throw errorOf("INTERNAL", "The server's answer is empty.");
+function required<M, T>(read: (message: M) => T, message: M | undefined): T {
+  if (message === undefined) throw createError("INTERNAL", "The server's answer is empty.");
   return read(message);
 }

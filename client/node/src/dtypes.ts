@@ -1,4 +1,4 @@
-// Element types: gradrule's name, TensorFlow's number, and the typed array that holds the elements.
+// Element types: name, TensorFlow's number, and the typed array that holds the elements.
 
 import { Dt } from "./gen/gradrule/v1/tensor_pb.js";
 
@@ -15,9 +15,9 @@ interface Layout<A> {
   readonly array: Ctor<A>;
   /** Array entries per element: 2 for complex (real, imaginary), else 1. */
   readonly parts: 1 | 2;
-  /** What a JavaScript value of this type is. */
+  /** How JavaScript values of this type are represented. */
   readonly kind: "float" | "int" | "bigint" | "bool" | "half" | "complex" | "bits";
-  /** Least and greatest value of an integer type. */
+  /** Minimum and maximum of an integer type. */
   readonly range?: readonly [bigint, bigint];
 }
 
@@ -28,7 +28,7 @@ function layout<A>(dt: Dt, array: Ctor<A>, kind: Layout<A>["kind"], range?: [big
 const signed = (bits: bigint): [bigint, bigint] => [-(1n << (bits - 1n)), (1n << (bits - 1n)) - 1n];
 const unsigned = (bits: bigint): [bigint, bigint] => [0n, (1n << bits) - 1n];
 
-/** How the elements of each numeric type lie in memory. Strings have no fixed size and are not here. */
+/** Memory layout of each numeric type. Strings have no fixed size and are not included. */
 export const LAYOUTS = {
   float32: layout(Dt.FLOAT, Float32Array, "float"),
   float64: layout(Dt.DOUBLE, Float64Array, "float"),
@@ -59,7 +59,7 @@ export type NumericDType = keyof typeof LAYOUTS;
 /** Element type of a tensor, by its name. */
 export type DType = NumericDType | "string";
 
-/** Array that holds the elements of a tensor of element type `D`; of strings one byte array each. */
+/** Array that holds the elements of a tensor with element type `D`; for strings, one byte array per element. */
 export type DataOf<D extends DType> = D extends NumericDType
   ? InstanceType<(typeof LAYOUTS)[D]["array"]>
   : Uint8Array[];
@@ -89,18 +89,18 @@ export function isDType(name: unknown): name is DType {
   return typeof name === "string" && (name === "string" || Object.hasOwn(LAYOUTS, name));
 }
 
-/** TensorFlow's number of an element type. */
-export function dtOf(dtype: DType): Dt {
+/** Returns TensorFlow's number of an element type. */
+export function dtypeNumber(dtype: DType): Dt {
   return dtype === "string" ? Dt.STRING : LAYOUTS[dtype].dt;
 }
 
 /** Name of an element type, or undefined for one that no tensor of this client can have (resource, variant). */
-export function dtypeOfDt(dt: Dt): DType | undefined {
+export function dtypeFromNumber(dt: Dt): DType | undefined {
   return BY_NUMBER.get(dt);
 }
 
 /** The element type that a typed array has where none is named: never bool, float16, bfloat16 or complex. */
-export function dtypeOfArray(array: TypedArray): NumericDType {
+export function dtypeFromArray(array: TypedArray): NumericDType {
   if (array instanceof Float32Array) return "float32";
   if (array instanceof Float64Array) return "float64";
   if (array instanceof Int8Array) return "int8";

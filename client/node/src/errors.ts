@@ -1,4 +1,4 @@
-// Errors by reason: one class for all, and one subclass per reason.
+// Errors: one base class, and one subclass per reason.
 
 import { status as Code } from "@grpc/grpc-js";
 
@@ -17,7 +17,7 @@ export function reasonName(reason: ErrorReason): string {
   return ErrorReason[reason] ?? String(reason);
 }
 
-/** The gRPC codes of the reasons that have another than INVALID_ARGUMENT. */
+/** gRPC codes of reasons; default: INVALID_ARGUMENT. */
 const CODES: { readonly [R in Reason]?: Code } = {
   UNKNOWN_RULE: Code.NOT_FOUND,
   RULE_EXISTS: Code.ALREADY_EXISTS,
@@ -46,7 +46,7 @@ const CODES: { readonly [R in Reason]?: Code } = {
   SHARED_MEMORY_LOST: Code.FAILED_PRECONDITION,
 };
 
-/** One thing that is wrong: its reason, a sentence, and where: a node's name, a request's field, or neither. */
+/** One error: its reason, a message, and its location: a node's name, a request's field, or neither. */
 export interface Detail {
   readonly reason: string;
   readonly message: string;
@@ -63,18 +63,18 @@ interface Rest {
   readonly cause?: unknown;
 }
 
-/** Anything that gradrule refuses or fails at. The message says what is wrong, where, and what would be right. */
+/** Base class of all errors of gradrule. The message says what is wrong, where, and how to correct it. */
 export class GradruleError extends Error {
   override readonly name: string = "GradruleError";
   /** gRPC status code. */
   readonly code: Code;
-  /** All that was found wrong, the first deciding the reason. */
+  /** All errors that were found; the first one determines the reason. */
   readonly details: readonly Detail[];
-  /** How much was found wrong; more than `details` where not all fit into the answer. */
+  /** Number of errors that were found; larger than the length of `details` if not all fit into the answer. */
   readonly findingsTotal: number;
-  /** What the error is about, a rule for example; null where the server did not say. */
+  /** Resource that the error is about, for example a rule; null if the server did not name one. */
   readonly resource: { readonly type: string; readonly name: string } | null;
-  /** Seconds after which the same request may work; null where waiting does not help. */
+  /** Seconds after which the same request may succeed; null if waiting does not help. */
   readonly retryDelay: number | null;
 
   constructor(
@@ -115,12 +115,12 @@ for (const reason of REASONS) {
 /** One subclass of GradruleError per reason, for `instanceof`. */
 export const errors = Object.freeze(byName) as { readonly [N in ErrorName]: typeof GradruleError };
 
-/** An error of the class of its reason. */
-export function errorOf(reason: Reason | (string & {}), message: string, rest: Rest = {}): GradruleError {
+/** Creates an error of the reason's class. */
+export function createError(reason: Reason | (string & {}), message: string, rest: Rest = {}): GradruleError {
   return new (classes.get(reason) ?? GradruleError)(reason, message, rest);
 }
 
-/** The errorOf of a tensor's data, shape or element type. */
+/** Creates an error about a tensor's data, shape or element type. */
 export function invalidTensor(message: string): GradruleError {
-  return errorOf("INVALID_TENSOR", message);
+  return createError("INVALID_TENSOR", message);
 }

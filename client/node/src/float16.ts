@@ -1,9 +1,9 @@
-// float16 and bfloat16 as their 16 bits, for JavaScript has no array of either.
+// Converts float16 and bfloat16 to and from their 16 bits, because JavaScript has no arrays of these types.
 
 const f32 = new Float32Array(1);
 const u32 = new Uint32Array(f32.buffer);
 
-/** Bits of the float16 nearest to `value` (ties to even; too large is infinity). */
+/** Returns the bits of the float16 nearest to `value` (ties to even; too large is infinity). */
 export function float16Bits(value: number): number {
   f32[0] = value;
   const bits = u32[0]!;
@@ -11,7 +11,7 @@ export function float16Bits(value: number): number {
   const magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return sign | 0x7e00;
   const size = Math.abs(value);
-  // Halfway to the next value beyond the greatest (65504) rounds up to infinity.
+  // Values from halfway between the maximum (65504) and the next power of two round to infinity.
   if (size >= 65520) return sign | 0x7c00;
   if (size < 2 ** -14) return sign | roundToEven(size * 2 ** 24);
   const exponent = Math.floor(Math.log2(size));
@@ -20,7 +20,7 @@ export function float16Bits(value: number): number {
   return sign | (((exponent + 14) << 10) + roundToEven(size / shift));
 }
 
-/** Value of a float16 given by its bits. */
+/** Returns the value of a float16 from its bits. */
 export function float16Value(bits: number): number {
   const sign = bits & 0x8000 ? -1 : 1;
   const exponent = (bits >>> 10) & 0x1f;
@@ -30,7 +30,7 @@ export function float16Value(bits: number): number {
   return sign * (1 + fraction / 1024) * 2 ** (exponent - 15);
 }
 
-/** Bits of the bfloat16 nearest to `value` (ties to even). */
+/** Returns the bits of the bfloat16 nearest to `value` (ties to even). */
 export function bfloat16Bits(value: number): number {
   f32[0] = value;
   const bits = u32[0]!;
@@ -38,7 +38,7 @@ export function bfloat16Bits(value: number): number {
   return ((bits + 0x7fff + ((bits >>> 16) & 1)) >>> 16) & 0xffff;
 }
 
-/** Value of a bfloat16 given by its bits. */
+/** Returns the value of a bfloat16 from its bits. */
 export function bfloat16Value(bits: number): number {
   u32[0] = bits << 16;
   return f32[0]!;

@@ -1,34 +1,34 @@
-// Graphs: made node by node, or read from the bytes of a TensorFlow GraphDef.
+// Builds graphs node by node, or reads them from the bytes of a TensorFlow GraphDef.
 
 import { readFile } from "node:fs/promises";
 
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
 
-import { attrOf } from "./attrs.js";
+import { attrValue } from "./attrs.js";
 import type { AttrInput } from "./attrs.js";
-import { dtypeOfDt } from "./dtypes.js";
+import { dtypeFromNumber } from "./dtypes.js";
 import type { DType } from "./dtypes.js";
-import { errorOf } from "./errors.js";
+import { createError } from "./errors.js";
 import { GraphSchema, NodeSchema } from "./gen/gradrule/v1/graph_pb.js";
 import type { Graph as GraphMessage, Node } from "./gen/gradrule/v1/graph_pb.js";
 import { Output } from "./handles.js";
-import { UniqueNames, bare } from "./names.js";
+import { UniqueNames, withoutOutputZero } from "./names.js";
 import { ruleAndParams } from "./overrides.js";
 import type { Override, RuleChoice } from "./overrides.js";
 import { tensor } from "./tensor.js";
 import type { TensorLike } from "./tensor.js";
-import { shapeOf } from "./wire.js";
+import { readShape } from "./wire.js";
 import type { Shape, TensorSpec } from "./wire.js";
 
-/** The attribute by which a node names the rule that gives its gradient. */
+/** Attribute of a node that names the rule for its gradient. */
 const GRADIENT_ATTR = "_gradient_op_type";
 
 const PLACEHOLDERS = new Set(["Placeholder", "PlaceholderWithDefault", "PlaceholderV2"]);
 
 export interface OpOptions {
-  /** Name within the current scope, with a number where it is taken. Default: the op type. */
+  /** Name in the current scope; a number is added if the name exists. Default: the op type. */
   readonly name?: string;
-  /** Attributes. Those that follow from the inputs may be left out: the server fills them in. */
+  /** Attributes. Those that can be inferred from the inputs may be omitted. */
   readonly attrs?: Readonly<Record<string, AttrInput>>;
   /** Nodes that must run first. */
   readonly control?: readonly Output[];
@@ -48,26 +48,26 @@ export class Graph {
     this.names = new UniqueNames(this.nodes.keys());
   }
 
-  /** The graph with these bytes (a GraphDef's). Throws INVALID_GRAPH where they are none. */
+  /** Reads the bytes of a GraphDef. Throws INVALID_GRAPH if they are not a graph. */
   static fromBytes(bytes: Uint8Array): Graph {
     let message: GraphMessage;
     try {
       message = fromBinary(GraphSchema, bytes);
     } catch (cause) {
-      throw errorOf("INVALID_GRAPH", `These ${bytes.length} bytes are no GraphDef: ${(cause as Error).message}.`);
+      throw createError("INVALID_GRAPH", `These ${bytes.length} bytes are no GraphDef: ${(cause as Error).message}.`);
     }
     const graph = new Graph(message);
     graph.bytes = Uint8Array.from(bytes);
     return graph;
   }
 
-  /** Bytes of the GraphDef; of a loaded graph that nobody extended the very bytes that were read. */
+  /** Returns the bytes of the GraphDef; for a loaded graph without new nodes, the bytes that were read. */
   toBytes(): Uint8Array {
     this.bytes ??= toBinary(GraphSchema, this.message);
     return this.bytes;
   }
 
-  /** Names of all nodes, in order. */
+  /** Returns the names of all nodes, in order. */
   get nodeNames(): readonly string[] {
     return this.message.node.map(({ name }) => name);
   }
@@ -77,39 +77,39 @@ export class Graph {
     const specs: [string, TensorSpec][] = [];
     for (const node of this.message.node) {
       const { name, op } = node;
-      const dtype = PLACEHOLDERS.has(op) ? dtypeOfNode(node) : undefined;
+      const dtype = PLACEHOLDERS.has(op) ? nodeDtype(node) : undefined;
       if (dtype === undefined) continue;
-      specs.push([name, { name, dtype, shape: shapeOfNode(node), optional: op === "PlaceholderWithDefault" }]);
+      specs.push([name, { name, dtype, shape: nodeShape(node), optional: op === "PlaceholderWithDefault" }]);
     }
     return Object.fromEntries(specs);
   }
 
-  /** What override maps recorded for single nodes beside what nodes can carry; a request sends it after its own. */
+  /** Overrides of single nodes that gradientOverrideMap recorded; requests send them after their own overrides. */
   get nodeOverrides(): readonly Override[] {
     return this.recorded;
   }
 
-  /** A handle for a tensor by its name, `node` or `node:index`. Throws UNKNOWN_TENSOR where no such node is. */
+  /** Returns a handle for the tensor `node` or `node:index`. Throws UNKNOWN_TENSOR if the node does not exist. */
   get(name: string): Output {
     const [, node, index] = /^(.*?)(?::(\d+))?$/.exec(name) ?? [];
     if (node === undefined || !this.nodes.has(node)) {
-      throw errorOf("UNKNOWN_TENSOR", `The graph has no node ${JSON.stringify(node ?? name)}.`);
+      throw createError("UNKNOWN_TENSOR", `The graph has no node ${JSON.stringify(node ?? name)}.`);
     }
     return new Output(this, node, Number(index ?? 0));
   }
 
-  /** Element type of a placeholder or a constant, by its name; undefined where only the server knows. */
+  /** Returns the element type of a placeholder or a constant; undefined for other tensors. */
   dtypeOf(name: string): DType | undefined {
-    const node = this.nodes.get(bare(name));
-    return node && (PLACEHOLDERS.has(node.op) || node.op === "Const") ? dtypeOfNode(node) : undefined;
+    const node = this.nodes.get(withoutOutputZero(name));
+    return node && (PLACEHOLDERS.has(node.op) || node.op === "Const") ? nodeDtype(node) : undefined;
   }
 
-  /** An input. `shape` has null where a dimension is unknown, and is null for an unknown rank. */
+  /** Adds a placeholder. Unknown dimensions of `shape` are null; an unknown rank is a null shape. */
   placeholder(name: string, dtype: DType, shape: Shape): Output {
     return this.op("Placeholder", [], { name, attrs: { dtype, shape } });
   }
 
-  /** A constant; element type and shape as `tensor` decides them. */
+  /** Adds a constant. `tensor` determines its element type and shape. */
   constant(value: TensorLike, options: { dtype?: DType; name?: string } = {}): Output {
     const { dtype, name } = options;
     const content = tensor(value, dtype === undefined ? {} : { dtype });
@@ -117,7 +117,7 @@ export class Graph {
     return this.op("Const", [], name === undefined ? { attrs } : { name, attrs });
   }
 
-  /** Adds a node and returns its first output, or as many as `outputs` says. Throws INVALID_ATTR, DANGLING_INPUT. */
+  /** Adds a node and returns its first output, or its first `outputs` outputs. Throws INVALID_ATTR, DANGLING_INPUT. */
   op(opType: string, inputs: readonly (Output | string)[], options: OpOptions & { outputs: number }): Output[];
   op(opType: string, inputs: readonly (Output | string)[], options?: OpOptions): Output;
   op(
@@ -125,7 +125,7 @@ export class Graph {
     inputs: readonly (Output | string)[],
     options: OpOptions & { outputs?: number } = {},
   ): Output | Output[] {
-    const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [name, attrOf(opType, name, value)]);
+    const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [name, attrValue(opType, name, value)]);
     const wished = this.scoped(options.name ?? opType);
     const names = inputs.map((input) => this.inputName(input, wished));
     const controls = (options.control ?? []).map((output) => `^${this.get(this.inputName(output, wished)).node}`);
@@ -143,15 +143,17 @@ export class Graph {
     return Array.from({ length: options.outputs }, (_, index) => new Output(this, node.name, index));
   }
 
-  /** Puts `name/` before the names of the nodes that `build` makes, with a number where it is taken. Scopes nest. */
+  /**
+   * Adds the prefix `name/` to names of nodes that `build` creates; a number is added if the scope exists. Scopes
+   * nest.
+   */
   nameScope<T>(name: string, build: () => T): T {
     return within(this.scopes, this.names.make(this.scoped(name)), build);
   }
 
   /**
-   * Nodes that `build` makes get the rule that the map gives for their op type: a name, a rule that is registered
-   * nowhere, or either with params. Maps nest: the innermost that names the op type decides; `default` carves out an
-   * exception.
+   * Sets the rule of nodes that `build` creates, by their op type: a name, a rule that is not registered, or either with
+   * params. Maps nest; the innermost one with the op type applies. The rule `default` makes an exception.
    */
   gradientOverrideMap<T>(map: Readonly<Record<string, RuleChoice>>, build: () => T): T {
     return within(this.overrideMaps, new Map(Object.entries(map)), build);
@@ -167,9 +169,9 @@ export class Graph {
     if (choice === undefined) return;
     const [rule, params] = ruleAndParams(choice, `gradientOverrideMap's ${node.op}`);
     if (typeof rule === "string" && Object.keys(params).length === 0) {
-      node.attr[GRADIENT_ATTR] = attrOf(node.op, GRADIENT_ATTR, rule);
+      node.attr[GRADIENT_ATTR] = attrValue(node.op, GRADIENT_ATTR, rule);
     } else {
-      // Optional, as in TensorFlow: a node of the context may lie off the path of what a request differentiates.
+      // Optional, as in TensorFlow, because a request may differentiate a path without this node.
       this.recorded.push({ rule, node: node.name, opType: node.op, params, label: node.op, optional: true });
     }
   }
@@ -177,13 +179,13 @@ export class Graph {
   private inputName(input: Output | string, node: string): string {
     if (typeof input === "string") return input;
     if (input.graph !== this) {
-      throw errorOf("DANGLING_INPUT", `Input ${input.name} of node ${node} is an output of another graph.`);
+      throw createError("DANGLING_INPUT", `Input ${input.name} of node ${node} is an output of another graph.`);
     }
     return input.name;
   }
 }
 
-/** Reads a GraphDef's binary file (`.pb`). Rejects with INVALID_GRAPH where it is none, or with the file's error. */
+/** Reads a binary GraphDef file (`.pb`). Rejects with INVALID_GRAPH if it is not a graph, or with the file's error. */
 export async function load(path: string | URL): Promise<Graph> {
   return Graph.fromBytes(await readFile(path));
 }
@@ -199,12 +201,12 @@ function within<C, T>(stack: C[], entry: C, build: () => T): T {
   }
 }
 
-function dtypeOfNode(node: Node): DType | undefined {
+function nodeDtype(node: Node): DType | undefined {
   const value = node.attr["dtype"]?.value;
-  return value?.case === "type" ? dtypeOfDt(value.value) : undefined;
+  return value?.case === "type" ? dtypeFromNumber(value.value) : undefined;
 }
 
-function shapeOfNode(node: Node): Shape {
+function nodeShape(node: Node): Shape {
   const value = node.attr["shape"]?.value;
-  return value?.case === "shape" ? shapeOf(value.value) : null;
+  return value?.case === "shape" ? readShape(value.value) : null;
 }

@@ -1,10 +1,10 @@
-// Tensors of a graph, by name or by handle.
+// Names and handles of tensors in a graph.
 
-import { errorOf } from "./errors.js";
+import { createError } from "./errors.js";
 import type { Graph } from "./graph.js";
-import { shown } from "./values.js";
+import { formatValue } from "./values.js";
 
-/** An output of a node, for use as an input of others and wherever a tensor is named. */
+/** An output of a node. Can be used as an input of other nodes and instead of a tensor name. */
 export class Output {
   constructor(
     readonly graph: Graph,
@@ -28,20 +28,20 @@ export type Name = string | Output;
 /** One tensor of a graph, or several. */
 export type Names = Name | readonly Name[];
 
-/** The names of one tensor or several. Throws UNKNOWN_TENSOR for a handle of another graph. */
-export function namesOf(names: Names | undefined, graph?: Graph): string[] {
+/** Returns the names of one or several tensors. Throws UNKNOWN_TENSOR for a handle of another graph. */
+export function tensorNames(names: Names | undefined, graph?: Graph): string[] {
   if (names === undefined) return [];
-  return (isMany(names) ? names : [names]).map((name) => nameOf(name, graph));
+  return (isMany(names) ? names : [names]).map((name) => tensorName(name, graph));
 }
 
-/** The name of a tensor. Throws UNKNOWN_TENSOR for a handle of another graph. */
-export function nameOf(name: Name, graph: Graph | undefined): string {
+/** Returns the name of a tensor. Throws UNKNOWN_TENSOR for a handle of another graph. */
+export function tensorName(name: Name, graph: Graph | undefined): string {
   if (typeof name === "string") return name;
   if (!(name instanceof Output)) {
-    throw errorOf("UNKNOWN_TENSOR", `A tensor is named by a string or a handle, not by ${shown(name)}.`);
+    throw createError("UNKNOWN_TENSOR", `A tensor is named by a string or a handle, not by ${formatValue(name)}.`);
   }
   if (graph !== undefined && name.graph !== graph) {
-    throw errorOf("UNKNOWN_TENSOR", `The handle ${name.name} belongs to another graph.`);
+    throw createError("UNKNOWN_TENSOR", `The handle ${name.name} belongs to another graph.`);
   }
   return name.name;
 }

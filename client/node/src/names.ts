@@ -1,6 +1,6 @@
-// Names handed out once each, as TensorFlow does it.
+// Creates unique node names, as TensorFlow does.
 
-/** `Sign`, `Sign_1`, …; upper and lower case count as equal. */
+/** Creates unique names: `Sign`, `Sign_1`, …. Names that differ only in case are not unique. */
 export class UniqueNames {
   private readonly next = new Map<string, number>();
 
@@ -8,19 +8,19 @@ export class UniqueNames {
     for (const name of taken) this.next.set(name.toLowerCase(), 1);
   }
 
-  /** The wished name, or the first free one of `wished_1`, `wished_2`, … */
-  make(wished: string): string {
-    const key = wished.toLowerCase();
+  /** Returns the requested name, or the first unused one of `requested_1`, `requested_2`, … */
+  make(requested: string): string {
+    const key = requested.toLowerCase();
     let number = this.next.get(key) ?? 0;
-    let name = wished;
-    while (this.next.has(name.toLowerCase())) name = `${wished}_${number++}`;
+    let name = requested;
+    while (this.next.has(name.toLowerCase())) name = `${requested}_${number++}`;
     this.next.set(key, Math.max(number, 1));
     if (!this.next.has(name.toLowerCase())) this.next.set(name.toLowerCase(), 1);
     return name;
   }
 }
 
-/** `y:0` is `y`. */
-export function bare(tensor: string): string {
+/** Removes the suffix `:0`: `y:0` is the same tensor as `y`. */
+export function withoutOutputZero(tensor: string): string {
   return tensor.replace(/:0$/, "");
 }

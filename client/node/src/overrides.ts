@@ -1,91 +1,94 @@
-// Overrides as a caller writes them, and their messages.
+// Converts overrides to messages.
 
 import { create, toBinary } from "@bufbuild/protobuf";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 
-import { attrOfAny } from "./attrs.js";
+import { attrValueForGroup } from "./attrs.js";
 import type { AttrInput } from "./attrs.js";
-import { DTYPES, dtOf, isDType } from "./dtypes.js";
+import { DTYPES, dtypeNumber, isDType } from "./dtypes.js";
 import type { DType } from "./dtypes.js";
-import { errorOf } from "./errors.js";
+import { createError } from "./errors.js";
 import { PositionNearest, PositionSchema, RegionSchema, SelectorSchema } from "./gen/gradrule/v1/override_pb.js";
 import type { GradientOverrideSchema, Position as PositionMessage, Selector } from "./gen/gradrule/v1/override_pb.js";
 import type { Graph } from "./graph.js";
-import { Output, nameOf, namesOf } from "./handles.js";
+import { Output, tensorName, tensorNames } from "./handles.js";
 import type { Names } from "./handles.js";
 import { definitionMessage, paramValues } from "./rules.js";
 import type { Params, RuleSource } from "./rules.js";
-import { isRecord, oneOf, shown } from "./values.js";
+import { isRecord, listChoices, formatValue } from "./values.js";
 
-/** A rule by its name, or one that is registered nowhere. */
+/** The name of a rule, or a rule that is not registered. */
 export type RuleRef = string | RuleSource;
 
 /** A rule, or a rule with its params. */
 export type RuleChoice = RuleRef | readonly [RuleRef, Params];
 
-/** A place on the path from xs to ys: an end of it, or a number that counts from the xs (negative: from the ys). */
+/** A position on the path from xs to ys: one end, or an index that counts from the xs (negative: from the ys). */
 export type Position = "nearest_xs" | "nearest_ys" | number;
 
 /**
- * A subgraph, given by the tensors that go in and come out; at least one of each. Its rule sees them as `x, x1, …` and
- * `y, y1, …`, as `tf.custom_gradient` sees a function's.
+ * A subgraph, given by its input and output tensors; at least one of each. In its rule, `x, x1, …` are the inputs and
+ * `y, y1, …` are the outputs, as in `tf.custom_gradient`.
  */
 export interface Region {
   readonly inputs: Names;
   readonly outputs: Names;
 }
 
-/** Which nodes an override means. Conditions given together must all hold; at least one is needed. */
+/** Selects the nodes of an override. A node must meet all given conditions; at least one is required. */
 export interface Conditions {
   /** Exact, or a group: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@step`. */
   readonly opType?: string;
-  /** Exact name, a glob (`*` and `?` stay between slashes, `**` crosses them), or a handle of the node. */
+  /** Exact name, a glob (`*` and `?` do not match `/`, `**` does), or a handle of the node. */
   readonly node?: string | Output;
-  /** RE2 expression that matches the whole name. */
+  /** Regular expression (RE2) that must match the whole name. */
   readonly nodeRegex?: string;
-  /** The nodes under `scope/`. */
+  /** Name scope: nodes whose names start with `scope/`. */
   readonly scope?: string;
-  /** Place on the path, among the nodes that the other conditions hold for. */
+  /** Position on the path, among the nodes that meet the other conditions. */
   readonly position?: Position;
-  /** A chain of op types or groups that gets one rule: `["MatMul", "BiasAdd"]`. The rest speaks of its last node. */
+  /**
+   * A chain of op types or groups that gets one rule: `["MatMul", "BiasAdd"]`. Other conditions apply to its last
+   * node.
+   */
   readonly pattern?: readonly string[];
   /** Element type of the node's first output. */
   readonly dtype?: DType;
   /** Rank of the node's first output. */
   readonly rank?: number;
-  /** Attributes of the node; defaults count. */
+  /** Attributes that the node must have with these values, including defaults. */
   readonly attrs?: Readonly<Record<string, AttrInput>>;
-  /** Tensors, on at least one of which the node depends. */
+  /** Tensors; the node must depend on at least one of them. */
   readonly dependsOn?: Names;
-  /** A subgraph, by itself. */
+  /** A subgraph. No other condition can be set as well. */
   readonly region?: Region;
 }
 
 interface Use {
   readonly params?: Params;
   /**
-   * By which a call gives params and an answer tells the override. Default: the preset's name, else the first of op
-   * type, node, scope, regex, the pattern joined by `+`, the region's first output.
+   * Name of the override in params of calls and in results. Default: the preset's name, otherwise the first that is set of op
+   * type, node, scope, regular expression, pattern (joined with `+`) and the region's first output.
    */
   readonly label?: string;
-  /** True: no error where no node on the path matches. */
+  /** True: it is not an error if no node on the path matches. */
   readonly optional?: boolean;
 }
 
-/** Nodes with the rule that they get; `default` carves out an exception. */
+/** Nodes and their rule; the rule `default` makes an exception. */
 export interface Override extends Conditions, Use {
   readonly rule: RuleRef;
 }
 
 /**
- * A named list of overrides, which come after all that are of no preset. Params go to all rules of the preset that have
- * one of the name.
+ * A named list of overrides. They apply after all overrides that are not in a preset. Params apply to all rules of the preset
+ * that have a param with this name.
  */
 export interface PresetChoice extends Use {
   readonly preset: string;
 }
 
-/** Rules by op type, or an ordered list in which the first match decides. */
+/** Rules by op type, or an ordered list; the first override that matches a node applies. */
 export type Overrides = Readonly<Record<string, RuleChoice>> | readonly (Override | PresetChoice)[];
 
 type OverrideMessage = MessageInitShape<typeof GradientOverrideSchema>;
@@ -111,27 +114,32 @@ const OVERRIDE_WORDS = [
 
 const NEAREST = { nearest_xs: PositionNearest.XS, nearest_ys: PositionNearest.YS };
 
-/** The rule and the params of a choice. Throws INVALID_OVERRIDE, saying `where`, for what is none. */
+/** Returns the rule and the params of a choice. Throws INVALID_OVERRIDE, which names `where`, if it is not valid. */
 export function ruleAndParams(choice: RuleChoice, where: string): readonly [RuleRef, Params] {
   if (!Array.isArray(choice)) return [checkedRule(choice as RuleRef, where), {}];
-  if (choice.length !== 2) throw invalid(`${where} is ${shown(choice)}; a rule with its params is a pair of both.`);
+  if (choice.length !== 2)
+    throw invalid(`${where} is ${formatValue(choice)}; a rule with its params is a pair of both.`);
   const [rule, params] = choice as readonly [RuleRef, Params];
   return [checkedRule(rule, where), params];
 }
 
-/** The messages of overrides, in order. Handles must be of `graph`. Throws INVALID_OVERRIDE and what values throw. */
+/**
+ * Converts overrides to messages, in order. Handles must belong to `graph`. Throws INVALID_OVERRIDE and errors of
+ * values.
+ */
 export function overrideMessages(overrides: Overrides, graph?: Graph): OverrideMessage[] {
   if (isList(overrides)) {
     return overrides.map((entry, index) => {
       const where = `overrides[${index}]`;
-      if (!isRecord(entry)) throw invalid(`${where} is ${shown(entry)}; a list holds objects with a rule or a preset.`);
+      if (!isRecord(entry))
+        throw invalid(`${where} is ${formatValue(entry)}; a list holds objects with a rule or a preset.`);
       return isPreset(entry) ? presetMessage(entry, where) : overrideMessage(entry, where, graph);
     });
   }
   if (!isRecord(overrides))
-    throw invalid(`overrides is an object of rules by op type, or a list, not ${shown(overrides)}.`);
+    throw invalid(`overrides is an object of rules by op type, or a list, not ${formatValue(overrides)}.`);
   return Object.entries(overrides).map(([opType, choice]) => {
-    // TensorFlow's op types start with a capital.
+    // TensorFlow's op types start with a capital letter.
     if (opType === "rule" || opType === "preset") {
       throw invalid(`overrides has the key ${opType}, but its keys are op types; a single override goes into a list.`);
     }
@@ -144,7 +152,8 @@ export function overrideMessages(overrides: Overrides, graph?: Graph): OverrideM
 function presetMessage(choice: PresetChoice, where: string): OverrideMessage {
   checkWords(choice, PRESET_WORDS, `${where}, a preset,`);
   const { preset, params = {}, label, optional } = choice;
-  if (typeof preset !== "string") throw invalid(`${where} chooses a preset by its name, not by ${shown(preset)}.`);
+  if (typeof preset !== "string")
+    throw invalid(`${where} chooses a preset by its name, not by ${formatValue(preset)}.`);
   return {
     choice: { case: "preset", value: { name: preset, params: paramValues(params, `params of ${where}`) } },
     label: text(label, "label", where),
@@ -173,27 +182,27 @@ function selectorMessage(conditions: Conditions, where: string, graph: Graph | u
   const { node, position, pattern, dtype, rank, attrs = {}, dependsOn, region } = conditions;
   const selector = create(SelectorSchema, {
     opType: text(conditions.opType, "opType", where),
-    node: node instanceof Output ? nodeOf(node, graph) : text(node, "node", where, "a string or a handle"),
+    node: node instanceof Output ? nodeNameOfHandle(node, graph) : text(node, "node", where, "a string or a handle"),
     nodeRegex: text(conditions.nodeRegex, "nodeRegex", where),
     scope: text(conditions.scope, "scope", where),
   });
   if (position !== undefined) selector.position = positionMessage(position, where);
   if (pattern !== undefined) selector.pattern = checkedPattern(pattern, where);
   if (dtype !== undefined) {
-    if (!isDType(dtype)) throw invalid(`dtype of ${where} is ${oneOf(DTYPES)}, not ${shown(dtype)}.`);
-    selector.dtype = dtOf(dtype);
+    if (!isDType(dtype)) throw invalid(`dtype of ${where} is ${listChoices(DTYPES)}, not ${formatValue(dtype)}.`);
+    selector.dtype = dtypeNumber(dtype);
   }
   if (rank !== undefined) {
-    if (rank !== rank >>> 0) throw invalid(`rank of ${where} is an integer from 0, not ${shown(rank)}.`);
+    if (rank !== rank >>> 0) throw invalid(`rank of ${where} is an integer from 0, not ${formatValue(rank)}.`);
     selector.rank = rank;
   }
-  if (!isRecord(attrs)) throw invalid(`attrs of ${where} is an object of values by name, not ${shown(attrs)}.`);
+  if (!isRecord(attrs)) throw invalid(`attrs of ${where} is an object of values by name, not ${formatValue(attrs)}.`);
   for (const [name, value] of Object.entries(attrs)) {
-    selector.attrs[name] = attrOfAny(selector.opType || (selector.pattern.at(-1) ?? ""), name, value);
+    selector.attrs[name] = attrValueForGroup(selector.opType || (selector.pattern.at(-1) ?? ""), name, value);
   }
   if (dependsOn !== undefined) selector.dependsOn = tensors(dependsOn, `dependsOn of ${where}`, graph);
   if (region !== undefined) {
-    if (!isRecord(region)) throw invalid(`region of ${where} is { inputs, outputs }, not ${shown(region)}.`);
+    if (!isRecord(region)) throw invalid(`region of ${where} is { inputs, outputs }, not ${formatValue(region)}.`);
     checkWords(region, ["inputs", "outputs"], `region of ${where}`);
     const inputs = tensors(region.inputs, `region.inputs of ${where}`, graph);
     selector.region = create(RegionSchema, {
@@ -214,39 +223,43 @@ function positionMessage(position: Position, where: string): PositionMessage {
   if (typeof position === "string" && Object.hasOwn(NEAREST, position)) {
     return create(PositionSchema, { place: { case: "nearest", value: NEAREST[position] } });
   }
-  throw invalid(`position of ${where} is ${oneOf(Object.keys(NEAREST))}, or an integer, not ${shown(position)}.`);
+  throw invalid(
+    `position of ${where} is ${listChoices(Object.keys(NEAREST))}, or an integer, not ${formatValue(position)}.`,
+  );
 }
 
 function checkedPattern(pattern: readonly string[], where: string): string[] {
   if (Array.isArray(pattern) && pattern.length > 0 && pattern.every((word) => typeof word === "string" && word)) {
     return [...pattern];
   }
-  throw invalid(`pattern of ${where} is a list of op types such as ["MatMul", "BiasAdd"], not ${shown(pattern)}.`);
+  throw invalid(
+    `pattern of ${where} is a list of op types such as ["MatMul", "BiasAdd"], not ${formatValue(pattern)}.`,
+  );
 }
 
 function checkedRule(rule: RuleRef, where: string): RuleRef {
   if (typeof rule === "string" || (isRecord(rule) && ("expression" in rule || "graph" in rule))) return rule;
-  throw invalid(`${where} takes a rule's name, { expression } or { graph }, not ${shown(rule)}.`);
+  throw invalid(`${where} takes a rule's name, { expression } or { graph }, not ${formatValue(rule)}.`);
 }
 
 function tensors(names: Names, what: string, graph: Graph | undefined): string[] {
-  const found = namesOf(names, graph);
+  const found = tensorNames(names, graph);
   if (found.length === 0) throw invalid(`${what} names no tensor; at least one is needed.`);
   return found;
 }
 
-function nodeOf(handle: Output, graph: Graph | undefined): string {
-  nameOf(handle, graph);
+function nodeNameOfHandle(handle: Output, graph: Graph | undefined): string {
+  tensorName(handle, graph);
   return handle.node;
 }
 
 function text(value: unknown, what: string, where: string, kinds = "a string"): string {
   if (typeof value === "string") return value;
   if (value === undefined) return "";
-  throw invalid(`${what} of ${where} is ${kinds}, not ${shown(value)}.`);
+  throw invalid(`${what} of ${where} is ${kinds}, not ${formatValue(value)}.`);
 }
 
-/** A word that is not known would make an override mean more than was meant. */
+/** Refuses unknown properties, because ignoring one would make the override match more nodes. */
 function checkWords(given: object, known: readonly string[], what: string): void {
   const words = Object.entries(given).filter(([, value]) => value !== undefined);
   const unknown = words.map(([word]) => word).find((word) => !known.includes(word));
@@ -262,5 +275,5 @@ function isPreset(entry: Override | PresetChoice): entry is PresetChoice {
 }
 
 function invalid(message: string): Error {
-  return errorOf("INVALID_OVERRIDE", message);
+  return createError("INVALID_OVERRIDE", message);
 }

@@ -1,10 +1,10 @@
-// Rules and their params, to and from the messages that carry them.
+// Converts rules and their params to and from protobuf messages.
 
 import { toBinary } from "@bufbuild/protobuf";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import { timestampDate } from "@bufbuild/protobuf/wkt";
 
-import { GradruleError, errorOf } from "./errors.js";
+import { GradruleError, createError } from "./errors.js";
 import { RuleKind } from "./gen/gradrule/v1/rule_pb.js";
 import type {
   GraphSource,
@@ -19,34 +19,34 @@ import { GraphSchema } from "./gen/gradrule/v1/graph_pb.js";
 import { Graph } from "./graph.js";
 import { tensor } from "./tensor.js";
 import type { Tensor, TensorLike } from "./tensor.js";
-import { isRecord, shown } from "./values.js";
-import { tensorMessage, tensorOf } from "./wire.js";
+import { isRecord, formatValue } from "./values.js";
+import { tensorMessage, readTensor } from "./wire.js";
 
 /** Values of a rule's params. */
 export type Params = Readonly<Record<string, TensorLike>>;
 
-/** Params that a rule declares: their names, or defaults by name, null where every use must give a value. */
+/** Params that a rule declares: their names, or default values by name; null means that every use must give a value. */
 export type ParamDefaults = readonly string[] | Readonly<Record<string, TensorLike | null>>;
 
 /** What a rule computes: a formula over `x`, `y`, `dy`, `default`, params, or a graph from `x`, `dy`, … to `dx`. */
 export type RuleForm = string | { readonly expression: string } | { readonly graph: Graph };
 
-/** A rule that is registered nowhere. */
+/** A rule that is not registered. */
 export type RuleSource = ({ readonly expression: string } | { readonly graph: Graph }) & {
   readonly params?: ParamDefaults;
 };
 
-/** Where a rule comes from: TensorFlow's registry, the catalogue, or a client. */
+/** Origin of a rule: TensorFlow's registry, the server's catalogue, or a client. */
 export type Kind = "op" | "builtin" | "user";
 
 /** A param that a rule declares. */
 export interface Param {
   readonly name: string;
-  /** null where every use must give a value. */
+  /** Default value; null means that every use must give a value. */
   readonly default: number | Tensor | null;
   /** Meaning and unit. */
   readonly description: string;
-  /** Values it takes: conditions such as `> 0, integer`; empty: all. */
+  /** Allowed values: conditions such as `> 0, integer`; empty: all. */
   readonly range: string;
 }
 
@@ -55,7 +55,7 @@ export interface Preset {
   readonly name: string;
   /** What it does, and for which models. */
   readonly description: string;
-  /** Paper or library that it is from. */
+  /** Paper or library that defines it. */
   readonly reference: string;
   /** Its overrides in order, one line each, for people. */
   readonly overrides: readonly string[];
@@ -63,57 +63,60 @@ export interface Preset {
   readonly params: readonly Param[];
 }
 
-/** A rule of the registry. */
+/** A registered rule. */
 export interface Rule {
   /** Bare name, without `rules/`. */
   readonly name: string;
   readonly kind: Kind;
   readonly expression: string | null;
   readonly graph: Graph | null;
-  /** Defaults by name, null where every use must give a value. */
+  /** Default values by name; null means that every use must give a value. */
   readonly params: Readonly<Record<string, number | Tensor | null>>;
-  /** All that is known of the params, in order. */
+  /** The params with descriptions and ranges, in order. */
   readonly paramInfos: readonly Param[];
   readonly description: string;
-  /** Op types and groups that the rule is meant for. */
+  /** Op types and groups that the rule is intended for. */
   readonly opTypes: readonly string[];
-  /** Paper or library that it is from. */
+  /** Paper or library that defines it. */
   readonly reference: string;
   /** SHA-256 (hex) of the content. */
   readonly digest: string;
   readonly createTime: Date | null;
-  /** Whether each example along axis 0 gets a gradient of its own; null where that is not known. */
+  /** Whether the gradient of each example along axis 0 does not depend on other examples; null if unknown. */
   readonly perSample: boolean | null;
   readonly aliases: readonly string[];
   /** What it computes, for people. */
   readonly formula: string;
-  /** Family of a BUILTIN rule: `surrogate` for example. */
+  /** Family of a BUILTIN rule, for example `surrogate`. */
   readonly family: string;
-  /** Whether it is the true gradient of the ops in `opTypes`, up to rounding. */
+  /** Whether the rule is the true gradient of the ops in `opTypes`, up to rounding. */
   readonly trueGradient: boolean;
-  /** Whether a BUILTIN rule of the name is to be had as `builtin/NAME` only. */
+  /** Whether a BUILTIN rule has the same name and is available only as `builtin/NAME`. */
   readonly hidesBuiltin: boolean;
 }
 
-/** The message of a rule's content. Where it declares no params itself, those that its use gives count as declared. Throws INVALID_RULE. */
+/**
+ * Converts a rule's definition to a message. A rule without declared params declares those that its use gives. Throws
+ * INVALID_RULE.
+ */
 export function definitionMessage(
   source: RuleSource,
   usedParams: readonly string[] = [],
 ): MessageInitShape<typeof RuleDefinitionSchema> {
   if (!isRecord(source)) {
-    throw errorOf("INVALID_RULE", `A rule is its name, { expression } or { graph }, not ${shown(source)}.`);
+    throw createError("INVALID_RULE", `A rule is its name, { expression } or { graph }, not ${formatValue(source)}.`);
   }
   const params = declared(source.params ?? usedParams).map(([name, value]) =>
     value === null ? { name } : { name, defaultValue: paramValue(name, value) },
   );
   if ("expression" in source) {
     if (typeof source.expression !== "string") {
-      throw errorOf("INVALID_RULE", `The expression of a rule is a string, not ${shown(source.expression)}.`);
+      throw createError("INVALID_RULE", `The expression of a rule is a string, not ${formatValue(source.expression)}.`);
     }
     return { form: { case: "expression", value: source.expression }, params };
   }
   if (!(source.graph instanceof Graph)) {
-    throw errorOf("INVALID_RULE", `The graph of a rule is a Graph, not ${shown(source.graph)}.`);
+    throw createError("INVALID_RULE", `The graph of a rule is a Graph, not ${formatValue(source.graph)}.`);
   }
   const graph = { source: { case: "serialized" as const, value: source.graph.toBytes() } };
   return { form: { case: "graph", value: graph }, params };
@@ -127,40 +130,43 @@ function isNames(params: ParamDefaults): params is readonly string[] {
   return Array.isArray(params);
 }
 
-/** The messages of param values by name. `what` names the params in errors. Throws INVALID_PARAM. */
+/** Converts param values to messages. `what` names the params in errors. Throws INVALID_PARAM. */
 export function paramValues(
   params: Params,
   what = "params",
 ): Record<string, MessageInitShape<typeof ParamValueSchema>> {
   if (!isRecord(params)) {
-    throw errorOf("INVALID_PARAM", `${what} is an object of values by the rule's param names, not ${shown(params)}.`);
+    throw createError(
+      "INVALID_PARAM",
+      `${what} is an object of values by the rule's param names, not ${formatValue(params)}.`,
+    );
   }
   return Object.fromEntries(Object.entries(params).map(([name, value]) => [name, paramValue(name, value)]));
 }
 
 function paramValue(name: string, value: TensorLike): MessageInitShape<typeof ParamValueSchema> {
   if (typeof value === "number") return { value: { case: "number", value } };
-  // float64 keeps what was written until the rule casts it to the element type of x.
+  // float64 keeps the precision until the rule converts the value to the element type of x.
   const listed = Array.isArray(value) && typeof value.flat(Number.POSITIVE_INFINITY)[0] === "number";
   try {
     const content = tensor(value, listed ? { dtype: "float64" } : {});
     if (content.dtype !== "string") return { value: { case: "tensor", value: tensorMessage(content) } };
   } catch (cause) {
     if (!(cause instanceof GradruleError)) throw cause;
-    throw errorOf("INVALID_PARAM", `Param ${name}: ${cause.message}`);
+    throw createError("INVALID_PARAM", `Param ${name}: ${cause.message}`);
   }
-  throw errorOf("INVALID_PARAM", `Param ${name} is a number or a tensor of numbers, not ${shown(value)}.`);
+  throw createError("INVALID_PARAM", `Param ${name} is a number or a tensor of numbers, not ${formatValue(value)}.`);
 }
 
-/** A rule, as the server tells it. */
-export function ruleOf(message: RuleMessage): Rule {
+/** Reads a rule from a message. */
+export function readRule(message: RuleMessage): Rule {
   const form = message.definition?.form;
-  const paramInfos = (message.definition?.params ?? []).map(paramInfoOf);
+  const paramInfos = (message.definition?.params ?? []).map(readParam);
   return {
     name: message.name.replace(/^rules\//, ""),
     kind: RuleKind[message.kind].toLowerCase() as Kind,
     expression: form?.case === "expression" ? form.value : null,
-    graph: form?.case === "graph" ? graphOf(form.value) : null,
+    graph: form?.case === "graph" ? readGraph(form.value) : null,
     params: Object.fromEntries(paramInfos.map((param) => [param.name, param.default])),
     paramInfos,
     description: message.description,
@@ -177,21 +183,21 @@ export function ruleOf(message: RuleMessage): Rule {
   };
 }
 
-/** A preset, as the server tells it. */
-export function presetOf({ name, description, reference, overrides, params }: PresetMessage): Preset {
-  return { name, description, reference, overrides, params: params.map(paramInfoOf) };
+/** Reads a preset from a message. */
+export function readPreset({ name, description, reference, overrides, params }: PresetMessage): Preset {
+  return { name, description, reference, overrides, params: params.map(readParam) };
 }
 
-function paramInfoOf({ name, defaultValue, description, range }: RuleParam): Param {
-  return { name, default: defaultValue ? paramOf(defaultValue) : null, description, range };
+function readParam({ name, defaultValue, description, range }: RuleParam): Param {
+  return { name, default: defaultValue ? readParamValue(defaultValue) : null, description, range };
 }
 
-function graphOf({ source }: GraphSource): Graph | null {
+function readGraph({ source }: GraphSource): Graph | null {
   if (source.case === "serialized") return Graph.fromBytes(source.value);
   return source.case === "inlineGraph" ? Graph.fromBytes(toBinary(GraphSchema, source.value)) : null;
 }
 
-function paramOf({ value }: ParamValue): number | Tensor | null {
-  if (value.case === "tensor") return tensorOf(value.value);
+function readParamValue({ value }: ParamValue): number | Tensor | null {
+  if (value.case === "tensor") return readTensor(value.value);
   return value.case === "number" ? value.value : null;
 }

@@ -1,4 +1,4 @@
-// How a client proves who it is, and sees to it that nobody else hears.
+// Credentials: TLS and bearer tokens.
 
 import { readFileSync } from "node:fs";
 import { isIP } from "node:net";
@@ -6,28 +6,28 @@ import { isIP } from "node:net";
 import { credentials } from "@grpc/grpc-js";
 import type { ChannelCredentials } from "@grpc/grpc-js";
 
-import { errorOf } from "./errors.js";
+import { createError } from "./errors.js";
 
-/** A file in PEM by its path, or its bytes. */
+/** PEM data: the path of a file, or bytes. */
 export type Pem = string | Uint8Array;
 
 export interface TlsOptions {
-  /** Certificates of the authorities that may vouch for the server. Default: those that Node brings along. */
+  /** Root certificates that may sign the server's certificate. Default: those that are part of Node. */
   readonly root?: Pem;
-  /** The client's certificate chain, where the server asks for one; `key` is its private key. */
+  /** The client's certificate chain, if the server requires one; `key` is its private key. */
   readonly certificate?: Pem;
   readonly key?: Pem;
 }
 
-/** Credentials for `connect(target, { credentials })`: TLS, and the client's own certificate if given. */
+/** Creates TLS credentials for `connect(target, { credentials })`, with the client's certificate if given. */
 export function tls(options: TlsOptions = {}): ChannelCredentials {
   if ((options.certificate === undefined) !== (options.key === undefined)) {
-    throw errorOf("INVALID_PARAM", "A client's certificate and its key go together: give both or none.");
+    throw createError("INVALID_PARAM", "A client's certificate and its key go together: give both or none.");
   }
   return credentials.createSsl(content(options.root), content(options.key), content(options.certificate));
 }
 
-/** Throws for a token that would travel readable by others, or is none. */
+/** Throws if a token is not valid or would be sent unencrypted to another machine. */
 export function checkToken(
   target: string,
   token: string | undefined,
@@ -36,10 +36,10 @@ export function checkToken(
 ): void {
   if (token === undefined) return;
   if (!/^[\x21-\x7e]+$/.test(token)) {
-    throw errorOf("INVALID_PARAM", "The token is empty, or holds characters that no token has.");
+    throw createError("INVALID_PARAM", "The token is empty, or holds characters that no token has.");
   }
   if (!isEncrypted && !insecureToken && !isLocal(target)) {
-    throw errorOf(
+    throw createError(
       "INVALID_PARAM",
       `The token would travel unencrypted to '${target}': connect with { credentials: tls() }, or say ` +
         "insecureToken: true where something else encrypts.",
@@ -47,16 +47,16 @@ export function checkToken(
   }
 }
 
-/** Whether a target is this machine by its name alone. */
+/** Returns whether the name of a target shows that it is this machine. */
 function isLocal(target: string): boolean {
   if (/^(unix|unix-abstract|vsock):/.test(target)) return true;
-  // `dns://authority/name` and `dns:name` are one.
+  // `dns://authority/name` and `dns:name` mean the same.
   const addresses = target.replace(/^(dns|ipv4|ipv6):(\/\/[^/]*\/)?/, "");
   return addresses.split(",").every(isLoopback);
 }
 
 function isLoopback(address: string): boolean {
-  // Two colons without brackets are an address of IPv6 that has no port.
+  // Two colons without brackets: an IPv6 address without a port.
   const host = (isIP(address) ? address : address.replace(/:\d+$/, "")).replace(/^\[(.*)\]$/, "$1");
   return host === "localhost" || host === "::1" || (isIP(host) === 4 && host.startsWith("127."));
 }

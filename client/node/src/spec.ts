@@ -1,30 +1,30 @@
-// What to compute, in the words of the caller, as the messages that say it.
+// Converts options of evaluate, explain and compile to messages.
 
 import type { MessageInitShape } from "@bufbuild/protobuf";
 
 import type { DType } from "./dtypes.js";
-import { GradruleError, errorOf } from "./errors.js";
+import { GradruleError, createError } from "./errors.js";
 import type { ParamValuesSchema } from "./gen/gradrule/v1/evaluate_pb.js";
 import { Jit, NoGradient, UnconnectedGradients } from "./gen/gradrule/v1/program_pb.js";
 import type { ProgramSpecSchema } from "./gen/gradrule/v1/program_pb.js";
 import type { NamedTensorSchema } from "./gen/gradrule/v1/tensor_pb.js";
 import type { Graph } from "./graph.js";
-import { Output, nameOf, namesOf } from "./handles.js";
+import { Output, tensorName, tensorNames } from "./handles.js";
 import type { Name, Names } from "./handles.js";
-import { bare } from "./names.js";
+import { withoutOutputZero } from "./names.js";
 import { overrideMessages } from "./overrides.js";
 import type { Overrides } from "./overrides.js";
 import { paramValues } from "./rules.js";
 import type { Params } from "./rules.js";
 import { Tensor, tensor } from "./tensor.js";
 import type { TensorLike } from "./tensor.js";
-import { isRecord, oneOf, shown } from "./values.js";
+import { isRecord, listChoices, formatValue } from "./values.js";
 import { namedTensor } from "./wire.js";
 
-/** Tensors by name; a Map may have handles as keys. */
+/** Values of tensors by name. The keys of a Map can be handles. */
 export type Feeds = Readonly<Record<string, TensorLike>> | ReadonlyMap<Name, TensorLike>;
 
-/** An upstream gradient: a value, or the name or handle of a tensor of the graph; null for ones. */
+/** An upstream gradient: a value, or the name or handle of a tensor in the graph; null means ones. */
 export type GradY = TensorLike | Output | null;
 
 /** Upstream gradients by y, or in the order of ys. */
@@ -39,58 +39,61 @@ const NO_GRADIENT = {
   zero: NoGradient.ZERO,
 } as const;
 
-// The default is not written, so that equal programs have equal bytes.
+// The default is not sent, so that equal programs have equal bytes.
 const JIT = { off: Jit.UNSPECIFIED, auto: Jit.AUTO } as const;
 
-/** What to compute, in the words of `tf.gradients` and `Session.run`. */
+/** What to compute; the names are those of `tf.gradients` and `Session.run`. */
 export interface SpecOptions {
-  /** Tensors to put out. */
+  /** Tensors to return. */
   readonly fetches?: Names;
-  /** What is differentiated. */
+  /** Tensors to differentiate. */
   readonly ys?: Names;
-  /** With respect to what. */
+  /** Tensors to differentiate with respect to. */
   readonly xs?: Names;
-  /** Tensors that count as constants. */
+  /** Tensors to treat as constants. */
   readonly stopGradients?: Names;
-  /** What a gradient is where y does not depend on x: null or zeros. Default: `none`. */
+  /** Gradient if y does not depend on x: `none` (null) or `zero`. Default: `none`. */
   readonly unconnectedGradients?: keyof typeof UNCONNECTED;
   readonly overrides?: Overrides;
   /**
-   * What an op on the path does that has no gradient and no override: `error` refuses (the default), `default` does as
-   * TensorFlow does, `pass` hands the upstream gradient on, `zero` gives zeros.
+   * What to do with an op on the path that has neither a gradient nor an override. `error` (the default): fail. `default`: do
+   * as TensorFlow does. `pass`: pass the upstream gradient to the input. `zero`: use zeros.
    */
   readonly noGradient?: keyof typeof NO_GRADIENT;
-  /** Changes to the graph before overrides are resolved: `fold_batch_norm` folds batch norms into linear ops. */
+  /**
+   * Rewrites of the graph before overrides are resolved. `fold_batch_norm` folds batch normalizations into linear
+   * ops.
+   */
   readonly rewrites?: string | readonly string[];
   /**
-   * `auto` lets XLA compute calls of a program that runs often, where it is faster and comes to the same up to
-   * rounding. Default: `off`.
+   * `auto`: XLA may compute calls of programs that run often, if it is faster and its results are equal up to rounding.
+   * Default: `off`.
    */
   readonly jit?: keyof typeof JIT;
-  /** Whether the server may run calls of the program together, where it has proven that no answer changes. Default: true. */
+  /** Whether calls of the program may run together, if the server has proved that no result changes. Default: true. */
   readonly batching?: boolean;
 }
 
 /** Param values by the label of an override. */
 export type CallParams = Readonly<Record<string, Params>>;
 
-/** Element type of a tensor by its name; undefined where only the server knows. */
+/** Returns the element type of a tensor by its name; undefined if only the server knows it. */
 export type DTypeOf = (name: string) => DType | undefined;
 
 type Entries<T> = readonly (readonly [string, T])[];
 
-/** Upstream gradients by y: those in the graph belong to the program, values to the call. */
+/** Upstream gradients by y. Names of tensors are part of the program; values are part of the call. */
 export interface SplitGradYs {
   readonly inGraph: Entries<string>;
   readonly values: Entries<TensorLike>;
 }
 
-/** Sorts upstream gradients by where they come from. Throws INVALID_DERIVATIVE where they do not fit the ys. */
+/** Separates names of tensors from values. Throws INVALID_DERIVATIVE if the upstream gradients do not match the ys. */
 export function splitGradYs(gradYs: GradYs | undefined, ys: readonly string[], graph?: Graph): SplitGradYs {
   const inGraph: [string, string][] = [];
   const values: [string, TensorLike][] = [];
   for (const [y, value] of gradYEntries(gradYs ?? {}, ys, graph)) {
-    if (value instanceof Output || typeof value === "string") inGraph.push([y, nameOf(value, graph)]);
+    if (value instanceof Output || typeof value === "string") inGraph.push([y, tensorName(value, graph)]);
     else if (value !== null) values.push([y, value]);
   }
   return { inGraph, values };
@@ -100,13 +103,16 @@ function gradYEntries(gradYs: GradYs, ys: readonly string[], graph: Graph | unde
   if (Array.isArray(gradYs)) {
     const list = gradYs as readonly GradY[];
     if (list.length === ys.length) return list.map((value, index) => [ys[index]!, value]);
-    throw errorOf("INVALID_DERIVATIVE", `gradYs has ${list.length} entries for ${ys.length} ys; null stands for ones.`);
+    throw createError(
+      "INVALID_DERIVATIVE",
+      `gradYs has ${list.length} entries for ${ys.length} ys; null stands for ones.`,
+    );
   }
   const byName = entriesOf(gradYs as Exclude<GradYs, readonly GradY[]>, graph);
   return byName.map(([name, value]) => {
-    const y = ys.find((known) => bare(known) === bare(name));
+    const y = ys.find((known) => withoutOutputZero(known) === withoutOutputZero(name));
     if (y !== undefined) return [y, value];
-    throw errorOf("INVALID_DERIVATIVE", `gradYs has ${name}, which is none of the ys: ${ys.join(", ") || "none"}.`);
+    throw createError("INVALID_DERIVATIVE", `gradYs has ${name}, which is none of the ys: ${ys.join(", ") || "none"}.`);
   });
 }
 
@@ -115,30 +121,30 @@ function entriesOf<T>(
   graph: Graph | undefined,
 ): Entries<T> {
   if (!(values instanceof Map)) return Object.entries(values as Readonly<Record<string, T>>);
-  return [...(values as ReadonlyMap<Name, T>)].map(([name, value]) => [nameOf(name, graph), value]);
+  return [...(values as ReadonlyMap<Name, T>)].map(([name, value]) => [tensorName(name, graph), value]);
 }
 
-/** The message of a program. Throws UNKNOWN_TENSOR, INVALID_DERIVATIVE, INVALID_OVERRIDE, UNSUPPORTED. */
+/** Converts a program to a message. Throws UNKNOWN_TENSOR, INVALID_DERIVATIVE, INVALID_OVERRIDE, UNSUPPORTED. */
 export function specMessage(
   graph: Graph,
   options: SpecOptions,
   { inGraph, values }: SplitGradYs,
 ): MessageInitShape<typeof ProgramSpecSchema> {
   const vjp = {
-    ys: namesOf(options.ys, graph),
-    xs: namesOf(options.xs, graph),
+    ys: tensorNames(options.ys, graph),
+    xs: tensorNames(options.xs, graph),
     gradYs: inGraph.map(([y, name]) => ({ y, tensor: name })),
-    stopGradients: namesOf(options.stopGradients, graph),
+    stopGradients: tensorNames(options.stopGradients, graph),
     unconnectedGradients: chosen(options.unconnectedGradients ?? "none", UNCONNECTED, "unconnectedGradients"),
   };
   const parts = [vjp.ys, vjp.xs, vjp.gradYs, vjp.stopGradients, values];
   const differentiates = parts.some((part) => part.length > 0);
-  // With nothing to differentiate, what the builder recorded has no meaning, and would be refused.
+  // Without a derivative the server would refuse the overrides that the graph builder recorded.
   const recorded = differentiates ? graph.nodeOverrides : [];
   return {
     graph: { source: { case: "serialized", value: graph.toBytes() } },
     overrides: [...overrideMessages(options.overrides ?? [], graph), ...overrideMessages(recorded)],
-    fetches: namesOf(options.fetches, graph),
+    fetches: tensorNames(options.fetches, graph),
     derivative: differentiates ? { case: "vjp", value: vjp } : { case: undefined },
     noGradient: chosen(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
     rewrites: rewriteNames(options.rewrites ?? []),
@@ -149,18 +155,21 @@ export function specMessage(
 
 function chosen<W extends string, T>(word: W, choices: Readonly<Record<W, T>>, what: string): T {
   if (typeof word === "string" && Object.hasOwn(choices, word)) return choices[word];
-  throw errorOf("INVALID_DERIVATIVE", `${what} is ${oneOf(Object.keys(choices))}, not ${shown(word)}.`);
+  throw createError("INVALID_DERIVATIVE", `${what} is ${listChoices(Object.keys(choices))}, not ${formatValue(word)}.`);
 }
 
 function rewriteNames(rewrites: string | readonly string[]): string[] {
   const names: readonly unknown[] = Array.isArray(rewrites) ? rewrites : [rewrites];
   return names.map((name) => {
     if (typeof name === "string") return name;
-    throw errorOf("UNSUPPORTED", `rewrites are named by strings, such as "fold_batch_norm", not by ${shown(name)}.`);
+    throw createError(
+      "UNSUPPORTED",
+      `rewrites are named by strings, such as "fold_batch_norm", not by ${formatValue(name)}.`,
+    );
   });
 }
 
-/** The messages of feeds. */
+/** Converts feeds to messages. */
 export function feedMessages(
   feeds: Feeds,
   dtypeOf: DTypeOf,
@@ -169,7 +178,7 @@ export function feedMessages(
   return namedTensors(entriesOf(feeds, graph), dtypeOf, "feeds");
 }
 
-/** The messages of tensors by name. Nested arrays take the type that `dtypeOf` tells. Throws INVALID_TENSOR. */
+/** Converts tensors to messages. Nested arrays get the type that `dtypeOf` returns. Throws INVALID_TENSOR. */
 export function namedTensors(
   values: Entries<TensorLike>,
   dtypeOf: DTypeOf,
@@ -180,21 +189,24 @@ export function namedTensors(
       return namedTensor(name, asTensor(value, dtypeOf(name)));
     } catch (cause) {
       if (!(cause instanceof GradruleError)) throw cause;
-      throw errorOf(cause.reason, `${what}.${name}: ${cause.message}`);
+      throw createError(cause.reason, `${what}.${name}: ${cause.message}`);
     }
   });
 }
 
-/** Typed arrays and tensors have a type of their own, which the server compares; lists take the tensor's. */
+/** Makes a tensor. Typed arrays and tensors keep their type, which the server checks; nested arrays get `dtype`. */
 function asTensor(value: TensorLike, dtype: DType | undefined): Tensor {
   const typed = value instanceof Tensor || (ArrayBuffer.isView(value) && dtype !== "string");
   return tensor(value, typed || dtype === undefined ? {} : { dtype });
 }
 
-/** The messages of params by label. Throws INVALID_PARAM. */
+/** Converts param values, by label, to messages. Throws INVALID_PARAM. */
 export function callParams(params: CallParams | undefined): Record<string, MessageInitShape<typeof ParamValuesSchema>> {
   if (params !== undefined && !isRecord(params)) {
-    throw errorOf("INVALID_PARAM", `params is an object of values by label, then by param, not ${shown(params)}.`);
+    throw createError(
+      "INVALID_PARAM",
+      `params is an object of values by label, then by param, not ${formatValue(params)}.`,
+    );
   }
   const labels = Object.entries(params ?? {});
   return Object.fromEntries(

@@ -1,11 +1,11 @@
-// From a failed call to the error that it stands for.
+// Converts failed calls to typed errors.
 
 import { fromBinary } from "@bufbuild/protobuf";
 import { anyUnpack } from "@bufbuild/protobuf/wkt";
 import { status as Code } from "@grpc/grpc-js";
 import type { ServiceError } from "@grpc/grpc-js";
 
-import { errorOf } from "./errors.js";
+import { createError } from "./errors.js";
 import type { Detail, GradruleError, Reason } from "./errors.js";
 import {
   BadRequestSchema,
@@ -19,26 +19,26 @@ import type { Status } from "./gen/google/rpc/status_pb.js";
 
 const NODE = "node:";
 
-/** The typed error of a failed call: by the server's details where there are some, else by its code. */
-export function errorOfFailure(failure: ServiceError): GradruleError {
+/** Returns the typed error of a failed call: from the server's details if there are any, otherwise from its code. */
+export function errorFromFailure(failure: ServiceError): GradruleError {
   const [trailer] = failure.metadata?.get("grpc-status-details-bin") ?? [];
-  const status = trailer instanceof Uint8Array ? statusOf(trailer) : undefined;
+  const status = trailer instanceof Uint8Array ? parseStatus(trailer) : undefined;
   const info = status?.details.map((detail) => anyUnpack(detail, ErrorInfoSchema)).find((found) => found?.reason);
-  if (status && info?.domain === "gradrule") return errorOfStatus(status, info, failure.code);
-  return errorOf(reasonOf(failure.code), failure.details, { code: failure.code, cause: failure });
+  if (status && info?.domain === "gradrule") return errorFromStatus(status, info, failure.code);
+  return createError(reasonFromCode(failure.code), failure.details, { code: failure.code, cause: failure });
 }
 
-/** The typed error in the bytes of a status, with which a stream answers a call that failed. */
-export function errorOfStatusBytes(bytes: Uint8Array): GradruleError {
-  const status = statusOf(bytes);
-  if (status === undefined) return errorOf("INTERNAL", "The server's answer cannot be read.");
+/** Returns the typed error of a serialized status, which a stream answers a failed call with. */
+export function errorFromStatusBytes(bytes: Uint8Array): GradruleError {
+  const status = parseStatus(bytes);
+  if (status === undefined) return createError("INTERNAL", "The server's answer cannot be read.");
   const info = status.details.map((detail) => anyUnpack(detail, ErrorInfoSchema)).find((found) => found?.reason);
   const code = status.code as Code;
-  return info ? errorOfStatus(status, info, code) : errorOf(reasonOf(code), status.message, { code });
+  return info ? errorFromStatus(status, info, code) : createError(reasonFromCode(code), status.message, { code });
 }
 
-/** Undefined where the bytes are no status: a proxy's trailer must not hide the code. */
-function statusOf(trailer: Uint8Array): Status | undefined {
+/** Parses a status. Returns undefined if it is malformed, because a proxy's trailer must not hide the code. */
+function parseStatus(trailer: Uint8Array): Status | undefined {
   try {
     return fromBinary(StatusSchema, trailer);
   } catch {
@@ -46,13 +46,13 @@ function statusOf(trailer: Uint8Array): Status | undefined {
   }
 }
 
-function errorOfStatus(status: Status, info: ErrorInfo, code: Code): GradruleError {
+function errorFromStatus(status: Status, info: ErrorInfo, code: Code): GradruleError {
   const details: Detail[] = [];
   let retryDelay: number | null = null;
   let resource: GradruleError["resource"] = null;
   for (const packed of status.details) {
     const violations = anyUnpack(packed, BadRequestSchema)?.fieldViolations ?? [];
-    details.push(...violations.map((violation) => detailOf(violation, info.reason)));
+    details.push(...violations.map((violation) => readViolation(violation, info.reason)));
     const delay = anyUnpack(packed, RetryInfoSchema)?.retryDelay;
     if (delay) retryDelay = Number(delay.seconds) + delay.nanos / 1e9;
     const about = anyUnpack(packed, ResourceInfoSchema);
@@ -60,10 +60,14 @@ function errorOfStatus(status: Status, info: ErrorInfo, code: Code): GradruleErr
   }
   const total = /^\d+$/.exec(info.metadata["findings_total"] ?? "")?.[0];
   const rest = { code, details, resource, retryDelay };
-  return errorOf(info.reason, status.message, total === undefined ? rest : { ...rest, findingsTotal: Number(total) });
+  return createError(
+    info.reason,
+    status.message,
+    total === undefined ? rest : { ...rest, findingsTotal: Number(total) },
+  );
 }
 
-function detailOf({ reason, description, field }: BadRequest_FieldViolation, otherwise: string): Detail {
+function readViolation({ reason, description, field }: BadRequest_FieldViolation, otherwise: string): Detail {
   const isNode = field.startsWith(NODE);
   return {
     reason: reason || otherwise,
@@ -73,8 +77,8 @@ function detailOf({ reason, description, field }: BadRequest_FieldViolation, oth
   };
 }
 
-/** Reason of a code that gRPC itself made, so that no details came with it. */
-function reasonOf(code: Code): Reason {
+/** Returns the reason for the code of an error that gRPC raised itself, without details. */
+function reasonFromCode(code: Code): Reason {
   switch (code) {
     case Code.DEADLINE_EXCEEDED:
       return "DEADLINE_EXCEEDED";

@@ -1,4 +1,4 @@
-// StreamEvaluate: many calls over one stream, each with an answer of its own; long ones in chunks.
+// Sends many Evaluate calls over one StreamEvaluate stream, long ones in chunks.
 
 import { toBinary } from "@bufbuild/protobuf";
 import { BinaryReader, BinaryWriter, WireType } from "@bufbuild/protobuf/wire";
@@ -8,25 +8,25 @@ import type { ClientDuplexStream, ServiceError } from "@grpc/grpc-js";
 export const STREAM_PATH = "/gradrule.v1.GradientService/StreamEvaluate";
 
 const CHUNK_BYTES = 1 << 20;
-// Longer requests go in chunks: servers bound the length of a message, at 64 MiB unless set otherwise.
+// Longer requests are sent in chunks, because servers limit the size of a message (default: 64 MiB).
 const MAX_WHOLE_BYTES = 64 << 20;
 const MAX_STREAMED_BYTES = 512 << 10;
-// A stream is worth opening for calls that are repeated, each within this time after the one before.
+// A stream is opened after this number of calls, each within this time after the previous one.
 const CALLS_BEFORE = 3;
 const REPEATED_WITHIN_MS = 60_000;
-// A server runs no more requests of one stream at a time; further ones would wait.
-const MAX_UNDER_WAY = 32;
+// The server runs at most this number of requests of one stream concurrently.
+const MAX_PENDING = 32;
 const FIRST_PAUSE_MS = 1_000;
 const LONGEST_PAUSE_MS = 60_000;
-// An open stream keeps the process running, so it is closed soon after its last answer.
+// An open stream keeps the Node process running, so it is closed soon after the last answer.
 const IDLE_MS = 1_000;
-// The server keeps the deadline; this is for one that no longer answers.
+// The server enforces the deadline. The client waits this much longer in case the server does not answer.
 const GRACE_MS = 2_000;
 
 const REQUEST = { id: 1, evaluate: 2, cancel: 6, timeout: 7, chunk: 8, answerChunkBytes: 9, totalBytes: 10 };
 const RESPONSE = { id: 1, evaluate: 2, chunk: 6, status: 15 };
 
-/** How a call on a stream ended. `lost`: the stream ended before the call was answered. */
+/** Result of a call on a stream. `lost`: the stream ended before the call was answered. */
 export type Outcome =
   | { readonly kind: "answer"; readonly bytes: Uint8Array }
   | { readonly kind: "status"; readonly bytes: Uint8Array }
@@ -41,8 +41,8 @@ interface Pending {
   readonly end: (outcome: Outcome) => void;
 }
 
-/** What a client has learned of its server: how calls of `Evaluate` travel best. */
-export class Routes {
+/** Decides whether an Evaluate call is sent alone, over the stream or in chunks, from the outcomes of earlier calls. */
+export class CallRouting {
   private calls = 0;
   private calledAt = 0;
   private pauseMs = 0;
@@ -51,43 +51,43 @@ export class Routes {
 
   constructor(private readonly useStream: boolean) {}
 
-  /** Whether a request of so many bytes is too long for one message. */
+  /** Returns whether a request of this size, in bytes, is too long for one message. */
   mustChunk(size: number): boolean {
     return size > this.maxWholeBytes;
   }
 
-  /** Whether a request of so many bytes goes over the stream. */
+  /** Returns whether a request of this size, in bytes, is sent over the stream. */
   mayStream(size: number, stream: EvaluateStream): boolean {
     if (!this.useStream || size > MAX_STREAMED_BYTES) return false;
     const now = Date.now();
     if (now - this.calledAt > REPEATED_WITHIN_MS) this.calls = 0;
     this.calledAt = now;
     this.calls += 1;
-    if (this.calls <= CALLS_BEFORE || stream.underWay >= MAX_UNDER_WAY) return false;
+    if (this.calls <= CALLS_BEFORE || stream.pendingCount >= MAX_PENDING) return false;
     return stream.isOpen || now >= this.notBefore;
   }
 
-  noteAnswered(): void {
+  recordAnswer(): void {
     this.pauseMs = 0;
   }
 
-  /** No stream is opened for a while, the longer the more often one was lost. */
-  noteLost(): void {
+  /** Delays opening another stream; the delay doubles each time. */
+  recordLostStream(): void {
     this.pauseMs = Math.min(Math.max(2 * this.pauseMs, FIRST_PAUSE_MS), LONGEST_PAUSE_MS);
     this.notBefore = Date.now() + this.pauseMs;
   }
 
-  /** Whether a request that was refused as too long may be sent in chunks. */
+  /** Returns whether a request that was refused as too long can be sent in chunks. */
   mayChunk(size: number): boolean {
     return size > CHUNK_BYTES;
   }
 
-  noteTooLong(size: number): void {
+  recordTooLong(size: number): void {
     this.maxWholeBytes = Math.min(this.maxWholeBytes, size - 1);
   }
 }
 
-/** One stream, opened at the first call and again after it ended. */
+/** A stream that is opened at the first call, and again after it ended. */
 export class EvaluateStream {
   private connection: Connection | undefined;
 
@@ -97,7 +97,7 @@ export class EvaluateStream {
     return this.connection !== undefined && !this.connection.ended;
   }
 
-  get underWay(): number {
+  get pendingCount(): number {
     return this.connection?.pending.size ?? 0;
   }
 
@@ -119,9 +119,9 @@ class Connection {
   private idle: NodeJS.Timeout | undefined;
 
   constructor(private readonly call: Duplex) {
-    call.on("data", (bytes: Buffer) => this.deliver(bytes));
-    call.on("error", (failure: ServiceError) => this.lose(failure));
-    call.on("end", () => this.lose(undefined));
+    call.on("data", (bytes: Buffer) => this.handleMessage(bytes));
+    call.on("error", (failure: ServiceError) => this.handleEnd(failure));
+    call.on("end", () => this.handleEnd(undefined));
   }
 
   run(request: Uint8Array, deadline: number, signal: AbortSignal | undefined): Promise<Outcome> {
@@ -135,13 +135,13 @@ class Connection {
         if (this.pending.size === 0 && !this.ended) this.idle = setTimeout(() => this.finish(), IDLE_MS);
         resolve(outcome);
       };
-      const giveUp = (outcome: Outcome): void => {
+      const cancelRequest = (outcome: Outcome): void => {
         const cancelled = new BinaryWriter().tag(1, WireType.Varint).uint64(id).finish();
         if (!this.ended) this.write(new BinaryWriter().tag(REQUEST.cancel, WireType.LengthDelimited).bytes(cancelled));
         end(outcome);
       };
-      const cancel = (): void => giveUp({ kind: "cancelled" });
-      const timer = setTimeout(() => giveUp({ kind: "expired" }), Math.max(deadline - Date.now(), 0) + GRACE_MS);
+      const cancel = (): void => cancelRequest({ kind: "cancelled" });
+      const timer = setTimeout(() => cancelRequest({ kind: "expired" }), Math.max(deadline - Date.now(), 0) + GRACE_MS);
       signal?.addEventListener("abort", cancel, { once: true });
       this.pending.set(id, { pieces: [], end });
       void this.send(id, request, deadline);
@@ -175,7 +175,7 @@ class Connection {
     this.write(last.tag(REQUEST.evaluate, WireType.LengthDelimited).bytes(new Uint8Array()));
   }
 
-  /** Whether more may be written at once. */
+  /** Writes a message. Returns whether more can be written without waiting. */
   private write(message: BinaryWriter): boolean {
     const bytes = message.finish();
     return this.call.write(Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength));
@@ -191,12 +191,12 @@ class Connection {
     for (const event of ["drain", "close", "error"]) this.call.on(event, done);
   }
 
-  private deliver(bytes: Buffer): void {
+  private handleMessage(bytes: Buffer): void {
     let message: Received;
     try {
-      message = received(bytes);
+      message = parseMessage(bytes);
     } catch {
-      // Whatever was to be answered is sent again.
+      // All unanswered calls are then lost, and sent again.
       this.call.cancel();
       return;
     }
@@ -205,11 +205,11 @@ class Connection {
     if (field === RESPONSE.chunk) pending?.pieces.push(data);
     else if (field === RESPONSE.status) pending?.end({ kind: "status", bytes: data });
     else if (field === RESPONSE.evaluate) {
-      pending?.end({ kind: "answer", bytes: pending.pieces.length ? joined([...pending.pieces, data]) : data });
+      pending?.end({ kind: "answer", bytes: pending.pieces.length ? concatenate([...pending.pieces, data]) : data });
     }
   }
 
-  private lose(failure: ServiceError | undefined): void {
+  private handleEnd(failure: ServiceError | undefined): void {
     this.ended = true;
     clearTimeout(this.idle);
     for (const { end } of [...this.pending.values()]) end({ kind: "lost", failure });
@@ -227,8 +227,8 @@ interface Received {
   readonly data: Uint8Array;
 }
 
-/** Reads a message of the server's without reading the answer in it. */
-function received(bytes: Buffer): Received {
+/** Parses a message from the server, but not the answer in it. */
+function parseMessage(bytes: Buffer): Received {
   const reader = new BinaryReader(new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.byteLength));
   let id = 0n;
   let field = 0;
@@ -247,7 +247,7 @@ function received(bytes: Buffer): Received {
   return { id, field, data };
 }
 
-function joined(pieces: readonly Uint8Array[]): Uint8Array {
+function concatenate(pieces: readonly Uint8Array[]): Uint8Array {
   const whole = new Uint8Array(pieces.reduce((size, piece) => size + piece.length, 0));
   let position = 0;
   for (const piece of pieces) {

@@ -1,6 +1,6 @@
 // Tensors: an element type, a shape, and the elements in row-major order.
 
-import { DTYPES, LAYOUTS, dtypeOfArray, isDType } from "./dtypes.js";
+import { DTYPES, LAYOUTS, dtypeFromArray, isDType } from "./dtypes.js";
 import type { DataOf, DType, NumericDType, TypedArray } from "./dtypes.js";
 import { invalidTensor } from "./errors.js";
 import { bfloat16Bits, bfloat16Value, float16Bits, float16Value } from "./float16.js";
@@ -25,7 +25,7 @@ const toUtf8 = new TextEncoder();
 
 /** A dense tensor. `data` is row-major; complex elements are two entries each (real, imaginary). */
 export class Tensor<D extends DType = DType> {
-  /** Wraps `data` without a copy. Throws INVALID_TENSOR where its length does not fit the shape. */
+  /** Wraps `data` without a copy. Throws INVALID_TENSOR if its length does not match the shape. */
   constructor(
     readonly dtype: D,
     readonly shape: readonly number[],
@@ -49,7 +49,10 @@ export class Tensor<D extends DType = DType> {
     return this.shape.reduce((product, size) => product * size, 1);
   }
 
-  /** The elements as float32; of complex ones real and imaginary parts in turn. Throws INVALID_TENSOR on strings. */
+  /**
+   * Returns the elements as float32; for complex types real and imaginary parts alternate. Throws INVALID_TENSOR for
+   * strings.
+   */
   toFloat32(): Float32Array {
     if (this.data instanceof Float32Array) return this.data;
     const values = this.entries();
@@ -58,7 +61,10 @@ export class Tensor<D extends DType = DType> {
     return result;
   }
 
-  /** The elements of a string tensor, decoded as UTF-8. Throws INVALID_TENSOR on other types and on other bytes. */
+  /**
+   * Returns the elements of a string tensor, decoded as UTF-8. Throws INVALID_TENSOR for other types and invalid
+   * UTF-8.
+   */
   strings(): string[] {
     if (this.dtype !== "string") throw invalidTensor(`strings() is for string tensors; this one is ${this.dtype}.`);
     return (this.data as Uint8Array[]).map((bytes, index) => {
@@ -70,7 +76,9 @@ export class Tensor<D extends DType = DType> {
     });
   }
 
-  /** The elements in nested arrays (the element itself for a scalar): bits of halves as numbers, strings as bytes. */
+  /**
+   * Returns the elements as nested arrays, or the element of a scalar. 16-bit floats are numbers, strings are bytes.
+   */
   toArray(): Nested {
     const values = this.entries();
     if (this.dtype === "complex64" || this.dtype === "complex128") {
@@ -117,7 +125,7 @@ export function tensor(data: TensorLike, options: { dtype?: DType; shape?: reado
   const leaves: Scalar[] = [];
   const nesting = flatten(data, dtype, leaves, []);
   const type = dtype ?? guess(leaves);
-  const values = type === "string" ? leaves.map(bytesOf) : encode(leaves, type);
+  const values = type === "string" ? leaves.map(toBytes) : encode(leaves, type);
   return new Tensor(type, shape ?? nesting, values);
 }
 
@@ -126,18 +134,18 @@ function isTypedArray(value: unknown): value is TypedArray {
 }
 
 function fromArray(data: TypedArray, dtype: DType | undefined, shape: readonly number[] | undefined): Tensor {
-  const type = dtype ?? dtypeOfArray(data);
+  const type = dtype ?? dtypeFromArray(data);
   if (type === "string")
-    throw invalidTensor(`A string tensor is made of strings or Uint8Arrays, not of a ${nameOf(data)}.`);
+    throw invalidTensor(`A string tensor is made of strings or Uint8Arrays, not of a ${arrayTypeName(data)}.`);
   const { array, parts } = LAYOUTS[type];
   const own = data instanceof Uint8ClampedArray ? new Uint8Array(data.buffer, data.byteOffset, data.length) : data;
   if (!(own instanceof array)) {
-    throw invalidTensor(`A ${type} tensor is held by a ${array.name}, not by a ${nameOf(data)}.`);
+    throw invalidTensor(`A ${type} tensor is held by a ${array.name}, not by a ${arrayTypeName(data)}.`);
   }
   return new Tensor<DType>(type, shape ?? [data.length / parts], own as DataOf<DType>);
 }
 
-function nameOf(data: TypedArray): string {
+function arrayTypeName(data: TypedArray): string {
   return data.constructor.name;
 }
 
@@ -146,7 +154,7 @@ function flatten(data: Nested, dtype: DType | undefined, leaves: Scalar[], path:
   if (!Array.isArray(data)) {
     if (isTypedArray(data) && !(data instanceof Uint8Array && (dtype ?? "string") === "string")) {
       throw invalidTensor(
-        `[${path.join("][")}] is a ${nameOf(data)}; rows are plain arrays, or give all elements as one typed array ` +
+        `[${path.join("][")}] is a ${arrayTypeName(data)}; rows are plain arrays, or give all elements as one typed array ` +
           "and their `shape`.",
       );
     }
@@ -176,7 +184,7 @@ function guess(leaves: readonly Scalar[]): DType {
   return "complex64";
 }
 
-function bytesOf(value: Scalar, index: number): Uint8Array {
+function toBytes(value: Scalar, index: number): Uint8Array {
   if (typeof value === "string") return toUtf8.encode(value);
   if (value instanceof Uint8Array) return value;
   throw unfit(value, index, "string");
@@ -188,14 +196,14 @@ function encode(leaves: readonly Scalar[], dtype: NumericDType): DataOf<DType> {
   if (kind === "bits") throw invalidTensor(`A ${dtype} tensor is made of a Uint8Array of its bits, not of numbers.`);
   for (const [index, value] of leaves.entries()) {
     if (kind === "complex") {
-      const { re, im } = complexOf(value, index, dtype);
+      const { re, im } = toComplex(value, index, dtype);
       out[2 * index] = re;
       out[2 * index + 1] = im;
     } else if (kind === "bool") {
       if (typeof value !== "boolean") throw unfit(value, index, dtype);
       out[index] = Number(value);
     } else if (kind === "int" || kind === "bigint") {
-      const whole = integerOf(value, index, dtype);
+      const whole = toInteger(value, index, dtype);
       out[index] = kind === "bigint" ? whole : Number(whole);
     } else {
       if (typeof value !== "number") throw unfit(value, index, dtype);
@@ -205,7 +213,7 @@ function encode(leaves: readonly Scalar[], dtype: NumericDType): DataOf<DType> {
   return out;
 }
 
-function integerOf(value: Scalar, index: number, dtype: NumericDType): bigint {
+function toInteger(value: Scalar, index: number, dtype: NumericDType): bigint {
   const range = LAYOUTS[dtype].range!;
   // Above 2^53 a number no longer tells which integer was meant.
   if (typeof value === "number" ? !Number.isSafeInteger(value) : typeof value !== "bigint") {
@@ -216,16 +224,16 @@ function integerOf(value: Scalar, index: number, dtype: NumericDType): bigint {
   return whole;
 }
 
-function complexOf(value: Scalar, index: number, dtype: NumericDType): Complex {
+function toComplex(value: Scalar, index: number, dtype: NumericDType): Complex {
   if (typeof value === "number") return { re: value, im: 0 };
   if (typeof value === "object" && value !== null && "re" in value && "im" in value) return value;
   throw unfit(value, index, dtype);
 }
 
 function unfit(value: unknown, index: number, dtype: DType): Error {
-  const shown =
+  const formatValue =
     typeof value === "bigint" ? `${value}n` : typeof value === "string" ? JSON.stringify(value) : String(value);
-  return invalidTensor(`Element ${index} is ${shown}, which is no ${dtype}.`);
+  return invalidTensor(`Element ${index} is ${formatValue}, which is no ${dtype}.`);
 }
 
 function nest(values: readonly Nested[], shape: readonly number[]): Nested {

@@ -1,9 +1,9 @@
-// Tensors to and from the messages that carry them.
+// Converts tensors to and from protobuf messages.
 
 import { create } from "@bufbuild/protobuf";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 
-import { LAYOUTS, dtOf, dtypeOfDt } from "./dtypes.js";
+import { LAYOUTS, dtypeNumber, dtypeFromNumber } from "./dtypes.js";
 import type { DType, DataOf, NumericDType } from "./dtypes.js";
 import { invalidTensor } from "./errors.js";
 import { Dt, TensorSchema, TensorShapeSchema } from "./gen/gradrule/v1/tensor_pb.js";
@@ -17,24 +17,24 @@ import type {
 } from "./gen/gradrule/v1/tensor_pb.js";
 import { Tensor } from "./tensor.js";
 
-/** Dimensions, null where one is unknown; null for an unknown rank. */
+/** Dimensions; null for an unknown dimension. The whole shape is null if the rank is unknown. */
 export type Shape = readonly (number | null)[] | null;
 
-/** What is known of a tensor before it exists. */
+/** Name, element type and shape of a tensor, without its value. */
 export interface TensorSpec {
   readonly name: string;
   readonly dtype: DType;
   readonly shape: Shape;
-  /** For inputs: true where it may be left out, because the graph has a default. */
+  /** For inputs: true if calls need not feed it because the graph defines a default. */
   readonly optional: boolean;
 }
 
-/** A gradient that is nonzero only in some slices along axis 0; slices of equal index add up. */
+/** A gradient that is zero except in some slices along axis 0. Slices with the same index are added. */
 export class Sparse {
   constructor(
     /** The slices, stacked: shape (n, …). */
     readonly values: Tensor,
-    /** Where each slice lies along axis 0: int32 or int64, shape (n). */
+    /** Index of each slice along axis 0: int32 or int64, shape (n). */
     readonly indices: Tensor,
     /** Shape of the dense gradient. */
     readonly denseShape: readonly number[],
@@ -43,14 +43,14 @@ export class Sparse {
 
 const LITTLE_ENDIAN_HOST = new Uint8Array(new Uint16Array([1]).buffer)[0] === 1;
 
-/** A copy with the bytes of each `width`-byte entry in reverse order. */
-export function swapped(bytes: Uint8Array, width: number): Uint8Array {
+/** Returns a copy with the bytes of each entry of `width` bytes in reverse order. */
+export function swapBytes(bytes: Uint8Array, width: number): Uint8Array {
   const result = Uint8Array.from(bytes);
   for (let start = 0; start < result.length; start += width) result.subarray(start, start + width).reverse();
   return result;
 }
 
-/** The message of a shape. */
+/** Converts a shape to a message. */
 export function shapeMessage(shape: Shape): TensorShape {
   if (shape === null) return create(TensorShapeSchema, { unknownRank: true });
   const dim = shape.map((size) => {
@@ -62,36 +62,37 @@ export function shapeMessage(shape: Shape): TensorShape {
   return create(TensorShapeSchema, { dim });
 }
 
-/** The shape in a message; a tensor spec without one has unknown rank. */
-export function shapeOf(message: TensorShape | undefined): Shape {
+/** Reads a shape from a message. A missing message means unknown rank. */
+export function readShape(message: TensorShape | undefined): Shape {
   if (message === undefined || message.unknownRank) return null;
   return message.dim.map(({ size }) => (size < 0n ? null : Number(size)));
 }
 
-/** The message of a tensor; shares its memory. */
+/** Converts a tensor to a message that shares its memory. */
 export function tensorMessage(value: Tensor): TensorMessage {
-  const message = create(TensorSchema, { dtype: dtOf(value.dtype), tensorShape: shapeMessage(value.shape) });
+  const message = create(TensorSchema, { dtype: dtypeNumber(value.dtype), tensorShape: shapeMessage(value.shape) });
   if (value.dtype === "string") {
     message.stringVal = value.data as Uint8Array[];
   } else {
     const data = value.data as DataOf<NumericDType>;
     const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
-    message.tensorContent = LITTLE_ENDIAN_HOST ? bytes : swapped(bytes, data.BYTES_PER_ELEMENT);
+    message.tensorContent = LITTLE_ENDIAN_HOST ? bytes : swapBytes(bytes, data.BYTES_PER_ELEMENT);
   }
   return message;
 }
 
-/** The tensor in a message; shares its memory where that is aligned. Throws INVALID_TENSOR. */
-export function tensorOf(message: TensorMessage): Tensor {
-  const dtype = dtypeOfDt(message.dtype);
+/** Reads a tensor from a message. Shares the message's memory if it is aligned. Throws INVALID_TENSOR. */
+export function readTensor(message: TensorMessage): Tensor {
+  const dtype = dtypeFromNumber(message.dtype);
   if (dtype === undefined) {
     throw invalidTensor(`This client has no tensors of element type ${Dt[message.dtype] ?? message.dtype}.`);
   }
   const shape = (message.tensorShape?.dim ?? []).map(({ size }) => Number(size));
-  if (dtype === "string") return new Tensor<DType>(dtype, shape, filled(message.stringVal, shape, 1, new Uint8Array()));
+  if (dtype === "string")
+    return new Tensor<DType>(dtype, shape, repeatLastValue(message.stringVal, shape, 1, new Uint8Array()));
   if (message.tensorContent.length > 0) return new Tensor<DType>(dtype, shape, view(message.tensorContent, dtype));
   const { array, parts } = LAYOUTS[dtype];
-  const values: (number | bigint | boolean)[] = filled(entries(message), shape, parts, 0);
+  const values: (number | bigint | boolean)[] = repeatLastValue(entries(message), shape, parts, 0);
   const out = new array(values.length);
   const big = LAYOUTS[dtype].kind === "bigint";
   for (const [index, value] of values.entries()) out[index] = big ? BigInt(value) : Number(value);
@@ -104,13 +105,13 @@ function view(content: Uint8Array, dtype: NumericDType): DataOf<DType> {
   if (content.length % width !== 0) {
     throw invalidTensor(`${content.length} bytes are no whole number of ${dtype} elements.`);
   }
-  let bytes = LITTLE_ENDIAN_HOST ? content : swapped(content, width);
-  // A typed array must start at a multiple of its entries' width; where a field starts in a message is chance.
+  let bytes = LITTLE_ENDIAN_HOST ? content : swapBytes(content, width);
+  // A typed array must start at a multiple of its entries' width, but a field can start anywhere in a message.
   if (bytes.byteOffset % width !== 0) bytes = Uint8Array.from(bytes);
   return new array(bytes.buffer, bytes.byteOffset, bytes.length / width);
 }
 
-/** The values in the `*_val` field of the element type. */
+/** Returns the values in the `*_val` field of the element type. */
 function entries(message: TensorMessage): readonly (number | bigint | boolean)[] {
   switch (message.dtype) {
     case Dt.FLOAT:
@@ -140,40 +141,44 @@ function entries(message: TensorMessage): readonly (number | bigint | boolean)[]
   }
 }
 
-/** `given` up to the number of elements of `shape`, its last element of `parts` entries (else `zero`) repeated. */
-function filled<T>(given: readonly T[], shape: readonly number[], parts: number, zero: T): T[] {
+/** Extends `given` to the number of elements of `shape` by repeating its last element (`parts` entries), or `zero`. */
+function repeatLastValue<T>(given: readonly T[], shape: readonly number[], parts: number, zero: T): T[] {
   const size = shape.reduce((product, dimension) => product * dimension, parts);
   const last = given.length - parts;
   return Array.from({ length: Math.max(size, given.length) }, (_, i) => given[i] ?? given[last + (i % parts)] ?? zero);
 }
 
-/** The message of a tensor with its name. */
+/** Converts a tensor and its name to a message. */
 export function namedTensor(name: string, value: Tensor): MessageInitShape<typeof NamedTensorSchema> {
   return { name, value: { source: { case: "inlineTensor", value: tensorMessage(value) } } };
 }
 
-/** The tensor in a named message, or null where it has no value. */
-export function namedTensorOf(message: NamedTensor): Tensor | null {
-  return message.value?.source.case === "inlineTensor" ? tensorOf(message.value.source.value) : null;
+/** Reads a named tensor; null if it has no value. */
+export function readNamedTensor(message: NamedTensor): Tensor | null {
+  return message.value?.source.case === "inlineTensor" ? readTensor(message.value.source.value) : null;
 }
 
-export function sparseOf(message: SparseTensor): Sparse {
+export function readSparse(message: SparseTensor): Sparse {
   const { values, indices, denseShape } = message;
   if (!values || !indices || !denseShape) throw invalidTensor("A sparse gradient lacks its values, indices or shape.");
-  return new Sparse(tensorOf(values), tensorOf(indices), Array.from(tensorOf(denseShape).data as Int32Array, Number));
+  return new Sparse(
+    readTensor(values),
+    readTensor(indices),
+    Array.from(readTensor(denseShape).data as Int32Array, Number),
+  );
 }
 
-/** Specs by name. */
-export function specsOf(messages: readonly SpecMessage[]): Readonly<Record<string, TensorSpec>> {
-  return Object.fromEntries(messages.map((message) => [message.name, specOf(message)]));
+/** Reads tensor specs, by name. */
+export function readSpecs(messages: readonly SpecMessage[]): Readonly<Record<string, TensorSpec>> {
+  return Object.fromEntries(messages.map((message) => [message.name, readSpec(message)]));
 }
 
-function specOf(message: SpecMessage): TensorSpec {
-  const dtype = dtypeOfDt(message.dtype);
+function readSpec(message: SpecMessage): TensorSpec {
+  const dtype = dtypeFromNumber(message.dtype);
   if (dtype === undefined) {
     throw invalidTensor(
       `${message.name} has element type ${Dt[message.dtype] ?? message.dtype}, which no tensor can have.`,
     );
   }
-  return { name: message.name, dtype, shape: shapeOf(message.shape), optional: message.optional };
+  return { name: message.name, dtype, shape: readShape(message.shape), optional: message.optional };
 }

@@ -47,7 +47,7 @@ async function against(handler: Handler, use: (client: Client) => Promise<void>,
   }
 }
 
-function failureOf(promise: Promise<unknown>): Promise<GradruleError> {
+function rejection(promise: Promise<unknown>): Promise<GradruleError> {
   return promise.then(
     () => assert.fail("it did not fail"),
     (failure: unknown) => {
@@ -83,7 +83,7 @@ test("an error brings its reason, findings, resource and delay", async () => {
   await against(
     (_, answer) => answer({ code: Code.NOT_FOUND, details: "plain", metadata }),
     async (client) => {
-      const failure = await failureOf(client.getRule("r"));
+      const failure = await rejection(client.getRule("r"));
       assert.ok(failure instanceof errors.UnknownRuleError);
       assert.equal(failure.name, "UnknownRuleError");
       assert.equal(failure.reason, "UNKNOWN_RULE");
@@ -105,7 +105,7 @@ test("a reason that only a newer server knows is kept as it is", async () => {
   await against(
     (_, answer) => answer({ code: Code.ABORTED, details: "", metadata }),
     async (client) => {
-      const failure = await failureOf(client.getRule("r"));
+      const failure = await rejection(client.getRule("r"));
       assert.equal(failure.reason, "NEWER");
       assert.equal(failure.name, "GradruleError");
     },
@@ -126,7 +126,7 @@ test("a code without details, or with a proxy's, is mapped to its reason", async
       await against(
         (_, answer) => answer({ code, details: "why", metadata }),
         async (client) => {
-          const failure = await failureOf(client.getRule("r"));
+          const failure = await rejection(client.getRule("r"));
           assert.equal(failure.reason, reason);
           assert.equal(failure.code, code);
           assert.equal(failure.message, "why");
@@ -147,11 +147,11 @@ test("only UNAVAILABLE is tried again, four times in all", async () => {
     assert.equal(calls, 4);
   });
   await against(failing(4, Code.UNAVAILABLE), async (client) => {
-    assert.equal((await failureOf(client.getRule("r"))).reason, "UNAVAILABLE");
+    assert.equal((await rejection(client.getRule("r"))).reason, "UNAVAILABLE");
     assert.equal(calls, 4);
   });
   await against(failing(1, Code.ABORTED), async (client) => {
-    await failureOf(client.getRule("r"));
+    await rejection(client.getRule("r"));
     assert.equal(calls, 1);
   });
 });
@@ -162,8 +162,8 @@ test("every call has a deadline: its own, or the client's", async () => {
     never,
     async (client) => {
       const started = Date.now();
-      assert.ok((await failureOf(client.getRule("r"))) instanceof errors.DeadlineExceededError);
-      assert.ok((await failureOf(client.getRule("r", { timeout: 0.1 }))) instanceof errors.DeadlineExceededError);
+      assert.ok((await rejection(client.getRule("r"))) instanceof errors.DeadlineExceededError);
+      assert.ok((await rejection(client.getRule("r", { timeout: 0.1 }))) instanceof errors.DeadlineExceededError);
       assert.ok(Date.now() - started < 10_000);
     },
     { timeout: 0.2 },
@@ -179,14 +179,14 @@ test("a signal cancels, and a closed client says so", async () => {
     () => arrived(),
     async (client) => {
       const controller = new AbortController();
-      const failure = failureOf(client.getRule("r", { signal: controller.signal }));
+      const failure = rejection(client.getRule("r", { signal: controller.signal }));
       await reached;
       controller.abort();
       assert.ok((await failure) instanceof errors.CancelledError);
-      const aborted = await failureOf(client.getRule("r", { signal: AbortSignal.abort() }));
+      const aborted = await rejection(client.getRule("r", { signal: AbortSignal.abort() }));
       assert.equal(aborted.reason, "CANCELLED");
       client.close();
-      assert.equal((await failureOf(client.getRule("r"))).reason, "UNAVAILABLE");
+      assert.equal((await rejection(client.getRule("r"))).reason, "UNAVAILABLE");
     },
   );
 });
@@ -194,7 +194,7 @@ test("a signal cancels, and a closed client says so", async () => {
 test("the token travels with every call", async () => {
   await against(
     (call, answer) => answer({ code: Code.ABORTED, details: String(call.metadata.get("authorization")) }),
-    async (client) => assert.equal((await failureOf(client.getRule("r"))).message, "Bearer secret"),
+    async (client) => assert.equal((await rejection(client.getRule("r"))).message, "Bearer secret"),
     { token: "secret" },
   );
 });
@@ -222,7 +222,7 @@ test("a trailer that is no status does not hide the code", async () => {
   metadata.set("grpc-status-details-bin", Buffer.from([0xff, 0xff, 0xff]));
   await against(
     (_, answer) => answer({ code: Code.ABORTED, details: "why", metadata }),
-    async (client) => assert.equal((await failureOf(client.getRule("r"))).code, Code.ABORTED),
+    async (client) => assert.equal((await rejection(client.getRule("r"))).code, Code.ABORTED),
   );
 });
 
@@ -231,7 +231,7 @@ test("an error's stack leads to the caller", async () => {
     (_, answer) => answer({ code: Code.ABORTED, details: "why" }),
     async (client) => {
       const thisCaller = async () => await client.getRule("r");
-      assert.match((await failureOf(thisCaller())).stack ?? "", /thisCaller/);
+      assert.match((await rejection(thisCaller())).stack ?? "", /thisCaller/);
     },
   );
 });

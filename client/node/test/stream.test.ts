@@ -42,7 +42,7 @@ function answerTo(request: EvaluateRequest, device: string): Uint8Array {
   return toBinary(EvaluateResponseSchema, create(EvaluateResponseSchema, { gradients, device }));
 }
 
-function statusOf(reason: string, code: Code): Uint8Array {
+function parseStatus(reason: string, code: Code): Uint8Array {
   const info = create(ErrorInfoSchema, { reason, domain: "gradrule" });
   const status = create(StatusSchema, { code, message: `it is ${reason}`, details: [anyPack(ErrorInfoSchema, info)] });
   return toBinary(StatusSchema, status);
@@ -165,7 +165,7 @@ test("without the stream each call travels alone", async () => {
 });
 
 test("a failure on the stream is that of the call, and UNAVAILABLE is tried alone", async () => {
-  let status = statusOf("PROGRAM_NOT_FOUND", Code.NOT_FOUND);
+  let status = parseStatus("PROGRAM_NOT_FOUND", Code.NOT_FOUND);
   await against(
     () => status,
     async (program) => {
@@ -178,7 +178,7 @@ test("a failure on the stream is that of the call, and UNAVAILABLE is tried alon
         );
         return true;
       });
-      status = statusOf("ENGINE_UNAVAILABLE", Code.UNAVAILABLE);
+      status = parseStatus("ENGINE_UNAVAILABLE", Code.UNAVAILABLE);
       assert.equal(await way(program), "alone");
     },
   );

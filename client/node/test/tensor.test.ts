@@ -6,7 +6,7 @@ import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
 import { Dt, TensorSchema, TensorShapeSchema } from "../src/gen/gradrule/v1/tensor_pb.js";
 import { Tensor, errors, tensor } from "../src/index.js";
 import type { DType, TensorLike } from "../src/index.js";
-import { shapeMessage, shapeOf, swapped, tensorMessage, tensorOf } from "../src/wire.js";
+import { shapeMessage, readShape, swapBytes, tensorMessage, readTensor } from "../src/wire.js";
 
 const bytes = (value: Tensor): string => Buffer.from(tensorMessage(value).tensorContent).toString("hex");
 
@@ -125,7 +125,7 @@ test("tensors of every type come back from the wire, wherever in the message the
     for (let offset = 0; offset < 8; offset++) {
       const moved = new Uint8Array(message.length + offset);
       moved.set(message, offset);
-      const back = tensorOf(fromBinary(TensorSchema, moved.subarray(offset)));
+      const back = readTensor(fromBinary(TensorSchema, moved.subarray(offset)));
       assert.equal(back.dtype, value.dtype);
       assert.deepEqual(back.shape, value.shape);
       assert.deepEqual(back.toArray(), value.toArray());
@@ -137,7 +137,7 @@ test("tensors of every type come back from the wire, wherever in the message the
 test("tensors in the *_val fields, whose last value fills the rest", () => {
   const shape = (...sizes: number[]) => shapeMessage(sizes);
   const read = (init: Parameters<typeof create<typeof TensorSchema>>[1]) =>
-    tensorOf(create(TensorSchema, init)).toArray();
+    readTensor(create(TensorSchema, init)).toArray();
   assert.deepEqual(read({ dtype: Dt.FLOAT, tensorShape: shape(3), floatVal: [1, 2] }), [1, 2, 2]);
   assert.deepEqual(read({ dtype: Dt.INT64, tensorShape: shape(2), int64Val: [5n] }), [5n, 5n]);
   assert.deepEqual(read({ dtype: Dt.INT32, tensorShape: shape(2) }), [0, 0]);
@@ -156,12 +156,12 @@ test("tensors in the *_val fields, whose last value fills the rest", () => {
 
 test("shapes with unknown dimensions and rank", () => {
   for (const shape of [[], [2, 3], [null, 3], null]) {
-    assert.deepEqual(shapeOf(fromBinary(TensorShapeSchema, toBinary(TensorShapeSchema, shapeMessage(shape)))), shape);
+    assert.deepEqual(readShape(fromBinary(TensorShapeSchema, toBinary(TensorShapeSchema, shapeMessage(shape)))), shape);
   }
-  assert.equal(shapeOf(undefined), null);
+  assert.equal(readShape(undefined), null);
   assert.throws(() => shapeMessage([1.5]), errors.InvalidTensorError);
 });
 
 test("entries of a big-endian host are turned round", () => {
-  assert.deepEqual([...swapped(new Uint8Array([1, 2, 3, 4, 5, 6, 7, 8]), 4)], [4, 3, 2, 1, 8, 7, 6, 5]);
+  assert.deepEqual([...swapBytes(new Uint8Array([1, 2, 3, 4, 5, 6, 7, 8]), 4)], [4, 3, 2, 1, 8, 7, 6, 5]);
 });

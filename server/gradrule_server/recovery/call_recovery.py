@@ -26,9 +26,10 @@ T = TypeVar("T")
 _MOST_KILLED = 5
 # A call that lost its engine waits for the next one until its deadline, or this long.
 _PATIENCE_S = 60.0
-# A test alone may take this long, or this many times as long as the call ran before and as any run of its workload.
-_LEAST_TEST_S = 5.0
-_TEST_FACTOR = 5.0
+# A trial (a run alone) may take this long, or this many times as long as the call ran before and as the longest run of
+# its workload together.
+_LEAST_TRIAL_S = 5.0
+_TRIAL_FACTOR = 5.0
 _POLL_S = 0.1
 _DID_NOT_END = "it did not come to an end when it ran alone"
 # Clients cancel at their deadlines, which may be this much before ours.
@@ -123,7 +124,7 @@ class CallRecovery(Generic[EngineT]):
         except (asyncio.CancelledError, GradruleError) as cause:
             is_late = isinstance(cause, GradruleError) and cause.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
             if self._suspected_loss is not None and (is_late or isinstance(cause, asyncio.CancelledError)):
-                # The call ends before its test alone does, so it is never tested.
+                # The call ends before its trial does, so the trial shows nothing.
                 self.recorder(workload).record_engine_loss(self._suspected_loss)
             raise
         finally:
@@ -219,7 +220,7 @@ class CallRecovery(Generic[EngineT]):
         attempt: Callable[[EngineT | None], Awaitable[T]],
         undo: Callable[[EngineT], None] | None,
     ) -> T:
-        """Runs the call in an engine of its own. Raises `_ClearedError` if that is not necessary any more."""
+        """Runs the call in an engine of its own (a trial). Raises `_ClearedError` if that is not necessary any more."""
         lost = self._suspected_loss
         assert lost is not None
         history, report = self._crash_history, lost.crash_report
@@ -237,17 +238,17 @@ class CallRecovery(Generic[EngineT]):
                     undo(engine)
                 return answer
 
-    async def _run_in_time(self, workload: Workload, test: Awaitable[T], engine_end: EngineEnd) -> T:
-        """Waits for a test alone. A test that does not end by the deadline counts as an overrun.
+    async def _run_in_time(self, workload: Workload, trial: Awaitable[T], engine_end: EngineEnd) -> T:
+        """Waits for a trial. A trial that does not end by the deadline counts as an overrun.
 
-        A test that takes much longer than expected ends once another test waits: ENGINE_CRASHED.
+        A trial that takes much longer than expected ends once another trial waits: ENGINE_CRASHED.
         """
         history, loop = self._crash_history, asyncio.get_running_loop()
         started = loop.time()
-        most_s = max(_LEAST_TEST_S, _TEST_FACTOR * (self._last_run_s + history.longest_run_s(workload)))
+        most_s = max(_LEAST_TRIAL_S, _TRIAL_FACTOR * (self._last_run_s + history.longest_run_s(workload)))
         try:
             async with asyncio.timeout(None) as limit, self._yields_to_next(limit, workload.owner, started + most_s):
-                return await test
+                return await trial
         except asyncio.CancelledError:
             if 0 < self.ends_at <= loop.time() + _EARLY_S:
                 history.record_overrun(workload, loop.time() - started, _DID_NOT_END)
@@ -264,7 +265,7 @@ class CallRecovery(Generic[EngineT]):
 
     @contextlib.asynccontextmanager
     async def _yields_to_next(self, limit: asyncio.Timeout, owner: str, due: float) -> AsyncIterator[None]:
-        """Lets `limit` expire once the owner's next test waits, but not before `due` (loop time)."""
+        """Lets `limit` expire once the owner's next trial waits, but not before `due` (loop time)."""
 
         async def expire() -> None:
             await asyncio.sleep(due - loop.time())
@@ -273,7 +274,7 @@ class CallRecovery(Generic[EngineT]):
             limit.reschedule(loop.time())
 
         loop = asyncio.get_running_loop()
-        expiring = asyncio.create_task(expire(), name="test-limit")
+        expiring = asyncio.create_task(expire(), name="trial-limit")
         try:
             yield
         finally:

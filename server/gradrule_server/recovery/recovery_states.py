@@ -5,10 +5,10 @@ engine ends, the call runs again:
 
 - The engine's end has nothing to do with any graph (it was killed from outside, or ended because of another call's
   deadline): the call runs again in the same way.
-- The engine crashed while the call ran in it: the call may be the cause. It is tested ALONE, in an engine in which
-  nothing else runs. If that engine crashes too, the call is the culprit: its caller gets the error, and its graph goes
-  into quarantine. If the call completes, its caller notices nothing but the time.
-- While the call waits for its test, another call may be found to be the culprit: then this one is cleared.
+- The engine crashed while the call ran in it: the call may be the cause. A trial follows: it runs ALONE, in an
+  engine in which nothing else runs. If that engine crashes too, the call is the culprit: its caller gets the error,
+  and its graph goes into quarantine. If the call completes, its caller notices nothing but the time.
+- While the call waits for its trial, another call may be found to be the culprit: then this one is cleared.
 
 `call_recovery` drives this machine: it runs the call as the state says, turns the outcome into an event, and looks up
 the next state here.
@@ -29,7 +29,7 @@ class CallState(enum.Enum):
     PINNED = enum.auto()
     """It runs in the one engine that holds its session; no other engine can run it."""
     ALONE = enum.auto()
-    """It is suspected of a crash, and runs in an engine of its own that is thrown away afterwards."""
+    """A trial: it is suspected of a crash, and runs in an engine of its own that is thrown away afterwards."""
     REPEATED = enum.auto()
     """It completed alone, and runs once more beside other calls: its engine has to keep what the call leaves there."""
 
@@ -93,7 +93,7 @@ TRANSITIONS: Mapping[tuple[CallState, Event], CallState] = MappingProxyType(
         (CallState.REPEATED, Event.COMPLETED): CallState.ANSWERED,
         (CallState.REPEATED, Event.NOT_LOADED): CallState.REPEATED,
         (CallState.REPEATED, Event.ENGINE_ENDED): CallState.REPEATED,
-        # It completes alone and crashes beside others: another test alone would show nothing new.
+        # It completes alone and crashes beside others: another trial would show nothing new.
         (CallState.REPEATED, Event.ENGINE_CRASHED): CallState.FAILED,
         (CallState.REPEATED, Event.TRIED_TOO_OFTEN): CallState.FAILED,
     }

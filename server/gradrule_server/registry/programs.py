@@ -240,7 +240,7 @@ class ProgramRegistry:
             _log_unreadable(self._tenant, program_id, cause)
             raise error(
                 errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND,
-                f"the kept program {program_id!r} cannot be read: {cause}; compile it anew, or delete it",
+                f"the stored program {program_id!r} cannot be read: {cause}; compile it anew, or delete it",
                 field="name",
                 resource=Resource("gradrule.v1.Program", _PREFIX + program_id),
             ) from cause
@@ -309,7 +309,7 @@ def _decoding() -> Iterator[None]:
 
 def _log_unreadable(tenant: str, program_id: str, cause: UnreadableRowError) -> None:
     _log.warning(
-        "the kept program %r of tenant %r cannot be read and is left out (`gradrule registry check` shows all): %s",
+        "the stored program %r of tenant %r cannot be read and is left out (`gradrule registry check` shows all): %s",
         program_id,
         tenant,
         cause,

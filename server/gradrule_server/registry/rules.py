@@ -225,7 +225,7 @@ class RuleRegistry:
         if unreadable is not None:
             return error(
                 errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-                f"the kept rule {bare!r} cannot be read: {unreadable.why}; create it anew, or delete it",
+                f"the stored rule {bare!r} cannot be read: {unreadable.why}; create it anew, or delete it",
                 field="name",
                 resource=_resource(bare),
             )
@@ -262,7 +262,7 @@ def _check_size(definition_bytes: int, description: str) -> None:
         if size > limit:
             raise error(
                 errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"the rule's {part} has {size} bytes; a rule that is kept has at most {limit}",
+                f"the rule's {part} has {size} bytes; a stored rule has at most {limit}",
                 field=f"rule.{part}",
             )
 
@@ -288,7 +288,7 @@ def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _
     if unreadable:
         shown = [f"{name!r} ({row.why})" for name, row in list(unreadable.items())[:_MAX_UNREADABLE_SHOWN]]
         _log.warning(
-            "%d kept rules of tenant %r cannot be read and are left out (`gradrule registry check` shows all): %s",
+            "%d stored rules of tenant %r cannot be read and are left out (`gradrule registry check` shows all): %s",
             len(unreadable),
             tenant,
             ", ".join(shown),

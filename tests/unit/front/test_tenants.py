@@ -33,7 +33,7 @@ READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Shared]:
     """What tenants share, the engine apart, which none of these tests asks for anything."""
-    engine: Any = SimpleNamespace(on_filled=[])
+    engine: Any = SimpleNamespace(on_filled=[], on_removed=[])
     with contextlib.closing(Store(tmp_path)) as store:
         blobs = BlobStore(tmp_path / "blobs", 1000)
         yield Shared(

@@ -1,4 +1,4 @@
-"""An engine without a process: what it is sent is noted, and it answers what the test tells it to."""
+"""An engine without a process: records what it is sent, and answers as the test says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, 
 
 
 class Transport(asyncio.Transport):
-    """Notes the frames that are written."""
+    """Records the frames that are written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Transport(asyncio.Transport):
 
     @property
     def sent(self) -> list[tuple[Kind, int, bytes]]:
-        """What was sent, as if the turn of the loop were over."""
+        """The frames sent so far, as if the turn of the loop were over."""
         if self.connection is not None:
             self.connection.flush()
         return self._sent
@@ -60,7 +60,7 @@ class Transport(asyncio.Transport):
 
 
 def connected(threads: int) -> tuple[Connection, Transport]:
-    """A connection to an engine of so many threads."""
+    """Returns a connection to an engine with `threads` threads, and its transport."""
     connection, transport = Connection(threads), Transport()
     transport.connection = connection
     connection.connection_made(transport)
@@ -68,7 +68,7 @@ def connected(threads: int) -> tuple[Connection, Transport]:
 
 
 class FakeProcess:
-    """A process that dies when it is told to."""
+    """A process that ends when the test says so."""
 
     pid = 4711
     resident_bytes = 0
@@ -106,7 +106,7 @@ class FakeProcess:
         self.end(EndReason.STOPPED)
 
     def die(self, ending: EngineEnd) -> None:
-        """It ends like this."""
+        """Ends the process."""
         if self.ended_with is None:
             self.ended_with = ending
             self.connection.connection_lost(None)
@@ -119,8 +119,8 @@ class FakeProcess:
         return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
 
 
-class Overruns:
-    """A recorder that notes how long what overran had gone on, and how long what ended took."""
+class FakeRecorder:
+    """An outcome recorder that keeps the times of overruns and completions, and the losses."""
 
     workload = "the one"
 
@@ -140,7 +140,7 @@ class Overruns:
 
 
 class Starter:
-    """Takes the place of `start_process`: notes what it started, and fails with each of `errors` first."""
+    """Replaces `start_process`: fails with each of `errors` first, then records the processes that it starts."""
 
     def __init__(self, *errors: Exception, threads: int = 4) -> None:
         self.errors = list(errors)
@@ -172,7 +172,7 @@ class FakeEngine(Engine):
         self.start_another(threads)
 
     def start_another(self, threads: int = 4) -> None:
-        """A new process, as if the supervisor had started it."""
+        """Installs a new process."""
         connection, self.transport = connected(threads)
         self.install(FakeProcess(connection))
 
@@ -182,18 +182,18 @@ class FakeEngine(Engine):
         return cast(FakeProcess, self._process)
 
     def sent(self, kind: Kind) -> list[bytes]:
-        """Payloads of the frames of a kind, in order."""
+        """Returns the payloads of the frames of a kind, in order."""
         return [payload for found, _, payload in self.transport.sent if found is kind]
 
     async def next(self, kind: Kind, count: int = 1) -> bytes:
-        """The payload of the frame of a kind that is the `count`-th, as soon as it is there."""
+        """Waits for the `count`-th frame of a kind. Returns its payload."""
         async with asyncio.timeout(10):
             while len(self.sent(kind)) < count:
                 await asyncio.sleep(0.001)
         return self.sent(kind)[count - 1]
 
     def answer(self, sent: bytes, kind: Kind, payload: bytes = b"") -> None:
-        """Answers the request that was sent with these bytes."""
+        """Answers the request whose payload is `sent`."""
         request_id = next(number for _, number, found in self.transport.sent if found == sent)
         self.fake.connection.data_received(pack_header(kind, request_id, len(payload)) + payload)
 
@@ -201,7 +201,7 @@ class FakeEngine(Engine):
 class FakePool(EnginePool):
     """Engines with fake processes, for every tenant; `alone` gives fakes too, which `trial_engines` collects.
 
-    `extras`: what `borrow` gives, and `release` takes.
+    `extras`: the engines that `borrow` returns and `release` takes back.
     """
 
     def __init__(self, *engines: FakeEngine) -> None:

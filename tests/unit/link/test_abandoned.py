@@ -1,4 +1,4 @@
-"""What becomes of an engine whose request nobody waits for any more, and of whoever sent that."""
+"""Abandoned requests: when their engine is ended, and what is recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link.framing import Kind
 from gradrule_server.recovery.endings import EngineEnd, EngineLost
-from tests.unit.link.fake_engine import CRASH, FakeEngine, Overruns
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeRecorder
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -23,15 +23,15 @@ def _in(seconds: float) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-async def _give_up(engine: FakeEngine, ends_at: float, recorder: Overruns) -> None:
+async def _give_up(engine: FakeEngine, ends_at: float, recorder: FakeRecorder) -> None:
     call = asyncio.create_task(engine.call(Kind.RUN, b"long", ends_at, recorder))
     await engine.next(Kind.RUN)
     call.cancel()
     await asyncio.wait([call])
 
 
-async def test_who_cancels_before_the_deadline_ends_the_engine_and_is_not_blamed() -> None:
-    engine, recorder = FakeEngine(), Overruns()
+async def test_a_call_cancelled_before_its_deadline_ends_the_engine_without_blame() -> None:
+    engine, recorder = FakeEngine(), FakeRecorder()
     process = engine.fake
     await _give_up(engine, _in(60), recorder)
     await asyncio.sleep(0.1)
@@ -39,8 +39,8 @@ async def test_who_cancels_before_the_deadline_ends_the_engine_and_is_not_blamed
     assert recorder.seconds == []
 
 
-async def test_what_goes_on_after_its_deadline_is_blamed_once_with_the_time_that_it_took() -> None:
-    engine, recorder = FakeEngine(), Overruns()
+async def test_an_overrun_is_recorded_once_with_its_time() -> None:
+    engine, recorder = FakeEngine(), FakeRecorder()
     process = engine.fake
     await _give_up(engine, _in(0.02), recorder)
     await asyncio.sleep(0.1)
@@ -50,12 +50,12 @@ async def test_what_goes_on_after_its_deadline_is_blamed_once_with_the_time_that
     assert recorder.taken == []
 
 
-async def test_what_ends_in_time_is_not_blamed_and_its_time_is_known_whoever_waits(
+async def test_an_abandoned_call_that_ends_in_time_is_recorded_as_completed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Longer than this test may be interrupted for.
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 1.0)
-    engine, recorder = FakeEngine(), Overruns()
+    engine, recorder = FakeEngine(), FakeRecorder()
     await _give_up(engine, _in(0.02), recorder)
     engine.answer(b"long", Kind.RAN)
     await asyncio.sleep(1.2)
@@ -72,8 +72,8 @@ async def _end(engine: FakeEngine) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_who_gave_up_just_before_a_crash_is_told_of_it() -> None:
-    engine, recorder = FakeEngine(), Overruns()
+async def test_a_crash_is_recorded_for_a_call_that_was_cancelled_just_before() -> None:
+    engine, recorder = FakeEngine(), FakeRecorder()
     await _give_up(engine, _in(60), recorder)
     await _end(engine)
     (loss,) = recorder.losses
@@ -82,10 +82,10 @@ async def test_who_gave_up_just_before_a_crash_is_told_of_it() -> None:
     assert recorder.seconds == []
 
 
-async def test_who_gives_up_while_nobody_knows_yet_how_the_engine_ended_is_told_of_it(
+async def test_a_crash_is_recorded_for_a_call_cancelled_before_its_cause_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, recorder, known = FakeEngine(), Overruns(), asyncio.Event()
+    engine, recorder, known = FakeEngine(), FakeRecorder(), asyncio.Event()
     process = engine.fake
 
     async def wait_ended() -> EngineEnd:
@@ -94,7 +94,7 @@ async def test_who_gives_up_while_nobody_knows_yet_how_the_engine_ended_is_told_
 
     monkeypatch.setattr(process, "wait_ended", wait_ended)
     call = asyncio.create_task(engine.call(Kind.RUN, b"bad", _in(60), recorder))
-    waits = asyncio.create_task(engine.call(Kind.RUN, b"beside", _in(60), Overruns()))
+    waits = asyncio.create_task(engine.call(Kind.RUN, b"beside", _in(60), FakeRecorder()))
     await engine.next(Kind.RUN, 2)
     process.die(CRASH)
     await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ async def test_a_cancelled_call_beside_a_session_ends_the_engine_only_at_its_dea
     engine = FakeEngine(threads=1)
     process = engine.fake
     engine.add_kept(engine.generation, 1)
-    await _give_up(engine, _in(deadline_s), Overruns())
+    await _give_up(engine, _in(deadline_s), FakeRecorder())
     if deadline_s > 1:
         await asyncio.sleep(0.3)
         assert not process.is_killed

@@ -1,4 +1,4 @@
-"""Arenas by themselves, and frames whose payload lies in one."""
+"""Arenas, and frames whose payload lies in one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def both() -> Iterator[Both]:
     made.reader.close()
 
 
-def test_what_is_placed_is_read_and_no_two_payloads_overlap(both: Both) -> None:
+def test_placed_payloads_are_read_back_and_do_not_overlap(both: Both) -> None:
     chance = random.Random(0)
     placed: dict[Chunk, bytes] = {}
     refused = 0
@@ -80,14 +80,14 @@ def test_memory_is_given_back_but_not_what_is_in_use(both: Both) -> None:
 @pytest.mark.parametrize(
     "chunk", [Chunk(0, _SIZE + 1), Chunk(_SIZE, 1), Chunk(_SIZE - 1, 2), Chunk(2**64 - 1, 2**64 - 1), Chunk(0, 0)]
 )
-def test_nothing_outside_is_read(both: Both, chunk: Chunk) -> None:
+def test_chunks_outside_the_arena_are_refused(both: Both, chunk: Chunk) -> None:
     with pytest.raises(ValueError, match="lies outside"):
         both.reader.read(chunk)
     with pytest.raises(ValueError, match="lies outside"):
         both.reader.view(chunk)
 
 
-def test_whoever_has_it_cannot_take_memory_away_from_under_the_reader(both: Both) -> None:
+def test_the_size_of_an_arena_cannot_change(both: Both) -> None:
     for size in (0, 2 * _SIZE):
         with pytest.raises(OSError) as caught:
             os.ftruncate(both.writer.fd, size)
@@ -162,7 +162,7 @@ async def test_large_payloads_do_not_go_through_the_socket_and_their_room_is_fre
         other.answer.cancel()
 
 
-async def test_an_answer_that_nobody_wants_is_let_go_unread() -> None:
+async def test_an_unwanted_answer_is_released_unread() -> None:
     async with _linked() as link:
         work = link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))
         work.answer.cancel()
@@ -190,7 +190,7 @@ async def test_a_payload_that_cannot_be_read_ends_the_connection_and_its_caller_
         assert "no such memory" in caplog.text
 
 
-async def test_what_finds_no_room_goes_through_the_socket() -> None:
+async def test_a_payload_without_room_goes_through_the_socket() -> None:
     async with _linked() as link:
         assert link.arenas.outgoing.place([bytes(510 << 20)]) is not None
         work = link.connection.submit(Kind.RUN, bytes(4 << 20))
@@ -211,7 +211,7 @@ async def test_what_finds_no_room_goes_through_the_socket() -> None:
         b"\xff" * 20,
     ],
 )
-async def test_an_engine_that_lies_loses_its_connection_and_callers_are_told(place: bytes) -> None:
+async def test_a_malformed_place_ends_the_connection_and_fails_all_requests(place: bytes) -> None:
     async with _linked() as link:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         works = [link.connection.submit(Kind.RUN, b"a"), link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))]

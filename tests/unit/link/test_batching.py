@@ -1,4 +1,4 @@
-"""Which waiting requests are sent together: against a transport that only notes what is sent."""
+"""Which waiting requests are sent together; the transport only records what is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
-from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, Overruns, Transport
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, FakeRecorder, Transport
 
 P, Q = BatchKey("p"), BatchKey("q")
 
@@ -285,7 +285,7 @@ class BatchEngine(FakeEngine):
         connection, self.transport = connected()
         self.install(FakeProcess(connection))
         notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
-        self.recorders = [Overruns() for _ in range(3)]
+        self.recorders = [FakeRecorder() for _ in range(3)]
         self.works = [
             self.submit(Kind.RUN, name, recorder, batch_key=BatchKey("digest/1"))
             for name, recorder in zip((b"a", b"b", b"c"), self.recorders, strict=True)
@@ -335,7 +335,7 @@ async def test_a_run_that_nobody_waits_for_ends_the_engine_and_nobody_is_blamed_
     connection, transport = connected()
     engine.install(FakeProcess(connection))
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/2")
-    recorder = Overruns()
+    recorder = FakeRecorder()
     for name in (b"d", b"e", b"f"):
         engine.submit(Kind.RUN, name, recorder, batch_key=BatchKey("digest/2"))
     answer(connection, transport, b"d")
@@ -362,7 +362,7 @@ async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_do
     engine = FakeEngine()
     connection, transport = connected(threads=2)
     engine.install(FakeProcess(connection))
-    tried, other = Overruns(), Overruns()
+    tried, other = FakeRecorder(), FakeRecorder()
     other.workload = "other"
     key = BatchKey("digest/1")
     works = [engine.submit(Kind.RUN, name, tried, batch_key=key) for name in (b"a", b"b", b"c", b"d")]

@@ -1,4 +1,4 @@
-"""What the front end sends to an engine, and when: against a transport that only notes it."""
+"""What the front end sends to an engine, and when; the transport only records it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
-from tests.unit.link.fake_engine import Overruns, Transport, connected
+from tests.unit.link.fake_engine import FakeRecorder, Transport, connected
 
 
 def answer(connection: Connection, transport: Transport, payload: bytes, kind: Kind = Kind.RAN) -> None:
@@ -24,7 +24,7 @@ def answer(connection: Connection, transport: Transport, payload: bytes, kind: K
     connection.data_received(pack_header(kind, request_id, len(payload)) + payload)
 
 
-async def test_an_engine_gets_no_more_than_its_threads_take_up() -> None:
+async def test_an_engine_gets_no_more_requests_than_it_has_threads() -> None:
     connection, transport = connected(2)
     works = [connection.submit(Kind.RUN, name) for name in (b"a", b"b", b"c", b"d")]
     assert transport.payloads() == [b"a", b"b"]
@@ -34,7 +34,7 @@ async def test_an_engine_gets_no_more_than_its_threads_take_up() -> None:
     assert [work.ended for work in works] == [False, True, False, False]
 
 
-async def test_what_waits_is_dropped_without_the_engine_s_knowing() -> None:
+async def test_a_waiting_request_is_dropped_without_telling_the_engine() -> None:
     connection, transport = connected(1)
     running, waiting, last = (connection.submit(Kind.RUN, name) for name in (b"a", b"b", b"c"))
     assert connection.drop(waiting)
@@ -79,7 +79,7 @@ async def test_a_request_that_was_given_up_keeps_its_thread_until_it_is_answered
     assert transport.payloads() == [b"a", b"b"]
 
 
-async def test_a_lost_engine_tells_what_had_started() -> None:
+async def test_a_lost_connection_tells_which_requests_had_started() -> None:
     connection, _ = connected(1)
     running, waiting = connection.submit(Kind.RUN, b"a"), connection.submit(Kind.RUN, b"b")
     connection.connection_lost(None)
@@ -92,13 +92,13 @@ async def test_a_lost_engine_tells_what_had_started() -> None:
         connection.submit(Kind.RUN, b"c")
 
 
-async def test_a_lost_engine_tells_who_ran_in_it() -> None:
+async def test_a_lost_connection_tells_which_workloads_ran() -> None:
     connection, _ = connected(2)
     connection.submit(Kind.RUN, b"a")
-    connection.submit(Kind.RUN, b"b", Overruns())
+    connection.submit(Kind.RUN, b"b", FakeRecorder())
     connection.submit(Kind.RUN, b"waits")
     connection.connection_lost(None)
-    assert connection.present == {None, Overruns.workload}
+    assert connection.present == {None, FakeRecorder.workload}
 
 
 @pytest.mark.parametrize("kind", [GradruleError, ProgramNotLoaded])
@@ -122,7 +122,7 @@ _NO_SUCH_REASON_OF_A_FINDING = link_pb2.Fault(
 
 
 @pytest.mark.parametrize("fault", [_NO_MESSAGE, _NO_SUCH_REASON, _NO_SUCH_REASON_OF_A_FINDING])
-async def test_a_fault_that_makes_no_sense_ends_the_connection_and_leaves_nobody_waiting(fault: bytes) -> None:
+async def test_a_malformed_fault_ends_the_connection_and_fails_all_requests(fault: bytes) -> None:
     connection, transport = connected(1)
     works = [connection.submit(Kind.RUN, name) for name in (b"a", b"b")]
     connection.data_received(pack_header(Kind.FAULT, transport.sent[0][1], len(fault)) + fault)
@@ -143,7 +143,7 @@ async def test_a_fault_that_makes_no_sense_ends_the_connection_and_leaves_nobody
         pack_header(Kind.GREETING, 0, len(_NO_MESSAGE)) + _NO_MESSAGE,
     ],
 )
-async def test_what_is_no_frame_ends_the_connection_before_it_is_waited_for(frame: bytes) -> None:
+async def test_a_malformed_frame_ends_the_connection_at_once(frame: bytes) -> None:
     connection, transport = connected(1)
     connection.data_received(frame)
     assert transport.is_closed

@@ -1,4 +1,4 @@
-"""Who looks after processes: the heartbeat and the bound on memory."""
+"""Health checks of engines, and their memory limit."""
 
 from __future__ import annotations
 
@@ -68,33 +68,33 @@ async def test_an_engine_that_answers_lives(watched: Watched) -> None:
     assert len([kind for kind, _, _ in transport.sent if kind is Kind.PING]) > 5
 
 
-async def test_one_that_does_not_is_ended(watched: Watched) -> None:
+async def test_an_engine_that_does_not_answer_is_ended(watched: Watched) -> None:
     process, _ = watched()
     assert await _within(3, lambda: process.is_killed)
     assert process.ended_with is not None
     assert process.ended_with.reason is EndReason.HEARTBEAT
 
 
-async def test_one_that_runs_something_is_given_longer(watched: Watched) -> None:
+async def test_a_busy_engine_may_be_silent_for_longer(watched: Watched) -> None:
     process, _ = watched()
     process.connection.submit(Kind.RUN, b"long")
     assert not await _within(0.4, lambda: process.is_killed)
     assert await _within(3, lambda: process.is_killed)
 
 
-async def test_one_that_compiles_has_until_the_deadline(watched: Watched) -> None:
+async def test_a_compiling_engine_may_be_silent_until_the_deadline(watched: Watched) -> None:
     process, _ = watched()
     process.connection.submit(Kind.COMPILE, b"long")
     assert not await _within(1.0, lambda: process.is_killed)
 
 
-async def test_one_that_has_not_greeted_has_until_it_has(watched: Watched) -> None:
+async def test_an_engine_that_has_not_greeted_is_not_checked(watched: Watched) -> None:
     process, transport = watched(greeted=False)
     assert not await _within(0.5, lambda: process.is_killed)
     assert not transport.sent
 
 
-async def test_a_loop_that_was_busy_blames_nobody(watched: Watched) -> None:
+async def test_time_in_which_the_loop_was_busy_does_not_count_as_silence(watched: Watched) -> None:
     process, _ = watched()
     await asyncio.sleep(0.05)
     # Nothing is read meanwhile, whatever was sent.
@@ -103,13 +103,13 @@ async def test_a_loop_that_was_busy_blames_nobody(watched: Watched) -> None:
     assert not process.is_killed
 
 
-async def test_no_heartbeat_ends_nobody(watched: Watched) -> None:
+async def test_without_a_heartbeat_no_engine_is_ended(watched: Watched) -> None:
     process, transport = watched(heartbeat_s=0)
     assert not await _within(0.6, lambda: process.is_killed)
     assert not transport.sent
 
 
-async def test_one_that_takes_too_much_is_ended(watched: Watched) -> None:
+async def test_an_engine_over_its_memory_limit_is_ended(watched: Watched) -> None:
     process, _ = watched(memory=1)
     process.pid = os.getpid()
     assert await _within(3, lambda: process.is_killed)
@@ -117,7 +117,7 @@ async def test_one_that_takes_too_much_is_ended(watched: Watched) -> None:
     assert process.ended_with.reason is EndReason.MEMORY
 
 
-async def test_what_it_takes_is_known_without_a_limit(watched: Watched) -> None:
+async def test_memory_is_measured_without_a_limit(watched: Watched) -> None:
     process, _ = watched()
     process.pid = os.getpid()
     assert await _within(3, lambda: process.resident_bytes)
@@ -143,13 +143,13 @@ def _child(code: str, *shared: int) -> Iterator[int]:
     ],
     ids=["its own", "shared"],
 )
-def test_resident_bytes_are_those_of_the_process(code: str) -> None:
+def test_resident_sizes_are_those_of_the_process(code: str) -> None:
     with _child(code) as pid:
         assert 200_000_000 <= sum(resident_sizes(pid)) < 240_000_000
     assert resident_sizes(pid) == (0, 0)
 
 
-async def test_what_lies_in_arenas_does_not_count_and_other_shared_memory_does(watched: Watched) -> None:
+async def test_arenas_do_not_count_and_other_shared_memory_does(watched: Watched) -> None:
     arenas, shared = Arenas.make()
     fill = "import mmap, sys; kept = mmap.mmap(int(sys.argv[1]), 100_000_000); kept.write(b'a' * 100_000_000)"
     with _child(fill, *shared) as pid:

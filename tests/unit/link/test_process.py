@@ -1,4 +1,4 @@
-"""How a process's end is judged, with processes that do nothing."""
+"""How the end of a process is determined, with processes that do nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _spawned(*command: str) -> ForkedProcess:
     ("limit", "resident", "reason"),
     [(1000, 899, EndReason.KILLED), (1000, 901, EndReason.MEMORY), (0, 901, EndReason.KILLED)],
 )
-async def test_who_is_killed_close_to_its_limit_took_too_much_memory(
+async def test_a_process_killed_close_to_its_limit_ended_for_memory(
     limit: int, resident: int, reason: EndReason
 ) -> None:
     process = _spawned("sleep", "60")
@@ -44,7 +44,7 @@ async def _started(*command: str) -> EngineProcess:
     return EngineProcess(process, connection, asyncio.create_task(asyncio.sleep(0)), FatalMessage(), None)
 
 
-async def test_one_that_fails_at_its_start_is_told_as_it_failed() -> None:
+async def test_a_failed_start_is_reported_with_its_cause() -> None:
     """The socket tells of it before the operating system does, so it must not be killed at that."""
     engine = await _started("sh", "-c", "sleep 0.1; exit 3")
     engine.connection.connection_lost(None)
@@ -52,7 +52,7 @@ async def test_one_that_fails_at_its_start_is_told_as_it_failed() -> None:
         await engine.greet()
 
 
-async def test_one_that_hangs_at_its_start_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_GREETING_TIMEOUT_S", 0.05)
     engine = await _started("sleep", "60")
     with pytest.raises(EngineRefused, match="answered nothing"):

@@ -1,4 +1,4 @@
-"""Lines of an engine's stderr, however long and however they arrive."""
+"""Splitting and logging an engine's stderr."""
 
 from __future__ import annotations
 

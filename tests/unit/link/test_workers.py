@@ -109,7 +109,7 @@ async def test_a_tenant_whose_worker_takes_long_gets_one_more_and_no_third(start
             await task.cancel()
 
 
-async def test_a_worker_whose_caller_is_gone_is_ended_and_the_next_task_gets_another(starter: Starter) -> None:
+async def test_a_worker_without_a_caller_is_ended_and_the_next_task_gets_another(starter: Starter) -> None:
     async with made() as among:
         task = Task(among, "ada")
         lost = await task.started()
@@ -123,7 +123,7 @@ async def test_a_worker_whose_caller_is_gone_is_ended_and_the_next_task_gets_ano
         assert await finished(among, starter, "ada") is not lost
 
 
-async def test_all_tenants_have_so_many_together_and_those_without_one_come_first(starter: Starter) -> None:
+async def test_workers_of_all_tenants_are_bounded_and_tenants_without_one_come_first(starter: Starter) -> None:
     async with made(most=2) as among:
         own = [Task(among, "ada") for _ in range(3)]
         await asyncio.gather(own[0].started(), own[1].started())

@@ -22,7 +22,7 @@ def runnable(size: int = 100) -> RunnableProgram:
     return RunnableProgram(compiled, Loadable("key", b"g" * size))
 
 
-def test_the_number_is_bounded_and_the_one_used_last_stays() -> None:
+def test_least_recently_used_programs_are_dropped() -> None:
     cache = ProgramCache(2, 10**6)
     for name in ("a", "b"):
         cache.put(StoredKey(name, _CALL), runnable())
@@ -31,7 +31,7 @@ def test_the_number_is_bounded_and_the_one_used_last_stays() -> None:
     assert [name for name in "abc" if cache.get(StoredKey(name, _CALL)) is not None] == ["a", "c"]
 
 
-def test_bytes_are_bounded_save_for_the_last() -> None:
+def test_bytes_are_limited_but_the_last_program_stays() -> None:
     cache = ProgramCache(100, 1000)
     for index in range(50):
         cache.put(StoredKey(str(index), _CALL), runnable(300))
@@ -44,7 +44,7 @@ def test_bytes_are_bounded_save_for_the_last() -> None:
     assert cache.held_bytes == 10
 
 
-def test_overrides_that_are_told_count_too() -> None:
+def test_bytes_of_the_description_count() -> None:
     told = program_pb2.Program(default_gradient_nodes=["node" * 100] * 100)
     assert (
         RunnableProgram(SimpleNamespace(program=told.SerializeToString(), tail=b""), Loadable("key", b"")).size
@@ -52,7 +52,7 @@ def test_overrides_that_are_told_count_too() -> None:
     )
 
 
-def test_inline_programs_of_older_rules_go() -> None:
+def test_inline_programs_of_older_revisions_are_dropped() -> None:
     cache = ProgramCache(100, 10**6)
     cache.put(InlineKey(b"a", 1, _CALL), runnable())
     cache.put(StoredKey("n", _CALL), runnable())
@@ -64,7 +64,7 @@ def test_inline_programs_of_older_rules_go() -> None:
     assert cache.get(StoredKey("n", _CALL)) is not None
 
 
-def test_forgetting_a_name_forgets_its_variants() -> None:
+def test_removing_a_stored_program_removes_its_variants() -> None:
     cache = ProgramCache(100, 10**6)
     for call in (_CALL, CallShape(frozenset({"h"}))):
         cache.put(StoredKey("n", call), runnable())
@@ -74,7 +74,7 @@ def test_forgetting_a_name_forgets_its_variants() -> None:
     assert cache.get(StoredKey("m", _CALL)) is not None
 
 
-def test_names_that_are_given_up_are_told_to_whoever_watches() -> None:
+def test_watchers_learn_of_deleted_names() -> None:
     changes = DeletedNames()
     changes.add("before")
     with changes.watch() as outer:
@@ -86,7 +86,7 @@ def test_names_that_are_given_up_are_told_to_whoever_watches() -> None:
 
 
 @pytest.mark.parametrize("key", [StoredKey("n", _CALL), InlineKey(b"n", 1, _CALL)])
-def test_what_is_not_there(key: StoredKey | InlineKey) -> None:
+def test_missing_program_is_none(key: StoredKey | InlineKey) -> None:
     assert ProgramCache(1, 1).get(key) is None
 
 
@@ -94,7 +94,7 @@ def known(key: StoredKey, program: RunnableProgram) -> KnownCall:
     return KnownCall(key, program, b"", HistoryRecorder(CrashHistory(), program.loadable.workload))
 
 
-def test_a_program_that_goes_takes_its_known_calls_and_no_others() -> None:
+def test_dropping_a_program_drops_only_its_known_calls() -> None:
     cache = ProgramCache(2, 10**6)
     keys = {name: StoredKey(name, _CALL) for name in "abc"}
     for name in "ab":
@@ -114,7 +114,7 @@ def test_a_program_that_goes_takes_its_known_calls_and_no_others() -> None:
     assert not cache._structures
 
 
-def test_known_calls_are_bounded_and_those_used_last_stay() -> None:
+def test_least_recently_used_calls_are_dropped() -> None:
     cache, key, program = ProgramCache(2, 10**6), StoredKey("a", _CALL), runnable()
     cache.put(key, program)
     for number in range(2000):

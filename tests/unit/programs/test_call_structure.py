@@ -36,7 +36,7 @@ def raw_of(program: str = "programs/p", **lists: dict[str, np.ndarray]) -> bytes
         st.sampled_from(LISTS), st.dictionaries(st.text(min_size=1, max_size=150), st.integers(0, 30), max_size=4)
     ),
 )
-def test_values_do_not_matter_and_names_do(program: str, names: dict[str, dict[str, int]]) -> None:
+def test_structure_depends_on_names_and_not_on_values(program: str, names: dict[str, dict[str, int]]) -> None:
     """Two requests have one structure exactly if they are equal but for values."""
 
     def raw(offset: int, renamed: str = "") -> bytes:
@@ -56,7 +56,7 @@ def test_values_do_not_matter_and_names_do(program: str, names: dict[str, dict[s
         assert structure_of(raw(0, renamed="'")) != first
 
 
-def test_what_else_a_request_asks_for_matters() -> None:
+def test_structure_depends_on_params_derivative_and_stacking() -> None:
     """Params, derivative and stacking are part of the structure."""
     made = {structure_of(raw_of(feeds={"x": np.ones(3)}))}
     request = request_of(feeds={"x": np.ones(3)})
@@ -135,12 +135,12 @@ def many_parts() -> bytes:
         "junk",
     ],
 )
-def test_what_must_be_parsed(make: Callable[[], bytes]) -> None:
+def test_requests_without_a_structure(make: Callable[[], bytes]) -> None:
     """Where bytes alone do not tell, there is no structure."""
     assert structure_of(make()) is None
 
 
-def test_requests_that_are_cut_short_are_not_taken() -> None:
+def test_truncated_requests_have_no_structure() -> None:
     """No beginning of a request has a structure, other than where it ends between two fields."""
     raw = raw_of(feeds={"x": np.ones(20_000), "y": np.ones(2)}, grad_ys={"z": np.ones(1)})
     ends = {len(raw_of()), len(raw)}
@@ -160,7 +160,7 @@ def packed_raw(content: bytes, compression: int = 0) -> bytes:
     return request.SerializeToString()
 
 
-def test_packed_tensors_are_values_like_others() -> None:
+def test_packed_tensors_count_as_values() -> None:
     """Requests that differ in how a tensor is packed are run in one way."""
     plain = structure_of(raw_of(feeds={"x": np.ones(100_000, np.float32)}))
     assert plain is not None
@@ -170,14 +170,14 @@ def test_packed_tensors_are_values_like_others() -> None:
     assert structure_of(packed_raw(bytes(100_000))[:-1]) is None
 
 
-def test_how_the_answer_is_packed_is_part_of_the_structure() -> None:
+def test_packing_of_the_answer_is_part_of_the_structure() -> None:
     request = request_of(feeds={"x": np.ones(3)})
     plain = structure_of(request.SerializeToString())
     request.answer_packing.float32_as_bfloat16 = True
     assert structure_of(request.SerializeToString()) not in (None, plain)
 
 
-def test_a_long_description_of_a_tensor_in_shared_memory_must_be_parsed() -> None:
+def test_long_reference_to_shared_memory_has_no_structure() -> None:
     """Its shape is no content."""
     request = evaluate_pb2.EvaluateRequest(program="programs/p")
     shared = request.feeds.add(name="x").value.shared_memory

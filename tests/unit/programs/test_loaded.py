@@ -1,4 +1,4 @@
-"""Which programs an engine holds, against an engine that answers when the test says so."""
+"""Loading of programs into engines, with fake engines whose answers the tests send."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
-from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, Overruns, Starter
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def program(name: str, size: int = 10) -> Loadable:
 
 
 def keys(engine: FakeEngine) -> list[str]:
-    """What was sent to be compiled."""
+    """Returns the keys of the programs that the engine received."""
     return [link_pb2.CompileRequest.FromString(sent).key for sent in engine.sent(Kind.COMPILE)]
 
 
@@ -57,7 +57,7 @@ async def use(loaded: LoadedPrograms, item: Loadable, until: Awaitable[Any] | No
         return load.engine_key
 
 
-async def test_a_program_is_loaded_once_for_all_who_ask_for_it(blobs: BlobStore) -> None:
+async def test_concurrent_calls_share_one_load(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     users = [asyncio.create_task(use(loaded, program("a"))) for _ in range(3)]
@@ -68,7 +68,7 @@ async def test_a_program_is_loaded_once_for_all_who_ask_for_it(blobs: BlobStore)
 
 
 async def test_a_program_is_not_dropped_between_its_load_and_its_use(blobs: BlobStore) -> None:
-    """The moment at which another program's load makes one too many."""
+    """Another program is loaded meanwhile, which is one too many."""
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 1, 10**6)
     first = asyncio.create_task(use(loaded, program("a"), asyncio.sleep(0.05)))
@@ -87,7 +87,7 @@ async def test_a_program_is_not_dropped_between_its_load_and_its_use(blobs: Blob
         assert unloaded(engine) == [key]
 
 
-async def test_bytes_count_too_and_the_one_used_last_stays(blobs: BlobStore) -> None:
+async def test_bytes_are_limited_and_the_last_used_program_stays(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 250)
 
@@ -103,8 +103,8 @@ async def test_bytes_count_too_and_the_one_used_last_stays(blobs: BlobStore) -> 
     assert await use(loaded, program("a", 100)) == first
 
 
-async def test_nodes_count_as_what_they_take_in_an_engine(blobs: BlobStore) -> None:
-    """A graph's bytes are a hundredth of what TensorFlow makes of them."""
+async def test_nodes_count_with_their_size_in_an_engine(blobs: BlobStore) -> None:
+    """TensorFlow needs a hundred times the bytes of a graph."""
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 2**20)
 
@@ -120,7 +120,7 @@ async def test_nodes_count_as_what_they_take_in_an_engine(blobs: BlobStore) -> N
     assert unloaded(engine) == [first]
 
 
-async def test_one_who_gives_up_does_not_take_the_load_from_the_others(blobs: BlobStore) -> None:
+async def test_cancelled_caller_does_not_cancel_the_load_of_others(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     hurried = asyncio.create_task(use(loaded, program("a")))
@@ -132,7 +132,7 @@ async def test_one_who_gives_up_does_not_take_the_load_from_the_others(blobs: Bl
     assert await patient == keys(engine)[0]
 
 
-async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(
+async def test_abandoned_load_continues_and_serves_the_next_call(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
@@ -154,14 +154,14 @@ async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(
     assert len(keys(engine)) == 1
 
 
-async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engine(
+async def test_abandoned_load_that_does_not_end_ends_the_engine(
     blobs: BlobStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    overruns = Overruns()
+    overruns = FakeRecorder()
 
     async def hurried() -> None:
         with loaded.hold(program("a"), recorder=overruns) as load:
@@ -176,7 +176,7 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     assert len(overruns.seconds) == 1
 
 
-async def test_a_load_that_never_started_is_dropped_and_asked_for_anew(blobs: BlobStore) -> None:
+async def test_abandoned_load_that_never_started_is_dropped(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     first = asyncio.create_task(use(loaded, program("a")))
@@ -194,7 +194,7 @@ async def test_a_load_that_never_started_is_dropped_and_asked_for_anew(blobs: Bl
     assert len(keys(engine)) == 2
 
 
-async def test_a_load_that_failed_is_tried_again_by_the_next(blobs: BlobStore) -> None:
+async def test_failed_load_is_tried_again_by_the_next_call(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     fault = fault_message(error(errors_pb2.ERROR_REASON_INVALID_GRAPH, "no")).SerializeToString()
@@ -205,7 +205,7 @@ async def test_a_load_that_failed_is_tried_again_by_the_next(blobs: BlobStore) -
             await user
 
 
-async def test_a_new_engine_is_asked_again(blobs: BlobStore) -> None:
+async def test_program_is_loaded_again_into_a_new_process(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     user = asyncio.create_task(use(loaded, program("a")))
@@ -221,7 +221,7 @@ async def test_a_new_engine_is_asked_again(blobs: BlobStore) -> None:
     assert (await again).startswith("a/")
 
 
-async def test_what_the_engine_does_not_have_after_all_is_loaded_again(blobs: BlobStore) -> None:
+async def test_program_that_the_engine_lacks_is_loaded_again(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     found: list[Load] = []
@@ -246,7 +246,7 @@ async def load(loaded: LoadedPrograms, engine: FakeEngine, item: Loadable, count
     return await user
 
 
-async def test_weights_count_once_however_many_programs_hold_them(blobs: BlobStore) -> None:
+async def test_shared_blobs_count_once(blobs: BlobStore) -> None:
     names = [hashlib.sha256(bytes([number])).hexdigest() for number in range(2)]
     blobs = BlobStore(blobs.folder, 1 << 20)
     for number, name in enumerate(names):
@@ -267,7 +267,7 @@ async def test_weights_count_once_however_many_programs_hold_them(blobs: BlobSto
     assert unloaded(engine) == [first]
 
 
-async def test_a_program_goes_where_it_is_until_that_engine_is_busy(blobs: BlobStore) -> None:
+async def test_call_goes_to_an_engine_with_the_program_unless_it_is_busy(blobs: BlobStore) -> None:
     here, there = FakeEngine(threads=1), FakeEngine(threads=1, index=1)
     loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
     await load(loaded, here, program("a"), 1)
@@ -286,7 +286,7 @@ async def test_a_program_goes_where_it_is_until_that_engine_is_busy(blobs: BlobS
         assert found.engine is here
 
 
-async def test_what_is_new_goes_where_nothing_is_kept(blobs: BlobStore) -> None:
+async def test_new_program_goes_to_an_engine_without_handles(blobs: BlobStore) -> None:
     here, there = FakeEngine(), FakeEngine(index=1)
     loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
     here.add_kept(here.generation, 1)
@@ -294,7 +294,7 @@ async def test_what_is_new_goes_where_nothing_is_kept(blobs: BlobStore) -> None:
         assert found.engine is there
 
 
-async def test_a_new_process_is_given_what_the_last_one_held_but_not_what_was_in_use(blobs: BlobStore) -> None:
+async def test_new_process_gets_loaded_programs_except_those_in_use(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     pool_changes = loaded.pool.on_filled
@@ -318,10 +318,10 @@ async def test_a_new_process_is_given_what_the_last_one_held_but_not_what_was_in
     assert len(keys(engine)) == 2
 
 
-async def test_what_an_engine_was_ended_for_compiling_is_not_given_to_the_next(
+async def test_program_whose_compilation_ended_an_engine_is_not_loaded_again(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spare takes the place within the same turn of the loop, before anybody was told that the load failed."""
+    """A spare replaces the process before the callers learn that the load failed."""
     starter = Starter()
     monkeypatch.setattr(spares_module, "start_process", starter)
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
@@ -365,7 +365,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short")
-async def test_nobody_waits_long_behind_a_program_that_does(blobs: BlobStore) -> None:
+async def test_calls_do_not_wait_for_a_slow_program(blobs: BlobStore) -> None:
     engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
     pool = FakePool(engine)
     pool.extras = [extra]
@@ -389,7 +389,7 @@ async def test_nobody_waits_long_behind_a_program_that_does(blobs: BlobStore) ->
 
 
 @pytest.mark.usefixtures("short")
-async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobStore) -> None:
+async def test_extra_engine_stays_while_it_keeps_handles(blobs: BlobStore) -> None:
     engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
     pool = FakePool(engine)
     pool.extras = [extra]
@@ -415,8 +415,8 @@ async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobSt
 
 
 @pytest.mark.usefixtures("short")
-async def test_two_who_wait_for_one_program_both_get_around_what_takes_long(blobs: BlobStore) -> None:
-    """Neither drops the load that waits for both."""
+async def test_two_waiting_calls_both_avoid_a_slow_program(blobs: BlobStore) -> None:
+    """Neither call drops the load that both wait for."""
     engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
     pool = FakePool(engine)
     pool.extras = [extra]
@@ -431,11 +431,11 @@ async def test_two_who_wait_for_one_program_both_get_around_what_takes_long(blob
     await slow
 
 
-async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wait(
+async def test_endless_load_ends_the_engine_although_calls_wait(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
-    engine, recorder = FakeEngine(), Overruns()
+    engine, recorder = FakeEngine(), FakeRecorder()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     loop = asyncio.get_running_loop()
 
@@ -455,9 +455,7 @@ async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wai
     assert all(isinstance(end, BaseException) for end in await asyncio.gather(*waiting, return_exceptions=True))
 
 
-async def test_what_waits_to_be_loaded_may_take_its_time_once_it_begins(
-    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_time_limit_of_a_load_begins_when_it_starts(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
@@ -473,7 +471,7 @@ async def test_what_waits_to_be_loaded_may_take_its_time_once_it_begins(
 
 
 @pytest.mark.usefixtures("short")
-async def test_without_a_spare_it_waits(blobs: BlobStore) -> None:
+async def test_call_waits_for_a_slow_program_without_a_spare(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     slow = asyncio.create_task(_compile(loaded, "slow"))

@@ -78,7 +78,7 @@ async def test_a_graph_that_ends_two_workers_is_refused(tmp_path: Path, ending: 
     assert workers.given == 2
 
 
-async def test_workers_that_somebody_kills_are_not_the_graphs_doing(tmp_path: Path) -> None:
+async def test_graph_is_not_blamed_for_killed_workers(tmp_path: Path) -> None:
     workers = Workers(*[KILLED] * 12)
     asked = preparer(tmp_path, workers)
     assert await refused(asked) == "ENGINE_CRASHED"
@@ -126,9 +126,7 @@ def prepared(message: link_pb2.PreparedProgram, request: bytes = b"") -> bytes:
         prepared(link_pb2.PreparedProgram(is_known=True)),
     ],
 )
-async def test_an_answer_that_makes_no_sense_ends_the_worker_and_is_a_typed_error(
-    tmp_path: Path, answer: bytes
-) -> None:
+async def test_damaged_answer_ends_the_worker_with_a_typed_error(tmp_path: Path, answer: bytes) -> None:
     worker = Attached()
     asked: Any = worker
     task = asyncio.create_task(refused(preparer(tmp_path, asked)))
@@ -138,7 +136,7 @@ async def test_an_answer_that_makes_no_sense_ends_the_worker_and_is_a_typed_erro
     assert worker.ended
 
 
-async def test_a_digest_of_another_length_is_no_digest(tmp_path: Path) -> None:
+async def test_digest_of_another_length_is_refused(tmp_path: Path) -> None:
     worker, seen = Attached(), list[bytes]()
     asked: Any = worker
 
@@ -166,7 +164,7 @@ async def test_a_digest_of_another_length_is_no_digest(tmp_path: Path) -> None:
         [link_pb2.Question(unknown_rule="x").SerializeToString()] * 2,
     ],
 )
-async def test_questions_that_no_worker_asks_end_its_connection(tmp_path: Path, questions: list[bytes]) -> None:
+async def test_invalid_questions_end_the_connection(tmp_path: Path, questions: list[bytes]) -> None:
     worker = Attached()
     asked: Any = worker
     preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
@@ -178,7 +176,7 @@ async def test_questions_that_no_worker_asks_end_its_connection(tmp_path: Path, 
     await asyncio.wait([preparing])
 
 
-async def test_a_worker_that_reads_no_answers_may_ask_no_more(tmp_path: Path) -> None:
+async def test_worker_that_reads_no_answers_may_not_ask_more(tmp_path: Path) -> None:
     worker = Attached()
     asked: Any = worker
     preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
@@ -190,7 +188,7 @@ async def test_a_worker_that_reads_no_answers_may_ask_no_more(tmp_path: Path) ->
     await asyncio.wait([preparing])
 
 
-async def test_a_failure_of_the_server_is_told_to_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_receives_an_error_if_the_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("the disk is gone")
 

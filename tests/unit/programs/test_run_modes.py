@@ -8,7 +8,7 @@ from gradrule_server.programs.run_modes import RunForward, RunOnce
 from tests.unit.link.fake_engine import FakeEngine
 
 
-async def test_what_a_forward_run_left_in_an_engine_is_taken_back_and_one_that_keeps_nothing_leaves_nothing() -> None:
+async def test_undo_releases_what_a_forward_run_keeps() -> None:
     engine = FakeEngine()
     RunForward(0.0, "h1").undo(engine)
     assert [link_pb2.ReleaseRequest.FromString(sent).handle for sent in engine.sent(Kind.RELEASE)] == ["h1"]

@@ -1,4 +1,4 @@
-"""Programs whose names are given up while something about them is under way."""
+"""Stored programs that are deleted or replaced while other tasks use them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CALL = CallShape()
 
 
 class FakeCompiler:
-    """Takes as long as the test wants. A program's digest is its spec's first fetch."""
+    """Compiles when the test opens the gate. A program's digest is its spec's first fetch."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -64,7 +64,7 @@ class FakeCompiler:
 
 
 class Fixture:
-    """Kept programs with all that is around them."""
+    """Stored programs with a registry and a fake compiler."""
 
     def __init__(self, store: Store) -> None:
         self.compiler = FakeCompiler()
@@ -92,7 +92,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     opened.close()
 
 
-async def test_a_name_that_is_given_to_another_program_while_the_old_one_is_read(store: Store) -> None:
+async def test_name_reused_while_the_deleted_program_is_read(store: Store) -> None:
     fixture = Fixture(store)
     await fixture.create("old")
     fixture.restart(store)
@@ -108,7 +108,7 @@ async def test_a_name_that_is_given_to_another_program_while_the_old_one_is_read
     assert await fixture.find(CallShape(frozenset({"h"}))) == "new"
 
 
-async def test_variants_go_with_their_program(store: Store) -> None:
+async def test_deletion_removes_variants(store: Store) -> None:
     fixture = Fixture(store)
     await fixture.create("old")
     other = CallShape(frozenset({"x", "h"}))
@@ -125,7 +125,7 @@ async def test_feeding_placeholders_needs_no_variant(store: Store) -> None:
     assert fixture.compiler.asked == 1
 
 
-async def test_a_deletion_whose_caller_gives_up_is_finished(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_deletion_is_completed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = Fixture(store)
     await fixture.create("old")
     deleting, go_on = threading.Event(), threading.Event()
@@ -151,9 +151,7 @@ async def test_a_deletion_whose_caller_gives_up_is_finished(store: Store, monkey
         await asyncio.wait_for(find_until_refused(), 10)
 
 
-async def test_a_program_that_is_deleted_while_it_is_kept_is_not_remembered(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_program_deleted_while_it_is_stored_is_not_cached(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = Fixture(store)
     create, loop = fixture.registry.create, asyncio.get_running_loop()
 
@@ -183,8 +181,8 @@ class CountingPreparer:
         return SimpleNamespace(message=SimpleNamespace(is_known=False), compile_request=b"")
 
 
-async def test_large_graphs_of_kept_programs_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S11: 24 calls of one kept program, after a restart, would hold its graph 24 times."""
+async def test_large_stored_graphs_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S11: 24 calls of one stored program, after a restart, would hold its graph 24 times."""
     preparing: Any = CountingPreparer()
     reading = most_read = 0
     nothing: Any = None
@@ -210,7 +208,7 @@ async def test_large_graphs_of_kept_programs_are_read_one_after_the_other(monkey
     assert preparing.most > 1
 
 
-async def test_the_size_of_a_kept_graph_is_known_without_reading_it(store: Store) -> None:
+async def test_size_of_a_stored_graph_is_known_without_reading_it(store: Store) -> None:
     fixture = Fixture(store)
     spec = program_pb2.ProgramSpec(fetches=["y"])
     spec.graph.serialized = b"x" * 12_345

@@ -1,4 +1,4 @@
-"""What becomes of calls whose engine dies: who is run again, who is tried alone, who is told."""
+"""Which calls run again, run alone, or fail when their engine ends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def run(loaded: LoadedPrograms, attempts: Attempts, name: str = "a", owner
     return await recover(loaded).run(program(name, owner), attempts)
 
 
-async def test_whoever_ends_a_second_engine_alone_is_told_and_refused(loaded: LoadedPrograms) -> None:
+async def test_a_call_that_crashes_an_engine_alone_fails_and_is_quarantined(loaded: LoadedPrograms) -> None:
     attempts = Attempts(lost(), lost(ran_alone=True))
     with pytest.raises(GradruleError) as guilty:
         await run(loaded, attempts)
@@ -88,21 +88,21 @@ async def test_whoever_ends_a_second_engine_alone_is_told_and_refused(loaded: Lo
     assert await run(loaded, Attempts(), owner="another") == 1
 
 
-async def test_what_takes_too_much_memory_is_told_so(loaded: LoadedPrograms) -> None:
+async def test_a_graph_that_takes_too_much_memory_gets_memory_exceeded(loaded: LoadedPrograms) -> None:
     ending = EngineEnd(EndReason.MEMORY, "it took more")
     with pytest.raises(GradruleError) as guilty:
         await run(loaded, Attempts(lost(ending), lost(ending, ran_alone=True)))
     assert guilty.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
 
 
-async def test_a_suspect_that_passes_alone_notices_nothing(loaded: LoadedPrograms) -> None:
+async def test_a_suspect_that_completes_its_trial_gets_its_answer(loaded: LoadedPrograms) -> None:
     attempts = Attempts(lost())
     assert await run(loaded, attempts) == 2
     assert attempts.alone == [False, True]
     assert await run(loaded, Attempts()) == 1
 
 
-async def test_who_ran_before_is_run_again_at_once_where_another_is_likelier(loaded: LoadedPrograms) -> None:
+async def test_a_proven_workload_runs_again_without_a_trial_if_another_is_likelier(loaded: LoadedPrograms) -> None:
     await run(loaded, Attempts(), "known")
     crash_report = CrashReport()
     known = Attempts(lost(crash_report=crash_report))
@@ -114,7 +114,9 @@ async def test_who_ran_before_is_run_again_at_once_where_another_is_likelier(loa
     assert new.alone == [False, True]
 
 
-async def test_who_ran_before_is_tried_where_nobody_is_likelier_and_the_second_time(loaded: LoadedPrograms) -> None:
+async def test_a_proven_workload_gets_a_trial_if_no_other_is_likelier_or_it_crashes_twice(
+    loaded: LoadedPrograms,
+) -> None:
     await run(loaded, Attempts(), "known")
     alone = Attempts(lost())
     assert await run(loaded, alone, "known") == 2
@@ -125,7 +127,7 @@ async def test_who_ran_before_is_tried_where_nobody_is_likelier_and_the_second_t
     assert twice.alone == [False, False, True]
 
 
-async def test_once_one_is_found_guilty_the_other_suspects_are_cleared(loaded: LoadedPrograms) -> None:
+async def test_once_the_culprit_is_found_the_other_suspects_are_cleared(loaded: LoadedPrograms) -> None:
     crash_report = CrashReport()
     guilty = Attempts(lost(crash_report=crash_report), lost(ran_alone=True))
     others = [Attempts(lost(crash_report=crash_report)) for _ in range(3)]
@@ -151,13 +153,13 @@ async def test_many_callers_of_one_bad_graph_cost_one_trial(
     assert [len(item.places) for item in callers] == [2, 1, 1, 1, 1]
 
 
-async def test_as_often_as_needed_for_what_others_did(loaded: LoadedPrograms) -> None:
+async def test_a_call_runs_again_as_often_as_others_end_its_engine(loaded: LoadedPrograms) -> None:
     attempts = Attempts(*(lost(OVERRUN) for _ in range(8)))
     assert await run(loaded, attempts) == 9
     assert not any(attempts.alone)
 
 
-async def test_five_times_where_somebody_kills_engines(loaded: LoadedPrograms) -> None:
+async def test_a_call_runs_again_five_times_if_its_engines_are_killed(loaded: LoadedPrograms) -> None:
     attempts = Attempts(*(lost(KILLED) for _ in range(5)))
     assert await run(loaded, attempts) == 6
     assert not any(attempts.alone)
@@ -172,14 +174,14 @@ async def test_an_engine_that_is_killed_during_a_trial_proves_nothing(loaded: Lo
     assert attempts.alone == [False, True, True, True]
 
 
-async def test_once_for_a_program_that_is_not_there(loaded: LoadedPrograms) -> None:
+async def test_a_program_that_is_not_loaded_is_loaded_again_once(loaded: LoadedPrograms) -> None:
     recovery = recover(loaded)
     assert await recovery.run(program(), Attempts(ProgramNotLoaded(_FINDINGS))) == 2
     with pytest.raises(ProgramNotLoaded):
         await recovery.run(program(), Attempts(ProgramNotLoaded(_FINDINGS)))
 
 
-async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
+async def test_two_overruns_lead_to_quarantine(loaded: LoadedPrograms) -> None:
     recorder = recover(loaded).recorder(program())
     recorder.record_overrun(0.6)
     recorder.record_overrun(0.6)
@@ -187,7 +189,9 @@ async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
         await run(loaded, Attempts())
 
 
-async def test_what_ran_before_overruns_only_where_it_went_on_far_longer_than_ever(loaded: LoadedPrograms) -> None:
+async def test_an_overrun_of_a_proven_workload_counts_only_if_it_is_far_longer(
+    loaded: LoadedPrograms,
+) -> None:
     recorder = recover(loaded).recorder(program())
     recorder.record_completion(2.0)
     await run(loaded, Attempts())
@@ -200,7 +204,7 @@ async def test_what_ran_before_overruns_only_where_it_went_on_far_longer_than_ev
         await run(loaded, Attempts())
 
 
-async def test_what_is_pinned_to_its_engine_is_not_run_again(loaded: LoadedPrograms) -> None:
+async def test_a_pinned_call_is_not_run_again(loaded: LoadedPrograms) -> None:
     engine = loaded.pool.engines[0]
 
     async def once(attempts: Attempts) -> None:
@@ -228,7 +232,7 @@ async def lose_pinned(loaded: LoadedPrograms, *crash_reports: CrashReport) -> No
 
 
 @pytest.mark.parametrize("is_proven", [True, False])
-async def test_what_is_pinned_is_not_blamed_for_what_ran_beside_it(loaded: LoadedPrograms, is_proven: bool) -> None:
+async def test_a_pinned_call_is_not_blamed_for_calls_beside_it(loaded: LoadedPrograms, is_proven: bool) -> None:
     if is_proven:
         await run(loaded, Attempts())
     await lose_pinned(loaded, *(at_end_with("bad") for _ in range(5)))
@@ -240,7 +244,7 @@ async def test_what_is_pinned_is_not_blamed_for_what_ran_beside_it(loaded: Loade
 
 
 @pytest.mark.parametrize("is_proven", [True, False])
-async def test_what_is_pinned_is_refused_once_it_was_at_three_ends_that_nobody_else_explains(
+async def test_a_pinned_call_is_quarantined_after_three_crashes_with_no_other_workload_in_common(
     loaded: LoadedPrograms, is_proven: bool
 ) -> None:
     if is_proven:
@@ -253,7 +257,7 @@ async def test_what_is_pinned_is_refused_once_it_was_at_three_ends_that_nobody_e
         await run(loaded, Attempts())
 
 
-async def test_who_passed_elsewhere_is_not_at_an_engine_s_end_any_more(loaded: LoadedPrograms) -> None:
+async def test_a_workload_that_completed_elsewhere_is_no_suspect_any_more(loaded: LoadedPrograms) -> None:
     crash_reports = [at_end_with("good") for _ in range(3)]
     for crash_report in crash_reports:
         assert await run(loaded, Attempts(lost(crash_report=crash_report)), "good") == 2
@@ -262,7 +266,7 @@ async def test_who_passed_elsewhere_is_not_at_an_engine_s_end_any_more(loaded: L
         await run(loaded, Attempts())
 
 
-async def test_what_is_kept_in_an_engine_is_run_again_after_its_trial_where_it_can_stay(loaded: LoadedPrograms) -> None:
+async def test_a_call_that_leaves_state_in_its_engine_runs_again_after_its_trial(loaded: LoadedPrograms) -> None:
     attempts, undone = Attempts(lost()), list[Engine]()
     assert await recover(loaded).run(program(), attempts, undo=undone.append) == 3
     assert attempts.alone == [False, True, False]
@@ -292,7 +296,7 @@ class Hangs:
         return await _hangs(engine)
 
 
-def struck(loaded: LoadedPrograms) -> int:
+def count_crashes(loaded: LoadedPrograms) -> int:
     return len(loaded.crash_history._crashes.get(program(), []))
 
 
@@ -303,7 +307,7 @@ async def _gives_up(recovery: CallRecovery[Engine], after_s: float) -> None:
     await asyncio.wait([call])
 
 
-async def test_who_is_refused_meanwhile_is_not_run_again(loaded: LoadedPrograms) -> None:
+async def test_a_workload_quarantined_meanwhile_is_not_run_again(loaded: LoadedPrograms) -> None:
     async def overruns_for_others(engine: Engine | None) -> int:
         loaded.crash_history.quarantine(program(), "it went on")
         raise lost(OVERRUN)
@@ -312,21 +316,21 @@ async def test_who_is_refused_meanwhile_is_not_run_again(loaded: LoadedPrograms)
         await recover(loaded).run(program(), overruns_for_others)
 
 
-async def test_who_gives_up_while_it_waits_for_its_trial_is_struck(loaded: LoadedPrograms) -> None:
+async def test_a_call_cancelled_while_it_waits_for_its_trial_counts_as_a_crash(loaded: LoadedPrograms) -> None:
     async with loaded.pool.trials.hold(""):
         await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
-    assert struck(loaded) == 1
+    assert count_crashes(loaded) == 1
 
 
-async def test_who_gives_up_within_its_trial_is_struck_for_its_first_engine(loaded: LoadedPrograms) -> None:
+async def test_a_call_cancelled_during_its_trial_counts_as_a_crash_of_its_first_engine(loaded: LoadedPrograms) -> None:
     await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
-    assert struck(loaded) == 1
+    assert count_crashes(loaded) == 1
     await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
-async def test_who_crashes_alone_and_hangs_in_its_trial_is_refused(loaded: LoadedPrograms) -> None:
+async def test_a_workload_that_crashes_alone_and_hangs_in_its_trial_is_quarantined(loaded: LoadedPrograms) -> None:
     await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 0.01), 0.02)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
@@ -334,24 +338,24 @@ async def test_who_crashes_alone_and_hangs_in_its_trial_is_refused(loaded: Loade
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_recovery_module, "_LEAST_TEST_S", 0.1)
+    monkeypatch.setattr(call_recovery_module, "_LEAST_TRIAL_S", 0.1)
     monkeypatch.setattr(call_recovery_module, "_POLL_S", 0.01)
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_trial_that_takes_long_makes_way_for_the_next(loaded: LoadedPrograms) -> None:
+async def test_a_long_trial_ends_when_the_next_one_waits(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
     hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
     await asyncio.sleep(0.01)
     assert await asyncio.wait_for(run(loaded, Attempts(lost()), "b"), 5) == 2
     with pytest.raises(GradruleError, match=r"ENGINE_CRASHED.*\(SIGABRT.*alone it did not come to an end"):
         await hangs
-    assert struck(loaded) == 1
+    assert count_crashes(loaded) == 1
     assert not loaded.pool.trials.waiting("")
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: LoadedPrograms) -> None:
+async def test_a_trial_may_run_until_its_deadline_if_no_other_waits(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
     hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
     await asyncio.sleep(0.3)
@@ -361,7 +365,7 @@ async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: Load
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded: LoadedPrograms) -> None:
+async def test_a_trial_may_take_longer_if_its_workload_is_known_to_take_long(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
     recover(loaded).recorder(program()).record_completion(0.1)
     hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
@@ -374,17 +378,17 @@ async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded
         await hangs
 
 
-async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: LoadedPrograms) -> None:
+async def test_a_cancelled_call_that_did_not_run_alone_counts_as_no_crash_yet(loaded: LoadedPrograms) -> None:
     attempts = Hangs()
     attempts.loss = lost(crash_report=at_end_with("bad"))
     call = asyncio.create_task(recover(loaded, asyncio.get_running_loop().time() + 60).run(program(), attempts))
     await asyncio.sleep(0.01)
     call.cancel()
     await asyncio.wait([call])
-    assert struck(loaded) == 0
+    assert count_crashes(loaded) == 0
 
 
-async def test_to_be_loaded_proves_nothing(loaded: LoadedPrograms) -> None:
+async def test_loading_a_program_does_not_prove_it(loaded: LoadedPrograms) -> None:
     await recover(loaded).run(program(), Attempts(), proves=False)
     assert not loaded.crash_history.has_succeeded(program())
     await run(loaded, Attempts())

@@ -1,4 +1,4 @@
-"""Which programs are refused, and for how long."""
+"""Which workloads are quarantined, and for how long."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
-def test_a_convict_is_refused_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quarantine_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     told: list[Quarantine] = []
     crash_history = CrashHistory(60, told.append)
@@ -46,19 +46,19 @@ def test_a_convict_is_refused_until_its_time_is_over(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("other", _OTHERS)
-def test_neither_another_s_nor_another_graph_is(other: Workload) -> None:
+def test_other_tenants_graphs_and_derivatives_are_not_quarantined(other: Workload) -> None:
     crash_history = CrashHistory(60)
     crash_history.quarantine(_BAD, "SIGABRT")
     crash_history.check(other)
 
 
-def test_a_suspect_is_known_by_its_graph_and_not_by_what_is_fed() -> None:
+def test_the_workload_of_a_program_depends_on_its_graph_and_not_on_feeds() -> None:
     first = Loadable("key of one shape", b"a", graph="bad", derivative=_BAD.derivative, owner="tenant")
     second = Loadable("key of another shape", b"b", nodes=3, graph="bad", derivative=_BAD.derivative, owner="tenant")
     assert first.workload == second.workload == _BAD
 
 
-def test_two_strikes_are_enough_within_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_crashes_within_the_window_lead_to_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     crash_history = CrashHistory(60)
     crash_history.record_crash(_BAD, "overrun")
@@ -72,7 +72,7 @@ def test_two_strikes_are_enough_within_a_while(monkeypatch: pytest.MonkeyPatch) 
         crash_history.check(_BAD)
 
 
-def test_a_quarantine_of_nothing_refuses_nobody() -> None:
+def test_a_quarantine_of_no_length_refuses_nothing() -> None:
     told: list[Quarantine] = []
     crash_history = CrashHistory(0, told.append)
     crash_history.record_crash(_BAD, "overrun")
@@ -82,7 +82,7 @@ def test_a_quarantine_of_nothing_refuses_nobody() -> None:
     assert told == []
 
 
-def test_a_convict_must_prove_itself_again() -> None:
+def test_a_quarantined_workload_is_not_proven_any_more() -> None:
     crash_history = CrashHistory(60)
     crash_history.record_success(_BAD)
     assert crash_history.has_succeeded(_BAD)
@@ -90,7 +90,7 @@ def test_a_convict_must_prove_itself_again() -> None:
     assert not crash_history.has_succeeded(_BAD)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crash_history_module, "_MOST", 3)
     crash_history = CrashHistory(60)
     for number in range(5):

@@ -1,4 +1,4 @@
-"""How an engine's end is told."""
+"""How the end of an engine is classified and described."""
 
 from __future__ import annotations
 
@@ -55,36 +55,36 @@ def test_what_ended_it(
         (-9, EndReason.OVERRUN, EndReason.OVERRUN),
     ],
 )
-def test_who_is_killed_where_no_memory_is_left_took_too_much(
+def test_a_process_killed_when_memory_is_short_ended_for_memory(
     code: int, ended_for: EndReason | None, reason: EndReason
 ) -> None:
     assert end_from_exit(code, ended_for, "", was_short_of_memory=True).reason is reason
 
 
 @pytest.mark.parametrize("reason", EndReason)
-def test_only_what_a_graph_can_do_is_held_against_it(reason: EndReason) -> None:
+def test_only_reasons_that_a_graph_can_cause_are_blamable(reason: EndReason) -> None:
     ending = end_from_exit(-6 if reason is EndReason.CRASH else -9, None if reason is EndReason.CRASH else reason, "")
     assert ending.is_blamable is (reason in {EndReason.CRASH, EndReason.MEMORY, EndReason.HEARTBEAT})
 
 
-def test_what_tensorflow_said_is_told_without_places() -> None:
+def test_fatal_messages_contain_no_paths_and_addresses() -> None:
     text = fatal_message(_ABSL)
     assert text.startswith("Check failed: input.dims() == 4 (2 vs. 4)")
     for place in ("/home", "conv.cc", "0x7f", "4711"):
         assert place not in text
 
 
-def test_the_older_form_of_a_fatal_line() -> None:
+def test_fatal_message_in_the_older_log_format() -> None:
     line = "2026-01-02 03:04:05.678901: F tensorflow/core/framework/tensor.cc:852] Check failed: dtype() == 1"
     assert fatal_message(line) == "Check failed: dtype() == 1"
 
 
 @pytest.mark.parametrize("line", ["", "W0000 00:00:1.2 3 a.cc:1] careful", "E0000 00:00:1.2 3 a.cc:1] bad", "FATAL"])
-def test_other_lines_tell_of_no_end(line: str) -> None:
+def test_other_lines_are_no_fatal_messages(line: str) -> None:
     assert fatal_message(line) == ""
 
 
-def test_neither_host_names_nor_long_lines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fatal_messages_contain_no_host_name_and_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "machine-7")
     text = fatal_message("F0000 00:00:1.2 3 a.cc:1] on machine-7 " + "z" * 1000)
     assert "machine-7" not in text

@@ -421,7 +421,7 @@ def test_unreadable_row_affects_only_its_rule(tmp_path: Path, caplog: pytest.Log
     quota, bytes_quota = (Quota(100, "", ""), Quota(10_000, "", ""))
     registry = RuleRegistry(store, OPS, quota=quota, bytes_quota=bytes_quota)
     assert [line for line in caplog.messages if "'later'" in line] == caplog.messages
-    assert "9 kept rules of tenant 'default' cannot be read" in caplog.text
+    assert "9 stored rules of tenant 'default' cannot be read" in caplog.text
     assert [entry.name for entry in registry.list(USER, 0, "")[0]] == ["Q"]
     quota.add_initial_usage(len(registry))
     bytes_quota.add_initial_usage(store.kept_bytes())
