@@ -1,7 +1,7 @@
-"""Optimisers for `Session.step`: those of Keras, by the same names, with the same settings and defaults.
+"""Defines the optimizers of `Session.step`: those of Keras, with Keras's names, settings and defaults.
 
-The server runs Keras's own implementation; here are only the settings. Each class tells the paper. `learning_rate` may
-differ from step to step; a change of any other setting begins with new slots.
+The server runs Keras's implementation; these classes hold the settings. `learning_rate` may change from step to step.
+If another setting changes, the optimizer's slots start again from their initial values.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What all have in common.
+    """Holds the settings that all optimizers have.
 
-    learning_rate: step size, > 0. weight_decay: decoupled decay per step, times the learning rate. clipnorm, clipvalue,
-    global_clipnorm: bounds of each gradient's norm, of its elements, of the norm of all; at most one of them.
+    Attributes:
+        learning_rate: Step size, > 0.
+        weight_decay: Decoupled weight decay per step, multiplied by the learning rate; None: none.
+        clipnorm: Largest Euclidean norm of each gradient, > 0; set at most one of the three bounds.
+        clipvalue: Largest absolute value of a gradient's elements, > 0.
+        global_clipnorm: Largest Euclidean norm of all gradients together, > 0.
     """
 
     learning_rate: float = 0.001
@@ -42,7 +46,7 @@ class Optimizer:
     global_clipnorm: float | None = None
 
     def message(self) -> session_pb2.Optimizer:
-        """The settings as the server takes them; None leaves Keras's default."""
+        """Returns the settings as a message; a setting that is None keeps Keras's default."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         settings = {name: float(value) for name, value in given.items() if value is not None}
         return session_pb2.Optimizer(name=type(self).__name__, settings=settings)
@@ -50,9 +54,16 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """Gradient descent: v = momentum · v − learning_rate · g; w += v, or with nesterov w += momentum · v − rate · g.
+    """Applies gradient descent with momentum: v = momentum · v − learning_rate · g; w += v.
+
+    Nesterov: w += momentum · v − learning_rate · g.
 
     Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013).
+
+    Attributes:
+        learning_rate: Step size, > 0.
+        momentum: From 0 to 1.
+        nesterov: Uses Nesterov's momentum.
     """
 
     learning_rate: float = 0.01
@@ -62,7 +73,16 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class RMSprop(Optimizer):
-    """Divides by a running root mean square of gradients. Tieleman and Hinton, lecture 6.5 (2012)."""
+    """Divides gradients by a running root mean square.
+
+    Tieleman and Hinton, lecture 6.5 (2012).
+
+    Attributes:
+        rho: Decay of the running mean of squares, from 0 to 1.
+        momentum: From 0 to 1.
+        epsilon: Added to the denominator, > 0.
+        centered: Divides by the running standard deviation instead.
+    """
 
     rho: float = 0.9
     momentum: float = 0.0
@@ -72,7 +92,16 @@ class RMSprop(Optimizer):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Running means of gradients and of their squares. Kingma and Ba, arXiv:1412.6980; amsgrad: Reddi et al. (2018)."""
+    """Uses running means of gradients and of their squares.
+
+    Kingma and Ba, arXiv:1412.6980; amsgrad: Reddi et al. (2018).
+
+    Attributes:
+        beta_1: Decay of the mean of gradients, from 0 to 1.
+        beta_2: Decay of the mean of squares, from 0 to 1.
+        epsilon: Added to the denominator, > 0.
+        amsgrad: Divides by the largest mean of squares so far.
+    """
 
     beta_1: float = 0.9
     beta_2: float = 0.999
@@ -82,14 +111,29 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay. Loshchilov and Hutter, arXiv:1711.05101."""
+    """Applies Adam with decoupled weight decay.
+
+    Loshchilov and Hutter, arXiv:1711.05101.
+
+    Attributes:
+        weight_decay: Decay per step, multiplied by the learning rate; None: none.
+    """
 
     weight_decay: float | None = 0.004
 
 
 @dataclass(frozen=True)
 class Adadelta(Optimizer):
-    """Zeiler, arXiv:1212.5701. The paper's own step size is a learning rate of 1."""
+    """Adapts step sizes by running means of squared gradients and updates.
+
+    The paper's step size is a learning rate of 1.
+
+    Zeiler, arXiv:1212.5701.
+
+    Attributes:
+        rho: Decay of the running means, from 0 to 1.
+        epsilon: Added to the running means, > 0.
+    """
 
     rho: float = 0.95
     epsilon: float = 1e-7
@@ -97,7 +141,14 @@ class Adadelta(Optimizer):
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """Duchi, Hazan and Singer, JMLR 12 (2011)."""
+    """Divides gradients by the root of the sum of all earlier squares.
+
+    Duchi, Hazan and Singer, JMLR 12 (2011).
+
+    Attributes:
+        initial_accumulator_value: Start of the sum, >= 0.
+        epsilon: Added to the denominator, > 0.
+    """
 
     initial_accumulator_value: float = 0.1
     epsilon: float = 1e-7
@@ -105,7 +156,15 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True)
 class Adamax(Optimizer):
-    """Adam with the infinity norm. Kingma and Ba, arXiv:1412.6980, section 7.1."""
+    """Applies Adam with the infinity norm.
+
+    Kingma and Ba, arXiv:1412.6980, section 7.1.
+
+    Attributes:
+        beta_1: Decay of the mean of gradients, from 0 to 1.
+        beta_2: Decay of the infinity norm, from 0 to 1.
+        epsilon: Added to the denominator, > 0.
+    """
 
     beta_1: float = 0.9
     beta_2: float = 0.999
@@ -114,7 +173,15 @@ class Adamax(Optimizer):
 
 @dataclass(frozen=True)
 class Nadam(Optimizer):
-    """Adam with Nesterov momentum. Dozat (2016)."""
+    """Applies Adam with Nesterov momentum.
+
+    Dozat (2016).
+
+    Attributes:
+        beta_1: Decay of the mean of gradients, from 0 to 1.
+        beta_2: Decay of the mean of squares, from 0 to 1.
+        epsilon: Added to the denominator, > 0.
+    """
 
     beta_1: float = 0.9
     beta_2: float = 0.999
@@ -123,7 +190,18 @@ class Nadam(Optimizer):
 
 @dataclass(frozen=True)
 class Ftrl(Optimizer):
-    """Follow the regularised leader. McMahan et al., "Ad click prediction: a view from the trenches" (2013)."""
+    """Follows the regularised leader.
+
+    McMahan et al., "Ad click prediction: a view from the trenches" (2013).
+
+    Attributes:
+        learning_rate_power: Exponent of the accumulator, <= 0.
+        initial_accumulator_value: Start of the accumulator, >= 0.
+        l1_regularization_strength: Weight of the L1 norm, >= 0.
+        l2_regularization_strength: Weight of the L2 norm, >= 0.
+        l2_shrinkage_regularization_strength: Weight of the L2 norm in the gradient, >= 0.
+        beta: The paper's beta, >= 0.
+    """
 
     learning_rate_power: float = -0.5
     initial_accumulator_value: float = 0.1
@@ -135,7 +213,14 @@ class Ftrl(Optimizer):
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """Signs of a running mean. Chen et al., arXiv:2302.06675."""
+    """Steps by the signs of a running mean.
+
+    Chen et al., arXiv:2302.06675.
+
+    Attributes:
+        beta_1: Weight of the mean in the step, from 0 to 1.
+        beta_2: Decay of the mean, from 0 to 1.
+    """
 
     beta_1: float = 0.9
     beta_2: float = 0.99
@@ -143,7 +228,17 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """Factored second moments. Shazeer and Stern, arXiv:1804.04235."""
+    """Uses factored running means of squares.
+
+    Shazeer and Stern, arXiv:1804.04235.
+
+    Attributes:
+        beta_2_decay: Exponent of the decay, <= 0.
+        epsilon_1: Added to squared gradients, > 0.
+        epsilon_2: Smallest scale of a variable, > 0.
+        clip_threshold: Largest root mean square of an update, >= 1.
+        relative_step: Bounds the learning rate by 1 / sqrt(step).
+    """
 
     beta_2_decay: float = -0.8
     epsilon_1: float = 1e-30
@@ -154,7 +249,15 @@ class Adafactor(Optimizer):
 
 @dataclass(frozen=True)
 class Lamb(Optimizer):
-    """Layer-wise adapted Adam for large batches. You et al., arXiv:1904.00962."""
+    """Applies Adam with a step size per layer, for large batches.
+
+    You et al., arXiv:1904.00962.
+
+    Attributes:
+        beta_1: Decay of the mean of gradients, from 0 to 1.
+        beta_2: Decay of the mean of squares, from 0 to 1.
+        epsilon: Added to the denominator, > 0.
+    """
 
     beta_1: float = 0.9
     beta_2: float = 0.999

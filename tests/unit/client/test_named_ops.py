@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Callable[[gr.Graph, Any], Any], Callable[[Any], Any]]] = 
     "einsum": (lambda g, x: g.einsum("ij,kj->ik", x, x), lambda x: tf.einsum("ij,kj->ik", x, x)),
     "einsum list": (lambda g, x: g.einsum("ij->j", [x]), lambda x: tf.einsum("ij->j", x)),
     "unstack": (lambda g, x: g.unstack(x, axis=1)[2], lambda x: tf.unstack(x, axis=1)[2]),
-    "unstack num": (lambda g, x: g.unstack(g.neg(x), 3, 1)[0], lambda x: tf.unstack(-x, 3, 1)[0]),
+    "unstack num": (lambda g, x: g.unstack(g.neg(x), 3, axis=1)[0], lambda x: tf.unstack(-x, 3, 1)[0]),
     "stack": (lambda g, x: g.stack(values=[x, x], axis=-1), lambda x: tf.stack(values=[x, x], axis=-1)),
     "split": (
         lambda g, x: g.split(x, num_or_size_splits=3, axis=1)[1],
@@ -119,7 +119,7 @@ V1: Any = tf.compat.v1
         lambda m, dtype: m.random_uniform([4], seed=5),
         lambda m, dtype: m.random_uniform([4], minval=-2, maxval=3, seed=5),
         lambda m, dtype: m.random_uniform([], -2.0, dtype=dtype("float64"), seed=5),
-        lambda m, dtype: m.random_uniform([4], -2, 3, dtype("int64"), 5),
+        lambda m, dtype: m.random_uniform([4], -2, 3, dtype=dtype("int64"), seed=5),
         lambda m, dtype: m.random_normal([4], 1.0, 2.0, seed=5),
         lambda m, dtype: m.random_normal([4], dtype=dtype("float64"), seed=0),
         lambda m, dtype: m.truncated_normal([4], mean=3, stddev=0.5, seed=5),

@@ -12,9 +12,13 @@ V = TypeVar("V")
 
 
 class ByName(dict[str, V]):
-    """Values by tensor, under the names as given. Keys may be handles or nodes of one output too, and `y` is `y:0`.
+    """Holds values by tensor, under the names that the caller gave.
 
-    aliases: further names of tensors; a value is found by any name of its tensor.
+    A key may also be a handle, or a node with one output; `y` and `y:0` are the same tensor.
+
+    Args:
+        values: Values by name.
+        aliases: More names of tensors; a value is found by every name of its tensor.
     """
 
     def __init__(self, values: Mapping[str, V] | None = None, aliases: Mapping[str, str] | None = None) -> None:
@@ -22,7 +26,7 @@ class ByName(dict[str, V]):
         self._aliases = dict(aliases or {})
 
     def part(self, names: Iterable[str]) -> ByName[V]:
-        """The values of these names, under them."""
+        """Returns the values of these names."""
         return ByName({name: self[name] for name in names}, self._aliases)
 
     def __missing__(self, key: Any) -> V:
@@ -37,7 +41,7 @@ class ByName(dict[str, V]):
         return self._own_key(key) is not None
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The value of a tensor, or the default."""
+        """Returns the value of a tensor, or the default."""
         found = self._own_key(key)
         return default if found is None else dict.__getitem__(self, found)
 

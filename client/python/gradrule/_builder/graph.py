@@ -83,8 +83,14 @@ class Graph(GraphOps):
     def from_bytes(cls, data: bytes) -> Graph:
         """Reads a serialized GraphDef; keeps unknown fields.
 
+        Args:
+            data: Bytes of a GraphDef.
+
+        Returns:
+            The graph, without values of variables.
+
         Raises:
-            InvalidGraphError: the bytes are not a GraphDef.
+            InvalidGraphError: The bytes are not a GraphDef.
         """
         try:
             message = graph_pb2.Graph.FromString(data)
@@ -272,11 +278,29 @@ class Graph(GraphOps):
         return handles[0] if single else handles
 
     def slice_tensor(self, tensor: TensorHandle, key: Any) -> TensorHandle:
-        """Adds the node for `tensor[key]`, see `TensorHandle`; returns the handle of its output."""
+        """Adds the node for `tensor[key]`.
+
+        Args:
+            tensor: Tensor of this graph.
+            key: Integers, slices, `...` and None; or one bool tensor or array, which selects entries.
+
+        Returns:
+            The handle of the node's output.
+
+        Raises:
+            TypeMismatchError: A part of the key has a wrong type.
+            InvalidGraphError: The key has two `...`, or a slice has step 0.
+        """
         return index(tensor, key)
 
     def op_output(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
-        """Adds a node of an op type that has exactly one output; takes what `op` takes.
+        """Adds a node of an op type that has exactly one output.
+
+        Args:
+            op_type: As for `op`.
+            inputs: As for `op`.
+            name: As for `op`.
+            attrs: As for `op`, `control_inputs` included.
 
         Returns:
             The handle of the output.
@@ -352,7 +376,8 @@ class Graph(GraphOps):
     def name_scope(self, name: str) -> Iterator[str]:
         """Puts `name/` before the names of nodes that are added inside the context.
 
-        The scope's name is made unique, unless it ends with `/`.
+        Args:
+            name: Name of the scope; made unique, unless it ends with `/`.
 
         Yields:
             The full scope, with `/` at its end.
@@ -389,14 +414,34 @@ class Graph(GraphOps):
     # Finding nodes and tensors.
 
     def node(self, name: str) -> Node:
-        """Returns the node with this name. Raises `UnknownTensorError`."""
+        """Finds a node by name.
+
+        Args:
+            name: Full name of the node, with scopes.
+
+        Returns:
+            The handle of the node.
+
+        Raises:
+            UnknownTensorError: The graph has no such node.
+        """
         message = self._types.node(name)
         if message is None:
             raise UnknownTensorError(f"the graph has no node {name!r}.{near(name, self._types.names())}")
         return Node(self, message)
 
     def tensor(self, name: str) -> TensorHandle:
-        """Returns the handle of a tensor, by `node`, `node:output` or alias. Raises `UnknownTensorError`."""
+        """Finds a tensor by name.
+
+        Args:
+            name: `node` (its first output), `node:output`, or an alias.
+
+        Returns:
+            The handle of the tensor.
+
+        Raises:
+            UnknownTensorError: The graph has no such node, or the node has no such output.
+        """
         node, index = split(self.aliases.get(name, name))
         if self._types.node(node) is None:
             known = f" Aliases: {', '.join(map(repr, self.aliases))}." if self.aliases else ""
@@ -410,10 +455,14 @@ class Graph(GraphOps):
     def value_of(self, name: str) -> TensorHandle:
         """Returns the handle of a tensor or of a variable's value.
 
-        A variable is found by its node's name or its shared name; the handle has the variable's element type.
+        Args:
+            name: Name of a tensor; or a variable's name or shared name: the handle then has the variable's type.
+
+        Returns:
+            The handle.
 
         Raises:
-            UnknownTensorError: the graph has neither.
+            UnknownTensorError: The graph has neither.
         """
         node, index = split(name)
         message = self._types.node(node)
@@ -429,13 +478,16 @@ class Graph(GraphOps):
         except UnknownTensorError:
             return 0
 
-    def find(self, op_type: str | None = None, node: str | None = None, scope: str | None = None) -> list[Node]:
+    def find(self, op_type: str | None = None, *, node: str | None = None, scope: str | None = None) -> list[Node]:
         """Returns the nodes that match all selectors, in the order of the graph.
 
         Args:
             op_type: op type of the nodes.
             node: name or glob; `*` and `?` match within a part between slashes, `**` matches across slashes.
             scope: matches the nodes whose names start with `scope/`.
+
+        Returns:
+            The nodes; empty if none matches.
         """
         pattern = None if node is None else glob(node)
         return [
@@ -447,13 +499,21 @@ class Graph(GraphOps):
         ]
 
     def outputs_of(self, node: str) -> tuple[TensorHandle, ...]:
-        """Returns the handles of a node's outputs."""
+        """Returns the handles of a node's outputs.
+
+        Args:
+            node: Name of the node.
+        """
         return tuple(TensorHandle(self, node, index, number) for index, number in enumerate(self._types.outputs(node)))
 
     def stated_shape(self, tensor: str) -> tuple[int | None, ...] | None:
         """Returns a tensor's shape if its node holds it (placeholder, constant, `_output_shapes`), else None.
 
-        None among the sizes is an unknown size.
+        Args:
+            tensor: Name of the tensor.
+
+        Returns:
+            The sizes, None for an unknown size; None if the node holds no shape.
         """
         node, index = split(tensor)
         message = self._types.node(node)

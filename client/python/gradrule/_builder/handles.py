@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from gradrule._builder.notebook_text import short_repr
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import UnknownTensorError
 from gradrule.v1.graph_pb2 import AttrValue
@@ -55,7 +56,7 @@ class TensorHandle:
         return self.graph.stated_shape(self.name)
 
     def __repr__(self) -> str:
-        return f"<{self.node.op_type} {self.name!r} {self.dtype}>"
+        return short_repr(f"<{self.node.op_type} {self.name!r} {self.dtype}>")
 
     def __bool__(self) -> NoReturn:
         raise TypeError(f"{self.name!r} is a tensor of a graph and has no value here; use `where` for choices")
@@ -167,7 +168,12 @@ class TensorHandle:
 
 
 class Node:
-    """Refers to a node of a graph. Nodes are equal if their graph and name are."""
+    """Refers to a node of a graph. Nodes are equal if their graph and name are equal.
+
+    Attributes:
+        graph: The graph of the node.
+        message: The node as a protobuf message.
+    """
 
     __slots__ = ("graph", "message")
 
@@ -201,7 +207,7 @@ class Node:
         return self.graph.outputs_of(self.name)
 
     def __repr__(self) -> str:
-        return f"<{self.op_type} {self.name!r}>"
+        return short_repr(f"<{self.op_type} {self.name!r}>")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Node) and (self.graph, self.name) == (other.graph, other.name)

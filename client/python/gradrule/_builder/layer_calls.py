@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradrule._builder.notebook_text import short_repr
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class LayerCall:
     """Describes one call of a layer; a layer that a model uses twice has two calls.
 
@@ -24,6 +26,9 @@ class LayerCall:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     layer: int = field(repr=False)
+
+    def __repr__(self) -> str:
+        return short_repr(f"<LayerCall {self.path!r} {self.kind.__name__}>")
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from gradrule._builder.handles import TensorHandle
 from gradrule._builder.op_names import op_type_of, suggest_method
 
 
-class OpMaker(ABC):
+class OpMethods(ABC):
     """Offers every op type as a method named in snake case; subclasses define the ops that take other arguments."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
-from gradrule._builder.op_methods import OpMaker
+from gradrule._builder.op_methods import OpMethods
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidAttrError, InvalidTensorError
 from gradrule.v1.tensor_pb2 import Dt
@@ -16,39 +16,97 @@ from gradrule.v1.tensor_pb2 import Dt
 _GRAPH_SEED = 87654321
 
 
-class Makers(OpMaker):
+class CreationOps(OpMethods):
     """Adds nodes that make tensors.
 
     A shape is a list of sizes, of which some may be handles, or a handle of an integer vector. A seed gives the same
     numbers as in TensorFlow.
     """
 
-    def zeros(self, shape: Any, dtype: tensor_codec.DtypeLike = "float32", name: str | None = None) -> TensorHandle:
-        """Makes a tensor of zeros, or of empty strings."""
+    def zeros(self, shape: Any, dtype: tensor_codec.DtypeLike = "float32", *, name: str | None = None) -> TensorHandle:
+        """Makes a tensor of zeros, or of empty strings.
+
+        Args:
+            shape: Sizes, or an integer vector of the graph.
+            dtype: Element type; strings become empty.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            The tensor.
+        """
         return self._filled(shape, 0, dtype, name)
 
-    def ones(self, shape: Any, dtype: tensor_codec.DtypeLike = "float32", name: str | None = None) -> TensorHandle:
-        """Makes a tensor of ones."""
+    def ones(self, shape: Any, dtype: tensor_codec.DtypeLike = "float32", *, name: str | None = None) -> TensorHandle:
+        """Makes a tensor of ones.
+
+        Args:
+            shape: Sizes, or an integer vector of the graph.
+            dtype: Element type, not string.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            InvalidAttrError: The type is string.
+        """
         return self._filled(shape, 1, dtype, name)
 
-    def zeros_like(self, input: Any, dtype: tensor_codec.DtypeLike = None, name: str | None = None) -> TensorHandle:
-        """Makes zeros in the shape of a tensor; dtype: default is the tensor's."""
+    def zeros_like(self, input: Any, dtype: tensor_codec.DtypeLike = None, *, name: str | None = None) -> TensorHandle:
+        """Makes zeros in the shape of a tensor.
+
+        Args:
+            input: Tensor that gives the shape.
+            dtype: Element type. Default: that of `input`.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            The tensor.
+        """
         if dtype is None:
             return self.op_output("ZerosLike", input, name=name)
         return self._filled(self.op_output("Shape", input), 0, dtype, name)
 
-    def ones_like(self, input: Any, dtype: tensor_codec.DtypeLike = None, name: str | None = None) -> TensorHandle:
-        """Makes ones in the shape of a tensor; dtype: default is the tensor's."""
+    def ones_like(self, input: Any, dtype: tensor_codec.DtypeLike = None, *, name: str | None = None) -> TensorHandle:
+        """Makes ones in the shape of a tensor.
+
+        Args:
+            input: Tensor that gives the shape.
+            dtype: Element type. Default: that of `input`.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            The tensor.
+        """
         if dtype is None:
             return self.op_output("OnesLike", input, name=name)
         return self._filled(self.op_output("Shape", input), 1, dtype, name)
 
-    def fill(self, dims: Any, value: Any, name: str | None = None) -> TensorHandle:
-        """Makes a tensor filled with one scalar."""
+    def fill(self, dims: Any, value: Any, *, name: str | None = None) -> TensorHandle:
+        """Makes a tensor filled with one scalar.
+
+        Args:
+            dims: Sizes, or an integer vector of the graph.
+            value: Scalar of any type.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            The tensor, of the type of `value`.
+        """
         return self.op_output("Fill", self._shape(dims), value, name=name)
 
-    def range(self, start: Any, limit: Any = None, delta: Any = 1, name: str | None = None) -> TensorHandle:
-        """Makes a vector of the numbers from `start` to `limit`, exclusive; with one argument, from 0 to it."""
+    def range(self, start: Any, limit: Any = None, delta: Any = 1, *, name: str | None = None) -> TensorHandle:
+        """Makes a vector of the numbers from `start` to `limit`, exclusive; with one argument, from 0 to it.
+
+        Args:
+            start: First number; the limit if `limit` is not given.
+            limit: End of the range, exclusive.
+            delta: Difference of neighbours, not 0.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            A vector: float32 if one of the Python numbers is a float, else int32.
+        """
         if limit is None:
             start, limit = 0, start
         # As in TensorFlow: any float among Python numbers makes the range float32; else the op's default type holds.
@@ -60,11 +118,27 @@ class Makers(OpMaker):
         shape: Any,
         minval: Any = 0,
         maxval: Any = None,
+        *,
         dtype: tensor_codec.DtypeLike = "float32",
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
-        """Draws uniform numbers from `minval` to `maxval`, exclusive; maxval: default is 1 for floats."""
+        """Draws uniform numbers from `minval` to `maxval`, exclusive.
+
+        Args:
+            shape: Sizes, or an integer vector of the graph.
+            minval: Smallest number, inclusive.
+            maxval: Upper bound, exclusive. Default: 1 for floats; required for integers.
+            dtype: Floating-point, or `int32` or `int64`.
+            seed: Seed; None draws other numbers in each run.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            InvalidAttrError: The type is an integer and `maxval` is missing.
+        """
         number = _number(dtype, "random_uniform")
         if np.issubdtype(tensor_codec.numpy_dtype(number), np.integer):
             if maxval is None:
@@ -84,11 +158,24 @@ class Makers(OpMaker):
         shape: Any,
         mean: Any = 0.0,
         stddev: Any = 1.0,
+        *,
         dtype: tensor_codec.DtypeLike = "float32",
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
-        """Draws numbers from a normal distribution."""
+        """Draws numbers from a normal distribution.
+
+        Args:
+            shape: Sizes, or an integer vector of the graph.
+            mean: Mean; must broadcast to `shape`.
+            stddev: Standard deviation; must broadcast to `shape`.
+            dtype: Floating-point.
+            seed: Seed; None draws other numbers in each run.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            The tensor.
+        """
         return self._normal("RandomStandardNormal", shape, mean, stddev, dtype, seed, name)
 
     def truncated_normal(
@@ -96,11 +183,24 @@ class Makers(OpMaker):
         shape: Any,
         mean: Any = 0.0,
         stddev: Any = 1.0,
+        *,
         dtype: tensor_codec.DtypeLike = "float32",
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
-        """Draws from a normal distribution, cut off at two standard deviations from the mean."""
+        """Draws from a normal distribution, cut off at two standard deviations from the mean.
+
+        Args:
+            shape: Sizes, or an integer vector of the graph.
+            mean: Mean; must broadcast to `shape`.
+            stddev: Standard deviation before the cut; must broadcast to `shape`.
+            dtype: Floating-point.
+            seed: Seed; None draws other numbers in each run.
+            name: Name of the node, made unique. Default: the op type.
+
+        Returns:
+            The tensor.
+        """
         return self._normal("TruncatedNormal", shape, mean, stddev, dtype, seed, name)
 
     def _normal(

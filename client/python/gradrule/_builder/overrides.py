@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from gradrule._builder.attribute_values import attr_of_op
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.names import near
+from gradrule._builder.notebook_text import short_repr
 from gradrule._builder.rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
 from gradrule.common.dtypes import as_dt
 from gradrule.common.tensor_codec import DtypeLike, dtype_number
 from gradrule.errors import InvalidOverrideError
 from gradrule.v1 import override_pb2
 
+Order: TypeAlias = Literal["first", "all"]
+Position: TypeAlias = Literal["nearest_xs", "nearest_ys"]
 TensorName: TypeAlias = "str | TensorHandle | Node"
 
 _ORDERS = {
@@ -51,7 +54,7 @@ class Region:
             raise InvalidOverrideError("a region has at least one input and one output")
 
     def __repr__(self) -> str:
-        return f"Region(inputs={list(self.inputs)!r}, outputs={list(self.outputs)!r})"
+        return short_repr(f"Region(inputs={list(self.inputs)!r}, outputs={list(self.outputs)!r})")
 
 
 class Preset:
@@ -73,7 +76,7 @@ class Preset:
     __slots__ = ("label", "name", "optional", "order", "params")
 
     def __init__(
-        self, name: str, /, *, label: str | None = None, optional: bool = False, order: str = "first", **params: Any
+        self, name: str, /, *, label: str | None = None, optional: bool = False, order: Order = "first", **params: Any
     ) -> None:
         if not isinstance(name, str):
             raise InvalidOverrideError(f"a preset is chosen by its name, not by {name!r}")
@@ -93,10 +96,11 @@ class Preset:
         return message
 
     def __repr__(self) -> str:
-        return f"Preset({', '.join([repr(self.name), *(f'{name}={value!r}' for name, value in self.params.items())])})"
+        params = (f"{name}={value!r}" for name, value in self.params.items())
+        return short_repr(f"Preset({', '.join([repr(self.name), *params])})")
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Override:
     """Gives a rule to the nodes that match all given selectors; at least one selector is needed.
 
@@ -143,7 +147,7 @@ class Override:
         node: str | Node | None = None,
         node_regex: str | None = None,
         scope: str | None = None,
-        position: str | int | None = None,
+        position: Position | int | None = None,
         pattern: Sequence[str] | None = None,
         dtype: DtypeLike | None = None,
         rank: int | None = None,
@@ -153,7 +157,7 @@ class Override:
         params: Params | None = None,
         label: str | None = None,
         optional: bool = False,
-        order: str = "first",
+        order: Order = "first",
     ) -> None:
         if not isinstance(rule, str | Rule):
             raise InvalidOverrideError(f"an override takes a rule's name or a gr.Rule, not {type(rule).__name__}")
@@ -198,6 +202,10 @@ class Override:
         values = (rule, selector, params, label, optional, _order(order))
         for field, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, field, value)
+
+    def __repr__(self) -> str:
+        selector = " ".join(f"{field.name}={value!r}" for field, value in self.selector.ListFields())
+        return short_repr(f"Override({self.rule!r}, {selector})")
 
     def message(self) -> override_pb2.GradientOverride:
         """Returns the override as a message."""

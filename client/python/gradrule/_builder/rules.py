@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from gradrule._builder.notebook_text import html_table, short_repr
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidOverrideError, InvalidParamError, InvalidRuleError
 from gradrule.v1 import rule_pb2
@@ -57,7 +58,14 @@ class Rule:
             self.params = dict.fromkeys(params)
 
     def definition(self, used_params: Iterable[str] = ()) -> rule_pb2.RuleDefinition:
-        """Returns the message. A rule that declares no params declares those that its use gives."""
+        """Returns the rule as a message.
+
+        Args:
+            used_params: Names of the params that a use of the rule gives; declared if the rule declares none.
+
+        Raises:
+            InvalidParamError: A default is not a number or a tensor of numbers.
+        """
         from gradrule._builder.graph_sources import graph_source
 
         definition = rule_pb2.RuleDefinition()
@@ -78,7 +86,14 @@ class Rule:
         what = repr(self.expression) if self.expression is not None else "graph=…"
         params = f", params={self.params!r}" if self.params else ""
         gradient = "" if self.gradient is None else f", gradient={self.gradient!r}"
-        return f"Rule({what}{params}{gradient})"
+        return short_repr(f"Rule({what}{params}{gradient})")
+
+    def _repr_html_(self) -> str:
+        rows = [("expression", self.expression) if self.graph is None else ("graph", "a graph")]
+        rows += [(f"param {name}", default) for name, default in (self.params or {}).items()]
+        if self.gradient is not None:
+            rows.append(("gradient", repr(self.gradient)))
+        return html_table("Rule", ("part", "value"), rows)
 
 
 RuleLike: TypeAlias = "str | Rule"

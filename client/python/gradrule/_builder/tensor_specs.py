@@ -27,5 +27,9 @@ class TensorSpec:
 
     @classmethod
     def of(cls, message: tensor_pb2.TensorSpec) -> TensorSpec:
-        """Returns the spec that a server's message holds."""
+        """Converts a message.
+
+        Args:
+            message: The server's description of a tensor.
+        """
         return cls(message.name, dtype_name(message.dtype), shape_tuple(message.shape), message.optional)

@@ -9,6 +9,7 @@ import numpy as np
 
 from gradrule._builder import blob_values
 from gradrule._builder.attribute_values import natural
+from gradrule._builder.notebook_text import names_text, short_repr
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidTensorError
 from gradrule.v1 import tensor_pb2
@@ -57,7 +58,7 @@ class Variables(MutableMapping[str, tensor_codec.Array]):
         return len(self._arrays)
 
     def __repr__(self) -> str:
-        return f"<Variables {sorted(self._arrays)}>"
+        return short_repr(f"<Variables {names_text(sorted(self._arrays))}>")
 
     def messages(self, blobs: blob_values.Blobs | None) -> Iterator[tensor_pb2.NamedTensor]:
         """The values as a request holds them: large ones by hash, their bytes put into `blobs`; None: all inline."""

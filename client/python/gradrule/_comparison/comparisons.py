@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from gradrule._builder.notebook_text import html_table, names_text, short_repr
 from gradrule._comparison.numeric_gradients import FiniteDifferences
 from gradrule._results.call_results import Resolution
 from gradrule.common.tensor_codec import Array
@@ -13,7 +14,7 @@ DEFAULT = "default"
 FINITE_DIFFERENCES = "finite_differences"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ComparedRow:
     """Describes the upstream gradient of one tensor under one label.
 
@@ -36,8 +37,11 @@ class ComparedRow:
     difference: float | None
     from_finite_differences: float | None
 
+    def __repr__(self) -> str:
+        return short_repr(f"<ComparedRow {self.label} {self.tensor!r}: norm {self.norm}, difference {self.difference}>")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class FirstDifference:
     """Names the first tensor, from the ys to the xs, whose gradient differs from the reference's.
 
@@ -53,8 +57,11 @@ class FirstDifference:
     difference: float
     rules: tuple[Resolution, ...]
 
+    def __repr__(self) -> str:
+        return short_repr(f"<FirstDifference {self.tensor!r} ({self.op_type}): {self.difference:.6g}>")
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Comparison:
     """Holds the gradients of one graph under several override maps.
 
@@ -78,10 +85,21 @@ class Comparison:
     finite_differences: FiniteDifferences | None
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return short_repr(f"<Comparison of {names_text(self.labels)}: {len(self.rows)} rows>")
+
+    def _repr_html_(self) -> str:
+        rows = [(row.label, row.tensor, row.op_type, row.norm, row.difference) for row in self.rows]
+        return html_table("Comparison", ("label", "tensor", "op type", "norm", "relative difference"), rows)
+
     def table(self) -> list[dict[str, object]]:
-        """The rows as dicts, as data frames and CSV writers take them."""
+        """Returns the rows as dicts, for data frames and CSV writers."""
         return [asdict(row) for row in self.rows]
 
     def norms(self, label: str) -> dict[str, float | None]:
-        """Norms by tensor for one label, from the ys to the xs."""
+        """Returns the Euclidean norm of each tensor's gradient, from the ys to the xs.
+
+        Args:
+            label: One of `labels`.
+        """
         return {row.tensor: row.norm for row in self.rows if row.label == label}

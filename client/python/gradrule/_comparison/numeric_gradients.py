@@ -12,6 +12,7 @@ from gradrule._builder.by_name import ByName
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import bare
+from gradrule._builder.notebook_text import names_text, short_repr
 from gradrule._comparison.float64_graph import widened
 from gradrule._messages import rpc_calls
 from gradrule._messages.request_messages import Feeds, GradYs, Words, name_of_tensor, tensor_message, types_of_graph
@@ -30,7 +31,7 @@ _STEPS = {"float64": 1e-5, "float32": 5e-3, "float16": 0.1, "bfloat16": 0.2}
 _FORWARD_TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class FiniteDifferences:
     """Holds central differences of the ys, weighted by their grad_ys, with respect to the xs.
 
@@ -48,6 +49,9 @@ class FiniteDifferences:
     dtype: str
     how: str
 
+    def __repr__(self) -> str:
+        return short_repr(f"<FiniteDifferences of {names_text(self.gradients)}: {self.how}>")
+
     @property
     def norms(self) -> dict[str, float]:
         """Euclidean norm by x; from directions, an estimate: the root mean square of the derivatives."""
@@ -59,7 +63,15 @@ class FiniteDifferences:
         return found
 
     def distance(self, x: str, gradient: Array | None) -> float | None:
-        """Returns the norm of a gradient's difference from these, relative to their norm; None if one is missing."""
+        """Returns the norm of a gradient's difference from the finite differences, relative to their norm.
+
+        Args:
+            x: Name of the x.
+            gradient: An array of the shape of x.
+
+        Returns:
+            The relative difference; infinite if the norm of the finite differences is 0; None without a gradient.
+        """
         if gradient is None or x not in self.gradients:
             return None
         measured = self.gradients[x]

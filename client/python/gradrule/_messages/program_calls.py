@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gradrule._builder.notebook_text import html_table, short_repr
 from gradrule._builder.tensor_specs import TensorSpec
 from gradrule._messages import rpc_calls
 from gradrule._messages.program_encoding import ProgramEncoder
@@ -103,7 +104,13 @@ class ProgramBase:
         return self._message.create_time.ToNanoseconds() / 1e9
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}>"
+        return short_repr(f"<{type(self).__name__} {self.name!r}>")
+
+    def _repr_html_(self) -> str:
+        kinds = (("input", self.inputs), ("output", self.outputs), ("y", self.ys), ("x", self.xs))
+        rows = [(kind, name, spec.dtype, spec.shape) for kind, specs in kinds for name, spec in specs.items()]
+        tensors = html_table(self.name, ("kind", "tensor", "dtype", "shape"), rows)
+        return tensors + call_results.resolutions_table(self.overrides)
 
     def _call(
         self,

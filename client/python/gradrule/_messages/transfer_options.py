@@ -89,7 +89,8 @@ class Transfer:
     def applied(self, call: Call[R]) -> Call[R]:
         """Returns the call with its tensors packed, and with a request for a packed answer.
 
-        The call's request is an `EvaluateRequest` or a `PullBackRequest` that holds all of its tensors.
+        Args:
+            call: A call whose request is an `EvaluateRequest` or `PullBackRequest` that holds all its tensors.
         """
         if self.packing is None:
             return call
@@ -105,20 +106,35 @@ class Transfer:
         return call._replace(request=request, answer=answer)
 
     def prepare(self, request: Any) -> None:
-        """Packs the tensors in an `EvaluateRequest` or a `PullBackRequest`, and requests a packed answer."""
+        """Packs the tensors of a request and requests a packed answer.
+
+        Args:
+            request: An `EvaluateRequest` or `PullBackRequest`; changed in place.
+        """
         if self.packing is not None:
             self.pack(request)
             request.answer_packing.CopyFrom(self.packing.message())
 
     def pack(self, request: Message) -> None:
-        """Packs the values of a call in place."""
+        """Packs the tensors of a request.
+
+        Args:
+            request: A request; changed in place.
+        """
         if self.packing is not None:
             from gradrule.common.tensor_packing import pack_feeds
 
             pack_feeds(request, self.packing)
 
     def unpack(self, answer: Message) -> None:
-        """Unpacks the tensors of an answer in place. Raises `InvalidTensorError`."""
+        """Unpacks the tensors of an answer.
+
+        Args:
+            answer: An answer; changed in place.
+
+        Raises:
+            InvalidTensorError: A packed tensor is malformed.
+        """
         if self.packing is not None:
             from gradrule.common.tensor_packing import unpack_all
 

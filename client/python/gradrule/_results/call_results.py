@@ -11,6 +11,7 @@ import numpy as np
 
 from gradrule._builder.by_name import ByName
 from gradrule._builder.names import bare
+from gradrule._builder.notebook_text import html_table, names_text, short_repr
 from gradrule._builder.tensor_specs import TensorSpec
 from gradrule._results.answers import Answer, AnswerReader, labeller, labels
 from gradrule.common.tensor_codec import Array, to_numpy
@@ -23,39 +24,50 @@ Groups: TypeAlias = "Mapping[str, list[str]] | None"
 """Names of xs by group; None: no groups."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Sparse:
-    """A gradient that is nonzero only in some slices along axis 0. Slices that share an index add up.
+    """Holds a gradient that is nonzero only in some slices along axis 0. Slices with the same index are added.
 
-    values: (n, …). indices: (n). dense_shape: (rank).
+    Attributes:
+        values: The slices, of shape (n, …) and the element type of x.
+        indices: Index of each slice along axis 0, integers of shape (n).
+        dense_shape: Shape of x, integers of shape (rank).
     """
 
     values: Array
     indices: Array
     dense_shape: Array
 
+    def __repr__(self) -> str:
+        sizes = [int(size) for size in self.dense_shape]
+        return short_repr(f"<Sparse {self.values.dtype} of shape {sizes}: {len(self.indices)} slices>")
+
     def to_dense(self) -> Array:
-        """The whole gradient, of shape `dense_shape`."""
+        """Returns the whole gradient, of shape `dense_shape`."""
         dense: Array = np.zeros(tuple(int(size) for size in self.dense_shape), self.values.dtype)
         np.add.at(dense, self.indices, self.values)
         return dense
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """`to_dense`, for NumPy's functions."""
+        """Returns `to_dense()` for NumPy's functions."""
         if copy is False:
             raise ValueError("a sparse gradient becomes an array only as a copy")
         dense = self.to_dense()
         return dense if dtype is None else dense.astype(dtype, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Resolution:
-    """Which rule a node got.
+    """Names the rule that a node got.
 
-    node: nested ones as `call/inner`. rule: its name, `default`, or `inline`. label: the override's.
-    status: `active`, `off_path` or `not_differentiable`. function: the function that the node lies in, or empty.
-    nodes: all nodes of a pattern or region; empty for a single node. With label `no_gradient` the rule is what the
-    policy of that name did.
+    Attributes:
+        node: Name of the node; `call/inner` for a node of a function.
+        op_type: Op type of the node.
+        rule: Name of the rule, `default`, or `inline` for a rule in the request.
+        label: Label of the override; `no_gradient` if the request's option of that name chose the rule.
+        status: `active`, `off_path` or `not_differentiable`.
+        function: Function that contains the node, or empty.
+        nodes: All nodes of a pattern or region; empty for a single node.
     """
 
     node: str
@@ -66,30 +78,46 @@ class Resolution:
     function: str = ""
     nodes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return short_repr(f"<Resolution {self.node!r} ({self.op_type}): {self.rule}, {self.status}>")
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time went, in seconds."""
+    """Holds the durations of a call's stages.
+
+    Attributes:
+        queue: Seconds that the call waited for an engine.
+        compile: Seconds of preparing the program; about 0 if an engine had it.
+        run: Seconds of running it.
+    """
 
     queue: float
     compile: float
     run: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Digests:
-    """SHA-256 in hex, of the graph's bytes and of the program."""
+    """Holds SHA-256 digests in hex.
+
+    Attributes:
+        graph: Digest of the graph's bytes.
+        program: Digest of the program.
+    """
 
     graph: str
     program: str
 
+    def __repr__(self) -> str:
+        return f"<Digests graph {self.graph[:12]}…, program {self.program[:12]}…>"
+
 
 @dataclass(frozen=True, slots=True)
 class ProgramDetails:
-    """What is known of a program before its answers come.
+    """Holds the facts about a program that its answers leave out, because CompileProgram already returned them.
 
-    aliases: names of tensors in the result. The rest was in the answer to CompileProgram, so that later answers
-    leave it out; None: it is in the answer.
+    None: the fact is in the answer. aliases: names of tensors in the result.
     """
 
     aliases: Mapping[str, str] | None = None
@@ -99,13 +127,21 @@ class ProgramDetails:
 
 
 class Result:
-    """What an evaluation gives. Each part is read from the answer when it is used first.
+    """Holds the result of an evaluation. Each part is read from the answer at its first use.
 
-    outputs: arrays by fetch. gradients: by x (by group and x, where xs were given in groups) an array, a `Sparse`, or
-    None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
-    overrides: which node got which rule. default_gradient_nodes: nodes on the path that no override took; they keep
-    TensorFlow's gradient. rewritten: nodes that rewrites replaced. batch_size: examples of all calls that the server
-    ran together, this one's included; 0: it ran alone. jit: whether XLA computed it.
+    Attributes:
+        outputs: Arrays by fetch, each in the shape and element type of its tensor.
+        gradients: By x (by group and x, if xs were given in groups): an array of the shape and element type of x, a
+            `Sparse`, or None if there is no gradient.
+        gradient_kinds: By x: `dense`, `sparse`, or the reason for None: `unconnected` or `not_differentiable`.
+        overrides: The rule of each overridden node.
+        default_gradient_nodes: Nodes on the path without an override; they keep TensorFlow's gradient.
+        rewritten: Nodes that rewrites replaced.
+        timings: Durations in seconds.
+        device: Device that ran the program.
+        batch_size: Number of examples that the server ran together with this call's; 0: the call ran alone.
+        jit: Whether XLA compiled the program.
+        digests: Digests of graph and program.
     """
 
     def __init__(self, answer: Answer, details: ProgramDetails, groups: Groups = None) -> None:
@@ -165,23 +201,41 @@ class Result:
         return Digests(self._answer.rest.digests.graph, self._answer.rest.digests.program)
 
     def __repr__(self) -> str:
-        names = (
-            "outputs",
-            "gradients",
-            "overrides",
-            "default_gradient_nodes",
-            "timings",
-            "device",
-            "digests",
-            "rewritten",
+        counts = f"{len(self.overrides)} overrides, {self.device or 'device unknown'}"
+        return short_repr(
+            f"<Result outputs: {names_text(self.outputs)}; gradients: {names_text(self.gradients)}; {counts}>"
         )
-        return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    def _repr_html_(self) -> str:
+        values = [("output", name, value) for name, value in self.outputs.items()]
+        for name, value in self.gradients.items():
+            if isinstance(value, Mapping):
+                values += [("gradient", f"{name}/{x}", gradient) for x, gradient in value.items()]
+            else:
+                values.append(("gradient", name, value))
+        rows = [(kind, name, *_dtype_and_shape(value)) for kind, name, value in values]
+        tensors = html_table("Result", ("kind", "tensor", "dtype", "shape"), rows)
+        return tensors + resolutions_table(self.overrides)
+
+
+def resolutions_table(found: Iterable[Resolution]) -> str:
+    """Returns an HTML table of the rules that nodes got."""
+    rows = [(item.node, item.op_type, item.rule, item.label, item.status) for item in found]
+    return html_table("Overrides", ("node", "op type", "rule", "label", "status"), rows)
+
+
+def _dtype_and_shape(value: Array | Sparse | None) -> tuple[str, str]:
+    if value is None:
+        return "", "none"
+    if isinstance(value, Sparse):
+        return str(value.values.dtype), f"sparse {[int(size) for size in value.dense_shape]}"
+    return str(value.dtype), str(list(value.shape))
 
 
 def gradients_by_x(
     messages: Iterable[evaluate_pb2.Gradient], aliases: Mapping[str, str] | None = None
 ) -> ByName[Array | Sparse | None]:
-    """Gradients; None where there is none. aliases: names of tensors in the result."""
+    """Decodes gradients by x; None for an x without a gradient. aliases: names of tensors in the result."""
     given = labels(aliases)
     found: ByName[Array | Sparse | None] = ByName(aliases=aliases)
     for gradient in messages:
@@ -197,24 +251,24 @@ def gradients_by_x(
 
 
 def regrouped(values: ByName[V], groups: Groups) -> ByName[Any]:
-    """Values by x; with groups, by group and x."""
+    """Returns the values by x; with groups, by group and x."""
     if groups is None:
         return values
     return ByName({group: values.part(names) for group, names in groups.items()})
 
 
 def timings(message: evaluate_pb2.Timings) -> Timings:
-    """Times in seconds."""
+    """Converts durations to seconds."""
     return Timings(*(part.ToNanoseconds() / 1e9 for part in (message.queue, message.compile, message.run)))
 
 
 def result(data: bytes, groups: Groups = None, aliases: Mapping[str, str] | None = None) -> Result:
-    """From the bytes of an answer of Evaluate. aliases: names of tensors in the result."""
+    """Decodes the bytes of an answer of Evaluate. aliases: names of tensors in the result."""
     return Result(AnswerReader(labeller(aliases)).read(data), ProgramDetails(aliases), groups)
 
 
 def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]:
-    """From the messages, in their order."""
+    """Decodes resolutions, in order."""
     return [
         Resolution(
             message.node,
@@ -230,13 +284,13 @@ def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]
 
 
 def specs(messages: Iterable[tensor_pb2.TensorSpec], aliases: Mapping[str, str] | None = None) -> ByName[TensorSpec]:
-    """Specs by alias or name."""
+    """Decodes specs of tensors, by alias or name."""
     given = labels(aliases)
     return ByName({given.get(bare(item.name), item.name): TensorSpec.of(item) for item in messages}, aliases)
 
 
 def array(message: tensor_pb2.Tensor) -> Array:
-    """An array that its receiver may change."""
+    """Decodes a tensor to a writable array. Raises `InvalidTensorError`."""
     try:
         return to_numpy(message, writable=True)
     except ValueError as cause:
@@ -244,5 +298,5 @@ def array(message: tensor_pb2.Tensor) -> Array:
 
 
 def sparse(message: tensor_pb2.SparseTensor) -> Sparse:
-    """A sparse gradient."""
+    """Decodes a sparse gradient."""
     return Sparse(array(message.values), array(message.indices), array(message.dense_shape))

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gradrule._builder.notebook_text import html_table, names_text, short_repr
 from gradrule._builder.tensor_specs import TensorSpec
-from gradrule._results.call_results import Resolution, resolutions, specs
+from gradrule._results.call_results import Resolution, resolutions, resolutions_table, specs
 from gradrule.errors import Detail, of_reason, reason_name
 from gradrule.v1 import program_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """What a program would be, without running it. `findings` lists all that is wrong; then the rest is empty.
+    """Describes what a program would do, without running it.
 
-    graph: the GraphDef's bytes that were explained.
+    Attributes:
+        overrides: The rule of each overridden node.
+        default_gradient_nodes: Nodes on the path without an override; they keep TensorFlow's gradient.
+        findings: All problems of the request; if there are any, the other attributes are empty.
+        inputs: Specs of the placeholders to feed, by alias or name.
+        outputs: Specs of the fetches, by the names given.
+        ys: Specs of the ys, by the names given.
+        xs: Specs of the xs, by the names given.
+        rewritten: Nodes that rewrites replaced.
+        graph: Bytes of the explained GraphDef.
     """
 
     overrides: list[Resolution]
@@ -28,14 +38,27 @@ class Explanation:
     rewritten: list[str]
     graph: bytes = field(default=b"", repr=False)
 
+    def __repr__(self) -> str:
+        problems = f"{len(self.findings)} findings" if self.findings else "no findings"
+        return short_repr(
+            f"<Explanation ys: {names_text(self.ys)}; xs: {names_text(self.xs)}; {len(self.overrides)} overrides, "
+            f"{problems}>"
+        )
+
+    def _repr_html_(self) -> str:
+        if self.findings:
+            rows = [(item.reason, item.node, item.message) for item in self.findings]
+            return html_table("Findings", ("reason", "node", "message"), rows)
+        return resolutions_table(self.overrides)
+
     def svg(self) -> str:
-        """The graph as an SVG picture: folded by scope, nodes coloured by rule, the path from xs to ys drawn."""
+        """Returns an SVG picture of the graph: folded by scope, nodes coloured by rule, with the path from xs to ys."""
         from gradrule import _picture
 
         return _picture.draw_svg(self, self.graph)
 
     def html(self) -> str:
-        """The same as a page in one file, in which scopes fold and nodes can be searched."""
+        """Returns the picture as an HTML page in one file, in which scopes fold and nodes can be searched."""
         from gradrule import _picture
 
         return _picture.draw_html(self, self.graph)
@@ -50,9 +73,9 @@ class Explanation:
 def explanation(
     response: program_pb2.CompileProgramResponse, aliases: Mapping[str, str] | None = None, graph: bytes = b""
 ) -> Explanation:
-    """From the answer of CompileProgram with validate_only.
+    """Decodes the answer of CompileProgram with validate_only.
 
-    aliases: names of tensors in the result. graph: the bytes that were asked about.
+    aliases: names of tensors in the result. graph: bytes of the explained graph.
     """
     program = response.program
     return Explanation(

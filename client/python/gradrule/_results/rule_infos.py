@@ -6,33 +6,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradrule._builder.notebook_text import html_table, names_text, short_repr
 from gradrule._builder.rules import Rule
 from gradrule._results.call_results import array
 from gradrule.common.tensor_codec import Array
 from gradrule.v1 import rule_pb2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SampleResult:
-    """What a rule gives. gradients: by `dx`, `dx1`, …, None where not connected. outputs: the op's, where it ran."""
+    """Holds the values that a rule computed for sample values.
+
+    Attributes:
+        gradients: By `dx`, `dx1`, …: an array of the shape of that input; None if it is not connected.
+        outputs: Outputs of the op, by name; empty if the op did not run.
+    """
 
     gradients: Mapping[str, Array | None]
     outputs: Mapping[str, Array]
 
+    def __repr__(self) -> str:
+        return short_repr(
+            f"<SampleResult gradients: {names_text(self.gradients)}; outputs: {names_text(self.outputs)}>"
+        )
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ParamInfo:
-    """A param: its default (None: a value must be given), meaning, and range: conditions such as `> 0, integer`."""
+    """Describes a param of a rule or preset.
+
+    Attributes:
+        name: Name of the param.
+        default: A number or an array; None: each use must give a value.
+        description: Meaning of the param.
+        range: Conditions on the value, such as `> 0, integer`.
+    """
 
     name: str
     default: Any
     description: str
     range: str
 
+    def __repr__(self) -> str:
+        return short_repr(f"<ParamInfo {self.name}={self.default!r} {self.range}>")
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PresetInfo:
-    """A preset: a named list of overrides, one line each."""
+    """Describes a preset, which is a named list of overrides.
+
+    Attributes:
+        name: Name of the preset.
+        description: What the preset does.
+        reference: Its paper.
+        overrides: One line for each override.
+        params: Params of its rules.
+    """
 
     name: str
     description: str
@@ -40,16 +69,33 @@ class PresetInfo:
     overrides: tuple[str, ...]
     params: tuple[ParamInfo, ...]
 
+    def __repr__(self) -> str:
+        return short_repr(f"<PresetInfo {self.name!r}: {len(self.overrides)} overrides>")
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RuleInfo:
-    """A rule of the registry.
+    """Describes a registered rule.
 
-    kind: `op`, `builtin` or `user`. expression: None for OP rules and rules that are graphs. params: defaults by name,
-    None where a value must be given; `param_infos` tells more. per_sample: None where it is not known. formula: what it
-    computes, for people. true_gradient: whether it is the true gradient of the ops in op_types. hides_builtin: whether
-    a builtin of the name is now to be had as `builtin/NAME` only. gradient: the rule for its own gradient, if it
-    carries one.
+    Attributes:
+        name: Name of the rule.
+        kind: `op`, `builtin` or `user`.
+        expression: The rule's expression; None for OP rules and for rules that are graphs.
+        graph: Bytes of the rule's GraphDef; None for other rules.
+        params: Defaults by name; None: each use must give a value.
+        description: What the rule is for.
+        op_types: Op types that the rule is meant for; empty: any.
+        reference: Its paper.
+        digest: SHA-256 of the definition, in hex.
+        per_sample: Whether the rule treats each example of a batch alone; None: unknown.
+        aliases: Other names of the rule.
+        formula: What the rule computes, in mathematical notation.
+        family: Group of similar rules.
+        true_gradient: Whether the rule is the true gradient of the ops in `op_types`.
+        hides_builtin: Whether a builtin has the same name; it is then available as `builtin/NAME`.
+        param_infos: Descriptions of the params.
+        create_time: Seconds since 1970; None for rules that the server brings.
+        gradient: The rule for the gradient of this rule; None if it has none.
     """
 
     name: str
@@ -71,9 +117,23 @@ class RuleInfo:
     create_time: float | None = field(default=None)
     gradient: Rule | None = field(default=None)
 
+    def __repr__(self) -> str:
+        return short_repr(f"<RuleInfo {self.name!r} ({self.kind}): {self.formula or self.expression or ''}>")
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [
+            ("kind", self.kind),
+            ("formula", self.formula or self.expression),
+            ("description", self.description),
+            ("op types", ", ".join(self.op_types)),
+            ("reference", self.reference),
+        ]
+        rows += [(f"param {item.name}", f"{item.default!r} {item.range}") for item in self.param_infos]
+        return html_table(self.name, ("part", "value"), rows)
+
 
 def sample_result(response: rule_pb2.SampleRuleResponse) -> SampleResult:
-    """From the answer of SampleRule."""
+    """Decodes the answer of SampleRule."""
     return SampleResult(
         {item.name: array(item.value.inline_tensor) if item.HasField("value") else None for item in response.gradients},
         {item.name: array(item.value.inline_tensor) for item in response.outputs},
@@ -81,7 +141,7 @@ def sample_result(response: rule_pb2.SampleRuleResponse) -> SampleResult:
 
 
 def rule_info(rule: rule_pb2.Rule) -> RuleInfo:
-    """From a rule's message."""
+    """Decodes a rule."""
     definition = rule.definition
     form = definition.WhichOneof("form")
     return RuleInfo(
@@ -117,7 +177,7 @@ def _rule(definition: rule_pb2.RuleDefinition) -> Rule:
 
 
 def preset_info(preset: rule_pb2.Preset) -> PresetInfo:
-    """From a preset's message."""
+    """Decodes a preset."""
     params = tuple(map(_param_info, preset.params))
     return PresetInfo(preset.name, preset.description, preset.reference, tuple(preset.overrides), params)
 

@@ -1,16 +1,22 @@
-"""How a server is doing, decoded."""
+"""Decodes the status of a server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradrule._builder.notebook_text import short_repr
 from gradrule.v1 import admin_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How much there is of something, and how much there may be (0: no limit)."""
+    """Holds the used amount of a resource and its limit.
+
+    Attributes:
+        used: Amount in use.
+        limit: Largest amount; 0: no limit.
+    """
 
     used: int
     limit: int
@@ -18,11 +24,22 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """One engine: a process that runs programs.
+    """Describes an engine, which is a process that runs programs.
 
-    pid: None while there is no process. uptime: seconds since it is ready. ended: how often an engine in its place
-    ended, by reason. tenant: whose work it runs; empty: nobody's yet. holds_sessions: it runs nothing but sessions.
-    jit_programs: programs of which it runs calls with XLA.
+    Attributes:
+        index: Number of the engine.
+        device: Device that it runs on.
+        pid: Process id; None while there is no process.
+        ready: Whether it accepts calls.
+        running: Number of running calls.
+        waiting: Number of calls that wait for it.
+        programs: Number of programs in its memory.
+        resident_bytes: Bytes of main memory.
+        uptime: Seconds since it became ready.
+        ended: Number of earlier engines with this index that ended, by reason.
+        tenant: Tenant whose calls it runs; empty: none yet.
+        holds_sessions: Whether it runs only sessions.
+        jit_programs: Number of programs that it runs with XLA.
     """
 
     index: int
@@ -42,7 +59,13 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """One cache; its bytes are rough."""
+    """Describes a cache.
+
+    Attributes:
+        name: Name of the cache.
+        entries: Number of entries.
+        bytes: Estimated bytes.
+    """
 
     name: str
     entries: Usage
@@ -51,7 +74,7 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class TenantStatus:
-    """What a tenant holds."""
+    """Describes the resources that a tenant uses; names as in the quotas."""
 
     name: str
     requests: Usage
@@ -66,7 +89,13 @@ class TenantStatus:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedProgram:
-    """A program that is refused for `remaining` seconds. digest: the beginning of its own, in hex."""
+    """Describes a program that the server refuses to run for some time.
+
+    Attributes:
+        digest: First digits of the program's SHA-256, in hex.
+        reason: Why it is refused.
+        remaining: Seconds until it may run again.
+    """
 
     digest: str
     reason: str
@@ -75,9 +104,13 @@ class QuarantinedProgram:
 
 @dataclass(frozen=True, slots=True)
 class CompileWorkersStatus:
-    """The compile workers of all tenants: processes that read graphs.
+    """Describes the compile workers of all tenants, which are processes that read graphs; old servers report zeros.
 
-    busy: how many of them are at a task. waiting: tasks that wait for one. A server older than this client tells zeros.
+    Attributes:
+        count: Number of workers.
+        busy: Number of workers with a task.
+        waiting: Number of tasks that wait for a worker.
+        resident_bytes: Bytes of main memory of all workers.
     """
 
     count: int
@@ -86,9 +119,25 @@ class CompileWorkersStatus:
     resident_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ServerStatus:
-    """How a server is doing. uptime: in seconds. tenants, quarantined_programs: the first 1,000 of `…_count`."""
+    """Describes the state of a server.
+
+    Attributes:
+        version: Version of gradrule.
+        tensorflow_version: Version of TensorFlow in the engines.
+        uptime: Seconds since the start.
+        ready: Whether the server accepts calls.
+        engines: The engines.
+        spare_engines: Number of engines that are started in advance.
+        requests: Number of running requests.
+        caches: The caches.
+        tenants: The first 1,000 tenants.
+        tenant_count: Number of all tenants.
+        quarantined_programs: The first 1,000 refused programs.
+        quarantined_program_count: Number of all refused programs.
+        compile_workers: The compile workers.
+    """
 
     version: str
     tensorflow_version: str
@@ -104,9 +153,15 @@ class ServerStatus:
     quarantined_program_count: int
     compile_workers: CompileWorkersStatus
 
+    def __repr__(self) -> str:
+        state = "ready" if self.ready else "not ready"
+        return short_repr(
+            f"<ServerStatus {self.version}, {state}, {len(self.engines)} engines, up {self.uptime:.0f} s>"
+        )
+
 
 def server_status(message: admin_pb2.ServerStatus) -> ServerStatus:
-    """The status in a message."""
+    """Decodes a server's status."""
     return ServerStatus(
         version=message.version,
         tensorflow_version=message.tensorflow_version,
