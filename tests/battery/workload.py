@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import time
 from collections import Counter
@@ -310,7 +309,7 @@ async def _mapped(client: Any, program: Any, work: Work, index: int) -> Any:
 
 async def _streamed(client: Any, program: Any, work: Work, index: int) -> Any:
     """Three at once over the client's stream, which by itself carries handles only."""
-    call = dataclasses.replace(program._call(work.feeds[index], None, None), method="evaluate", on_stream=True)
+    call = program._call(work.feeds[index], None, None)._replace(method="evaluate", on_stream=True)
     return _worst(work, index, await asyncio.gather(*(client._run(call, None) for _ in range(3))))
 
 

@@ -118,7 +118,7 @@ def _shared_memory(bench: Bench, size: int, calls: int) -> list[Row]:
         contenders = {kind: start(kind, f"large:{size // 4}") for kind in ("client shared", "echo sync", "echo aio")}
         # The first call asks for memory, and the second one touches it for the first time.
         found = measured(contenders, bench.counts, calls=calls, warm_up=3)
-    what = f"{size / MIB:g} MiB in, as much gradient out, through shared memory, Python client"
+    what = f"{size / MIB:g} MiB each way through shared memory, Python client"
     against = [
         Against("client shared", "echo sync", what, _SYNC, 0.3),
         Against("client shared", "echo aio", what, _AIO, 0.3),

@@ -89,11 +89,11 @@ async def _send_once(channel: grpc.aio.Channel, case: Case, deadline_s: float) -
 
 
 def _is_due(method: str, message: bytes) -> bool:
-    """Whether a message of a stream has an answer: all but the one that gives another up."""
+    """Whether a message of a stream has an answer: all but parts of a request, and those that cancel another."""
     if method != "GradientService/StreamEvaluate":
         return True
     try:
-        return link_pb2.RawStreamRequest.FromString(message).WhichOneof("request") != "cancel"
+        return link_pb2.RawStreamRequest.FromString(message).WhichOneof("request") not in {"cancel", "chunk"}
     except DecodeError:
         return True
 
