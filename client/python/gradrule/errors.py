@@ -1,6 +1,6 @@
-"""Errors: one class per `ErrorReason`, raised for what a server answers and for what the client can tell by itself.
+"""Defines one exception per `ErrorReason`, for errors of the server and of the client.
 
-Each class's docstring says what went wrong and what to do about it.
+Each class's docstring says what went wrong and how to solve it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ _PREFIX = "ERROR_REASON_"
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """One thing that is wrong: its reason, a sentence, and where: a node's name, a request's field, or neither."""
+    """Describes one problem.
+
+    Attributes:
+        reason: Name of the `ErrorReason`, without its prefix.
+        message: What is wrong and what would be right.
+        node: Name of the node, or empty.
+        field: Field of the request, or empty.
+    """
 
     reason: str
     message: str
@@ -29,13 +36,16 @@ class Detail:
 
 
 class GradruleError(Exception):
-    """Any refusal or failure. The message says what is wrong, where, and what would be right.
+    """Is the base of all errors. The message says what is wrong, where, and what would be right.
 
-    reason: a value of `ErrorReason` without its prefix, `UNKNOWN_RULE` for example.
-    code: the gRPC status code that belongs to it.
-    details: all that was found wrong, the first one included; `findings_total` may tell of more than fit.
-    retry_delay: seconds after which the same call may work, or None where waiting does not help.
-    request_id: under which the server's log has the call; empty where the server did not answer.
+    Attributes:
+        message: The error's text.
+        reason: Name of the `ErrorReason` without its prefix, such as `UNKNOWN_RULE`.
+        code: The gRPC status code.
+        details: All problems, the first one included.
+        findings_total: Number of all problems; larger than the length of `details` if these did not fit.
+        retry_delay: Seconds after which the same call may work; None: waiting does not help.
+        request_id: Id of the call in the server's log; empty if the server did not answer.
     """
 
     REASON: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""Aliases of what goes in and what comes out."""
+"""Gives aliases to inputs and outputs of a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user gives for a function's arguments, as TensorFlow's specs; and names for the leaves of structures."""
+"""Converts a user's argument specs to TensorFlow's, and names the leaves of structures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPARSE_PARTS = ("indices", "values", "dense_shape")
 
 
 def as_specs(given: Any, where: str) -> Any:
-    """The same structure with a spec in place of each `(dtype, shape)`, `gr.TensorSpec` and example array."""
+    """Returns the structure with a spec in place of each `(dtype, shape)`, `gr.TensorSpec` and example array."""
     if isinstance(given, TensorSpec):
         return tf.TensorSpec(given.shape, _dtype(given.dtype, where))
     if isinstance(given, tf.TypeSpec):
@@ -48,7 +48,7 @@ def as_specs(given: Any, where: str) -> Any:
 
 
 def leaf_names(name: str, structure: Any) -> list[tuple[str, Any]]:
-    """The tensors in a structure, by `name`, `name_0`, `name_key`, …; what is no tensor is left out."""
+    """Returns the tensors in a structure, by `name`, `name_0`, `name_key`, …; skips other values."""
     found = []
     for path, leaf in tf_private.flat_with_paths(structure):
         if isinstance(leaf, tf.Tensor | tf.TensorSpec):
@@ -57,13 +57,13 @@ def leaf_names(name: str, structure: Any) -> list[tuple[str, Any]]:
 
 
 def node_name(wished: str) -> str:
-    """The nearest name that a node may have."""
+    """Replaces characters that a node's name cannot have."""
     name = re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", wished)
     return name if re.match(r"[A-Za-z0-9.]", name) else f"n{name}"
 
 
 def _words(path: tuple[Any, ...]) -> list[str]:
-    """A path without the names of composite types, whose parts have names of their own."""
+    """Returns the path without names of composite types, whose parts have names."""
     words = []
     composite = ""
     for step in path:
@@ -79,7 +79,7 @@ def _words(path: tuple[Any, ...]) -> list[str]:
 
 
 def _is_pair(given: Any) -> bool:
-    """Whether this is `(dtype, shape)`, and no tuple of two specs."""
+    """Returns whether the value is `(dtype, shape)` and not a tuple of two specs."""
     if not isinstance(given, tuple) or len(given) != 2 or hasattr(given, "_fields"):
         return False
     dtype, shape = given

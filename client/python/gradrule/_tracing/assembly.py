@@ -1,4 +1,4 @@
-"""From a function graph of live TensorFlow to a `Graph` with its variables, gradients and aliases."""
+"""Converts a TensorFlow function graph to a `Graph` with variables, gradients and aliases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROOT = "gradrule_top"
 def assembled(
     graph: Any, input_names: Sequence[str], aliases: Sequence[str], calls: Sequence[TracedCall] = ()
 ) -> Graph:
-    """The graph of a function graph whose first inputs have these names, and its outputs these aliases.
+    """Converts a function graph; gives names to its first inputs and aliases to its outputs.
 
     calls: of layers, which the graph will know as `layers`.
     """
@@ -53,7 +53,7 @@ def assembled(
 
 
 class _Top:
-    """The top level, from a function's body to nodes of a graph."""
+    """Converts a function's body to the graph's top level."""
 
     def __init__(self, library: Library, definitions: dict[str, Definition]) -> None:
         self._library = library
@@ -73,7 +73,7 @@ class _Top:
         variables: dict[str, Variable],
         constants: dict[str, Any],
     ) -> graph_pb2.GraphDef:
-        """The whole GraphDef."""
+        """Returns the GraphDef."""
         result = graph_pb2.GraphDef()
         result.versions.producer = tf.version.GRAPH_DEF_VERSION
         taken = UniqueNames()
@@ -114,7 +114,7 @@ class _Top:
         return result
 
     def name_of(self, tensor: Any) -> str | None:
-        """What a tensor of the function graph is called now; None for tensors of other graphs."""
+        """Returns the new name of a function graph's tensor; None for tensors of other graphs."""
         body = self._library.root
         if tf_private.is_eager(tensor) or tensor.graph is not body.graph:
             return None
@@ -125,7 +125,7 @@ class _Top:
         return variable.name if variable.is_named else variable.take_name(taken.make(node_name(variable.name)))
 
     def _flat(self, text: str) -> str:
-        """A reference within a function's body as one between nodes of a graph."""
+        """Converts a reference within a function's body to one between nodes of a graph."""
         if text.startswith("^"):
             return "^" + (self._names.get(text[1:]) or self._arguments[text[1:]])
         node, colon, rest = text.partition(":")
@@ -136,7 +136,7 @@ class _Top:
         return f"{self._names[node]}:{number}" if number else self._names[node]
 
     def _write_library(self, result: graph_pb2.GraphDef) -> None:
-        """All functions that something of the graph still needs."""
+        """Returns the functions that the graph uses."""
         needed = needed_functions(result.node, self._definitions, self._library.gradients)
         for name in sorted(needed):
             function = result.library.function.add()
@@ -149,16 +149,16 @@ class _Top:
 
 
 def _state_shapes(node: node_def_pb2.NodeDef, name: str, graph: Any) -> None:
-    """Writes down the shapes of a node that makes outputs, so that the graph tells them without TensorFlow."""
+    """Stores the shapes of an output's node, so that the graph has them without TensorFlow."""
     if any(tensor.op.name == name for tensor in graph.outputs):
         for tensor in graph.get_operation_by_name(name).outputs:
             node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
 
 
 def _clean(node: node_def_pb2.NodeDef) -> None:
-    """Takes away what belongs to the process that made the node."""
+    """Removes attributes that only the tracing process understands."""
     node.device = ""
     node.ClearField("experimental_debug_info")
-    # Old versions of TensorFlow note the gradient of a call in this way; a call is differentiated through.
+    # Old versions of TensorFlow store a call's gradient here; gradrule differentiates the function.
     if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
         node.attr.pop(GRADIENT_ATTR, None)

@@ -1,4 +1,4 @@
-"""Changes to a function's definition that touch all its nodes."""
+"""Renames arguments and nodes of a function definition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradrule._tracing.bodies import Definition
 
 
 def referenced(definition: Definition) -> set[str]:
-    """Names of all arguments and nodes that a node or a result takes something from."""
+    """Returns the names of all arguments and nodes that nodes or results use."""
     texts = [text for node in definition.node_def for text in node.input]
     return {text.removeprefix("^").partition(":")[0] for text in [*texts, *definition.ret.values()]}
 
@@ -17,7 +17,7 @@ def referenced(definition: Definition) -> set[str]:
 def renamed(
     definition: Definition, old_names: Sequence[str], new_names: Sequence[str | None], *, nodes: bool = True
 ) -> None:
-    """Renames arguments (None: the argument is not referred to), and nodes that would now have an argument's name.
+    """Renames arguments (None: not used), and nodes whose names clash with an argument's new name.
 
     nodes: False leaves nodes as they are; then only references to the names are rewritten.
     """

@@ -1,4 +1,4 @@
-"""Graphs of Keras models."""
+"""Traces Keras models to graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradrule.errors import InvalidGraphError, UnsupportedError
 
 
 def from_keras(model: Any, specs: Sequence[Any] = (), *, training: bool = False) -> Graph:
-    """See `gradrule.from_keras`."""
+    """Implements `gradrule.from_keras`."""
     if not isinstance(model, keras.Model):
         raise InvalidGraphError(f"{type(model).__name__} is no Keras model; gr.trace takes layers and functions")
     if keras.config.backend() != "tensorflow":
@@ -35,7 +35,7 @@ def from_keras(model: Any, specs: Sequence[Any] = (), *, training: bool = False)
 
 
 def load(path: Path) -> Graph:
-    """The graph of a model that Keras saved into one file."""
+    """Loads the graph of a model that Keras saved in one file."""
     try:
         model = keras.models.load_model(path, compile=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as cause:
@@ -64,7 +64,7 @@ def _spec_of(tensor: Any) -> tf.TensorSpec:
 
 
 def _names(model: Any, specs: Sequence[Any]) -> list[str]:
-    """Names of the inputs: Keras's where it has one for each, the argument's otherwise."""
+    """Returns the inputs' names: Keras's if every input has one, else the arguments' names."""
     by_structure = [
         leaf.name or name for index, spec in enumerate(specs) for name, leaf in leaf_names(_argument(index), spec)
     ]
@@ -77,7 +77,7 @@ def _argument(index: int) -> str:
 
 
 def _output_names(model: Any, structure: Any) -> list[str] | None:
-    """The names of the output layers; for subclassed models None: by structure."""
+    """Returns the output layers' names; None for subclassed models, whose outputs are named by structure."""
     if isinstance(structure, dict):
         return None
     own = list(getattr(model, "output_names", None) or ())

@@ -1,4 +1,4 @@
-"""What is known of layers while a model is traced: scopes of their names, and the tensors of each call."""
+"""Records the calls of layers while a model is traced, and puts their nodes into name scopes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradrule._tracing import tf_private
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedCall:
-    """One call of a layer, with tensors of TensorFlow's graphs."""
+    """Holds one call of a layer, with tensors of TensorFlow's graphs."""
 
     path: str
     layer: Any
@@ -25,7 +25,7 @@ class TracedCall:
     outputs: tuple[Any, ...]
 
     def named(self, name_of: Callable[[Any], str | None]) -> LayerCall:
-        """The call with names in place of tensors; `name_of` gives None for what has no name at the top."""
+        """Converts tensors to names; `name_of` returns None for tensors without a name at the top level."""
         inputs = tuple(dict.fromkeys(map(name_of, self.inputs)))
         outputs = tuple(dict.fromkeys(map(name_of, self.outputs)))
         names = [name for name in (*inputs, *outputs) if name is not None]
@@ -36,7 +36,7 @@ class TracedCall:
 
 @contextlib.contextmanager
 def layer_scopes(root: Any, *, include_root: bool = False) -> Iterator[list[TracedCall]]:
-    """Within this context the nodes of a layer lie in the scope of its name, and nested layers' in `outer/inner`.
+    """Puts the nodes of a layer into the scope of its name within the context; nested layers into `outer/inner`.
 
     Gives a list that grows by each call of a layer, in the order in which they end. include_root: whether the root
     itself has a scope. Keras opens a layer's scope twice, so that TensorFlow would make it `dense_1`, which may be
@@ -64,7 +64,7 @@ def _in_scope(layer: Any, call: Callable[..., Any], stack: list[str], calls: lis
         stack.append(layer.name)
         try:
             path = "/".join(stack)
-            # The slash at the end enters the scope as it is, however often it was entered before.
+            # With a final slash, TensorFlow enters the scope again instead of making a new one.
             with tf.name_scope(f"{path}/"):
                 outputs = call(*args, **kwargs)
             taken = [args, {name: value for name, value in kwargs.items() if not name.endswith("mask")}]
@@ -77,7 +77,7 @@ def _in_scope(layer: Any, call: Callable[..., Any], stack: list[str], calls: lis
 
 
 def _tensors(structure: Any) -> tuple[Any, ...]:
-    """All but constants that were there before."""
+    """Returns the tensors that are not constants from before the call."""
     leaves = keras.tree.flatten(structure)
     return tuple(leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and not tf_private.is_eager(leaf))
 

@@ -1,4 +1,4 @@
-"""Graphs of SavedModels, those of TensorFlow 1 included."""
+"""Loads graphs from SavedModels of TensorFlow 2 and 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESERVED = {"signatures", "variables", "trainable_variables", "non_trainable_va
 
 
 def load(folder: Path, signature: str) -> Graph:
-    """The graph of one signature, or of one function of a SavedModel's object. Raises `InvalidGraphError`."""
+    """Loads the graph of a signature, or of a function of the object. Raises `InvalidGraphError`."""
     meta = _meta_graph(folder)
     tags = list(meta.meta_info_def.tags)
     try:
@@ -43,7 +43,7 @@ def load(folder: Path, signature: str) -> Graph:
 
 
 def _meta_graph(folder: Path) -> Any:
-    """The one graph of the folder that is for serving."""
+    """Returns the folder's graph for serving."""
     binary, text = folder / "saved_model.pb", folder / "saved_model.pbtxt"
     message = saved_model_pb2.SavedModel()
     try:
@@ -65,7 +65,7 @@ def _meta_graph(folder: Path) -> Any:
 def _of_object(loaded: Any, signature: str) -> Graph:
     signatures: Mapping[str, Any] = loaded.signatures
     if signature in signatures:
-        # The object must live as long as the function is looked at: it holds the variables.
+        # Keep the object alive while the function is read: it holds the variables.
         return of_concrete(signatures[signature])
     functions = _functions(loaded)
     if signature not in functions:
@@ -74,7 +74,7 @@ def _of_object(loaded: Any, signature: str) -> Graph:
 
 
 def _functions(loaded: Any) -> dict[str, Any]:
-    """The object's functions by name; `__call__` is the object itself as a function."""
+    """Returns the object's functions by name; `__call__` is the object itself."""
     found = {}
     for name in ["__call__", *(name for name in dir(loaded) if not name.startswith("_") and name not in _RESERVED)]:
         function = getattr(loaded, name, None)
@@ -84,7 +84,7 @@ def _functions(loaded: Any) -> dict[str, Any]:
 
 
 def _only(name: str, concrete: list[Any]) -> Any:
-    """The one trace of a function; of Keras's, which has one for training, the other one."""
+    """Returns the single trace of a function; of a Keras function, the trace for inference."""
     inference = [function for function in concrete if not _is_for_training(function)]
     for candidates in (concrete, inference):
         if len(candidates) == 1:

@@ -1,4 +1,4 @@
-"""SavedModels of TensorFlow 1: a graph with variables, by reference or as resources."""
+"""Loads SavedModels of TensorFlow 1, whose variables are references or resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REFERENCES = {"Variable", "VariableV2"}
 
 
 def load(folder: Path, tags: list[str], signature: Any) -> Graph:
-    """The part of the graph that a signature's outputs need; variables by reference become resources."""
+    """Returns the part of the graph that a signature's outputs need; reference variables become resources."""
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
         tf.compat.v1.saved_model.loader.load(session, tags, str(folder))
         inputs = {alias: info.name for alias, info in signature.inputs.items() if info.name}
@@ -45,12 +45,12 @@ def _values(session: Any, graph: Any, definition: graph_pb2.GraphDef) -> dict[st
             elif node.op == "VarHandleOp":
                 dtype = tf.as_dtype(node.attr["dtype"].type)
                 reads[node.name] = tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype)
-    # NumPy's scalars come back as such; everything else is an array already.
+    # Scalars come back as NumPy scalars, not as arrays.
     return {name: np.asarray(value) for name, value in session.run(reads).items()}
 
 
 def _use_resources(definition: graph_pb2.GraphDef) -> None:
-    """Makes variables by reference resources, which are all that the server knows."""
+    """Converts reference variables to resources, because the server supports only these."""
     names = UniqueNames()
     for node in definition.node:
         names.reserve(node.name)

@@ -1,4 +1,4 @@
-"""The parts of TensorFlow that have no public name. A test holds each against the installed version."""
+"""Wraps the private parts of TensorFlow that tracing needs; a test checks each with the installed version."""
 
 from __future__ import annotations
 
@@ -19,64 +19,64 @@ _TAPE_FUNCTION = "tape_grad_fn"
 
 
 def flat_with_paths(structure: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a nested structure with their paths, composite tensors taken apart."""
+    """Returns the leaves of a structure with their paths; composite tensors become their parts."""
     found: list[tuple[tuple[Any, ...], Any]] = nest.flatten_with_tuple_paths(structure, expand_composites=True)
     return found
 
 
 def op_definition(op_type: str) -> op_def_pb2.OpDef | None:
-    """What TensorFlow knows of an op type."""
+    """Returns TensorFlow's definition of an op type."""
     return op_def_registry.get(op_type)
 
 
 def registered_gradient(name: str) -> Callable[..., Any] | None:
-    """The Python function that is registered as a gradient; None for "no gradient". `LookupError` for other names."""
+    """Returns the registered gradient function; None for "no gradient". Raises `LookupError` for unknown names."""
     function: Callable[..., Any] | None = ops.gradient_registry.lookup(name)
     return function
 
 
 def function_in(graph: Any, name: str) -> Any:
-    """The function of that name that nodes of the graph may call: has `graph` and `definition`. None: there is none."""
+    """Returns the function that nodes of the graph call by this name, with `graph` and `definition`, or None."""
     return graph._get_function(name)
 
 
 def definition_of(graph: Any, name: str) -> function_pb2.FunctionDef:
-    """A function graph's definition. Input i of the graph is argument i."""
+    """Returns a function graph's definition; input i of the graph is argument i."""
     definition = function_pb2.FunctionDef()
     definition.CopyFrom(atomic_function.from_func_graph(name, graph, {}).definition)
     return definition
 
 
 def identity_of(tensor: Any) -> Hashable:
-    """Equal for equal tensors: of a graph by their place, eager ones by their object."""
+    """Returns a key of a tensor: its position in a graph, or the identity of an eager tensor."""
     if is_eager(tensor):
         return ("eager", id(tensor))
     return (id(tensor.graph), tensor.op.name, tensor.value_index)
 
 
 def is_eager(tensor: Any) -> bool:
-    """Whether a tensor has a value."""
+    """Returns whether a tensor has a value."""
     return isinstance(tensor, ops.EagerTensor)
 
 
 def captures(graph: Any) -> list[tuple[Any, Any]]:
-    """Tensors from outside that a function graph uses, each with the placeholder that stands for it inside."""
+    """Returns the outer tensors that a function graph captures, each with its inner placeholder."""
     return list(graph.captures)
 
 
 def deferred_captures(graph: Any) -> int:
-    """How many captures get their value only when the function is called."""
+    """Returns the number of captures that get their value when the function is called."""
     return len(graph.deferred_external_captures)
 
 
 def handle_data(tensor: Any) -> Any:
-    """What a resource handle points to: a list of dtypes and shapes; None where TensorFlow does not know."""
+    """Returns the dtypes and shapes of a resource handle's content; None if unknown."""
     data = tensor._handle_data if is_eager(tensor) else handle_data_util.get_resource_handle_data(tensor)
     return list(data.shape_and_type) if data is not None and data.is_set else None
 
 
 def custom_gradient_of(function: Callable[..., Any]) -> tuple[str, int] | None:
-    """For a gradient that `tf.custom_gradient` registered: the Python function's name, and its number of results.
+    """Returns name and number of results of the Python function of a `tf.custom_gradient`.
 
     None for any other function.
     """
@@ -88,12 +88,12 @@ def custom_gradient_of(function: Callable[..., Any]) -> tuple[str, int] | None:
 
 
 def is_loaded_gradient(function: Callable[..., Any]) -> bool:
-    """Whether a gradient came with a SavedModel."""
+    """Returns whether a gradient comes from a SavedModel."""
     return function.__module__ == "tensorflow.python.saved_model.function_deserialization"
 
 
 def read_variable(handle: Any, dtype: Any) -> Any:
-    """The value that a variable's handle points to, as an array."""
+    """Returns the value of a variable's handle as an array."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
 
 
@@ -102,7 +102,7 @@ def _has_closure(function: Any) -> bool:
 
 
 def _function_name(gradient: Any) -> str:
-    """The function in which a gradient function was defined; its own name where it was defined outside."""
+    """Returns the name of the function that defines a gradient function, or the gradient function's own name."""
     plain = inspect.unwrap(tf_decorator.unwrap(gradient)[1])
     qualified = getattr(plain, "__qualname__", type(plain).__qualname__)
     outer, _, _ = qualified.rpartition(".<locals>.")

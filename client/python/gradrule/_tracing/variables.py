@@ -1,4 +1,4 @@
-"""What a traced function took from outside: variables by name, constants, and resources that cannot travel."""
+"""Collects the captures of a traced function: variables, constants, and resources that cannot be sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradrule.errors import Detail, UnsupportedError
 
 @dataclass(eq=False, slots=True)
 class Variable:
-    """A variable: the name that it wishes for, or has, its value, and its static shape."""
+    """Holds a variable: requested or final name, value, and static shape."""
 
     name: str
     value: Array
@@ -27,12 +27,12 @@ class Variable:
     is_named: bool = False
 
     def take_name(self, name: str) -> str:
-        """Gives it its final name."""
+        """Sets the final name."""
         self.name, self.is_named = name, True
         return name
 
     def write(self, node: node_def_pb2.NodeDef) -> None:
-        """The attributes of the node that stands for it."""
+        """Returns the attributes of the variable's node."""
         node.attr["dtype"].type = self.dtype
         node.attr["shape"].shape.CopyFrom(self.shape)
         node.attr["shared_name"].s = self.name.encode()
@@ -40,7 +40,7 @@ class Variable:
 
 
 def split_captures(captured: Mapping[str, Any], library: Library) -> tuple[dict[str, Variable], dict[str, Any]]:
-    """Variables and constants by argument of the top level. Raises `UnsupportedError` with all that is neither."""
+    """Returns variables and constants by top-level argument. Raises `UnsupportedError` for other captures."""
     known = _known_variables(library)
     made: dict[Any, Variable] = {}
     variables: dict[str, Variable] = {}
@@ -67,7 +67,7 @@ def split_captures(captured: Mapping[str, Any], library: Library) -> tuple[dict[
 
 
 class _NotVariableError(Exception):
-    """A resource that has no value, and why."""
+    """Describes a resource without a value."""
 
 
 def _variable(handle: Any, name: str, trainable: bool) -> Variable:
@@ -82,7 +82,7 @@ def _variable(handle: Any, name: str, trainable: bool) -> Variable:
 
 
 def _known_variables(library: Library) -> dict[Any, tuple[str, bool]]:
-    """Names of the variables that the function graphs know, and whether they are trainable, by handle.
+    """Returns the names of the function graphs' variables, and whether they are trainable, by handle.
 
     Keras names them by their paths.
     """

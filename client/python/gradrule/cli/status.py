@@ -1,4 +1,4 @@
-"""`gradrule status`: engines, queue, caches and tenants of a server, as a live table."""
+"""`gradrule status`: shows engines, queue, caches and tenants of a server as a live table."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(screen: output.Screen, status: ServerStatus, target: str) -> None:
-    """Prints the tables of one moment."""
+    """Prints the tables once."""
     screen.print(_head(status, target))
     for columns, rows in _tables(status):
         output.table(screen, "", columns, rows)
 
 
 def drawn(status: ServerStatus, target: str) -> RenderableType:
-    """Returns the tables of one moment as rich draws them."""
+    """Returns the tables for rich."""
     from rich.console import Group
     from rich.text import Text
 
@@ -92,7 +92,7 @@ def _head(status: ServerStatus, target: str) -> str:
 
 
 def _tables(status: ServerStatus) -> Iterator[tuple[tuple[str, ...], list[list[str]]]]:
-    """Columns and rows of each table."""
+    """Returns columns and rows of each table."""
     yield ENGINE_COLUMNS, [_engine_row(engine) for engine in status.engines]
     workers = status.compile_workers
     counts = (workers.count, workers.busy, workers.waiting)
@@ -133,17 +133,17 @@ def _tenant_row(tenant: TenantStatus) -> list[str]:
 
 
 def usage_text(usage: Usage) -> str:
-    """`3 of 256`, or `3` where there is no limit."""
+    """Formats `3 of 256`, or `3` without a limit."""
     return f"{usage.used} of {usage.limit}" if usage.limit else str(usage.used)
 
 
 def bytes_text(usage: Usage) -> str:
-    """`1.5 MiB of 2.0 GiB`."""
+    """Formats `1.5 MiB of 2.0 GiB`."""
     return f"{size_text(usage.used)} of {size_text(usage.limit)}" if usage.limit else size_text(usage.used)
 
 
 def size_text(size: float) -> str:
-    """`1.5 MiB`."""
+    """Formats `1.5 MiB`."""
     unit = 0
     while size >= 1024 and unit < len(_UNITS) - 1:
         size /= 1024
@@ -152,7 +152,7 @@ def size_text(size: float) -> str:
 
 
 def duration_text(span_s: float) -> str:
-    """`59 s`, `3 min 20 s`, `5 h 3 min`, `2 d 1 h`."""
+    """Formats seconds: `59 s`, `3 min 20 s`, `5 h 3 min`, `2 d 1 h`."""
     whole = int(span_s)
     days, hours, minutes, rest = whole // 86400, whole // 3600 % 24, whole // 60 % 60, whole % 60
     if days:

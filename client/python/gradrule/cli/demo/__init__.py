@@ -1,1 +1,1 @@
-"""`gradrule demo`: a binary network trained on handwritten digits through a server, with a rule and without."""
+"""`gradrule demo`: trains a binary network on handwritten digits through a server, with and without a rule."""

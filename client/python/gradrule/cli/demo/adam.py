@@ -1,4 +1,4 @@
-"""Adam (Kingma and Ba, 2015, algorithm 1) in NumPy. The server only differentiates; the optimiser is the client's."""
+"""Implements Adam (Kingma and Ba, 2015, algorithm 1) in NumPy; the server computes only gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EPSILON = 1e-8
 
 
 class Adam:
-    """Holds the weights and moves them. `limit`: weights are kept within ±limit, as latent binary weights are."""
+    """Holds and updates weights. limit: weights stay within ±limit, as latent binary weights do."""
 
     def __init__(self, weights: Mapping[str, Array], limit: float | None = None) -> None:
         self.weights = {name: value.copy() for name, value in weights.items()}
@@ -24,7 +24,7 @@ class Adam:
         self._steps = 0
 
     def step(self, gradients: Mapping[str, Array], learning_rate: float) -> None:
-        """Moves every weight by its gradient of the same shape."""
+        """Updates every weight with its gradient, which has the same shape."""
         self._steps += 1
         correct_mean = 1 - _BETA1**self._steps
         correct_square = 1 - _BETA2**self._steps

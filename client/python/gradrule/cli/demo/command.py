@@ -1,4 +1,4 @@
-"""`gradrule demo`: the whole story, from a server's start to two pictures and a line of JSON."""
+"""`gradrule demo`: starts a server, trains two networks, and writes two pictures and a line of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handwritten digits, split for training and testing.
+"""Loads handwritten digits, split for training and testing.
 
 The images are the test set of E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine
 Learning Repository, 1998, https://doi.org/10.24432/C50P49, under CC BY 4.0; unchanged but for the file's format.
@@ -21,7 +21,7 @@ _TEST_PART = 0.25
 
 @dataclass(frozen=True)
 class Digits:
-    """Images as float32 of shape (n, 64), scaled from 0..16 to -1..1; labels as int64 of shape (n,)."""
+    """Holds images (float32, shape (n, 64), scaled from 0..16 to -1..1) and labels (int64, shape (n,))."""
 
     train_x: Array
     train_labels: Array
@@ -30,7 +30,7 @@ class Digits:
 
 
 def load(seed: int) -> Digits:
-    """All 1,797 digits; a quarter of each class, chosen by the seed, is held back for testing."""
+    """Loads all 1,797 digits; the seed selects a quarter of each class for testing."""
     with (importlib.resources.files(__package__) / "digits.npz").open("rb") as file, np.load(file) as shipped:
         images = (shipped["images"] / 8.0 - 1.0).astype(np.float32)
         labels = shipped["labels"].astype(np.int64)

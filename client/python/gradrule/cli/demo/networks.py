@@ -1,4 +1,4 @@
-"""The two networks of the demo, as graphs. Their weights are placeholders: the client holds the values."""
+"""Builds the demo's two networks as graphs; weights are placeholders, whose values the client holds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradrule._builder.handles import TensorHandle
 from gradrule.cli.demo.data import CLASSES, PIXELS, SIDE
 from gradrule.common.tensor_codec import Array
 
-# The logits are divided by the root of the last fan-in like every other layer; this makes up for it.
+# Compensates the division of the logits by the root of the last fan-in.
 _GAIN = 2.0
 
 
 @dataclass
 class Network:
-    """A graph and the first values of its weights, by the names of their placeholders.
+    """Holds a graph and the initial values of its weights, by placeholder name.
 
     The graph takes `x` (float32, (n, 64)) and `labels` (int64, (n,)); it has `logits` ((n, 10)), `loss` (the mean cross
     entropy) and `score` (the sum over examples of the logit of the label).
@@ -30,12 +30,12 @@ class Network:
     weights: dict[str, Array] = field(default_factory=dict)
 
     def inputs(self) -> tuple[TensorHandle, TensorHandle]:
-        """The placeholders `x` and `labels`."""
+        """Adds the placeholders `x` and `labels`."""
         x = self.graph.placeholder("x", "float32", [None, PIXELS])
         return x, self.graph.placeholder("labels", "int64", [None])
 
     def weight(self, name: str, value: Array) -> TensorHandle:
-        """A placeholder for a weight whose first value is given."""
+        """Adds a placeholder for a weight with this initial value."""
         self.weights[name] = value.astype(np.float32)
         return self.graph.placeholder(name, "float32", value.shape)
 
@@ -49,7 +49,7 @@ class Network:
 
 
 def binary_network(seed: int, hidden: Sequence[int] = (256, 256)) -> Network:
-    """Dense layers with binary weights and sign activations.
+    """Builds dense layers with binary weights and sign activations.
 
     Layer i computes `sign(h @ sign(w_i) / sqrt(fan_in))`, the last one without the outer sign. Every trainable
     weight is the argument of a sign, so without a rule for `Sign` the gradient of all of them is zero.
@@ -69,7 +69,7 @@ def binary_network(seed: int, hidden: Sequence[int] = (256, 256)) -> Network:
 
 
 def relu_network(seed: int, channels: Sequence[int] = (16, 32), width: int = 64) -> Network:
-    """Two convolutions and two dense layers with ReLU, in plain floats: the network whose decisions are explained."""
+    """Builds two convolutions and two dense layers with ReLU, whose decisions the demo explains."""
     rng = np.random.default_rng(seed)
     network = Network()
     g = network.graph

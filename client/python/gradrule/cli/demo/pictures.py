@@ -1,4 +1,4 @@
-"""The demo's two PNGs. Figures are made without pyplot: no display, no global state."""
+"""Draws the demo's two PNGs, without pyplot, which needs global state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMOOTH = 15
 
 
 def learning_curves(runs: Mapping[str, Run], path: Path) -> None:
-    """Test accuracy and training loss by step, a line for each run."""
+    """Plots test accuracy and training loss by step, one line per run."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for label, run in runs.items():
@@ -35,7 +35,7 @@ def learning_curves(runs: Mapping[str, Run], path: Path) -> None:
 
 
 def saliency(rows: Mapping[str, Array], labels: Array, path: Path) -> None:
-    """A column for each digit and a row for each of the named arrays of shape (n, 64).
+    """Draws a column for each digit and a row for each named array of shape (n, 64).
 
     The first row is drawn as digits, grey; the others as gradients: red for positive, blue for negative,
     each on its own scale.

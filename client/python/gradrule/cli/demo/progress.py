@@ -1,4 +1,4 @@
-"""How far a training is: a moving bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of training: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Report = Callable[[int, float, float], None]
 
 @contextlib.contextmanager
 def shown(screen: Screen, title: str, total: int) -> Iterator[Report]:
-    """Gives what a training calls after each step with the steps done, the loss and the latest test accuracy."""
+    """Yields the function to call after each step, with the number of steps, the loss and the latest test accuracy."""
     if not screen.is_terminal:
 
         def line(done: int, loss: float, accuracy: float) -> None:
@@ -23,7 +23,7 @@ def shown(screen: Screen, title: str, total: int) -> Iterator[Report]:
 
         yield line
         return
-    # Without rich, no screen is a terminal.
+    # Bars need rich.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""What a ReLU network looks at: its gradient with respect to the pixels, plain and with guided backpropagation.
+"""Computes a ReLU network's gradient with respect to pixels, plain and with guided backpropagation.
 
 Springenberg et al., "Striving for Simplicity", 2015: at every ReLU the gradient is also cut where it is negative.
 """
@@ -20,12 +20,12 @@ GUIDED = {"Relu": "guided_relu"}
 
 
 def one_of_each(digits: Digits) -> Array:
-    """Indices of the first test digit of each class."""
+    """Returns the index of the first test digit of each class."""
     return np.array([np.flatnonzero(digits.test_labels == label)[0] for label in range(CLASSES)])
 
 
 def gradients(client: Client, network: Network, weights: dict[str, Array], x: Array, labels: Array) -> list[Array]:
-    """Gradients of the labels' logits by the pixels, of x's shape (n, 64): TensorFlow's own, then guided."""
+    """Returns gradients of the labels' logits with respect to x, shape (n, 64): TensorFlow's, then guided."""
     found = []
     feeds: dict[Any, Any] = {"x": x, "labels": labels, **weights}
     for overrides in (None, GUIDED):

@@ -1,4 +1,4 @@
-"""Training through the server: the program is compiled once, each step sends a batch and the weights."""
+"""Trains through the server: compiles the program once, and sends a batch and the weights at each step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Progress = Callable[[int, float, float], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: epochs, the first learning rate (it falls to zero along a cosine), and Adam's limit of weights."""
+    """Holds the options of training. The learning rate falls to zero along a cosine; limit: Adam's weight limit."""
 
     epochs: int
     learning_rate: float
     weight_limit: float | None = None
 
     def steps(self, digits: Digits) -> int:
-        """Number of steps; what does not fill a batch at the end of an epoch waits for another epoch's shuffle."""
+        """Returns the number of steps; an incomplete last batch of an epoch is dropped."""
         return self.epochs * (len(digits.train_x) // _BATCH)
 
 
 @dataclass
 class Run:
-    """What a training gave. accuracies: (step, accuracy on the test digits); seconds: spent in steps alone."""
+    """Holds the results of training. accuracies: (step, test accuracy). seconds: time of the steps only."""
 
     weights: dict[str, Array] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def accuracy(self) -> float:
-        """On the test digits, after the last step."""
+        """Returns the test accuracy after the last step."""
         return self.accuracies[-1][1]
 
 
@@ -62,7 +62,7 @@ def train(
     seed: int,
     progress: Progress,
 ) -> Run:
-    """Trains with the gradients that the server gives under the overrides, and tests after each epoch."""
+    """Trains with the server's gradients under the overrides, and tests after each epoch."""
     step = client.compile(network.graph, ys=["loss"], xs=list(network.weights), fetches=["loss"], overrides=overrides)
     classify = client.compile(network.graph, fetches=["logits"])
     optimizer = Adam(network.weights, recipe.weight_limit)

@@ -1,1 +1,1 @@
-"""`gradrule rules`: the registry of rules, looked at, tried, drawn and checked."""
+"""`gradrule rules`: lists, runs, draws and checks rules."""

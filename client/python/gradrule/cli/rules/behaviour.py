@@ -1,4 +1,4 @@
-"""How a rule behaves, whatever it claims: types, shapes, numbers that are none, samples."""
+"""Tests how a rule handles element types, shapes, non-finite numbers and batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class TypeBehaviour:
-    """difference: the largest from float64's result, relative to its largest element; None where it was refused."""
+    """Compares one element type with float64. difference: largest, relative to the largest element; None: refused."""
 
     dtype: str
     gives: str
@@ -30,7 +30,7 @@ class TypeBehaviour:
 
 @dataclass(frozen=True)
 class ShapeBehaviour:
-    """gives: the gradient's shape, or why it was refused."""
+    """Describes the result for one shape. gives: the gradient's shape, or the reason of the refusal."""
 
     shape: tuple[int, ...]
     gives: str
@@ -39,7 +39,7 @@ class ShapeBehaviour:
 
 @dataclass(frozen=True)
 class SpecialValue:
-    """What comes out for an x and a dy, in float32."""
+    """Holds the gradient for one x and dy, in float32."""
 
     x: float
     dy: float
@@ -48,7 +48,7 @@ class SpecialValue:
 
 @dataclass(frozen=True)
 class SampleBehaviour:
-    """claimed: what the registry says, None where it does not know. found: whether samples proved independent."""
+    """Compares the registry's `per_sample` (None: unknown) with a test. found: whether examples are independent."""
 
     claimed: bool | None
     found: bool
@@ -56,8 +56,8 @@ class SampleBehaviour:
 
 
 def types(subject: Subject, low: float, high: float) -> list[TypeBehaviour]:
-    """The four floating types. What is compared is the arithmetic: all see the numbers that the narrow type has."""
-    # No round numbers: there are kinks.
+    """Runs the rule in four floating types on values that the narrowest type represents exactly."""
+    # Rules often have kinks at round numbers.
     places = low + (high - low) * np.linspace(0.0317, 0.9713, 13)
     found = []
     for dtype in _DTYPES:
@@ -84,7 +84,7 @@ def types(subject: Subject, low: float, high: float) -> list[TypeBehaviour]:
 
 
 def shapes(subject: Subject, low: float, high: float) -> list[ShapeBehaviour]:
-    """From rank 0 to 3, and without elements."""
+    """Runs the rule on shapes of rank 0 to 3, and on an empty one."""
     rng = np.random.default_rng(_SEED)
     found = []
     for shape in _SHAPES:
@@ -99,7 +99,7 @@ def shapes(subject: Subject, low: float, high: float) -> list[ShapeBehaviour]:
 
 
 def specials(subject: Subject, low: float, high: float) -> list[SpecialValue]:
-    """NaN, infinities, zeros and the ends of float32, for x with dy = 1, then for dy in the middle of the range."""
+    """Runs the rule on NaN, infinities, zeros and extreme float32 values, first as x (dy = 1), then as dy."""
     info = np.finfo(np.float32)
     ends = (np.nan, np.inf, -np.inf, 0.0, -0.0, float(info.max), -float(info.max), float(info.tiny))
     middle = low + 0.6 * (high - low)
@@ -112,7 +112,7 @@ def specials(subject: Subject, low: float, high: float) -> list[SpecialValue]:
 
 
 def samples(subject: Subject, low: float, high: float) -> SampleBehaviour | None:
-    """Whether a sample's gradient stays when another sample changes; None where the rule takes no batch."""
+    """Tests whether an example's gradient ignores the other examples; None if the rule takes no batch."""
     claimed = subject.rule.per_sample if isinstance(subject.rule, RuleInfo) else None
     rng = np.random.default_rng(_SEED)
     x, dy = rng.uniform(low, high, (2, 5)).astype(np.float32), rng.normal(size=(2, 5)).astype(np.float32)

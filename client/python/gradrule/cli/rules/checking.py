@@ -1,4 +1,4 @@
-"""`gradrule rules check`: what a rule claims, against finite differences, and how it behaves."""
+"""`gradrule rules check`: compares a rule with finite differences and tests its behaviour."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found. of: what the rule is compared with. notes: what was left out or made up."""
+    """Holds the results of a check. of: the function that the rule is compared with. notes: skipped parts."""
 
     rule: str
     of: str | None
@@ -40,14 +40,14 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Whether all that is claimed is true."""
+        """Returns whether the rule passed every comparison."""
         claims = [claim.holds for claim in self.claims]
         found = [*(item.holds for item in self.types), *(item.holds for item in self.shapes)]
         return all([*claims, *found, self.samples is None or self.samples.holds])
 
 
 def add(group: Any) -> None:
-    """Adds the verb."""
+    """Adds the command."""
     parser = group.add_parser(
         "check",
         help="compare a rule with finite differences, and tell how it behaves",
@@ -91,7 +91,7 @@ def check(
     params: dict[str, Any] | None = None,
     interval: tuple[float, float] | None = None,
 ) -> Report:
-    """The report on one rule. Raises `NoSiteError` where it is no function of a tensor of numbers."""
+    """Checks one rule. Raises `NoSiteError` if it is not a function of a tensor of numbers."""
     notes: list[str] = []
     is_formula = of is not None and of.startswith(EXPRESSION)
     site = Site(others=others) if is_formula else site_of(rule, of or op_type, others)
@@ -117,7 +117,7 @@ def check(
             kinks = slopes.kinks_of(subject, low, high)
             claims = slopes.compare(subject, low, high, kinks) if of is not None else []
     except (CommandError, TypeMismatchError) as reason:
-        # Some ops have no float64.
+        # Some ops do not support float64.
         if is_asked or isinstance(reason, NoSiteError):
             raise
         notes.append(str(reason))

@@ -1,4 +1,4 @@
-"""`gradrule rules`: the parser of all its verbs."""
+"""`gradrule rules`: adds the parsers of all its commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rule as a curve: values of the op and of the gradient, asked of a server with `sample_rule`."""
+"""Computes a rule's curve: values of the op and of the gradient, from a server's `sample_rule`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from gradrule import Client
 
 POINTS = 241
-# Where each point is a call of its own.
+# Number of points if each point needs its own call.
 _FEW_POINTS = 121
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a curve. role: `forward` for the op, `gradient`, `opposite` for the gradient at -dy."""
+    """Holds one line of a curve. role: `forward` (the op), `gradient`, or `opposite` (the gradient at -dy)."""
 
     label: str
     values: Array
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """axis: `x`, or `dy` where only that counts. lines: the op first where there is one, then gradients.
+    """Holds the lines of a rule: the op's line first, if there is an op. axis: `x`, or `dy` if only dy matters.
 
     notes: what one must know to read it: params that were made up, further inputs.
     """
@@ -57,7 +57,7 @@ def curve(
     dy: float = 1.0,
     over: str | None = None,
 ) -> Curve:
-    """The curve of a rule. Raises `NoSiteError` where it is no function of one number."""
+    """Computes the curve of a rule. Raises `NoSiteError` if it is not a function of one number."""
     given = dict(params or {})
     site = site_of(rule, op_type, others)
     values = params_of(rule, given)
@@ -80,7 +80,7 @@ def curve(
 
 
 class Sampler:
-    """Runs a rule at many numbers, each by itself.
+    """Runs a rule on many numbers, each as its own input.
 
     A number v is the first element of a tensor [v, 0] whose second element gets no upstream gradient, so that rules
     that look at a whole sample or tensor have something to look at. Where samples are not independent of each other,
@@ -95,7 +95,7 @@ class Sampler:
         self.is_separate = isinstance(rule, RuleInfo) and rule.per_sample is True
 
     def at(self, x: Array, dy: Array, dtype: str = "float32") -> tuple[Array | None, Array]:
-        """The op's output, where there is an op, and the gradient, at each x with its dy."""
+        """Returns the op's output, if there is an op, and the gradient, for each x and dy."""
         xs, dys = (np.stack([part, np.zeros_like(part)], axis=1).astype(dtype) for part in (x, dy))
         if self.is_separate:
             return self._call(xs, dys)
@@ -127,7 +127,7 @@ class Sampler:
 
 
 def why_not(failure: CommandFailure) -> str:
-    """A failure as the reason why there is no curve."""
+    """Converts an error to the reason why there is no curve."""
     return failure.message if isinstance(failure, GradruleError) else str(failure)
 
 

@@ -1,4 +1,4 @@
-"""`gradrule rules plot` and `gallery`: rules to be seen."""
+"""`gradrule rules plot` and `gallery`: draw rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add(group: Any) -> None:
-    """Adds the verbs."""
+    """Adds the commands."""
     parser = group.add_parser(
         "plot",
         help="draw a rule: the op and the gradient",
@@ -80,7 +80,7 @@ def run_plot(options: argparse.Namespace) -> int:
 
 
 def further_inputs(options: argparse.Namespace) -> tuple[Any, ...]:
-    """The values of x1, x2, … in order."""
+    """Returns the values of x1, x2, … in order."""
     feeds = inputs.feeds(options)
     expected = [f"x{index}" for index in range(1, len(feeds) + 1)]
     if sorted(feeds) != expected:
@@ -89,7 +89,7 @@ def further_inputs(options: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def info_of(client: Client, rule: str | Rule) -> RuleInfo | Rule:
-    """All about a rule that is given by its name."""
+    """Fetches a registered rule by name."""
     return client.get_rule(rule) if isinstance(rule, str) else rule
 
 

@@ -13,7 +13,7 @@ from gradrule.cli.rules.listing import show
 
 
 def add(group: Any) -> None:
-    """Adds the verbs."""
+    """Adds the commands."""
     parser = group.add_parser(
         "create",
         help="register a rule",
@@ -54,7 +54,7 @@ def add(group: Any) -> None:
 
 
 def run_create(options: argparse.Namespace) -> int:
-    """Registers a rule and prints it. Whether it is a formula or a graph, and only one of them, the client checks."""
+    """Registers a rule and prints it; the client checks that it is either an expression or a graph."""
     import gradrule as gr
 
     graph = None if options.graph is None else gr.load(options.graph)
@@ -83,7 +83,7 @@ def run_delete(options: argparse.Namespace) -> int:
 
 
 def run_sample(options: argparse.Namespace) -> int:
-    """Prints what a rule makes of the values."""
+    """Prints the gradients that a rule computes from the values."""
     given, params = inputs.feeds(options), dict(options.param)
     with connect(options) as client:
         sampled = client.sample_rule(options.rule, **given, params=params or None, op_type=options.op_type)

@@ -1,4 +1,4 @@
-"""How a rule or a preset of the catalogue is used: one line of Python and one for the shell."""
+"""Shows how to use a rule or a preset: one line of Python and one shell command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo
 from gradrule.cli.rules.sites import EXAMPLE_PARAMS
 
 _SECOND_INPUT = re.compile(r"\bx1\b")
-# A layer is two ops where it has a bias, and its rules want both in sight.
+# A layer with a bias has two ops; its rules need both.
 _LAYERS = "@linear"
 _ANY_OP = "Identity"
 _FAMILIES_OF_REGIONS = ("straight_through", "stable")
@@ -19,24 +19,24 @@ _FAMILIES_OF_REGIONS = ("straight_through", "stable")
 
 @dataclass(frozen=True)
 class Example:
-    """overrides: Python's expression of the argument. flag: the shell's flag with its value."""
+    """Holds one example. overrides: the Python argument. flag: the shell's flag with its value."""
 
     overrides: str
     flag: str
 
     @property
     def python(self) -> str:
-        """The whole call."""
+        """Returns the Python call."""
         return f'client.evaluate(graph, feeds, ys=["y"], xs=["x"], overrides={self.overrides})'
 
     @property
     def shell(self) -> str:
-        """The whole command."""
+        """Returns the shell command."""
         return f"gradrule evaluate graph.pb --feed x=x.npy --y y --x x {self.flag}"
 
 
 def of_rule(rule: RuleInfo) -> Example:
-    """An override of the kind that the rule is meant for."""
+    """Returns an override with a selector that suits the rule."""
     params = _missing(rule.param_infos)
     python_params = f", params={_python(params)}" if params else ""
     named = rule.name + _flag_params(params)
@@ -58,7 +58,7 @@ def of_rule(rule: RuleInfo) -> Example:
 
 
 def of_preset(preset: PresetInfo) -> Example:
-    """The preset with the params that must be given."""
+    """Returns the preset with its required params."""
     params = _missing(preset.params)
     words = "".join(f", {name}={value!r}" for name, value in params.items())
     return Example(f'gr.Preset("{preset.name}"{words})', _flag("--preset", preset.name + _flag_params(params)))

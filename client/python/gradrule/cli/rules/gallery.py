@@ -1,4 +1,4 @@
-"""One HTML page with every builtin rule: curve, formula, params, source, an example. It needs no other file."""
+"""Makes one self-contained HTML page with every builtin rule: curve, formula, params, paper and an example."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ box.addEventListener("input", () => {
 
 @dataclass(frozen=True)
 class Page:
-    """The page and what is on it."""
+    """Holds the page and the number of its parts."""
 
     html: str
     rules: int
@@ -82,7 +82,7 @@ class Page:
 
 
 def page(client: Client) -> Page:
-    """The page, from what the server tells and samples."""
+    """Makes the page from the server's rules and samples."""
     rules = sorted(client.list_rules("builtin"), key=lambda rule: (_order(rule.family), rule.name))
     presets = client.list_presets()
     curves = 0
@@ -175,6 +175,6 @@ def _example(example: examples.Example) -> str:
 
 
 def _markup(description: str) -> str:
-    """Text between backticks as code."""
+    """Converts text between backticks to HTML code."""
     pieces = escape(description).split("`")
     return "".join(f"<code>{piece}</code>" if index % 2 else piece for index, piece in enumerate(pieces))

@@ -1,4 +1,4 @@
-"""The flags of verbs that run a rule: `sample`, `plot`, `check`."""
+"""Adds the flags of the commands that run a rule: `sample`, `plot`, `check`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradrule.cli.failures import USAGE, CommandError
 
 
 def add_rule(parser: argparse.ArgumentParser) -> None:
-    """Adds the rule, its params and the op that it stands at."""
+    """Adds the flags of the rule, its params and its op."""
     parser.add_argument("rule", metavar="NAME", type=values.parse_rule, help="a rule's name, or expr:FORMULA")
     parser.add_argument(
         "--param",
@@ -44,7 +44,7 @@ def add_range(parser: argparse.ArgumentParser) -> None:
 
 
 def feeds(options: argparse.Namespace) -> dict[str, Any]:
-    """Values by variable. One that is given twice is a usage error."""
+    """Returns values by variable; a variable that is given twice is a usage error."""
     given: dict[str, Any] = {}
     for one in options.feed:
         if twice := given.keys() & one.keys():
@@ -54,7 +54,7 @@ def feeds(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def interval(text: str) -> tuple[float, float]:
-    """`-3:3`."""
+    """Parses `-3:3`."""
     first, colon, last = text.partition(":")
     try:
         low, high = float(first), float(last)

@@ -14,7 +14,7 @@ _KINDS = ("user", "builtin", "op")
 
 
 def add(group: Any) -> None:
-    """Adds the verbs."""
+    """Adds the commands."""
     parser = group.add_parser("list", help="rules by kind and name")
     parser.add_argument("--kind", choices=_KINDS, help="only rules of this kind")
     parser.add_argument(

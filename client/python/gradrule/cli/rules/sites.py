@@ -1,6 +1,6 @@
-"""Where a rule is drawn and checked: at which op, with which further inputs, and over which range.
+"""Chooses the op, further inputs and range with which a rule is drawn and checked.
 
-A rule of the catalogue says which ops it is meant for; the first of them that takes one number and gives one is chosen.
+A builtin rule lists op types; the first that maps one number to one number is chosen.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ _FURTHER_INPUT = re.compile(r"\bx([1-9]\d*)\b")
 
 
 class NoSiteError(CommandError):
-    """A rule that is no function of one number; the message says why."""
+    """Reports that a rule is not a function of one number, and why."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """op_type: None where the rule is run by itself. is_step: its op is the step x > 0. forward: in words.
+    """Describes where a rule is drawn and checked.
 
-    others: values of further inputs, `x1` first. over_dy: whether only the upstream gradient counts for the rule.
-    y: a formula of the output, where the rule is run by itself and needs one.
+    Attributes:
+        op_type: Op of the rule; None: the rule runs without an op.
+        forward: Text of the forward function.
+        others: Values of further inputs, `x1` first.
+        interval: Range of x.
+        is_step: Whether the forward function is the step x > 0.
+        over_dy: Whether the rule depends on dy only.
+        y: Expression of the output, if the rule runs without an op and needs it.
+        attrs: Attributes of the op.
     """
 
     op_type: str | None = None
@@ -44,7 +51,7 @@ class Site:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The further inputs by variable."""
+        """Returns the further inputs by variable."""
         return {f"x{index}": value for index, value in enumerate(self.others, start=1)}
 
 
@@ -71,19 +78,19 @@ SITES: Mapping[str, Site] = {
     STEP: Site(None, "x > 0", is_step=True),
     "@activation": Site("Relu", "Relu(x)"),
 }
-"""Ops, and groups by one of their ops, that make one number of one number."""
+"""Ops that map one number to one number; groups are represented by one of their ops."""
 
 _REGIONS: Mapping[str, Site] = {
     "safe_norm": Site(forward="norm([x, 0])", y="norm(x, axis=-1)"),
     "lsq": Site(others=(0.5,)),
 }
-"""Rules for regions: what they need besides `x`."""
+"""Sites of rules for regions, which need more than `x`."""
 
 _WHY_NOT: Mapping[str, str] = {
-    "@linear": "it stands at layers with weights",
-    "@sum": "it shares out what arrives among the inputs of a sum or a pool",
-    "@pool": "it shares out what arrives among the inputs of a sum or a pool",
-    "MaxPool": "a pool looks at several numbers at once",
+    "@linear": "it is for layers with weights",
+    "@sum": "it distributes dy among the inputs of a sum or a pool",
+    "@pool": "it distributes dy among the inputs of a sum or a pool",
+    "MaxPool": "a pool reads several numbers at once",
     "SelfAdjointEigV2": "its input is a matrix",
 }
 
@@ -91,11 +98,11 @@ EXAMPLE_PARAMS: Mapping[str, Any] = {
     "seed": 0, "step": 0, "lo": -1.0, "hi": 1.0, "low": -1.0, "high": 1.0, "factor": 0.5, "mask": 1.0, "levels": 2.0,
     "qn": -2.0, "qp": 1.0,
 }  # fmt: skip
-"""Values for params of the catalogue that have no default, where none is given."""
+"""Example values for params of builtin rules that have no default."""
 
 
 def site_of(rule: RuleInfo | Rule, op_type: str | None, others: Sequence[Any] | None = None) -> Site:
-    """Where the rule stands; op_type and others (further inputs) where they are given. Raises `NoSiteError`."""
+    """Returns the site of a rule, with the given op type and further inputs, if any. Raises `NoSiteError`."""
     site = _chosen(rule, op_type)
     if others:
         words = ", ".join(str(value) for value in others)
@@ -109,7 +116,7 @@ def site_of(rule: RuleInfo | Rule, op_type: str | None, others: Sequence[Any] | 
 
 
 def params_of(rule: RuleInfo | Rule, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The params that are given, and examples for those that must be given and are not. Raises `NoSiteError`."""
+    """Returns the given params, and example values for missing required ones. Raises `NoSiteError`."""
     if isinstance(rule, Rule):
         return dict(given)
     found = dict(given)
@@ -122,7 +129,7 @@ def params_of(rule: RuleInfo | Rule, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def examples_used(rule: RuleInfo | Rule, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `params_of` those that nobody gave."""
+    """Returns the params of `params_of` that are example values."""
     return {name: value for name, value in params_of(rule, given).items() if name not in given}
 
 

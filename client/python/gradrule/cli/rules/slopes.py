@@ -1,4 +1,4 @@
-"""A rule against central finite differences of what it claims to be the gradient of, number by number."""
+"""Compares a rule with central finite differences of its forward function, number by number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Function = Callable[[Array], Array]
 
 @dataclass(frozen=True)
 class Kink:
-    """A point where the slopes on both sides differ, or, with `is_jump`, the values. rule: the gradient for dy = 1."""
+    """Describes a point where slopes (or values, if `is_jump`) differ on both sides. rule: the gradient for dy = 1."""
 
     x: float
     left: float
@@ -51,7 +51,7 @@ class InputClaim:
 
 
 def kinks_of(subject: Subject, low: float, high: float) -> list[Kink]:
-    """All kinks and jumps of the forward within the range, in order."""
+    """Finds all kinks and jumps of the forward function within the range, in order."""
 
     def forward(x: Array) -> Array:
         return np.asarray(subject.forward(x), np.float64)
@@ -71,10 +71,10 @@ def kinks_of(subject: Subject, low: float, high: float) -> list[Kink]:
 
 
 def compare(subject: Subject, low: float, high: float, kinks: list[Kink]) -> list[InputClaim]:
-    """The claim for the first input at each point, and for each further one summed over all points."""
+    """Compares the first input at each point, and each further input summed over all points."""
     x = np.linspace(low, high, POINTS)
     rng = np.random.default_rng(_SEED)
-    # Upstream gradients of both signs: a rule that only holds for one of them is found.
+    # Use dy of both signs, so that a rule that is right for only one sign fails.
     dy = rng.uniform(0.5, 1.5, x.shape) * rng.choice([-1.0, 1.0], x.shape)
     step = _STEP * np.maximum(1, np.abs(x))
     slope, doubt = _slopes(subject.forward, x, step)
@@ -86,7 +86,7 @@ def compare(subject: Subject, low: float, high: float, kinks: list[Kink]) -> lis
     usable = ~near & np.isfinite(slope) & np.isfinite(doubt)
     expected = dy * slope
     difference = np.where(usable, np.abs(first - expected), 0.0)
-    # A rule that is not finite where the slope is has failed there.
+    # A rule fails where its gradient is not finite but the slope is.
     difference[usable & ~np.isfinite(first)] = np.inf
     allowed = _TOLERANCE * np.maximum(1, np.abs(expected)) + np.abs(dy) * doubt
     excess = np.where(usable, difference / np.where(usable, allowed, 1.0), 0.0)
@@ -107,7 +107,7 @@ def compare(subject: Subject, low: float, high: float, kinks: list[Kink]) -> lis
 
 
 def is_elementwise(subject: Subject, low: float, high: float) -> bool:
-    """Whether each element of the gradient, and of the forward, depends on the element at its place alone."""
+    """Tests whether each element of gradient and forward depends only on the input's element at the same index."""
     x = np.linspace(low, high, 8)[1:7]
     other = x.copy()
     other[1::2] = low + 0.37 * (high - low)
@@ -134,7 +134,7 @@ def _further(subject: Subject, name: str, x: Array, dy: Array, given: float) -> 
 
 
 def _slopes(function: Function, x: Array, step: Array) -> tuple[Array, Array]:
-    """Central differences, made better by a second pair at half the step, and how far the two are apart."""
+    """Returns central differences, extrapolated from a step and half of it, and their error estimate."""
     places = np.concatenate([x + step, x - step, x + step / 2, x - step / 2])
     values = np.asarray(function(places), np.float64).reshape(4, -1)
     with np.errstate(invalid="ignore"):
@@ -145,7 +145,7 @@ def _slopes(function: Function, x: Array, step: Array) -> tuple[Array, Array]:
 
 
 def _places(function: Function, grid: Array) -> list[float]:
-    """Where slopes or values change at once: every interval is halved towards its greater change."""
+    """Finds where slopes or values jump, by halving each interval towards its larger change."""
     a, b = grid[:-1].copy(), grid[1:].copy()
     while float((b - a).max()) > _NARROW:
         middle = (a + b) / 2
@@ -174,7 +174,7 @@ def _changes(function: Function, a: Array, b: Array) -> Array:
 
 
 def _ends(function: Function, a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
-    """Slopes of an interval's ends, taken outwards, and values there."""
+    """Returns the outward slopes and the values at an interval's ends."""
     values = np.asarray(function(np.concatenate([a - _NARROW, a, b, b + _NARROW])), np.float64).reshape(4, -1)
     with np.errstate(invalid="ignore"):
         return (values[1] - values[0]) / _NARROW, (values[3] - values[2]) / _NARROW, values[1], values[2]

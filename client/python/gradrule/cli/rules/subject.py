@@ -1,4 +1,4 @@
-"""A rule at the place where it is checked: its gradients and its forward, for any tensor."""
+"""Computes the gradients of a checked rule and its forward function, for any tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """of: an op type or `expr:FORMULA` that the rule is compared with; None for nothing."""
+    """Holds a rule and its site. of: an op type or `expr:FORMULA` to compare the rule with, or None."""
 
     client: Client
     rule: RuleInfo | Rule
@@ -31,17 +31,17 @@ class Subject:
 
     @property
     def op_type(self) -> str | None:
-        """The op that the rule stands at. A formula has none: its values are the rule's `y`."""
+        """Returns the rule's op; None for a formula, whose values are the rule's `y`."""
         return None if self._formula is not None else self.site.op_type
 
     @property
     def has_forward(self) -> bool:
-        """Whether it is known what the op, the step or the formula gives."""
+        """Returns whether the forward function is known."""
         return self._formula is not None or self.site.op_type is not None or self.site.is_step
 
     @property
     def forward_name(self) -> str:
-        """The forward in words."""
+        """Returns the text of the forward function."""
         return self._formula or self.site.forward
 
     @property
@@ -51,7 +51,7 @@ class Subject:
     def gradients(
         self, x: Array, dy: Array | None = None, others: Mapping[str, Any] | None = None
     ) -> list[Array | None]:
-        """One per input."""
+        """Returns one gradient per input."""
         y = self.forward(x) if self.op_type is None and self.has_forward else None
         try:
             sampled = self.client.sample_rule(
@@ -68,17 +68,17 @@ class Subject:
         return list(sampled.gradients.values())
 
     def gradient(self, x: Array, dy: Array | None = None) -> Array:
-        """That of the first input; zeros where it gets none."""
+        """Returns the gradient of the first input; zeros if it has none."""
         found = self.gradients(x, dy)[0]
         return np.zeros_like(x) if found is None else found
 
     def forward(self, x: Array, others: Mapping[str, Any] | None = None) -> Array:
-        """What the op, the step or the formula gives."""
+        """Computes the forward function: the op, the step or the formula."""
         import gradrule as gr
 
         further = self._further(x, others)
         if self._formula is not None:
-            # As a rule: what it gives is the value. Only what names a variable is one.
+            # The formula runs as a rule, whose gradient is the value.
             rule = gr.Rule(f"({self._formula}) + 0 * dy")
             value = self.client.sample_rule(rule, x=x, **further).gradients["dx"]
             assert value is not None

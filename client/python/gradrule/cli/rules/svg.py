@@ -1,4 +1,4 @@
-"""A curve as a small SVG picture, for pages: no library, no file, colours by the page's style sheet."""
+"""Draws a curve as a small SVG picture for an HTML page, whose style sheet sets the colours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 8.0, 8.0, 20.0
 
 
 def draw(curve: Curve) -> str:
-    """The picture. Lines have the classes `forward`, `gradient`, `opposite`."""
+    """Draws a curve. Lines have the classes `forward`, `gradient`, `opposite`."""
     low, high = span(curve)
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
@@ -47,7 +47,7 @@ def draw(curve: Curve) -> str:
 
 
 def span(curve: Curve) -> tuple[float, float]:
-    """The lowest and highest value to be shown, with a margin; a few far outliers are cut off."""
+    """Returns the range of shown values, with a margin and without a few outliers."""
     values = np.concatenate([line.values[np.isfinite(line.values)] for line in curve.lines])
     if not values.size:
         return -1.0, 1.0
@@ -60,7 +60,7 @@ def span(curve: Curve) -> tuple[float, float]:
 
 
 def _nice(low: float, high: float, up: bool) -> float:
-    """A round number near an end of the axis."""
+    """Returns a round number near an end of the axis."""
     inner = (high - low) * 0.05
     value = high - inner if up else low + inner
     step = 10.0 ** np.floor(np.log10(high - low)) / 2
@@ -77,7 +77,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _runs(x: Array, values: Array) -> list[list[tuple[float, float]]]:
-    """The finite stretches of a line."""
+    """Splits a line into its finite parts."""
     runs: list[list[tuple[float, float]]] = [[]]
     for place, value in zip(x.tolist(), values.tolist(), strict=True):
         if np.isfinite(value):

@@ -1,4 +1,4 @@
-"""A curve in the terminal, drawn with braille dots: two by four to a character."""
+"""Draws a curve in the terminal with braille characters of 2 by 4 dots."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _draw_line(cells: Array, styles: Array, x: Array, line: Line, low: float, hi
             np.rint(np.linspace(down[index], down[end], steps)).astype(int),
             strict=True,
         ):
-            # A dashed line leaves out two dots of four.
+            # A dashed line skips two of four dots.
             if line.role != "opposite" or column % 4 < 2:
                 cells[row // 4, column // 2] |= _DOTS[row % 4][column % 2]
                 styles[row // 4, column // 2] = STYLES[line.role]

@@ -1,4 +1,4 @@
-"""A rule and its params in words, and as JSON."""
+"""Formats a rule and its params as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gradrule.cli import output
 
 
 def number(value: Any) -> str:
-    """A param's value: `1` for 1.0."""
+    """Formats a param's value: `1` for 1.0."""
     return f"{value:g}" if isinstance(value, float) else str(np.asarray(value).tolist())
 
 
 def params(infos: Sequence[ParamInfo]) -> str:
-    """`clip=1, seed`: a param without a default must be given."""
+    """Formats params as `clip=1, seed`; `seed` has no default."""
     return ", ".join(info.name if info.default is None else f"{info.name}={number(info.default)}" for info in infos)
 
 
 def param_rows(infos: Sequence[ParamInfo]) -> list[list[str]]:
-    """Rows of `PARAM_COLUMNS`."""
+    """Returns table rows for `PARAM_COLUMNS`."""
     return [
         [info.name, "must be given" if info.default is None else number(info.default), info.range, info.description]
         for info in infos
@@ -36,7 +36,7 @@ PARAM_COLUMNS = ("param", "default", "range", "meaning")
 
 
 def formula(rule: RuleInfo) -> str:
-    """What the rule computes, for people."""
+    """Returns the text of what the rule computes."""
     if rule.formula or rule.expression is not None:
         return rule.formula or rule.expression or ""
     if rule.graph is not None:
@@ -45,7 +45,7 @@ def formula(rule: RuleInfo) -> str:
 
 
 def rule_json(rule: RuleInfo) -> dict[str, object]:
-    """All about a rule; a graph by its size."""
+    """Converts a rule to JSON; a graph is represented by its size."""
     found = asdict(rule)
     found["graph_bytes"] = None if rule.graph is None else len(rule.graph)
     del found["graph"]
@@ -56,7 +56,7 @@ def rule_json(rule: RuleInfo) -> dict[str, object]:
 
 
 def gradient(rule: RuleInfo) -> str:
-    """The rules for its own gradient, the rule's own, for people: `dy * 2; of that: dy`."""
+    """Formats the rule's gradient, and the gradient of that: `dy * 2; of that: dy`."""
     found, carried = [], rule.gradient
     while carried is not None:
         found.append(carried.expression or f"a graph of {_size(carried)} bytes")
@@ -78,7 +78,7 @@ def _size(rule: Rule) -> int:
 
 
 def preset_json(preset: PresetInfo) -> dict[str, object]:
-    """All about a preset."""
+    """Converts a preset to JSON."""
     return {**asdict(preset), "params": _params_json(preset.params)}
 
 
