@@ -79,6 +79,7 @@ def jit_programs(client: gr.Client) -> int:
     return sum(engine.jit_programs for engine in client.server_status().engines)
 
 
+@pytest.mark.fast_path("sessions")
 def test_frequently_called_program_runs_with_xla(server: RunningServer, client: gr.Client) -> None:
     program, plain = compiled(client, chain(), jit="auto"), compiled(client, chain())
     assert program.name != plain.name
@@ -96,6 +97,7 @@ def test_frequently_called_program_runs_with_xla(server: RunningServer, client: 
     assert not any(plain(x=x).jit for _ in range(20))
 
 
+@pytest.mark.fast_path("sessions")
 def test_answers_stay_the_same_while_the_server_changes_to_xla(server: RunningServer, client: gr.Client) -> None:
     program = compiled(client, chain(), jit="auto")
     x = feed(_SIZE // 2)
@@ -111,6 +113,7 @@ def test_answers_stay_the_same_while_the_server_changes_to_xla(server: RunningSe
     assert not seen[0].jit
 
 
+@pytest.mark.fast_path("sessions")
 def test_async_clients_and_inline_calls_accept_jit(server: RunningServer, client: gr.Client) -> None:
     x = feed()
     words: Any = {"fetches": ["y"], "jit": "auto"}
@@ -163,6 +166,7 @@ def test_server_setting_turns_xla_off(tmp_path_factory: pytest.TempPathFactory) 
         assert not any(program(x=x).jit for _ in range(60))
 
 
+@pytest.mark.fast_path("sessions")
 def test_xla_does_not_regroup_floats(server: RunningServer, client: gr.Client) -> None:
     """The sums and products that it would fold are what TensorFlow's kernels come to."""
     g = gr.Graph()

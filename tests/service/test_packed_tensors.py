@@ -18,6 +18,7 @@ import zstandard
 
 import gradrule as gr
 from gradrule import optimizers
+from gradrule.common import fast_paths
 from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc, tensor_pb2
 from tests.service import blocking, raw
 from tests.service.answers import refused_raw
@@ -117,7 +118,7 @@ def test_programs_alone_over_the_stream_and_in_chunks(packing: Any, client: Any,
     for _ in range(6):
         check(program.evaluate, plain.evaluate, transfer, **FEEDS)
     sender = (packing if isinstance(packing, gr.Client) else packing.target)._sender
-    assert sender._stream.is_open
+    assert sender._stream.is_open == fast_paths.is_enabled("streams")
     sender._routes._max_whole_bytes = 1000
     random = np.random.default_rng(1).standard_normal((2000, WIDTH)).astype(np.float32)
     check(program.evaluate, plain.evaluate, transfer, **FEEDS | {"x": random})
@@ -192,6 +193,7 @@ def test_one_call_has_another_transfer_than_its_client(client: Any) -> None:
         program.evaluate(FEEDS, transfer=gr.Transfer(compression="gzip"))
 
 
+@pytest.mark.fast_path("batching")
 def test_calls_that_are_packed_in_different_ways_run_together(client: Any) -> None:
     g = gr.Graph()
     g.tanh(g.placeholder("x", "float32", [None, WIDTH]), name="y")
