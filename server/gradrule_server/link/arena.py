@@ -177,7 +177,7 @@ class Incoming:
             return b"".join((payload, suffix))
 
     def view(self, chunk: Chunk) -> memoryview:
-        """Returns a payload without copying it: it is valid until TAKEN is sent to the writer."""
+        """Returns a payload without copying it: it is valid until its request is answered."""
         self._check(chunk)
         return memoryview(self._map)[chunk.offset : chunk.offset + chunk.length]
 

@@ -64,7 +64,7 @@ class CacheStatus:
     Attributes:
         name: Name of the cache.
         entries: Number of entries.
-        bytes: Estimated bytes.
+        size_bytes: Estimated bytes.
     """
 
     name: str
