@@ -1,1 +1,1 @@
-"""Holds what client and server share: element types, op definitions, tensors, the wire format. Internal, without gRPC."""
+"""Holds what client and server share: element types, op definitions, tensors, the wire format. Internal; no gRPC."""
