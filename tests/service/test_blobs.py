@@ -55,7 +55,7 @@ def test_upload_and_find(blobs: Any) -> None:
     assert blobs.FindMissingBlobs(blob_pb2.FindMissingBlobsRequest(sha256=[name, name])).missing == [name]
     for _ in range(2):
         answer = blobs.UploadBlob(pieces(data))
-        assert (answer.sha256, answer.size) == (name, len(data))
+        assert (answer.sha256, answer.size_bytes) == (name, len(data))
     assert not blobs.FindMissingBlobs(blob_pb2.FindMissingBlobsRequest(sha256=[name])).missing
 
 

@@ -13,6 +13,7 @@ import pytest
 from matplotlib import image
 
 import gradrule as gr
+from gradrule._builder.overrides import override_messages
 from gradrule.cli.main import build_parser
 from gradrule.cli.rules import examples
 from gradrule.cli.rules.checking import check
@@ -218,7 +219,7 @@ def test_the_examples_are_right(client: Any, builtins: list[gr.RuleInfo]) -> Non
         given = eval(example.overrides, {"gr": gr})
         options = parser.parse_args(["evaluate", "graph.pb", *_words(example.flag)])
         typed = [*options.override, *options.preset]
-        expected = gr._overrides.override_messages(given)
+        expected = override_messages(given)
         assert [item.message() for item in typed] == expected
         g = gr.Graph()
         g.op("Identity", g.placeholder("x", "float32", [None]), name="y")

@@ -35,12 +35,12 @@ UNIT_LEVEL = {"INTERNAL"}
 
 def test_every_reason_has_a_test() -> None:
     for module in (
+        "authentication",
         "bad_input",
         "bad_rules",
         "blobs",
         "bombs",
         "client_memory",
-        "door",
         "forward",
         "policy",
         "sessions",

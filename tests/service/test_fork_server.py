@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -59,6 +60,15 @@ async def _end(process: ForkedProcess, link: socket.socket) -> None:
     link.close()
 
 
+def _descriptors(pid: int) -> list[str]:
+    """What a process has open; files that it closes meanwhile are left out."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(entry))
+    return found
+
+
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -73,7 +83,11 @@ async def test_an_engine_is_a_child_of_the_front_end_and_ends_with_its_socket(sh
 async def test_an_engine_has_no_descriptors_but_its_own(shared: ForkServer) -> None:
     first, first_link = await _fork(shared, *_FLAGS)
     second, second_link = await _fork(shared, *_FLAGS)
-    kinds = [os.readlink(entry) for entry in Path(f"/proc/{second.pid}/fd").iterdir()]
+    # A file of /proc is open for a moment, while the engine writes how much it may be ended for lack of memory.
+    async with asyncio.timeout(60):
+        while any(kind.startswith("/proc/") for kind in _descriptors(second.pid)):
+            await asyncio.sleep(0.01)
+    kinds = _descriptors(second.pid)
     # Standard input and output are /dev/null, stderr is too here, and the link is the only socket; it has an epoll.
     named = [kind.partition(":")[0] for kind in kinds if "urandom" not in kind and "eventpoll" not in kind]
     assert sorted(named) == [os.devnull] * 3 + ["socket"]

@@ -128,6 +128,12 @@ def test_file_may_be_named_by_the_environment(config: Any, tmp_path: Path) -> No
     assert Settings.load(["--config", path], HOME | {"GRADRULE_CONFIG": str(missing)}).port == 8471
 
 
+@pytest.mark.parametrize(("argv", "variables"), [(["--config", ""], {}), ([], {"GRADRULE_CONFIG": ""})])
+def test_empty_name_of_a_file_is_refused(argv: list[str], variables: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match="the file cannot be read"):
+        Settings.load(argv, HOME | variables)
+
+
 def test_preset_may_come_from_the_environment_or_the_file(config: Any) -> None:
     assert Settings.load([], HOME | {"GRADRULE_FOR": "development"}).quarantine_s == 0
     assert Settings.load(config('for = "development"'), HOME).quarantine_s == 0

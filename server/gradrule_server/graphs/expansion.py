@@ -206,7 +206,8 @@ class _Expansion:
 
     def _resolution_context(self) -> ResolutionContext:
         """Returns what selectors refer to: the copy, the request's tensors, and tensors by name."""
-        copy, selected = self._copy, self._selected
+        # The closures must not refer to `self`, which refers to them: reference counting frees all of it.
+        copy, selected, requested, findings = self._copy, self._selected, self._requested, self._findings
         inner: dict[str, tuple[Body, int]] = {}
 
         def look_up(text: str) -> tuple[Body, Ref] | None:
@@ -228,12 +229,12 @@ class _Expansion:
             found = look_up(text)
             if found is None:
                 name, _ = parse_tensor_name(text) or ("", 0)
-                message = f"There is no tensor {quote(text)}.{self._findings.suggest_similar(name, inner)}"
-                self._findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
+                message = f"There is no tensor {quote(text)}.{findings.suggest_similar(name, inner)}"
+                findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
             return found
 
         def copied(texts: Iterable[str]) -> frozenset[Ref]:
-            return frozenset(copy.tensors[self._requested[text]] for text in texts)
+            return frozenset(copy.tensors[requested[text]] for text in texts)
 
         request = self._request
         tensors = RequestTensors(copied(request.xs), copied(request.ys), copied(request.stop_gradients))

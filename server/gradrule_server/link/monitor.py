@@ -79,14 +79,22 @@ class EngineMonitor:
         """Measures the memory of a process; exactly, which takes longer, if it may be over the limit."""
         arenas, channel = process.arenas, process.connection.memories
         anonymous, shared = resident_sizes(process.pid)
-        if self._memory_limit and anonymous + shared > self._memory_limit * _MEMORY_SLACK:
+        # All pages of this memory count, whether the process has mapped them or not.
+        exempt = (0 if arenas is None else arenas.held_bytes) + (0 if channel is None else channel.held_bytes)
+        if self._memory_limit and anonymous <= self._memory_limit * _MEMORY_SLACK < anonymous + shared:
             inodes = set() if channel is None else set(channel.inodes)
             if arenas is not None:
                 inodes |= {arenas.outgoing.inode, arenas.incoming.inode}
-            exempt = await asyncio.to_thread(mapped_bytes, process.pid, inodes)
-        else:
-            # All pages of this memory count, whether the process has mapped them or not.
-            exempt = (0 if arenas is None else arenas.held_bytes) + (0 if channel is None else channel.held_bytes)
+            try:
+                exact = await asyncio.to_thread(mapped_bytes, process.pid, inodes)
+            except RuntimeError as cause:
+                _log.warning("the memory of engine %d is estimated, no thread can start: %s", process.pid, cause)
+                exact = None
+            if exact is not None:
+                exempt = exact
+                # Memory that was unmapped before smaps was read counts in neither.
+                anonymous, still_shared = resident_sizes(process.pid)
+                shared = min(shared, still_shared)
         process.resident_bytes = anonymous + max(0, shared - exempt)
 
 
@@ -96,7 +104,7 @@ def resident_sizes(pid: int) -> tuple[int, int]:
     Files do not count. Returns zeros if the process is gone.
     """
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         # The process is gone, or the system has no such files.
         return 0, 0
@@ -104,13 +112,14 @@ def resident_sizes(pid: int) -> tuple[int, int]:
     return sizes.get("Anon", 0), sizes.get("Shmem", 0)
 
 
-def mapped_bytes(pid: int, inodes: Set[int]) -> int:
-    """Returns how many bytes of memory files with these inodes a process has mapped and in memory.
+def mapped_bytes(pid: int, inodes: Set[int]) -> int | None:
+    """Returns how many bytes of memory files with these inodes a process has mapped and in memory; None: unknown.
 
     Takes milliseconds: the kernel walks the page tables of the process.
     """
     try:
-        mappings = Path(f"/proc/{pid}/smaps").read_text()
+        # The process itself chooses the names of its memory files.
+        mappings = Path(f"/proc/{pid}/smaps").read_text(errors="replace")
     except OSError:
-        return 0
+        return None
     return sum(int(size) * 1024 for inode, size in _MEMORY_FILE.findall(mappings) if int(inode) in inodes)

@@ -293,6 +293,7 @@ class EnginePool:
         if engine.use is Use.SESSIONS and not engine.is_ready and engine in self.engines and engine.generation:
             # Its sessions are lost; the next session gets a new engine.
             self.engines.remove(engine)
+            engine.is_removed = True
             self._report_removed(engine)
         self._change.set()
         self._change = asyncio.Event()

@@ -61,11 +61,12 @@ class ClientMemory:
         Returns False if it overlaps a region of another call that is under way: gRPC may send a call again while its
         first attempt still runs, and both would write there.
         """
+        if not size:
+            return True
         end = offset + size
         if any(offset < other_end and start < end for start, other_end in self._answer_regions):
             return False
-        if size:
-            self._answer_regions.add((offset, end))
+        self._answer_regions.add((offset, end))
         return True
 
     def release_answer(self, offset: int, size: int) -> None:

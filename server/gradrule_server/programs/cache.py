@@ -139,8 +139,10 @@ class ProgramCache:
     def put(self, key: ProgramKey, program: RunnableProgram, *, is_used: bool = True) -> None:
         """Adds a program and drops the least recently used ones; the last program stays, whatever its size.
 
-        is_used: Whether a call uses it; if not, it is dropped before all that were used.
+        is_used: Whether a call uses it; if not, it is dropped before all that were used, and one that is there stays.
         """
+        if not is_used and key in self._programs:
+            return
         if isinstance(key, InlineKey):
             if key.revision < self._revision:
                 return

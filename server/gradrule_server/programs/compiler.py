@@ -198,7 +198,9 @@ class Compiler:
             )
 
         async def load(engine: Engine | None) -> bytes:
-            with self._loaded.hold(loadable, engine, recovery.ends_at, recovery.recorder(loadable.workload)) as held:
+            with self._loaded.hold(
+                loadable, engine, recovery.ends_at, recovery.load_recorder(loadable.workload)
+            ) as held:
                 try:
                     return await self._loaded.wait(held, may_move=engine is None)
                 finally:

@@ -278,9 +278,13 @@ class ProgramService:
         """Compiles and stores a program. `spec`: Bytes of a `ProgramSpec`. `program_id`: Empty: one is derived."""
         return await self.stored.create(spec, program_id, self.recovery(RunOnce(ends_at)))
 
-    async def load_stored(self, name: str, call: CallShape) -> None:
-        """Compiles a stored program and loads it into an engine, before a call of this shape needs it."""
-        await self.stored.find(name, call, self.recovery(), is_used=False)
+    async def load_stored(self, name: str, call: CallShape, ends_at: float) -> None:
+        """Compiles a stored program and loads it into an engine, before a call of this shape needs it.
+
+        Tries once. `ends_at`: loop time after which it is ended.
+        """
+        once = CallRecovery(self.pool, self._loaded.crash_history, ends_at=ends_at, is_speculative=True)
+        await self.stored.find(name, call, once, is_used=False)
 
     async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[bytes | None, list[Finding]]:
         """Describes a program without storing it; returns the bytes of a `Program`, or what is wrong with the spec.

@@ -9,9 +9,9 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf import json_format
 
@@ -32,6 +32,7 @@ FILE_NAME = "gradrule.recent"
 # Bytes of all requests to engines: the front end keeps them.
 _MAX_TOTAL_BYTES = 256 << 20
 _MAX_LOADING_S = 60.0
+_MAX_PROGRAM_S = 60.0
 _RECORD_INTERVAL_S = 30.0
 _POLL_INTERVAL_S = 0.05
 
@@ -70,6 +71,8 @@ class WarmUp:
         self._pending: list[RecentProgram] = []
         self._recorded: list[RecentProgram] = []
         self._task: asyncio.Task[None] | None = None
+        # Reads or writes the file, in a thread that cannot be cancelled.
+        self._access: asyncio.Task[None] | None = None
         self._warning = RepeatedWarning(_log)
 
     def start(self) -> None:
@@ -82,34 +85,47 @@ class WarmUp:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+            if self._access is not None:
+                await asyncio.wait({self._access})
             await self._record()
 
     async def _run(self) -> None:
         # The file is gone while programs are loaded: a program that ends the server does not do so at each start.
-        self._pending = await asyncio.to_thread(_take, self._file)
+        await self._to_end(self._take())
         if self._pending:
             await self._load()
         while True:
-            await self._record()
+            await self._to_end(self._record())
             await asyncio.sleep(_RECORD_INTERVAL_S)
+
+    async def _to_end(self, access: Coroutine[Any, Any, None]) -> None:
+        """Reads or writes the file; completes also when the caller is cancelled."""
+        self._access = asyncio.create_task(access, name="warm-up-file")
+        await asyncio.shield(self._access)
+
+    async def _take(self) -> None:
+        self._pending = await asyncio.to_thread(_take, self._file)
 
     async def _load(self) -> None:
         """Loads pending programs one by one; starts no further one after 60 s."""
         loop = asyncio.get_running_loop()
         started, total, loaded = loop.time(), len(self._pending), 0
         while self._pending and loop.time() < started + _MAX_LOADING_S:
-            program = self._pending[0]
-            if self._is_busy(program.tenant):
+            if self._is_busy(self._pending[0].tenant):
                 # Calls come first: an engine compiles one program at a time.
                 await asyncio.sleep(_POLL_INTERVAL_S)
                 continue
+            # What fails is not listed again until a call uses it.
+            program = self._pending.pop(0)
             if self._has_engine(program.tenant):
                 try:
-                    await (await self._load_service(program.tenant)).load_stored(program.name, program.call)
+                    service = await self._load_service(program.tenant)
+                    await service.load_stored(program.name, program.call, loop.time() + _MAX_PROGRAM_S)
                     loaded += 1
                 except GradruleError as cause:
                     _log.debug("recently used %s was not loaded: %s", program.name, cause)
-            del self._pending[0]
+                except Exception:
+                    _log.exception("recently used %s was not loaded", program.name)
         self._pending.clear()
         _log.info("loaded %d of %d recently used programs in %.1f s", loaded, total, loop.time() - started)
 

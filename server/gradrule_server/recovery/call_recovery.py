@@ -69,6 +69,7 @@ class CallRecovery(Generic[EngineT]):
         crash_history: The crash history of all workloads.
         ends_at: Loop time of the call's deadline; 0: none is known.
         pinned: The only engine that can run the call; None: any engine can.
+        is_speculative: No client waits for it: it runs once, and whatever happens is recorded for no workload.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class CallRecovery(Generic[EngineT]):
         *,
         ends_at: float = 0.0,
         pinned: EngineT | None = None,
+        is_speculative: bool = False,
     ) -> None:
         self._engines = engines
         self._crash_history = crash_history
         self.ends_at = ends_at
         self._pinned = pinned
+        self._is_speculative = is_speculative
         self._kills = 0
         self._crashes = 0
         self._was_loaded_again = False
@@ -94,6 +97,10 @@ class CallRecovery(Generic[EngineT]):
     def recorder(self, workload: Workload) -> HistoryRecorder:
         """Returns what records the outcomes of the workload's requests."""
         return HistoryRecorder(self._crash_history, workload)
+
+    def load_recorder(self, workload: Workload) -> HistoryRecorder | None:
+        """Returns what records the outcome of loading the workload; None: nothing does."""
+        return None if self._is_speculative else self.recorder(workload)
 
     async def run(
         self,
@@ -119,6 +126,8 @@ class CallRecovery(Generic[EngineT]):
             EngineLost: The call may be to blame for an engine's end.
             GradruleError: QUARANTINED, ENGINE_CRASHED, MEMORY_EXCEEDED, and what `attempt` raises.
         """
+        if self._is_speculative:
+            return await self._run_shared(workload, attempt)
         try:
             return await self._run(workload, attempt, proves, undo)
         except (asyncio.CancelledError, GradruleError) as cause:
@@ -172,7 +181,11 @@ class CallRecovery(Generic[EngineT]):
             if state is CallState.FAILED and failure is not None:
                 if isinstance(failure, EngineLost):
                     self.recorder(workload).record_engine_loss(failure)
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    # The error has this frame in its traceback.
+                    del failure
             if state is not CallState.ALONE:
                 self._suspected_loss = None
 

@@ -53,7 +53,7 @@ class Settings(
         variables = sources.read_environment(cls.model_fields, environ)
         config_variable = variables.pop("config", None)
         config = flags.pop("config", config_variable)
-        file = sources.read_file(cls.model_fields, config) if config else {}
+        file = sources.read_file(cls.model_fields, config) if config is not None else {}
         values = defaults | file | variables | flags
         origins = (
             {name: f"{config}: {sources.file_key(name)}" for name in file}

@@ -210,3 +210,29 @@ async def test_memory_that_a_client_filled_does_not_exempt_what_the_engine_took(
         assert await _within(3, lambda: process.is_killed)
     memory.close()
     memory.release()
+
+
+async def test_names_of_memory_files_in_no_encoding_do_not_hide_the_memory(watched: Watched) -> None:
+    code = (
+        "import mmap, os, sys; fd = os.memfd_create(os.fsdecode(bytes([255]))); os.ftruncate(fd, 100_000_000);"
+        "kept = mmap.mmap(fd, 100_000_000); kept.write(b'a' * 100_000_000)"
+    )
+    with _child(code) as pid:
+        process, _ = watched(heartbeat_s=0, memory=60_000_000)
+        process.pid = pid
+        assert await _within(3, lambda: process.is_killed)
+
+
+@pytest.mark.parametrize("kib", [100_000, 10])
+async def test_memory_is_estimated_where_no_thread_can_start(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, kib: int
+) -> None:
+    async def no_thread(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio, "to_thread", no_thread)
+    with _child(f"import mmap, sys; kept = mmap.mmap(-1, {kib << 10}); kept.write(b'a' * {kib << 10})") as pid:
+        process, _ = watched(heartbeat_s=0, memory=60_000_000)
+        process.pid = pid
+        assert await _within(3, lambda: process.resident_bytes)
+        assert await _within(3 if kib > 1000 else 0.2, lambda: process.is_killed) is (kib > 1000)

@@ -36,9 +36,12 @@ class FakeService:
         program = RunnableProgram(compiled, Loadable(name, b"", nodes=nodes))
         self.cache.put(StoredKey(name, call), program, is_used=is_used)
 
-    async def load_stored(self, name: str, call: CallShape) -> None:
+    async def load_stored(self, name: str, call: CallShape, ends_at: float) -> None:
+        assert asyncio.get_running_loop().time() < ends_at < asyncio.get_running_loop().time() + 100
         if name == "gone":
             raise NOT_FOUND
+        if name == "broken":
+            raise OSError("the registry cannot be read")
         self.loaded.append((name, call))
         self.use(name, call, is_used=False)
 
@@ -106,6 +109,42 @@ async def test_programs_of_all_tenants_are_loaded_in_turn_and_recorded_in_the_sa
     third = await restart(second, tmp_path, pool)
     assert third.services["ada"].loaded == [("new", _FED), ("old", _FED)]
     await third.warm_up.stop()
+
+
+async def test_program_that_cannot_be_loaded_does_not_stop_the_others(
+    tmp_path: Path, pool: FakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(tmp_path, pool, "ada")
+    await server.start()
+    for name in ("old", "broken"):
+        server.services["ada"].use(name)
+    server = await restart(server, tmp_path, pool)
+    assert server.services["ada"].loaded == [("old", CallShape())]
+    assert "recently used broken was not loaded" in caplog.text
+    await server.warm_up.stop()
+    assert "broken" not in server.file.read_text()
+
+
+async def test_program_that_a_call_uses_keeps_its_place_when_it_is_loaded(pool: FakePool) -> None:
+    service = FakeService("ada")
+    for name in ("a", "b"):
+        service.use(name)
+    service.use("b", is_used=False)
+    assert [key for key, _ in service.cache.recent()] == [StoredKey(name, CallShape()) for name in ("b", "a")]
+
+
+async def test_stop_while_the_list_is_read_keeps_it(tmp_path: Path, pool: FakePool) -> None:
+    server = Server(tmp_path, pool, "ada")
+    await server.start()
+    server.services["ada"].use("a")
+    await server.warm_up.stop()
+    recorded = server.file.read_text()
+    stopped = Server(tmp_path, pool, "ada")
+    stopped.warm_up.start()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await stopped.warm_up.stop()
+    assert stopped.file.read_text() == recorded
 
 
 async def test_large_and_surplus_programs_are_not_recorded(tmp_path: Path, pool: FakePool) -> None:
