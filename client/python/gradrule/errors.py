@@ -1,6 +1,6 @@
-"""Defines one exception per `ErrorReason`, for errors of the server and of the client.
+"""Defines one exception class per `ErrorReason`; the server and the client use the same reasons.
 
-Each class's docstring says what went wrong and how to solve it.
+The docstring of each class gives the cause and the remedy.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Detail:
 
     Attributes:
         reason: Name of the `ErrorReason`, without its prefix.
-        message: What is wrong and what would be right.
-        node: Name of the node, or empty.
-        field: Field of the request, or empty.
+        message: The problem and its remedy.
+        node: Name of the node; empty if the problem concerns no node.
+        field: Path of the request field; empty if the problem concerns no field.
     """
 
     reason: str
@@ -36,16 +36,16 @@ class Detail:
 
 
 class GradruleError(Exception):
-    """Is the base of all errors. The message says what is wrong, where, and what would be right.
+    """Base class of all errors. The message gives the problem, its place, and the remedy.
 
     Attributes:
         message: The error's text.
         reason: Name of the `ErrorReason` without its prefix, such as `UNKNOWN_RULE`.
         code: The gRPC status code.
-        details: All problems, the first one included.
-        findings_total: Number of all problems; larger than the length of `details` if these did not fit.
-        retry_delay: Seconds after which the same call may work; None: waiting does not help.
-        request_id: Id of the call in the server's log; empty if the server did not answer.
+        details: All problems, including the first.
+        findings_total: Number of all problems; larger than `len(details)` if the server did not send all of them.
+        retry_delay: Seconds to wait before a retry; None if a retry does not help.
+        request_id: Id of the call in the server's log; empty if the server sent no response.
     """
 
     REASON: ClassVar[str] = ""
@@ -89,244 +89,244 @@ class GradruleError(Exception):
 
 
 class MalformedRequestError(GradruleError):
-    """The server could not read the request. Update the client, or report it: the client makes every request itself."""
+    """The server could not parse the request. Update the client; if the error persists, report it as a bug."""
 
 
 class InvalidGraphError(GradruleError):
-    """The bytes are no graph, or TensorFlow refuses it. The message is TensorFlow's where it names shapes or nodes."""
+    """The bytes are not a GraphDef, or TensorFlow rejects the graph. The message may quote TensorFlow's error."""
 
 
 class DuplicateNodeError(GradruleError):
-    """Two nodes, or two functions, have one name. Rename one."""
+    """Two nodes or two functions have the same name. Rename one of them."""
 
 
 class DanglingInputError(GradruleError):
-    """A node's input names something that is not there. The graph was cut or renamed; export it again."""
+    """A node's input refers to a node that does not exist. Export the complete graph again."""
 
 
 class GraphCycleError(GradruleError):
-    """Nodes depend on themselves, or functions call themselves. Loops are written as `While`."""
+    """A node depends on itself, or a function calls itself. Express loops with the op `While`."""
 
 
 class UnknownOpTypeError(GradruleError):
-    """No op type has the name. Mind the case; renamed ops go by the name that the graph itself uses (`AddV2`)."""
+    """No op type has this name. Names are case-sensitive; use the name that is in the graph, such as `AddV2`."""
 
 
 class InvalidAttrError(GradruleError):
-    """An attribute is missing, not the op's, or of the wrong kind. Only what follows from inputs may be left out."""
+    """An attribute is missing, unknown or of a wrong kind. Only attributes that inputs determine may be omitted."""
 
 
 class TypeMismatchError(GradruleError):
-    """A node's inputs are of the wrong number or element type. Cast them."""
+    """A node has the wrong number of inputs, or an input has a wrong element type. Cast the inputs."""
 
 
 class UnsupportedOpError(GradruleError):
-    """TensorFlow has the op but gradrule does not run it. Export with control flow version 2, without file access."""
+    """gradrule does not run this TensorFlow op. Export with control flow version 2 and without file access."""
 
 
 class InvalidTensorError(GradruleError):
-    """A value cannot be sent as a tensor: bytes that do not fit its shape, or an element type that TensorFlow lacks."""
+    """A value is not a valid tensor: the bytes do not fit the shape, or TensorFlow lacks the element type."""
 
 
 class UnknownTensorError(GradruleError):
-    """The graph has no tensor of the name. Names are `node` or `node:output`; a graph's `outputs` list some."""
+    """The graph has no tensor with this name. A name is `node` or `node:output`; see the graph's `outputs`."""
 
 
 class LimitExceededError(GradruleError):
-    """The graph or rule is larger or deeper than the server's settings allow. The message names the setting."""
+    """The graph or rule is larger or deeper than a server setting allows. The message names the setting."""
 
 
 class InvalidExpressionError(GradruleError):
-    """A rule's expression cannot be read. The message points at the column and says what is allowed there."""
+    """A rule's expression has a syntax error. The message shows the column and what is allowed there."""
 
 
 class InvalidRuleError(GradruleError):
-    """A rule cannot be what it says, for example a plain constant: write `zeros_like(x)`."""
+    """A rule's definition is not valid, for example a plain constant: write `zeros_like(x)` instead."""
 
 
 class UnknownRuleError(GradruleError):
-    """No rule has the name. `client.list_rules()` tells them all; names are case-sensitive."""
+    """No rule has this name. `client.list_rules()` lists all rules; names are case-sensitive."""
 
 
 class RuleExistsError(GradruleError):
-    """The name belongs to a rule of other content. Choose another name, or delete that rule first."""
+    """A rule with this name and different content exists. Choose another name, or delete that rule first."""
 
 
 class RuleReadOnlyError(GradruleError):
-    """OP and BUILTIN rules can be neither made nor deleted. Choose another name."""
+    """OP and BUILTIN rules cannot be created or deleted. Choose another name."""
 
 
 class UnknownParamError(GradruleError):
-    """The rule has no such param, or no override has the label. The message lists those that there are."""
+    """The rule has no such param, or no override has this label. The message lists the valid names."""
 
 
 class MissingParamError(GradruleError):
-    """A param without a default needs a value, in the override's `params` or in the call's."""
+    """A param without a default has no value. Set it in the override's `params` or in the call's `params`."""
 
 
 class InvalidParamError(GradruleError):
-    """A param's value is not a number or a tensor that the rule can take."""
+    """A param's value is not a number or tensor that the rule accepts."""
 
 
 class InvalidOverrideError(GradruleError):
-    """An override has no selector, contradicts itself, or there are overrides without `ys`."""
+    """An override has no selector or contradicts itself, or overrides are given without `ys`."""
 
 
 class UnmatchedOverrideError(GradruleError):
-    """An override matches no node. Correct its selector, or mark it `optional=True`."""
+    """An override matches no node. Correct its selector, or set `optional=True`."""
 
 
 class InactiveOverrideError(GradruleError):
-    """An override matches nodes that no gradient reaches. `client.explain` tells why; or mark it `optional=True`."""
+    """An override matches only nodes that no gradient reaches. `client.explain` shows why; or set `optional=True`."""
 
 
 class RuleArityError(GradruleError):
-    """A rule gives more or fewer gradients than the op has inputs. Give a tuple, `None` where not connected."""
+    """A rule returns a wrong number of gradients. Return one for each input; `None` means not connected."""
 
 
 class RuleOutputError(GradruleError):
-    """A rule's gradient has another shape or type than its input. `sum_to` and casts say aloud what should happen."""
+    """A rule's gradient differs from its input in shape or type. Use `sum_to` or a cast in the rule."""
 
 
 class RuleNotApplicableError(GradruleError):
-    """The rule cannot serve this op, for example an OP rule that reads an attribute that the op lacks."""
+    """The rule cannot be used for this op, for example because the op lacks an attribute that the rule reads."""
 
 
 class ForeignGradientError(GradruleError):
-    """A node names a gradient that lives in the process that made the graph. Override the node with a rule."""
+    """A node's gradient is defined only in the process that created the graph. Override the node with a rule."""
 
 
 class NoGradientError(GradruleError):
-    """An op on the path has no gradient. Override it, or put it behind a `stop_gradient`."""
+    """An op on the path from ys to xs has no gradient. Override it, or block it with `stop_gradient`."""
 
 
 class InvalidDerivativeError(GradruleError):
-    """`ys`, `xs`, `grad_ys` and `stop_gradients` do not fit together."""
+    """`ys`, `xs`, `grad_ys` and `stop_gradients` are not consistent with each other."""
 
 
 class MissingFeedError(GradruleError):
-    """A placeholder that the result needs was not fed. The message names it."""
+    """A placeholder that the result needs has no feed. The message names the placeholder."""
 
 
 class UnknownFeedError(GradruleError):
-    """A feed names a tensor that the graph does not have, or one tensor is fed twice."""
+    """A feed names a tensor that the graph does not have, or a tensor is fed twice."""
 
 
 class FeedDtypeError(GradruleError):
-    """A feed has another element type than its tensor. Lists take the tensor's type; arrays must have it."""
+    """A feed's element type differs from the tensor's. Lists are converted to the tensor's type; arrays are not."""
 
 
 class FeedShapeError(GradruleError):
-    """A feed's shape does not fit its tensor."""
+    """A feed's shape does not match its tensor's shape."""
 
 
 class ProgramNotFoundError(GradruleError):
-    """No program has the name; it was deleted, or belongs to another server. Compile it again."""
+    """No program has this name: it was deleted, or it is on another server. Compile it again."""
 
 
 class ProgramExistsError(GradruleError):
-    """The wished name belongs to a program of other content. Choose another, or delete that program."""
+    """A program with this name and different content exists. Choose another name, or delete that program."""
 
 
 class ExecutionFailedError(GradruleError):
-    """A kernel failed while the program ran. The message is TensorFlow's."""
+    """A TensorFlow kernel failed while the program ran. The message is TensorFlow's."""
 
 
 class EngineCrashedError(GradruleError):
-    """The process that ran the program died. The next call meets a new one; the same graph may kill that too."""
+    """The engine process that ran the program crashed. The next call uses a new engine, which may crash too."""
 
 
 class EngineUnavailableError(GradruleError):
-    """No engine is ready yet. Try again after `retry_delay` seconds; `client.wait_ready()` waits for one."""
+    """No engine is ready. Retry after `retry_delay` seconds, or call `client.wait_ready()`."""
 
 
 class OverloadedError(GradruleError):
-    """The server has more requests than it takes. Try again after `retry_delay` seconds, with fewer in flight."""
+    """The server has too many requests. Retry after `retry_delay` seconds, with fewer concurrent calls."""
 
 
 class MessageTooLargeError(GradruleError):
-    """A message is larger than the server takes. Send less at a time, or raise its `--max-message-bytes`."""
+    """A message is larger than the server accepts. Send smaller messages, or raise `--max-message-bytes`."""
 
 
 class DeadlineExceededError(GradruleError):
-    """The call took longer than its `timeout`. The first call of a program compiles it and takes longest."""
+    """The call exceeded its `timeout`. The first call of a program includes compilation and is the slowest."""
 
 
 class CancelledError(GradruleError):
-    """The call was cancelled by its caller."""
+    """The caller cancelled the call before it finished."""
 
 
 class UnavailableError(GradruleError):
-    """The server cannot be reached: wrong address, not started, or going away. The client has tried several times."""
+    """The server is not reachable: wrong address, not started, or stopping. The client has already retried."""
 
 
 class UnsupportedError(GradruleError):
-    """This version of the server, or of the client, does not have the method or option."""
+    """This version of the server or the client does not support the method or option."""
 
 
 class InternalError(GradruleError):
-    """A fault of the server's. The message holds a number to look for in its log."""
+    """The server has a bug. The message contains an id; search the server's log for it."""
 
 
 class BlobNotFoundError(GradruleError):
-    """The server does not have bytes that the call names by their hash. `client.upload` sends them."""
+    """The server does not have the blob with this hash. `client.upload` sends it."""
 
 
 class BlobMismatchError(GradruleError):
-    """Uploaded bytes do not have the hash that was announced: they were damaged or changed on their way."""
+    """The uploaded bytes do not match the announced hash: they were changed or damaged during the upload."""
 
 
 class HandleExpiredError(GradruleError):
-    """A forward handle was closed, lapsed, or lost with its engine. `ForwardHandle` runs forward again by itself."""
+    """A forward handle was closed, has expired, or its engine ended. `ForwardHandle` repeats the forward pass."""
 
 
 class QuotaExceededError(GradruleError):
-    """The server keeps no more of this kind. Give up some of it, or raise the setting that the message names."""
+    """The server's quota is used up. Delete some of these objects, or raise the setting in the message."""
 
 
 class SharedMemoryLostError(GradruleError):
-    """The server does not have the memory that a call shares with it. Clients then send tensors inline."""
+    """The server cannot access the shared memory of a call. Clients then send the tensors inline."""
 
 
 class InvalidOptimizerError(GradruleError):
-    """A session's optimiser is none of `gradrule.optimizers`, or has a setting that Keras does not take."""
+    """A session's optimizer is not in `gradrule.optimizers`, or Keras rejects one of its settings."""
 
 
 class SessionLostError(GradruleError):
-    """The engine that held the session died. Start another, from what `read` or `save` gave last."""
+    """The engine that held the session ended. Start a new session from the last result of `read` or `save`."""
 
 
 class UnauthenticatedError(GradruleError):
-    """The server wants a credential, and got none that it knows. `connect(token=…)` takes one, `GRADRULE_TOKEN` too."""
+    """The credential is missing or not valid. Set it with `connect(token=…)` or `GRADRULE_TOKEN`."""
 
 
 class PermissionDeniedError(GradruleError):
-    """The credential is known, but not allowed to do this. Ask whoever runs the server for one that is."""
+    """The credential is valid but does not permit this call. Ask the server's administrator for permission."""
 
 
 class OpNotAllowedError(GradruleError):
-    """The server does not run this op for strangers; the message says why. Feed what the op would have computed."""
+    """The server's policy forbids this op; the message gives the reason. Feed the op's result instead."""
 
 
 class QuarantinedError(GradruleError):
-    """The graph ended two engines. The message says how they ended; change the graph, or wait for `retry_delay`."""
+    """The graph crashed two engines; the message says how. Change the graph, or retry after `retry_delay`."""
 
 
 class MemoryExceededError(GradruleError):
-    """The program takes more memory than an engine has. Feed less at a time, or raise the setting that is named."""
+    """The program needs more memory than an engine has. Feed smaller tensors, or raise the named setting."""
 
 
 def class_name(reason: str) -> str:
-    """`UNKNOWN_RULE` → `UnknownRuleError`."""
+    """Returns the class name for a reason: `UNKNOWN_RULE` → `UnknownRuleError`."""
     return "".join(part.capitalize() for part in reason.split("_")) + "Error"
 
 
 def _classes() -> dict[str, type[GradruleError]]:
     found = {}
     by_name = {subclass.__name__: subclass for subclass in GradruleError.__subclasses__()}
-    for text in ErrorReason.keys():  # noqa: SIM118  # an enum wrapper is no dict
+    for text in ErrorReason.keys():  # noqa: SIM118  # an enum wrapper is not a dict
         reason = text.removeprefix(_PREFIX)
-        # A reason that a newer proto has and this file lacks is raised as the base class.
+        # A reason without a class here is raised as the base class.
         if subclass := by_name.get(class_name(reason)):
             subclass.REASON, subclass.CODE = reason, STATUS_CODES.get(reason, DEFAULT_STATUS_CODE)
             found[reason] = subclass
@@ -337,7 +337,7 @@ BY_REASON: dict[str, type[GradruleError]] = _classes()
 
 
 def reason_name(reason: int) -> str:
-    """Returns the name of an `ErrorReason` without its prefix; its number if this client is older than the reason."""
+    """Returns the name of an `ErrorReason` without its prefix; the number as text if this client lacks the reason."""
     value = ErrorReason.DESCRIPTOR.values_by_number.get(reason)
     return str(reason) if value is None else value.name.removeprefix("ERROR_REASON_")
 
@@ -351,7 +351,16 @@ def of_reason(
     retry_delay: float | None = None,
     findings_total: int | None = None,
 ) -> GradruleError:
-    """The error of a reason; the base class where a newer server sends a reason that this client does not know."""
+    """Returns an error of the class for `reason`; of the base class if this client does not know the reason.
+
+    Args:
+        reason: Name of the `ErrorReason`, without its prefix.
+        message: The error's text.
+        code: Name of the gRPC status code; empty: the default code of the reason.
+        details: All problems; empty: `message` alone.
+        retry_delay: Seconds to wait before a retry; None if a retry does not help.
+        findings_total: Number of all problems; None: the length of `details`.
+    """
     return BY_REASON.get(reason, GradruleError)(
         message, reason=reason, code=code, details=details, retry_delay=retry_delay, findings_total=findings_total
     )

@@ -18,14 +18,15 @@ Words = tuple[str, ...]
 Numbers = NDArray[np.intp]
 
 _ADDS = PLAIN_ADDS | {"AddN"}
+# Marks nodes with several producers that can continue a chain.
 _SEVERAL = -2
 
 
 class Chains:
     """Finds chains of nodes in which each node is the only consumer of the node before it.
 
-    Each word of each pattern has a bit. A node has a word's bit if its op type fits the word and a producer that only
-    this node uses has the bit of the previous word (or the word is the first of its pattern).
+    Each word of each pattern has a bit. A node has the bit of a word if its op type fits the word, and either the word
+    is the first of its pattern, or a producer that only this node uses has the bit of the word before.
     """
 
     def __init__(self, patterns: Iterable[Words], context: ResolutionContext) -> None:
@@ -95,7 +96,7 @@ class Chains:
         return Subgraph(body, indices, tuple(inputs), outputs)
 
     def _passes_gradients(self, members: Sequence[int]) -> bool:
-        """Returns whether a step is differentiable: the comparison's inputs and the last output have such types."""
+        """Returns whether the inputs of a step's comparison and the output of its Cast have differentiable types."""
         first, last = self._candidates[members[0]], self._candidates[members[-1]]
         nodes = first.body.nodes
         dtypes = {(nodes[producer].outputs or (0,))[output] for producer, output in first.node.inputs}
@@ -139,5 +140,5 @@ class Chains:
 
 
 def is_bias(node: Node, body: Body, changes: Changes) -> bool:
-    """Returns whether an op adds a tensor that does not depend on the xs."""
+    """Returns whether an op adds a bias: a tensor that does not depend on the xs."""
     return node.op not in _ADDS or not all(changes(body, ref) for ref in node.inputs)

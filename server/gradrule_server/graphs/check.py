@@ -25,9 +25,9 @@ from gradrule_server.policy import Fault, op_fault
 
 
 def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Library]:
-    """Returns the top level of the graph and its function library.
+    """Checks a graph; returns its top level and its function library.
 
-    Findings are added to `findings`; raises `GradruleError` only where checking cannot continue.
+    Adds errors to `findings`. Raises `GradruleError` only if the check cannot continue.
     """
     count = len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
     if count > limits.nodes:
@@ -50,8 +50,8 @@ def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Libra
 
 
 def check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Limits, findings: Findings) -> None:
-    """Adds UNSUPPORTED_OP and OP_NOT_ALLOWED for the remaining nodes; removed nodes do not reach an engine."""
-    # Cached, because nodes share attribute objects and most have one of few op types.
+    """Adds UNSUPPORTED_OP and OP_NOT_ALLOWED for nodes that may not run; to be called after pruning."""
+    # Cache the results: nodes share attribute objects, and most nodes have one of few op types.
     known: dict[tuple[str, int], Fault | None] = {}
     for body, node in itertools.chain.from_iterable(map(nodes_of, roots)):
         reason, why = Reason.ERROR_REASON_UNSUPPORTED_OP, node.unsupported
@@ -84,9 +84,9 @@ def _check_body(draft: Draft, library: Library, limits: Limits, findings: Findin
 
 
 def _check_custom_gradients(draft: Draft, findings: Findings) -> None:
-    """Adds INVALID_GRAPH for consumers of a custom-gradient node's outputs that are not results of its region.
+    """Adds INVALID_GRAPH for nodes that use an output of a custom-gradient node beyond the results of its region.
 
-    No gradient would flow back from such outputs.
+    No gradient would flow back from such an output.
     """
     nodes = draft.body.nodes
     results: dict[int, int] = {}
@@ -104,7 +104,7 @@ def _check_custom_gradients(draft: Draft, findings: Findings) -> None:
 
 
 def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool:
-    """Adds GRAPH_CYCLE for functions that call themselves, also through others; returns whether there are any."""
+    """Adds GRAPH_CYCLE for functions that call themselves directly or indirectly; returns whether there are any."""
     names = library.names()
     if not names:
         return False

@@ -24,7 +24,7 @@ UNKNOWN_SHAPE = AttrValue(shape=TensorShape(unknown_rank=True))
 
 @dataclass(slots=True)
 class Destination:
-    """A body that nodes are copied into. `scope`: public name of the loop or branch that contains it."""
+    """A body into which nodes are copied. `scope`: public name of the loop or branch that contains it."""
 
     body: Body
     scope: str
@@ -53,23 +53,25 @@ class Destination:
 
 @dataclass(slots=True)
 class _Placed:
-    """Maps nodes of a source body to the copy.
+    """Maps nodes of a source body to their copies.
 
-    `nodes`: the copied node, used in control inputs. `outputs`: the copied output tensors where they belong to other
-    nodes.
+    Attributes:
+        nodes: The index of the copied node, by index of the source node; control inputs use it.
+        outputs: The copied output tensors of nodes whose outputs other nodes of the copy compute.
     """
 
     nodes: list[int]
     outputs: dict[int, list[Ref]] = field(default_factory=dict)
 
     def ref(self, ref: Ref) -> Ref:
+        """Returns the copy of a tensor."""
         outputs = self.outputs.get(ref[0])
         return (self.nodes[ref[0]], ref[1]) if outputs is None else outputs[ref[1]]
 
 
 @dataclass(slots=True)
 class Copy:
-    """A copied graph: its top level, the new positions of requested tensors, and the matches found while copying."""
+    """A copied graph: its top level, the new positions of the requested tensors, and the matches of calls."""
 
     body: Body
     tensors: dict[Ref, Ref]
@@ -93,8 +95,14 @@ def copy_graph(
 ) -> Copy:
     """Copies the top level and all functions that it uses.
 
-    `fed`: fed outputs by node. `requested`: tensors whose new positions are returned. `separate`: outputs of calls that
-    need an own tensor, because a gradient with respect to them must not include uses inside the call.
+    Args:
+        top: The top level.
+        resolver: Resolves the rules of calls.
+        fed: The fed outputs of each node, by index of the node.
+        requested: The tensors whose new positions are returned.
+        separate: Outputs of calls that need a tensor of their own, because a gradient with respect to them must not
+            include uses inside the call.
+        namespace: Prefix of the names of copied functions.
     """
     copier = _Copier(resolver, fed, separate, namespace)
     destination = Destination(Body(""), "")
@@ -145,10 +153,16 @@ class _Copier:
         live: bool,
         around: str | None,
     ) -> _Placed:
-        """Copies the nodes of `source` into `into`.
+        """Copies the nodes of a body into a destination.
 
-        `args`: tensors for the arguments. `gate`: node that all copied nodes must wait for. `live`: whether gradients
-        are computed node by node here. `around`: label of the override that matched an enclosing call.
+        Args:
+            source: The body.
+            into: The destination.
+            prefix: Prefix of the names of the copied nodes.
+            args: The tensors that replace the arguments.
+            gate: The node that all copied nodes must wait for; None: no such node.
+            live: Whether gradients are computed node by node here.
+            around: Label of the override that matched an enclosing call; None: there is no such override.
         """
         nodes, is_top = source.nodes, not source.name
         names = [into.unique(prefix + node.name) for node in nodes[source.arg_count :]]
@@ -241,8 +255,8 @@ class _Copier:
         outputs = []
         for number, ref in enumerate(body.results):
             output = inner.ref(ref)
-            # An Identity is needed if the output is an argument that must wait for the gate, if a requested tensor must
-            # not be shared with uses inside, and to carry the mark of the call's own match.
+            # An Identity is needed in three cases: the output is an argument that must wait for the gate; a requested
+            # tensor must differ from the tensor that nodes inside the call use; the call itself has a match.
             waits = [] if gate is None or ref[0] >= body.arg_count else [gate]
             waits += _not_behind(into.body, output[0], ends)
             if number in separate or resolved is not None or waits:
@@ -301,7 +315,8 @@ class _Copier:
             feeds = {}
             for output in fed:
                 feeds[output] = into.add(_placeholder(into.unique(f"{name}/fed_{output}"), types[output], None))
-            # IdentityN needs an input for each output up to the last fed one; the unused ones repeat the first.
+            # IdentityN needs one input for each output up to the last fed output; inputs for unused outputs repeat the
+            # first fed one.
             filled = [feeds.get(output, feeds[fed[0]]) for output in range(fed[-1] + 1)]
             inner_types = [types[output] if output in feeds else types[fed[0]] for output in range(fed[-1] + 1)]
             attrs = {"T": AttrValue(list=AttrValue.ListValue(type=map(as_dt, inner_types)))}
@@ -313,7 +328,7 @@ class _Copier:
 
 
 def _not_behind(body: Body, result: int, ends: Sequence[int]) -> list[int]:
-    """Returns the nodes of `ends` that the result does not already depend on."""
+    """Returns those nodes of `ends` that the node `result` does not depend on."""
     missing = dict.fromkeys(ends)
     if not missing:
         return []

@@ -1,8 +1,8 @@
-"""Reads and inserts custom-gradient nodes: an IdentityN behind a function, or a subgraph, with its own gradient.
+"""Reads and inserts custom-gradient nodes: an IdentityN after a function or subgraph that has a gradient of its own.
 
-`tf.custom_gradient` adds such nodes to uploaded graphs. Attributes give the number of the function's results among the
-node's inputs, the number of the function's own inputs that follow them, and the region's name; further inputs are other
-tensors that the gradient needs.
+`tf.custom_gradient` adds such nodes to uploaded graphs. The inputs of a node are the results of the function, then the
+inputs of the function, then other tensors that the gradient needs. Attributes of the node hold the number of results,
+the number of inputs and the name of the region.
 
 Like `tf.custom_gradient`, `insert_custom_gradient_nodes` adds an IdentityN that takes the outputs and inputs of each
 subgraph (chain or region) that has one rule. Consumers of the outputs use the IdentityN instead, so all gradients reach
@@ -31,7 +31,13 @@ _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 
 @dataclass(frozen=True, slots=True)
 class CustomGradientNode:
-    """The input layout of a custom-gradient node: results of the region, then inputs of the region, then the rest."""
+    """The input layout of a custom-gradient node: results of the region, inputs of the region, other tensors.
+
+    Attributes:
+        outputs: Number of results of the region.
+        inputs: Number of inputs of the region.
+        region: Name of the region; may be empty.
+    """
 
     outputs: int
     inputs: int
@@ -49,7 +55,7 @@ class CustomGradientNode:
 
 
 def read_custom_gradient(node: Node) -> CustomGradientNode | None:
-    """Returns the input layout; None for a node without these attributes. ValueError if they do not fit the node."""
+    """Returns the input layout of a node; None for other nodes. Raises `ValueError` for invalid attributes."""
     if CUSTOM_GRADIENT_ATTRS.isdisjoint(node.attrs):
         return None
     if node.op != "IdentityN":
@@ -83,20 +89,28 @@ def gradient_index(result: str) -> int:
 
 @dataclass(slots=True, eq=False)
 class Subgraph:
-    """Nodes of one body that get one rule together. `inputs`, `outputs`: tensors of the body."""
+    """Nodes of one body that share one rule. `inputs` and `outputs` are tensors of the body."""
 
     body: Body
     members: tuple[int, ...]
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
-    # A step function: the rule's input is the first input minus the second.
+    # Whether this is a step function; the rule's input is then the first input minus the second.
     is_step: bool = False
 
 
 def insert_custom_gradient_nodes(
     subgraphs: Iterable[tuple[Subgraph, str]], unique: Callable[[Body, str], str]
 ) -> tuple[list[Node], Moves]:
-    """Adds an IdentityN for each subgraph, given with its name; returns these nodes and the new output positions."""
+    """Adds a custom-gradient node for each subgraph.
+
+    Args:
+        subgraphs: The subgraphs, each with the prefix of the names of its new nodes.
+        unique: Returns an unused name in a body.
+
+    Returns:
+        The new nodes, and the new position of each output of a subgraph.
+    """
     moves: dict[int, dict[Ref, tuple[Ref, frozenset[int]]]] = {}
     bodies: dict[int, Body] = {}
     inserted = []
@@ -122,7 +136,7 @@ def insert_custom_gradient_nodes(
 
 
 Moves = Mapping[int, Mapping[Ref, Ref]]
-"""Per body (by id): new tensors by old."""
+"""For each body, by id(): the new tensors, by old tensor."""
 
 
 def _moved(ref: Ref, position: int, moved: Mapping[Ref, tuple[Ref, frozenset[int]]]) -> Ref:
@@ -131,7 +145,7 @@ def _moved(ref: Ref, position: int, moved: Mapping[Ref, tuple[Ref, frozenset[int
 
 
 def _difference(subgraph: Subgraph, name: str) -> Ref:
-    """Adds left - right, so that the rule's gradient flows to both inputs, summed over broadcast axes."""
+    """Adds the difference of a step's inputs; its gradient flows to both inputs and is summed over broadcast axes."""
     body = subgraph.body
     producer, output = subgraph.inputs[0]
     dtype = (body.nodes[producer].outputs or ())[output]

@@ -1,4 +1,4 @@
-"""Declares what an expansion takes and what it returns."""
+"""Declares the request and the result of an expansion."""
 
 from __future__ import annotations
 
@@ -23,10 +23,18 @@ def _refuse_embedded_rule(label: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpandRequest:
-    """What a program computes from a graph; tensors are named as in requests.
+    """What a program computes from a graph; tensors have the names of the caller's request.
 
-    `known_rule`: returns the rule index for a name in a node's attribute and the node's op type; raises UNKNOWN_RULE.
-    `add_embedded_rule`: adds a rule that the graph contains, under a label, and returns its index.
+    Attributes:
+        derivative: The field of the request that holds the derivative.
+        second_order: Whether gradients are differentiated again.
+        known_rule: Returns the index of a rule, given the name in a node's attribute and the node's op type. Raises
+            UNKNOWN_RULE.
+        add_embedded_rule: Adds a rule that the graph contains, under a label, and returns its index.
+        namespace: Prefix of the names of all functions, which must be unique among the programs of an engine process.
+        variables: Names of the variables that have values.
+        with_updates: Whether the values that the graph assigns to variables are returned.
+        stateful: Whether all variables get their values from a session.
     """
 
     fetches: Sequence[str] = ()
@@ -37,17 +45,13 @@ class ExpandRequest:
     fed: Sequence[str] = ()
     overrides: Sequence[OverrideSpec] = ()
     rewrites: Sequence[str] = ()
-    # Request field of the derivative, and whether gradients are themselves differentiated.
     derivative: str = "vjp"
     second_order: bool = False
     known_rule: Callable[[str, str], int] = _refuse_rule
     add_embedded_rule: Callable[[str], int] = _refuse_embedded_rule
-    # Prefix of all function names: names must be unique among the programs of one engine process.
     namespace: str = "gr"
-    # Variables that have values, and whether the values that the graph assigns to variables are returned.
     variables: Sequence[str] = ()
     with_updates: bool = False
-    # Whether all variables get their values from a session.
     stateful: bool = False
 
 
@@ -55,7 +59,9 @@ class ExpandRequest:
 class GraphInput:
     """An input of the expanded graph: a placeholder, a variable or another fed tensor (`x` or `h:1`).
 
-    `optional`: it has a default or a bound value. `aliases`: other names that calls may use.
+    Attributes:
+        optional: Whether calls may leave it out, because it has a default value or a bound value.
+        aliases: Other names that calls may use.
     """
 
     name: str
@@ -73,23 +79,23 @@ class Expanded:
     # Number of nodes, including those in functions and embedded rules.
     nodes: int
     marks: list[Mark]
-    # Public name of the containing loop, branch or call by function name.
+    # Public name of the loop, branch or call that contains a function, by name of the function.
     scopes: dict[str, str]
     matches: list[Match]
     inputs: list[GraphInput]
     # Public names of the nodes that rewrites replaced.
     rewritten: list[str]
-    # Name in the expanded graph and element type by requested name; stop_gradients off the path have no name.
+    # Names in the expanded graph and element types, by requested name. Pruned stop_gradients have no name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]
-    # Serialized graphs of embedded rules by index: arguments are placeholders, results `dx`, `dx1`, …
+    # Serialized graphs of embedded rules, by index. Arguments are placeholders; results are the nodes `dx`, `dx1`, ….
     embedded_rules: dict[int, bytes]
     embedded_rule_nodes: dict[int, int]
-    # Placeholders and variables of the uploaded graph that calls may feed without a new program, needed or not.
+    # Placeholders and variables that calls may feed without a new program, including those that no result needs.
     placeholders: list[str] = field(default_factory=list)
-    # Variables by the name under which the request gives their values, needed or not.
+    # Variables with values, by the name in the request, including those that no result needs.
     variables: dict[str, GraphInput] = field(default_factory=dict)
-    # Tensor with the new value by variable name, if `with_updates` was set.
+    # If `with_updates` was set: the tensor with the new value, by name of the variable.
     updates: dict[str, str] = field(default_factory=dict)
 
     def dtype_of(self, name: str) -> Dt.ValueType:
@@ -101,7 +107,9 @@ class Expanded:
 class VariableInfo:
     """A variable of a graph.
 
-    `names`: all names that requests may use, its own first. `initialised`: the graph computes its initial value.
+    Attributes:
+        names: All names that requests may use, the variable's own name first.
+        initialised: Whether the graph computes the initial value.
     """
 
     names: tuple[str, ...]

@@ -82,7 +82,7 @@ def variables(graph: Graph, limits: Limits | None = None) -> list[VariableInfo]:
 
 
 class _Expansion:
-    """One expansion. Each stage uses what the stages before it have set."""
+    """One expansion. Each stage uses the attributes that the stages before it have set."""
 
     def __init__(self, graph: Graph, request: ExpandRequest, limits: Limits) -> None:
         self._graph = graph
@@ -118,7 +118,7 @@ class _Expansion:
         self._selected = find_selected(self._request.overrides, self._names)
 
     def _prepare_overrides(self) -> None:
-        """Compiles the selectors; raises all findings so far, since nothing can be copied with them."""
+        """Compiles the selectors; raises all findings so far, because a graph with errors cannot be copied."""
         request, library = self._request, self._library
         self._node_gradients = NodeGradients(
             request.known_rule,
@@ -141,7 +141,7 @@ class _Expansion:
         self._findings.raise_if_any()
 
     def _copy_graph(self) -> None:
-        """Copies the graph: calls inlined, fed tensors cut off, bodies as functions of their own."""
+        """Copies the graph: inlines calls, cuts off fed tensors, and makes a function of each loop body and branch."""
         self._cut: dict[int, set[int]] = {}
         for position, output in self._fed.values():
             if self._top.nodes[position].op not in PLACEHOLDERS | SOURCES:
@@ -176,7 +176,7 @@ class _Expansion:
     def _resolve_overrides(self) -> None:
         """Assigns rules to nodes of the copy and adds custom-gradient nodes for subgraphs with rules.
 
-        Adds LIMIT_EXCEEDED for too many overrides times nodes.
+        Adds LIMIT_EXCEEDED if the number of overrides times the number of nodes is too large.
         """
         copy, resolver = self._copy, self._resolver
         self._context = self._resolution_context()
@@ -205,7 +205,7 @@ class _Expansion:
             self._findings.all += resolver.unmatched(self._context)
 
     def _resolution_context(self) -> ResolutionContext:
-        """Returns what selectors refer to: the copy, the request's tensors, and tensors by name."""
+        """Returns the context for selectors: the copy, the request's tensors, and a look-up of tensors by name."""
         # The closures must not refer to `self`, which refers to them: reference counting frees all of it.
         copy, selected, requested, findings = self._copy, self._selected, self._requested, self._findings
         inner: dict[str, tuple[Body, int]] = {}
@@ -242,13 +242,13 @@ class _Expansion:
 
     def _prune(self) -> None:
         """Removes nodes that no result needs, and keeps the new positions of the remaining tensors."""
-        # stop_gradients are no roots: one that nothing else needs has no effect and needs no feed.
+        # stop_gradients are not roots: a tensor that no result needs has no effect and needs no feed.
         tensors = self._copy.tensors
         moved = prune(self._copy.body, {tensors[root][0] for root in self._roots})
         self._moved = {key: (moved[node], output) for key, (node, output) in tensors.items() if node in moved}
 
     def _expand_embedded_rules(self) -> None:
-        """Expands the graph's own rules; raises all findings, also for remaining nodes that may not run."""
+        """Expands the embedded rules and checks that all remaining nodes may run; raises all findings."""
         self._rules = expand_embedded_rules(self._node_gradients, self._request.namespace)
         self._bodies = [self._copy.body, *self._rules.bodies.values()]
         check_runnable(self._bodies, {**self._copy.scopes, **self._rules.scopes}, self._limits, self._findings)
@@ -259,10 +259,10 @@ class _Expansion:
         self._marks = mark(self._bodies, {**self._copy.resolved, **self._context.resolved, **self._rules.resolved})
 
     def _write(self) -> Expanded:
-        """Writes graph and rules as bytes, and puts the result together."""
+        """Serializes the graph and the embedded rules, and returns the result of the expansion."""
         body, versions = self._copy.body, self._graph.versions
         rules, indices = self._rules.bodies, self._node_gradients.embedded_indices
-        # The rules are written after marking: their nodes have marks too, for gradients of gradients.
+        # Write the rules after marking: their nodes have marks too, for gradients of gradients.
         embedded_rules = write_embedded_rules(rules, indices, versions, self._limits)
         given, moved = self._given, self._moved
         return Expanded(

@@ -10,15 +10,15 @@ from gradrule.v1.graph_pb2 import Node as NodeMessage
 from gradrule_server.graphs.findings import Findings, Reason
 from gradrule_server.graphs.ir import CALLS, CONTAINERS, Body, Limits, Node, is_call
 
-# Inlining adds up to two control nodes per call: one before it, one after it.
+# Inlining adds up to two control nodes for each call: one before the call and one after it.
 _NODES_PER_CALL = 2
 
 
 def count_inlined(graph: Graph) -> int:
     """Returns a lower bound for the number of nodes after inlining, from the message alone.
 
-    Each function is counted once and multiplied by its number of uses. Function arguments, and functions that are
-    given to a call as attributes, are not counted. The graph must have no recursive functions.
+    The nodes of each function are counted once and multiplied by the number of its uses. Arguments of functions are not
+    counted, nor are functions that a call receives as attributes. The graph must have no recursive functions.
     """
     if not graph.library.function:
         return len(graph.node)
@@ -39,7 +39,7 @@ def count_inlined(graph: Graph) -> int:
 
 
 def check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> None:
-    """Adds LIMIT_EXCEEDED if the graph, with all functions copied per use, is too large or nests too deep.
+    """Adds LIMIT_EXCEEDED if the graph, with one copy of a function for each use, is too large or nests too deep.
 
     `roots`: the top level and the embedded gradients, each of which is copied once.
     """
@@ -91,7 +91,7 @@ def refuse_size(size: int, limits: Limits, findings: Findings) -> None:
 
 
 class _AttributeSizes:
-    """Measures the bytes of nodes' names and attributes; shared attributes are measured once and count per node."""
+    """Measures the bytes of nodes' names and attributes; attributes that nodes share are measured once."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}

@@ -30,7 +30,7 @@ CONTAINERS = {op: tuple(value.split(",")) for op, value in trait_values("bodies"
 LOOPS = ops_with("loop")
 BRANCHES = ops_with("branch")
 
-# Ops whose value each call must feed.
+# Ops whose value every call must feed.
 PLACEHOLDERS = ops_with("placeholder")
 PLACEHOLDER_WITH_DEFAULT = "PlaceholderWithDefault"
 
@@ -45,7 +45,10 @@ DIFFERENTIABLE = frozenset(
 
 @dataclass(slots=True)
 class Node:
-    """One operation. `outputs`: element types (`Dt` numbers; 0: unknown); None if an error leaves their number open."""
+    """One operation.
+
+    `outputs`: element types of the outputs (`Dt` numbers; 0: unknown); None if an error makes their number unknown.
+    """
 
     name: str
     op: str
@@ -56,9 +59,9 @@ class Node:
     outputs: tuple[int, ...] | None = None
     # Functions that the node calls: bodies per attribute (`f` for calls).
     functions: tuple[tuple[str, tuple[Body, ...]], ...] = ()
-    # Why gradrule cannot run this node; reported only if a result needs the node.
+    # Why gradrule cannot run this node; empty: it can. Reported only if a result needs the node.
     unsupported: str = ""
-    # In expanded bodies: index into the marks, and whether gradrule computes its gradient.
+    # In expanded bodies: index into the marks, and whether gradrule computes the node's gradient.
     mark: int | None = None
     watched: bool = False
     # In expanded bodies: the op type in the uploaded graph, if it was changed.
@@ -124,7 +127,10 @@ def prune(body: Body, roots: Iterable[int]) -> dict[int, int]:
 
 
 def bodies_of(top: Body, seen: set[int] | None = None) -> Iterator[Body]:
-    """Yields the body and all functions that it uses; skips bodies in `seen` (by id) and adds those it yields."""
+    """Yields the body and all functions that it uses.
+
+    Skips bodies whose id() is in `seen`, and adds the yielded bodies to `seen`.
+    """
     pending = [top]
     while pending:
         body = pending.pop()

@@ -64,7 +64,7 @@ class Library:
         return self._op_defs[op_type]
 
     def body(self, name: str, attrs: Mapping[str, AttrValue], where: str) -> Body | None:
-        """Returns the function's body for a call's attributes; `drafts` reads its nodes later. None after an error."""
+        """Returns a function's body for a call's attributes; None after an error. `drafts` reads its nodes later."""
         function = self._functions.get(name)
         if function is None:
             hint = self._findings.suggest(lambda: similar_name_hint(name, self._functions))
@@ -94,7 +94,7 @@ class Library:
         return [function for function in self._gradients.values() if self._is_rule(function)]
 
     def add_gradient(self, name: str, where: str, node: str) -> None:
-        """Instantiates the embedded gradient of that name, if there is one; `drafts` reads its nodes later."""
+        """Instantiates the embedded gradient `name`, if the graph has it; `drafts` reads its nodes later."""
         function = self._gradients.get(name)
         if function is None or name in self.gradients:
             return
@@ -135,7 +135,7 @@ class Library:
         return function in self._functions and is_rule(self._functions[function].signature)
 
     def _refuse_size(self, message: str) -> None:
-        """Adds LIMIT_EXCEEDED and raises at once, because continuing would only take longer."""
+        """Adds LIMIT_EXCEEDED and raises all findings at once, because continuing could take very long."""
         self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
         self._findings.raise_if_any()
 

@@ -13,12 +13,19 @@ from gradrule_server.graphs.resolve import FOREIGN_GRADIENT
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The entry that a node's `_gradrule_mark` refers to.
+    """The rule of the nodes whose attribute `_gradrule_mark` is the index of this mark.
 
-    `rule`: index of the rule (-1: `default`, -2: foreign gradient). `node`: public name. `outputs`: number of outputs
-    of a subgraph; 0 for a single node. `inputs`: number of inputs that the rule gets; None: all. `rank`: the mark
-    applies only to outputs of this rank; for others, mark number `otherwise` applies. `op_type`: of a subgraph, for
-    messages. `is_step`: as in `Subgraph`. `every_order`: as in `Match`.
+    Attributes:
+        rule: Index of the rule (-1: `default`, -2: foreign gradient).
+        node: Public name of the node.
+        foreign: Name of the foreign gradient.
+        outputs: Number of outputs of a subgraph; 0 for a single node.
+        inputs: Number of inputs that the rule receives; None: all.
+        rank: Rank of the outputs to which the mark applies; None: all ranks.
+        otherwise: Index of the mark that applies to outputs of other ranks; None: no mark.
+        op_type: Op type of a subgraph, for messages.
+        is_step: As in `Subgraph`.
+        every_order: As in `Match`.
     """
 
     rule: int
@@ -34,7 +41,10 @@ class Mark:
 
 
 def mark(roots: Iterable[Body], resolved: Mapping[int, Resolved]) -> list[Mark]:
-    """Sets `mark` on nodes with matches (by id) and returns the marks; nodes that share a match share its mark."""
+    """Sets `mark` of all nodes that have matches, and returns the marks. Nodes that share a match share a mark.
+
+    `resolved`: the matches, by id() of the node.
+    """
     marks: list[Mark] = []
     numbers: dict[int, int] = {}
     for _, node in itertools.chain.from_iterable(map(nodes_of, roots)):

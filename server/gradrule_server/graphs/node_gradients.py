@@ -15,7 +15,7 @@ from gradrule_server.graphs.resolution_context import ForeignGradient, Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT
 
 _FOREIGN = re.compile(r"CustomGradient-\d+")
-# TensorFlow sets this on calls with a precomputed gradient function; it means the call's own gradient.
+# TensorFlow sets such names on calls with a precomputed gradient function; they stand for the call's own gradient.
 _CALL_NOTE = re.compile(r"(Stateful)?PartitionedCall-\d+")
 
 
@@ -23,9 +23,15 @@ _CALL_NOTE = re.compile(r"(Stateful)?PartitionedCall-\d+")
 class NodeGradients:
     """Finds the gradients that nodes request by attribute.
 
-    `known_rule`: returns the rule index for a name and an op type; raises UNKNOWN_RULE. `add_embedded_rule`: returns a
-    new index for an embedded gradient, under a label. `gradients`: embedded gradients by name. `foreign`: names of
-    gradients that the graph registers without the signature of a rule.
+    Attributes:
+        known_rule: Returns the index of a rule, given its name and an op type. Raises UNKNOWN_RULE.
+        add_embedded_rule: Adds an embedded gradient under a label and returns its index.
+        gradients: The embedded gradients, by name.
+        foreign: Names of gradients that the graph registers, but whose functions lack the signature of a rule.
+        differentiates: Whether the program computes a derivative.
+        findings: Receives the errors.
+        embedded_indices: Indices of embedded gradients, by name and label.
+        requested: Names of the requested embedded gradients, each once; grows while they are expanded.
     """
 
     known_rule: Callable[[str, str], int]
@@ -34,9 +40,7 @@ class NodeGradients:
     foreign: frozenset[str]
     differentiates: bool
     findings: Findings
-    # Rule index by name and label of an embedded gradient.
     embedded_indices: dict[tuple[str, str], int] = field(default_factory=dict)
-    # Names of requested embedded gradients, each once; grows while they are expanded.
     requested: list[str] = field(default_factory=list)
     _known_names: set[str] = field(default_factory=set)
     _rules: dict[tuple[str, str], int | GradruleError] = field(default_factory=dict)
@@ -55,7 +59,7 @@ class NodeGradients:
         return self._custom_gradients[id(node)]
 
     def find_match(self, node: Node, name: str, function: str, differentiable: bool) -> Match | None:
-        """Returns the match with the rule that the node requests; None if there is none. Adds UNKNOWN_RULE."""
+        """Returns the match with the rule that the node requests; None if it requests none. May add UNKNOWN_RULE."""
         gradient_name = _read_gradient_name(node)
         if not gradient_name:
             return None

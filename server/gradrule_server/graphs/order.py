@@ -12,7 +12,7 @@ _SHOWN = 12
 
 
 def sort_nodes(draft: Draft, findings: Findings) -> None:
-    """Sets the body's `order`; leaves out nodes on cycles and their dependents, and adds GRAPH_CYCLE for the cycles."""
+    """Sets the body's `order`; adds GRAPH_CYCLE for cycles and omits their nodes and all dependents of these."""
     nodes = draft.body.nodes
     producers: list[list[int]] = []
     consumers: list[list[int]] = [[] for _ in nodes]
@@ -20,7 +20,7 @@ def sort_nodes(draft: Draft, findings: Findings) -> None:
     for position, (node, sources) in enumerate(zip(nodes, draft.sources, strict=True)):
         needs = [source[0] for source in sources if source[0] >= 0]
         if node.op == "Merge":
-            # Version 1 loops close their cycle here; they are reported as unsupported, not as cycles.
+            # Ignore the cycles of version 1 loops: `check` reports these loops as unsupported.
             needs = [producer for producer in needs if nodes[producer].op != "NextIteration"]
         needs += node.controls
         producers.append(needs)
@@ -46,7 +46,7 @@ def sort_nodes(draft: Draft, findings: Findings) -> None:
 
 
 def find_cycles(edges: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Returns disjoint cycles, at least one if the graph has any; each list follows the edges."""
+    """Returns cycles without common nodes, at least one if the graph has a cycle; each list follows the edges."""
     state: dict[int, int] = {}
     cycles: list[list[int]] = []
     for walk, start in enumerate(edges):

@@ -1,6 +1,6 @@
 """Computes dependence between nodes of an expanded graph, including loop bodies and branches.
 
-Nodes are identified by id(). All outputs of a loop or branch node depend on all of its inputs.
+Nodes are identified by id(). Every output of a loop or branch node counts as dependent on all inputs of the node.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref, is_call
 
 Flows = Mapping[int, range]
-"""Per node (by id): the inputs that receive gradients; all inputs for nodes that are missing here."""
+"""For each node, by id(): the inputs that receive gradients. In nodes that are missing here, all inputs do."""
 
 Seeds = Mapping[int, Mapping[Ref, int]]
-"""Per body (by id): tensors where dependence starts, each with the bits of the sets that contain it."""
+"""For each body, by id(): the tensors where dependence starts, each with the bits of the sets that contain it."""
 
 Flags = NDArray[np.bool_]
 Counts = NDArray[np.int32]
@@ -70,7 +70,12 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where gradients stop: top-level tensors that count as constants, and inputs that receive no gradients."""
+    """Where gradients stop.
+
+    Attributes:
+        constants: Top-level tensors that count as constants.
+        flows: The inputs that receive gradients.
+    """
 
     constants: AbstractSet[Ref] = frozenset()
     flows: Flows = field(default_factory=dict)
@@ -84,10 +89,10 @@ class Cut:
 def dependents(
     top: Body, home: Body, seeds: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None
 ) -> set[int]:
-    """Returns the nodes (by id) that depend on one of the tensors `seeds` of the body `home`.
+    """Returns the nodes, by id(), that depend on at least one of the tensors `seeds` in the body `home`.
 
-    `cut`: follows only dependence that gradients follow. Producers of seeds are included only if they depend on
-    another seed.
+    The producer of a seed is included only if it depends on another seed. With `cut`, dependence is followed only
+    where gradients flow.
     """
     walk = _Forward({id(home): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
     walk.run(top, (), goes_round=False)
@@ -98,7 +103,7 @@ def dependents(
 
 
 def dependents_of_sets(top: Body, seeds: Seeds, orders: Orders) -> Mapping[int, Sequence[int]]:
-    """Returns, per body (by id) and node, the bits of the tensor sets that the node depends on.
+    """Returns the bits of the tensor sets that each node depends on, by id() of the body and index of the node.
 
     One walk serves all sets.
     """
@@ -108,7 +113,7 @@ def dependents_of_sets(top: Body, seeds: Seeds, orders: Orders) -> Mapping[int, 
 
 
 def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None) -> set[int]:
-    """Returns the nodes (by id) that a target depends on, including its producer. `cut`: as in `dependents`."""
+    """Returns the nodes, by id(), that a target depends on, with the targets' producers. `cut`: see `dependents`."""
     found: set[int] = set()
     _backward(top, {producer for producer, _ in targets}, cut, found, orders or Orders())
     return found
@@ -116,9 +121,14 @@ def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None, or
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Ranks the members of several node sets along the path, all sets at once.
+    """Ranks the members of several node sets along the gradient path, all sets at once.
 
-    `members`: per node (by id), the sets that contain it. `wanted`: the requested rank per set.
+    Attributes:
+        members: For each node, by id(): a flag for each set that says whether the set contains the node.
+        wanted: The requested rank for each set.
+        path: The nodes on the path, by id().
+        flows: The inputs that receive gradients.
+        orders: The topological orders of the bodies.
     """
 
     members: Mapping[int, Flags]
@@ -128,7 +138,7 @@ class Ranking:
     orders: Orders
 
     def from_xs(self, top: Body) -> dict[int, Flags]:
-        """Returns, per member (by id), in which of its sets its rank from the xs is the wanted one.
+        """Returns for each member, by id(), a flag for each set: whether its rank from the xs is the wanted rank.
 
         The rank is the largest number of other members on one path that leads to the node.
         """
@@ -137,7 +147,7 @@ class Ranking:
         return found
 
     def from_ys(self, top: Body) -> dict[int, Flags]:
-        """Returns the same for ranks from the ys: members on paths that lead from the node to the ys."""
+        """Returns the same flags for the rank from the ys, which counts members on paths from the node to the ys."""
         found: dict[int, Flags] = {}
         self._backward(top, np.zeros_like(self.wanted), found)
         return found
@@ -188,7 +198,7 @@ class Ranking:
 
 
 def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
-    """Returns the largest count per set, at least `least`. Skips comparing arrays that are the same object."""
+    """Returns the largest count for each set, at least `least`. Does not compare an array with itself."""
     largest = least
     for item in counts:
         if item is not least and item is not largest:
@@ -197,7 +207,11 @@ def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
 
 
 def _inner(node: Node) -> Iterator[tuple[Body, int, bool]]:
-    """Yields the bodies of a loop, branch or call, the index of the first argument, and whether results feed back."""
+    """Yields the bodies of a loop, branch or call.
+
+    Each comes with the index of the node's input that is its first argument, and whether its results are the arguments
+    of the next iteration.
+    """
     for attr, bodies in node.functions:
         for body in bodies:
             is_loop = node.op in LOOPS
@@ -205,10 +219,10 @@ def _inner(node: Node) -> Iterator[tuple[Body, int, bool]]:
 
 
 class _Forward:
-    """Propagates dependence from several tensor sets: each node gets the bits of the sets it depends on.
+    """Propagates dependence from several tensor sets: each node gets the bits of the sets that it depends on.
 
-    A body is walked fully once; later changes of its arguments are propagated only to the nodes they reach. So a loop
-    does not cost its size per iteration to the fixed point.
+    The first walk visits all nodes of a body. Later changes of its arguments are propagated only to the nodes that
+    depend on them, so that each iteration over a loop body visits only the nodes that change.
     """
 
     def __init__(self, seeds: Seeds, cut: Cut | None, orders: Orders) -> None:
@@ -220,7 +234,10 @@ class _Forward:
         return ((reached.body, reached.bits) for reached in self._bodies.values())
 
     def run(self, body: Body, args: Sequence[int], *, goes_round: bool) -> int:
-        """Adds bits to the arguments; returns the bits of all results. `goes_round`: results feed back as arguments."""
+        """Adds bits to the arguments; returns the bits of all results.
+
+        `goes_round`: whether the results are the arguments of the next iteration of a loop.
+        """
         reached = self._bodies.get(id(body))
         if reached is None:
             reached = self._bodies[id(body)] = _Reached(body, [0] * len(body.nodes))
@@ -290,12 +307,13 @@ class _Reached:
         return changed
 
     def consumers(self) -> list[list[int]]:
+        """Returns the consumers of each node."""
         if self._consumers is None:
             self._consumers = consumers_of(self.body)
         return self._consumers
 
     def rounds(self) -> dict[int, list[int]]:
-        """Returns, per producer of a result, the arguments that the result becomes in the next iteration."""
+        """Returns the arguments that each result becomes in the next iteration of a loop, by producer of the result."""
         back: dict[int, list[int]] = {}
         for arg, (producer, _) in enumerate(self.body.results):
             back.setdefault(producer, []).append(arg)

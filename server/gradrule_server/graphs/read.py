@@ -22,7 +22,8 @@ from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, GRADIENT_ATTR, Body, Node
 from gradrule_server.policy import NodeLimits, check_parsed_size
 
-# Index of the producer, name of its output argument (empty: none, the index counts all outputs), index.
+# Index of the producer, name of its output argument, index of the tensor within that argument. If the name is empty,
+# the last index counts all outputs of the producer.
 Source = tuple[int, str, int]
 # Substitutes the attributes of a function's call into those of a node.
 Substitute = Callable[[str, dict[str, AttrValue]], dict[str, AttrValue]]
@@ -45,10 +46,10 @@ class Draft:
     """A body whose inputs are not resolved to output indices yet."""
 
     body: Body
-    # Per node (arguments included) its data inputs.
+    # The data inputs of each node, arguments included.
     sources: list[list[Source]] = field(default_factory=list)
     result_sources: list[Source | None] = field(default_factory=list)
-    # By name: nodes; arguments as (first node, number of nodes); results in order as (name, number of tensors).
+    # Nodes by name; arguments by name, as (first node, number of nodes); results as (name, number of tensors).
     index: dict[str, int] = field(default_factory=dict)
     args: dict[str, tuple[int, int]] = field(default_factory=dict)
     results: list[tuple[str, int]] = field(default_factory=list)
@@ -79,7 +80,7 @@ def read_top(graph: Graph, findings: Findings) -> Draft:
 
 
 def add_arg(draft: Draft, name: str, types: Iterable[int], notes: Mapping[str, AttrValue], findings: Findings) -> None:
-    """Adds one argument of a function, which may stand for several tensors."""
+    """Adds one argument of a function; it may be a list of tensors."""
     body = draft.body
     start = len(body.nodes)
     check_name(name, draft, findings)
@@ -95,7 +96,7 @@ def add_arg(draft: Draft, name: str, types: Iterable[int], notes: Mapping[str, A
 
 
 def add_result(draft: Draft, name: str, types: Iterable[int]) -> None:
-    """Adds one result of a function, which may be a list of tensors."""
+    """Adds one result of a function; it may be a list of tensors."""
     count = 0
     for dtype in types:
         draft.body.result_names.append(name if count == 0 else f"{name}_{count}")
@@ -188,7 +189,7 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
                 )
                 message = f"{draft.where(node.name)}: its input {position} is {quote(text)}, which is not there.{hint}"
                 findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name)
-                # A placeholder of unknown type (0) keeps the input count right, so that one fault gives one finding.
+                # Add a source of unknown type (0): a wrong number of inputs would give a second finding.
                 source = (-1, "", 0)
             sources.append(source)
         node.controls = controls or ()
@@ -215,7 +216,7 @@ def _attrs(
         elif kind in _SMALL_KINDS:
             key += (name, value.SerializeToString())
         elif kind != "tensor":
-            # Lists, functions and placeholders may contain attributes that a call sets.
+            # Lists, functions and placeholders may refer to attributes that a call sets.
             is_final = False
         attrs[name] = value
     return (shared.setdefault(tuple(key), attrs) if len(key) == 2 * len(attrs) else attrs), is_final

@@ -20,7 +20,7 @@ Changes = Callable[[Body, Ref], bool]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionBorder:
-    """The inputs and outputs that define a region: nodes that depend on an input and that an output depends on."""
+    """The tensors that define a region: its nodes depend on an input, and an output depends on them."""
 
     body: Body
     inputs: Sequence[Ref]
@@ -29,9 +29,13 @@ class RegionBorder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionContext:
-    """What the validity of a region depends on.
+    """The state of the graph that decides whether a region is valid.
 
-    `before_ys`: nodes (by id) that the ys depend on. `kept`: returns the tensors of a body that requests name.
+    Attributes:
+        changes: Returns whether a tensor is one of the xs or depends on one.
+        before_ys: The nodes, by id(), that the ys depend on.
+        flows: The inputs that receive gradients.
+        kept: Returns the tensors of a body that the request names.
     """
 
     changes: Changes
@@ -56,9 +60,9 @@ class Regions:
                     bits[ref] = bits.get(ref, 0) | 1 << number
         self._inside = self._find_members()
         self._columns: NDArray[np.bool_] = columns([self._inside[position] for position in self._order], len(borders))
-        # Per region: the first outside tensor that enters it and depends on the xs.
+        # For each region: the first tensor that enters it, depends on the xs and is not one of its inputs.
         self._entries: dict[int, Ref] = {}
-        # Per region: the first inner tensor that is used outside, and the name of its user.
+        # For each region: the first inner tensor that is used outside but is not an output, and the name of its user.
         self._exits: dict[int, tuple[Ref, str]] = {}
         self._find_problems()
 
@@ -69,7 +73,7 @@ class Regions:
         return Subgraph(self._body, members, tuple(border.inputs), tuple(border.outputs))
 
     def problem(self, number: int, text: Callable[[Body, Ref], str]) -> str:
-        """Returns what makes a region invalid, or an empty string. `text`: formats a tensor's name."""
+        """Returns why a region is invalid, or an empty string. `text`: formats the name of a tensor."""
         for ref in self._borders[number].outputs:
             if not self._inside[ref[0]] >> number & 1:
                 return f"its output {text(self._body, ref)} does not depend on its inputs"

@@ -25,11 +25,22 @@ Numbers = NDArray[np.intp]
 class Match:
     """A node or subgraph with the rule that was assigned to it.
 
-    `mark` is None if the node was pruned. `override`: the spec's `index`; -1 for the node's own attribute. `function`:
-    the function of the uploaded graph that contains the node. `differentiable`: whether its types have gradients.
-    `rank`: applies only to outputs of this rank. `nodes`: all nodes of a subgraph. `outputs`: number of outputs of a
-    subgraph; 0 for a single node. `inputs`: number of inputs that the rule gets; None: all. `is_step`: as in
-    `Subgraph`. `every_order`: applies to gradients of gradients too.
+    Attributes:
+        rule: Index of the rule.
+        node: Public name of the node, or of a subgraph's last node.
+        op_type: Its op type in the uploaded graph.
+        function: The function of the uploaded graph that contains it; empty: the top level.
+        rule_name: Name of the rule.
+        label: Label of the override.
+        override: `index` of the override's spec; -1: an attribute of the node requests the rule.
+        differentiable: Whether its element types have gradients.
+        rank: Rank of the outputs to which the match applies; None: all ranks.
+        nodes: Public names of all nodes of a subgraph.
+        outputs: Number of outputs of a subgraph; 0 for a single node.
+        inputs: Number of inputs that the rule receives; None: all.
+        is_step: As in `Subgraph`.
+        every_order: Whether the match applies to gradients of gradients too.
+        mark: Index of the mark; None if the node was pruned.
     """
 
     rule: int
@@ -56,14 +67,14 @@ class Match:
 
 @dataclass(slots=True, eq=False)
 class ForeignGradient:
-    """A node that names a gradient registered in another process, and that no override matched."""
+    """A node that no override matched and that requests, by `name`, a gradient registered in another process."""
 
     node: str
     name: str
 
 
 Resolved = list[Match | ForeignGradient]
-"""Matches of a node: those for one rank first, then at most one for all ranks."""
+"""The matches of a node: first those that apply to one rank, then at most one that applies to all ranks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +89,13 @@ class RequestTensors:
 class ResolutionContext:
     """The expanded graph during override resolution, with the matches found so far.
 
-    `look_up`: returns the body and tensor of a name, or None. `find`: the same, and adds a finding for the given field.
+    Args:
+        top: The top level of the graph.
+        candidates: The nodes that overrides can match.
+        scopes: Public names of the loops, branches and calls that contain functions, by name of the function.
+        asked: The tensors of the request.
+        look_up: Returns the body and the tensor that have a name; None if no tensor has it.
+        find: Does the same, and adds a finding about the given request field if no tensor has the name.
     """
 
     def __init__(
@@ -95,10 +112,11 @@ class ResolutionContext:
         self.candidates = candidates
         self.subgraphs: list[tuple[Subgraph, Match]] = []
         self.resolved: dict[int, Resolved] = {}
-        # Candidates that are custom-gradient nodes, by region; per such node (by id) the inputs that receive gradients.
+        # Candidates that are custom-gradient nodes, by name of the region; the inputs of each that receive gradients,
+        # by id() of the node.
         self.custom_gradients: dict[str, list[int]] = {}
         self.flows: dict[int, range] = {}
-        # Matches with their candidate number: of nodes, of subgraphs without a rule, of subgraphs with a rule.
+        # Matches with candidate numbers: of single nodes, of subgraphs whose rule does not run, of other subgraphs.
         self._node_matches: list[tuple[int, Match]] = []
         self._inactive_matches: list[tuple[int, Match]] = []
         self._subgraph_matches: list[tuple[int, Match]] = []
@@ -106,14 +124,14 @@ class ResolutionContext:
         self.look_up = look_up
         self._find = find
         self.orders = paths.Orders()
-        # Per body (by id) and node: its candidate number; -1 for nodes that are no candidates.
+        # Candidate numbers, by id() of the body and index of the node; -1: the node is not a candidate.
         self.numbers: dict[int, list[int]] = {}
         for number, candidate in enumerate(candidates):
             own = self.numbers.get(id(candidate.body))
             if own is None:
                 own = self.numbers[id(candidate.body)] = [-1] * len(candidate.body.nodes)
             own[candidate.index] = number
-        # Per candidate: the number of the label of the override assigned to it; -1: none.
+        # For each candidate: the number of the label of its override; -1: it has no override.
         self.assigned_labels: Numbers = np.full(len(candidates), -1, np.intp)
         self._labels: dict[str, int] = {}
 
@@ -130,7 +148,7 @@ class ResolutionContext:
                 self.assign(item, label)
 
     def count_assigned(self, members: Numbers) -> dict[str, int]:
-        """Counts rows of candidates with an assigned member, by the label of the first such member of each row."""
+        """Counts the rows that have an assigned member, by the label of the first assigned member of the row."""
         assigned_labels = self.assigned_labels[members]
         held = (assigned_labels >= 0).argmax(axis=1)
         found, first, counts = np.unique(
@@ -148,7 +166,7 @@ class ResolutionContext:
             self.resolved.setdefault(id(candidate.node), []).append(what)
 
     def record_subgraph(self, number: int, match: Match, subgraph: Subgraph | None) -> None:
-        """Records a match of the subgraph that ends at this candidate; None: no rule runs for it."""
+        """Records a match of a subgraph that ends at this candidate. `subgraph`: None if its rule does not run."""
         if subgraph is None:
             self._inactive_matches.append((number, match))
         else:
@@ -200,7 +218,7 @@ class ResolutionContext:
                 matcher.faulty = True
 
     def regions(self, specs: Sequence[OverrideSpec]) -> Mapping[int, tuple[Subgraph, str]]:
-        """Returns the regions of specs (by id) whose tensors exist, each with its problem or an empty string."""
+        """Returns the regions whose tensors exist, by id() of the spec, each with its problem or an empty string."""
         borders: dict[int, list[tuple[OverrideSpec, RegionBorder]]] = {}
         for spec in specs:
             border = self._border(spec)
@@ -250,6 +268,7 @@ class ResolutionContext:
 
     @property
     def kept_nodes(self) -> AbstractSet[tuple[int, int]]:
+        """The nodes whose tensors the request names, as id() of the body and index of the node."""
         return {(id(self.top), ref[0]) for ref in self._kept(self.top)}
 
     def changes(self, body: Body, ref: Ref) -> bool:
@@ -259,7 +278,7 @@ class ResolutionContext:
     def _text(self, body: Body, ref: Ref) -> str:
         number = self.number(body, ref[0])
         own = body.nodes[ref[0]].name
-        # Arguments of loops and branches are no candidates.
+        # Arguments of loops and branches are not candidates.
         name = self.candidates[number].name if number >= 0 else f"{self._scopes[body.name]}/{own}" if body.name else own
         return quote(f"{name}:{ref[1]}" if ref[1] else name)
 

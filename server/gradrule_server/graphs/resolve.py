@@ -34,7 +34,7 @@ class Resolver:
     node_gradients: NodeGradients
     differentiates: bool
     findings: Findings
-    # Whether gradients are differentiated, so that overrides may match nodes that gradients create.
+    # Whether gradients are differentiated again, so that overrides may match nodes that gradients create.
     second_order: bool = False
     most_matches: int = Limits().inlined_nodes
     _calls: list[tuple[NodeInfo, Match | None]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Resolver:
 
     @cached_property
     def _calls_index(self) -> tuple[SelectorIndex, list[OverrideMatcher], int]:
-        """Index and list of the matchers for calls, and the number of those that are no presets."""
+        """Index and list of the matchers for calls, and the number of those that do not belong to presets."""
         _, plain, presets = self._stages
         return SelectorIndex([*plain, *presets]), [*plain, *presets], len(plain)
 
@@ -110,7 +110,7 @@ class Resolver:
         return [*(match for _, match in self._calls if match is not None), *context.matches()]
 
     def unmatched(self, context: ResolutionContext) -> list[Finding]:
-        """Returns UNMATCHED_OVERRIDE for the first overrides that are not optional and matched no node."""
+        """Returns at most `MAX_FINDINGS` UNMATCHED_OVERRIDE for overrides that are not optional and matched no node."""
         by_index: dict[int, list[OverrideMatcher]] = {}
         for matcher in self.matchers:
             by_index.setdefault(matcher.spec.index, []).append(matcher)
@@ -133,7 +133,7 @@ class Resolver:
         ]
 
     def _apply(self, matcher: OverrideMatcher, context: ResolutionContext, selected: Selected | None) -> None:
-        """Assigns an override's rule to all candidates that it selects and that are unassigned."""
+        """Assigns the rule of an override to all unassigned candidates that the override selects."""
         spec = matcher.spec
         context.check_depends_on(matcher)
         if selected is None:
@@ -145,7 +145,7 @@ class Resolver:
             self._check_count(matcher, context.match_count + len(free))
         for members in free:
             candidates = [context.candidates[member] for member in members]
-            # An earlier match of this same override may have been assigned a member.
+            # An earlier chain of this override may share a member.
             if any(candidate.label is not None for candidate in candidates):
                 continue
             number, candidate = members[-1], candidates[-1]
@@ -172,7 +172,7 @@ class Resolver:
             matcher.shadowed_by = context.count_assigned(rows)
 
     def _check_count(self, matcher: OverrideMatcher, count: int) -> None:
-        """Raises LIMIT_EXCEEDED for too many matches: several overrides with a rank may match one node."""
+        """Raises LIMIT_EXCEEDED for too many matches, because several overrides with a rank may match the same node."""
         if count <= self.most_matches:
             return
         message = (
@@ -183,7 +183,7 @@ class Resolver:
         self.findings.raise_if_any()
 
     def _check_ranks(self, matcher: OverrideMatcher, candidates: Sequence[CandidateNode]) -> bool:
-        """Adds INVALID_OVERRIDE if a node of a chain may belong to an earlier override, depending on its rank."""
+        """Adds INVALID_OVERRIDE and returns False if an earlier override with a rank may match a node of a chain."""
         open_member = next((candidate for candidate in candidates if candidate.by_rank), None)
         if open_member is None:
             return True
@@ -212,7 +212,7 @@ class Resolver:
                     matcher.faulty = True
 
     def _apply_named_region(self, matcher: OverrideMatcher, context: ResolutionContext) -> None:
-        """Assigns an override's rule to the custom-gradient regions of its name."""
+        """Assigns the rule of an override to the custom-gradient regions that have the name in its selector."""
         spec = matcher.spec
         shadowed: list[int] = []
         for number in context.custom_gradients.get(spec.selector.region_name, ()):
@@ -279,7 +279,7 @@ class Resolver:
         context.record_subgraph(members[-1], match, subgraph)
 
     def _apply_node_gradient(self, number: int, context: ResolutionContext) -> None:
-        """Assigns a candidate the rule that its node requests by attribute."""
+        """Assigns to a candidate the rule that its node requests by attribute."""
         candidate = context.candidates[number]
         differentiable = context.is_differentiable(number, None)
         match = self.node_gradients.find_match(candidate.node, candidate.name, candidate.function, differentiable)

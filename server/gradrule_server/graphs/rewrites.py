@@ -1,4 +1,4 @@
-"""Rewrites the expanded graph before overrides are resolved."""
+"""Rewrites the expanded graph before overrides are resolved: folds batch normalisations into linear ops."""
 
 from __future__ import annotations
 
@@ -48,9 +48,13 @@ def rewrite(copy: Copy, names: Sequence[str], xs: Collection[Ref]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A linear op, the bias add behind it if there is one, and the normalisation `scale · v + shift` that follows.
+    """A linear op, its bias add, and the normalisation `scale · v + shift` that follows.
 
-    `last`: node whose first output is the result. `shift` and `scale` are made by `_Folding`.
+    Attributes:
+        linear: Index of the linear op.
+        bias: Index of the bias add; None: there is no bias add.
+        last: Index of the node whose first output is the result.
+        mul: Index of the multiplication by the scale; None: `last` is a batch-normalisation op.
     """
 
     linear: int
@@ -62,8 +66,9 @@ class _Found:
 class _Folding:
     """Folds batch normalisations of one body into the linear ops before them.
 
-    scale · (x W + b) + shift = x (W · scale) + (b · scale + shift), scale and shift per output channel. The nodes that
-    compute the new weights are part of the graph, so gradients with respect to weights stay right.
+    scale · (x W + b) + shift = x (W · scale) + (b · scale + shift), where scale and shift have one value for each
+    output channel. The graph computes the new weights from the old ones, so gradients with respect to weights stay
+    correct.
     """
 
     def __init__(self, copy: Copy, body: Body, reached: Collection[int], xs: Collection[Ref]) -> None:
@@ -120,7 +125,7 @@ class _Folding:
         return own is not None and own.s == data_format
 
     def _is_per_channel(self, ref: Ref, found: _Found) -> bool:
-        """Returns whether an operand is known to hold exactly one number per output channel of the linear op."""
+        """Returns whether an operand certainly has exactly one number for each output channel of the linear op."""
         linear = self._body.nodes[found.linear]
         channels, shape = self._channels(linear), static_shape(self._body, ref)
         data_format = linear.attrs.get("data_format")
@@ -265,7 +270,7 @@ class _Folding:
         return self._append(Node(full, op, inputs, [], attrs, (dtype,)), None, {})
 
     def _append(self, node: Node, stands_for: int | None, candidates: dict[int, CandidateNode]) -> Ref:
-        """Adds a node; with `stands_for`, it takes over that node's public name."""
+        """Adds a node; with `stands_for`, the new node gets the public name of that node."""
         self._body.nodes.append(node)
         index = len(self._body.nodes) - 1
         old = candidates.get(stands_for) if stands_for is not None else None
@@ -275,7 +280,10 @@ class _Folding:
 
 
 def static_shape(body: Body, ref: Ref, depth: int = 12) -> tuple[int, ...] | None:
-    """Infers a tensor's shape from constants and placeholders through `depth` elementwise ops; None: unknown."""
+    """Infers the shape of a tensor from constants and placeholders, through at most `depth` elementwise ops.
+
+    Returns None if the shape is unknown.
+    """
     node = body.nodes[ref[0]]
     if node.op == "Const":
         return tuple(dim.size for dim in node.attrs["value"].tensor.tensor_shape.dim)

@@ -1,7 +1,7 @@
 """Finds the nodes that the overrides of a program select, for all overrides at once.
 
-Conditions on a node itself take one lookup per node; dependence, chains and positions on the path take one walk of the
-graph each. So the cost grows with nodes plus overrides, not with their product.
+Conditions on a node itself take one lookup for each node. Dependence, chains and positions on the path take one walk of
+the graph each. So the time grows with the number of nodes plus the number of overrides, not with their product.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from gradrule_server.graphs.selectors import BIAS, SUM, OverrideMatcher
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.intp]
 
-# Node sets ranked in one walk; each needs four bytes per node.
+# Number of node sets that are ranked in one walk; each set needs four bytes for each node.
 _RANKED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selected:
-    """The candidates that overrides select, assigned or not: a flag per candidate, by matcher (by id)."""
+    """The candidates that overrides select, assigned or not: a flag for each candidate, by id() of the matcher."""
 
     _flags: Mapping[int, Flags]
     _chains: Chains | None
 
     def members(self, matcher: OverrideMatcher) -> Numbers:
-        """Returns candidate numbers: a row per selected node or chain, ordered by the last node."""
+        """Returns the candidate numbers of the selected nodes or chains, one row for each, ordered by the last node."""
         ends = np.flatnonzero(self._flags[id(matcher)])
         if self._chains is None or not matcher.is_chain:
             return ends[:, np.newaxis]
@@ -51,7 +51,7 @@ class Selected:
 
 
 class Selection:
-    """Computes which candidates the matchers select. `_meant`: per matcher, a flag per candidate."""
+    """Computes which candidates the matchers select. `_meant` has a flag for each candidate, for each matcher."""
 
     def __init__(self, context: ResolutionContext, matchers: Sequence[OverrideMatcher]) -> None:
         self._context = context
@@ -72,7 +72,7 @@ class Selection:
             if chains is not None and matcher.is_chain:
                 self._meant[number] &= chains.ends(matcher.words)
             elif matcher.words and matcher.words[0] in (BIAS, SUM):
-                # These groups need more than the op type: an add is either a bias add or a sum.
+                # The op type does not distinguish a bias add from a sum.
                 self._meant[number] &= self._biases if matcher.words[0] == BIAS else ~self._biases
         placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
         for start in range(0, len(placed), _RANKED_AT_ONCE):

@@ -76,7 +76,8 @@ class NameIndex:
                     with_pattern[place].append(number)
         self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
         self._patterns = PatternSet(list(numbers)) if numbers else None
-        # Selectors without glob and without node_regex; per pattern, selectors with it as glob and as node_regex.
+        # Selectors without a glob, and those without a node_regex. For each pattern: the selectors that have it as
+        # glob, and those that have it as node_regex.
         all_selectors = (1 << len(matchers)) - 1
         self._free = (all_selectors & ~_bits(with_pattern[0]), all_selectors & ~_bits(with_pattern[1]))
         self._by_pattern = [[0, 0] for _ in numbers]
@@ -92,7 +93,10 @@ class NameIndex:
         return self._scope(name) & self._exact.matching(name) & first & second
 
     def conditions(self, name: str) -> tuple[int, int, int]:
-        """Returns the selectors whose scope, whose `node`, and whose name conditions together match the name."""
+        """Returns the selectors whose scope matches a name, those whose `node` matches it, and those that match it.
+
+        The last need scope, `node` and `node_regex` to match.
+        """
         scope, (first, second) = self._scope(name), self._matching(name)
         node = self._exact.matching(name) & first
         return scope, node, scope & node & second
@@ -107,7 +111,7 @@ class NameIndex:
         return found
 
     def _matching(self, name: str) -> tuple[int, int]:
-        """Returns the selectors whose glob, and those whose node_regex, match the name or are absent."""
+        """Returns the selectors whose glob matches the name or is absent, and the same for node_regex."""
         if self._patterns is None:
             return -1, -1
         matching = self._patterns.matching(name)

@@ -25,7 +25,8 @@ PLAIN_ADDS = ops_with("plain_add")
 DEFAULT_RULE = "default"
 OWN_GRADIENT = -1
 
-# Groups with conditions beyond the op type: a sum or bias depends on the xs, a step on what follows.
+# Groups that need more than the op type: whether an add is a sum or a bias depends on the xs, and whether a comparison
+# is a step depends on the next op.
 _PATH_DEPENDENT = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
 _ALONE = frozenset({"region", "region_name"})
@@ -34,10 +35,17 @@ _MAX_PATTERN = 32
 
 @dataclass(frozen=True, slots=True)
 class OverrideSpec:
-    """One override: selector and rule index (-1: `default`). `index`: its position in the request.
+    """One override.
 
-    `is_preset`: it is part of a preset, so attributes of nodes take precedence. `every_order`: it applies to gradients
-    of gradients too.
+    Attributes:
+        selector: The selector.
+        rule_index: Index of the rule; -1: `default`.
+        rule_name: Name of the rule.
+        label: Label of the override.
+        optional: Whether it is valid if it matches no node.
+        index: Its position in the request.
+        is_preset: Whether it is part of a preset, so that attributes of nodes take precedence.
+        every_order: Whether it applies to gradients of gradients too.
     """
 
     selector: override_pb2.Selector
@@ -51,7 +59,10 @@ class OverrideSpec:
 
     @property
     def made_op_types(self) -> frozenset[str]:
-        """Op types of gradient-created nodes that it selects: only for overrides of every order by op type alone."""
+        """Op types of the nodes, among those that gradients create, that it selects.
+
+        Only overrides for every order that select by op type alone select such nodes.
+        """
         asked = [field.name for field, _ in self.selector.ListFields()]
         word = self.selector.op_type
         return (
@@ -70,9 +81,15 @@ class OverrideSpec:
 class CandidateNode:
     """A node of the expanded graph that overrides can match.
 
-    `name`: public name. `function`: the function of the uploaded graph that contains it. `live`: whether gradients are
-    computed node by node here. Labels of overrides: `label`: the one it is assigned to; `around`: the one that matched
-    an enclosing call; `by_rank`: the one that matches if the node has its rank.
+    Attributes:
+        name: Public name.
+        function: The function of the uploaded graph that contains it; empty: the top level.
+        body: The body of the copy that contains it.
+        index: Its index in the body.
+        live: Whether gradients are computed node by node here.
+        label: Label of the override assigned to it; None: no override is assigned.
+        around: Label of the override that matched an enclosing call.
+        by_rank: Label of the override that matches if the node has the override's rank.
     """
 
     name: str
@@ -86,11 +103,12 @@ class CandidateNode:
 
     @property
     def node(self) -> Node:
+        """The node."""
         return self.body.nodes[self.index]
 
     @property
     def input_types(self) -> list[int]:
-        """Element types of its inputs; 0: unknown."""
+        """Element types of the node's inputs; 0: unknown."""
         found = []
         for producer, output in self.node.inputs:
             outputs = self.body.nodes[producer].outputs
@@ -102,8 +120,17 @@ class CandidateNode:
 class OverrideMatcher:
     """A compiled selector. `SelectorIndex` evaluates all matchers of a program together.
 
-    `words`: words of its pattern, or its op type. `op_types`: op types of the node, or of a chain's last node. `exact`:
-    the full name. `glob`, `regex`: RE2 expressions for the full name.
+    Attributes:
+        spec: The override.
+        words: The words of its pattern, or its op type.
+        op_types: Op types of the selected node, or of the last node of a chain; None: any.
+        prefix: Prefix of public names, from `scope`.
+        exact: The required public name; empty: any.
+        glob: RE2 expression for the public name, from `node`; empty: none.
+        regex: RE2 expression for the public name, from `node_regex`; empty: none.
+        match_count: Number of matches.
+        faulty: Whether a finding about the override was added.
+        shadowed_by: If it matched no node: the number of its nodes that earlier overrides matched, by label.
     """
 
     spec: OverrideSpec
@@ -114,9 +141,7 @@ class OverrideMatcher:
     glob: str
     regex: str
     match_count: int = 0
-    # A finding about it has been added already.
     faulty: bool = False
-    # Number of its nodes that earlier overrides matched, by label, if it matched none.
     shadowed_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -126,7 +151,7 @@ class OverrideMatcher:
 
     @property
     def accepts_calls(self) -> bool:
-        """Whether it can match whole calls: only their names and op types are known before inlining."""
+        """Whether it can match whole calls, which have only a name and an op type before inlining."""
         return all(entry.name in _LOCAL for entry, _ in self.spec.selector.ListFields())
 
     @property
@@ -136,7 +161,7 @@ class OverrideMatcher:
 
 
 def matchers(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[OverrideMatcher]:
-    """Compiles the selectors of overrides; adds findings for invalid ones and leaves them out."""
+    """Compiles the selectors of overrides; adds findings for invalid selectors and omits them."""
     made = []
     for spec in specs:
         before = len(findings.all)

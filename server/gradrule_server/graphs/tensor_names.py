@@ -1,4 +1,4 @@
-"""Finds tensors by the names that requests use: `y` is `y:0`. Reports UNKNOWN_TENSOR and UNKNOWN_FEED with hints."""
+"""Finds tensors by the names in requests (`y` means `y:0`); adds UNKNOWN_TENSOR and UNKNOWN_FEED with hints."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TensorNames:
 
 
 def find_requested(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
-    """Returns the tensors of all lists of a request, by the name in the request; adds UNKNOWN_TENSOR."""
+    """Returns the tensors that the fields of a request name, by the name in the request; adds UNKNOWN_TENSOR."""
     groups = (
         ("fetches", request.fetches),
         (f"{request.derivative}.ys", request.ys),

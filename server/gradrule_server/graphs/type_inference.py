@@ -77,7 +77,7 @@ class TypeInference:
         node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
         self._check_values(node, op, where)
         self._find_functions(node, types, where)
-        # When the list of findings is full, new findings cannot be detected.
+        # A full list of findings does not grow, so new findings cannot be detected; do not share the result then.
         return not node.functions and node.op not in self._library and not findings.all[found:] and not findings.full
 
     def _shared(self, node: Node, completed: op_inference.Completed) -> Mapping[str, AttrValue]:
@@ -87,7 +87,7 @@ class TypeInference:
             if value.WhichOneof("value") != "type":
                 return completed.attrs
             key += (name, value.type)
-        # The cached value keeps the objects alive whose id() is in the key.
+        # The cached attributes keep the objects alive whose id() is in the key.
         key += map(id, completed.added.values())
         return self._attrs.setdefault(tuple(key), completed.attrs)
 

@@ -17,7 +17,7 @@ _SHOWN_REGIONS = 12
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Op type and public name of a node that selectors were tested on."""
+    """Op type and public name of a node that selectors were matched against."""
 
     op_type: str
     name: str
@@ -99,7 +99,7 @@ class Unmatched:
         return f"no node {kind}with such a name has {' and '.join(reasons)}."
 
     def _met_conditions(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:
-        """Returns whether nodes of the op type meet the scope, the `node` condition, and all name conditions."""
+        """Returns whether nodes of the op types meet the scope, `node`, and all conditions on names together."""
         bit = 1 << self._numbers[id(matcher)]
         op_types: Iterable[str] = self._conditions_by_op if matcher.op_types is None else matcher.op_types
         found = [self._conditions_by_op[op_type] for op_type in op_types if op_type in self._conditions_by_op]
@@ -108,7 +108,7 @@ class Unmatched:
 
     @cached_property
     def _conditions_by_op(self) -> dict[str, list[int]]:
-        """Per op type: bits of the overrides whose scope, `node` and name conditions a node of that type meets."""
+        """For each op type: bits of the overrides whose scope, `node` and name conditions a node of that type meets."""
         met: dict[str, list[int]] = {}
         for node in self._nodes:
             bits = met.setdefault(node.op_type, [0, 0, 0])

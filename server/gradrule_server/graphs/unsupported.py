@@ -1,4 +1,4 @@
-"""Lists ops that gradrule does not run, with the reason and the alternative (UNSUPPORTED_OP if a result needs one)."""
+"""Lists the ops that gradrule does not run, with reasons and alternatives; UNSUPPORTED_OP reports them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed w
 _PYTHON = "calls a Python function of the process that made the graph; write it in TensorFlow's ops, or feed its result"
 
 _PYTHON_OPS = ops_with("python_function")
-# Resources that live for one run only.
+# Resources that exist only during one run.
 _TENSOR_ARRAYS = ("TensorArray",)
 
 _OPS: dict[str, str] = {
@@ -63,7 +63,7 @@ def why_unsupported(node: Node, op: OpDef, *, in_function: bool) -> str:
 
 
 def _why_not_on_resources(node: Node, op: OpDef) -> str:
-    """Returns the reason for ops on references or resources that are no variables, or an empty string."""
+    """Returns the reason for ops on references, and on resources other than variables; otherwise an empty string."""
     args = (*op.inputs, *op.outputs)
     is_reference = any(arg.is_ref for arg in args) or any(dtype > REF_OFFSET for dtype in node.outputs or ())
     touches = is_reference or any(arg.type == Dt.DT_RESOURCE for arg in args)

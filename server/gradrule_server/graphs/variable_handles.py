@@ -14,7 +14,7 @@ _MIXED = "gives out handles that stand for different variables, or for none that
 
 
 class VariableHandles:
-    """Maps handles and references to variables, followed through calls, loops and branches.
+    """Maps handles and references to variables, also across calls, loops and branches.
 
     Nodes must be in topological order.
     """
@@ -31,7 +31,7 @@ class VariableHandles:
         return self._by_body[id(body)]
 
     def is_reference(self, body: Body, ref: Ref) -> bool:
-        """Returns whether a tensor is a reference, which ops can read as the value, unlike a handle."""
+        """Returns whether a tensor is a reference. Ops can read a reference as the value, but not a handle."""
         return ref in self._references[id(body)]
 
     def used_in(self, body: Body) -> list[Variable]:

@@ -1,4 +1,4 @@
-"""Replaces single nodes that read or write variables by nodes on values."""
+"""Replaces one node that reads or writes a variable by nodes that compute with values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lowering:
         self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in copy.candidates}
 
     def lower(self, body: Body, index: int, variable: Variable, live: bool) -> list[tuple[Variable, Ref]]:
-        """Lowers a node whose first input is already the variable's current value; returns the written values."""
+        """Replaces a node whose first input already is the variable's current value; returns the written values."""
         node, first = body.nodes[index], len(body.nodes)
         self._check_type(body, node, variable)
         if node.op in INITIALIZED_CHECKS:
@@ -58,7 +58,7 @@ class Lowering:
         node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **gradient}, outputs
 
     def become_checked(self, node: Node, value: Ref, variable: Variable) -> None:
-        """Turns a node into an identity of a value; checks the value against the variable's known shape."""
+        """Turns a node into an identity of a value, with a check that the value has the variable's shape."""
         attrs = {"T": AttrValue(type=variable.dtype)}
         if variable.shape.unknown_rank:
             self.become(node, "Identity", [value], attrs, (variable.dtype,))

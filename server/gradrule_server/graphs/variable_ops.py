@@ -8,43 +8,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Ops whose output stands for a variable.
+# Ops whose output is a handle of or a reference to a variable.
 SOURCES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
 # Ops that forward handles and references.
 FORWARDING_OPS = frozenset({"Identity", "IdentityN"})
 
-# Ops that check for a value; every variable has one.
+# Ops that check whether a variable has a value; here every variable has one.
 INITIALIZED_CHECKS = frozenset({"VarIsInitializedOp", "IsVariableInitialized"})
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A read: the op that replaces it.
+    """How an op that reads a variable is replaced.
 
-    `type_attr`: its attribute for the value's element type. `attrs`: attributes that are copied.
+    Attributes:
+        op: The op that replaces it.
+        type_attr: The attribute of that op for the element type of the value.
+        attrs: The attributes that are copied.
+        takes_axis: Whether the third input of that op is the gather axis, which is the number of batch dimensions.
     """
 
     op: str
     type_attr: str
     attrs: tuple[str, ...] = ()
-    # The op takes the gather axis, equal to the number of batch dimensions, as third input.
     takes_axis: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A write: the op that computes the new value.
+    """How an op that writes a variable is replaced.
 
-    `takes_old`: its first input is the old value; otherwise the other input is the new value. `rows`: indices are row
-    indices, and a scalar update is broadcast.
+    Attributes:
+        op: The op that computes the new value.
+        takes_old: Whether its first input is the old value. If false, its only input is the new value.
+        rows: Whether the indices are row indices, and a scalar update is broadcast.
+        attrs: The attributes that are copied.
+        keeps_shape: Whether the new value always has the shape of the variable. If false, the shape is checked.
     """
 
     op: str
     takes_old: bool = True
     rows: bool = False
     attrs: tuple[str, ...] = ()
-    # Whether the op preserves the variable's shape; if not, the shape is checked.
     keeps_shape: bool = True
 
 
@@ -87,5 +93,5 @@ WRITES: Mapping[str, Write] = {
 ASSIGNMENTS = frozenset({"AssignVariableOp", "Assign"})
 INITIALISER = "Assign"
 
-# All ops that may take or create a handle or a reference.
+# All ops that may have a handle or a reference as input or output.
 KNOWN = SOURCES | FORWARDING_OPS | INITIALIZED_CHECKS | READS.keys() | WRITES.keys()

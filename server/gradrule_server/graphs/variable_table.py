@@ -25,9 +25,12 @@ Key = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class Variable:
-    """A variable. `name`: name of its first top-level node. `aliases`: other names that requests may use.
+    """A variable of a graph.
 
-    `initialiser`: the top-level node that assigns its initial value, or an empty string.
+    Attributes:
+        name: Name of its first top-level node.
+        aliases: Other names that requests may use.
+        initialiser: Name of the top-level node that assigns its initial value; empty: no node does.
     """
 
     name: str
@@ -57,7 +60,7 @@ class VariableTable:
                 self._names.setdefault(name, variable)
         for node in top.nodes:
             owner = self._by_node.get(node.name.removesuffix(f"/{INITIALISER}"))
-            # Nodes on a cycle, reported elsewhere, have no inputs here.
+            # Nodes on a cycle have no inputs here; `sort_nodes` reports the cycle.
             if owner is not None and node.op in ASSIGNMENTS and node.inputs and not owner.initialiser:
                 owner.initialiser = node.name if top.nodes[node.inputs[0][0]].op in SOURCES else ""
 
@@ -81,7 +84,7 @@ class VariableTable:
         return self._by_node.get(node.name) if at_top else None
 
     def given(self, texts: Sequence[str], field: str, findings: Findings) -> dict[str, Variable]:
-        """Returns the variables that a request gives values for. Adds UNKNOWN_TENSOR; UNKNOWN_FEED if repeated."""
+        """Returns the variables whose values a request holds. Adds UNKNOWN_TENSOR; UNKNOWN_FEED for repeated ones."""
         found: dict[str, Variable] = {}
         for position, text in enumerate(texts):
             node, output = parse_tensor_name(text) or (text, 0)
@@ -126,16 +129,16 @@ class VariableTable:
 
 
 def fed_in_place(graph: Graph, given: Iterable[str]) -> set[str]:
-    """Returns the names of variables that a call may feed without a new program.
+    """Returns the names of the variables that a call may feed without a new program.
 
-    Feeding a variable with an initialiser and no value removes the initialiser, which is another program.
+    Feeding a variable that has an initialiser and no given value removes the initialiser, which makes a new program.
     """
     names = set()
     with_value = set(given)
     nodes = {node.name for node in graph.node}
     for node in graph.node:
         if node.op in SOURCES:
-            # Protobuf maps add missing keys on lookup, so test first.
+            # Test for the key first: reading a missing key adds it to a protobuf map.
             shared = node.attr["shared_name"].s.decode(errors="replace") if "shared_name" in node.attr else ""
             own = {node.name, shared} - {""}
             if own & with_value or f"{node.name}/{INITIALISER}" not in nodes:
@@ -154,7 +157,7 @@ def _key(node: Node) -> Key | None:
 
 def _shape(node: Node) -> TensorShape:
     value: AttrValue | None = node.attrs.get("shape")
-    # The op `Variable` uses the same shape for scalar and unknown.
+    # The op `Variable` has the same shape attribute for a scalar and for an unknown shape.
     if value is None or (node.op == "Variable" and not value.shape.dim):
         return TensorShape(unknown_rank=True)
     return value.shape

@@ -1,8 +1,8 @@
-"""Replaces variables by values: edges that carry handles become edges of the variable's element type.
+"""Replaces variables by values: edges that carry handles become edges that carry values.
 
-A read becomes the value of the last write among its ancestors, or else the initial value, an input like a placeholder.
-A write becomes a new value. Loops carry values as loop variables; branches and calls return them. So later stages, such
-as overrides and gradients, handle only tensors.
+A read becomes the value of the last write that it depends on, or the initial value, which is an input like a
+placeholder. A write becomes a new value. Loops pass values on as loop variables; branches and calls return them. Later
+stages, such as overrides and gradients, then handle only tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradrule_server.graphs.variable_lowering import Lowering
 from gradrule_server.graphs.variable_ops import FORWARDING_OPS, INITIALIZED_CHECKS, READS, SOURCES, WRITES
 from gradrule_server.graphs.variable_table import Variable, VariableTable
 
-# Each node stores its last writes as bits, so memory grows with the square of this number.
+# Each node stores the writes that it depends on as bits, so memory grows with the square of this number.
 _MAX_WRITES = 10_000
 
 _HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
@@ -31,8 +31,8 @@ def lower_variables(
 ) -> dict[Variable, Ref]:
     """Lowers, in place, the nodes of the copy that the roots need.
 
-    `given`: variables whose value is an input. Others get the value of their initialiser, or become inputs too. Returns
-    the final values of written variables, as tensors of the copy's top level.
+    `given`: the variables whose value is an input. Other variables get the value of their initialiser; those without an
+    initialiser become inputs too. Returns the final values of written variables, as tensors of the copy's top level.
     """
     return _Pass(copy, table, given, findings).run({producer for producer, _ in roots})
 
@@ -45,11 +45,11 @@ class _VariableVersions:
         self._initial = initial
         self._findings = findings
         self._refs: list[Ref] = []
-        # Per variable the bits of its writes.
+        # For each variable: the bits of its writes.
         self._writes: dict[Variable, int] = {}
 
     def reach(self, index: int, node: Node) -> int:
-        """Visits a node after its ancestors; returns the bits of the writes that it depends on."""
+        """Returns the bits of the writes that a node depends on; to be called in topological order."""
         masks, before = self._masks, 0
         for producer, _ in node.inputs:
             before |= masks[producer]
@@ -96,7 +96,7 @@ class _Pass:
             position = index.get(variable.initialiser)
             if position is not None:
                 self._initialisers[position] = variable
-        # The tensor that computes the initial value, for variables that are not given.
+        # For each variable without a given value: the tensor with its initial value.
         self._computed = {
             variable: nodes[position].inputs[1]
             for position, variable in self._initialisers.items()
@@ -152,7 +152,7 @@ class _Pass:
         return needed
 
     def _cycles(self, needed: bytearray) -> list[list[int]]:
-        """Returns cycles of initial values that depend on themselves; such assignments are no initialisers."""
+        """Returns cycles of initial values that depend on themselves; their assignments are not initialisers."""
         if not self._computed:
             return []
         nodes = self._copy.body.nodes

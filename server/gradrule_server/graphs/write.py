@@ -81,7 +81,7 @@ def _has_zero(dtype: int) -> bool:
 
 
 def _write_zeros(node: Node, message: graph_pb2.Node) -> None:
-    """Writes zeros for FakeParam, whose kernel returns uninitialised memory that may hold data of other callers."""
+    """Writes zeros in place of a FakeParam, whose kernel returns memory that may hold other callers' data."""
     shape = node.attrs["shape"].shape
     dtype = node.attrs["dtype"].type
     known = TensorShape(dim=[TensorShape.Dim(size=max(dim.size, 0)) for dim in shape.dim])
@@ -121,7 +121,7 @@ def _write_function(body: Body, message: graph_pb2.Function) -> None:
         target.input.extend(
             f"^{body.nodes[control].name}" for control in node.controls if body.nodes[control].op != ARG
         )
-    # Results get new valid names: TensorFlow derives node names from them, and nothing refers to the old names.
+    # Give results new, valid names: TensorFlow derives names of nodes from them, and nothing refers to the old names.
     for number, (dtype, ref) in enumerate(zip(body.result_types, body.results, strict=True)):
         name = f"result_{number}"
         signature.output_arg.add(name=name, type=as_dt(dtype))

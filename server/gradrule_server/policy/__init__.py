@@ -1,6 +1,6 @@
-"""Decides what may run and how large it may be: the table of reviewed ops, and checks of nodes, tensors and messages.
+"""Checks which ops may run and how large they may be: table of reviewed ops, checks of nodes, tensors and messages.
 
-Used by graphs, rules and engines. Imports no TensorFlow.
+Graphs, rules and engines use it. Does not import TensorFlow.
 """
 
 from gradrule_server.limits import Limits, NodeLimits

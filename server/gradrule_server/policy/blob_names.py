@@ -25,7 +25,7 @@ def check_blob_name(name: str) -> None:
 
 
 def missing_blobs(names: Iterable[str]) -> GradruleError:
-    """Returns BLOB_NOT_FOUND with one resource for each blob."""
+    """Returns a BLOB_NOT_FOUND error with one resource for each blob."""
     missing = list(names)
     shown = ", ".join(missing[:_MAX_SHOWN])
     if len(missing) > _MAX_SHOWN:

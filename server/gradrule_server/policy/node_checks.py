@@ -1,6 +1,6 @@
-"""Checks one node: whether its op may run, and its attributes.
+"""Checks whether the op of a node may run, and whether the attributes of the node are valid.
 
-Each check returns faults: a reason, and a clause that follows the node's name: `has rank 9; 8 is the most`.
+Each check returns faults. A fault is a reason and a clause that follows the node's name: `has rank 9; 8 is the most`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from gradrule_server.limits import NodeLimits
 from gradrule_server.policy.op_table import REMEDIES, find_review
 from gradrule_server.policy.tensors import Fault, shape_fault, size_fault, tensor_fault
 
-# Parts of names of attributes that give a node access to files or the network. Ops with such attributes are denied;
-# the attributes are refused as well, in case such an op is allowed by mistake.
+# Attributes whose names contain these words give a node access to files or the network. Ops with such attributes are
+# denied; the attributes are refused too, in case such an op is allowed by mistake.
 _EXTERNAL_ACCESS = ("debug_urls", "debug_ops_spec", "descriptor_source", "output_stream", "file", "path")
-# Attributes, besides counts of outputs, whose value determines how much memory is in use at a time.
+# Attributes, other than numbers of outputs, whose value determines how much memory the node uses.
 _AMOUNTS = frozenset({"parallel_iterations"})
 
 FAKE_PARAM = "FakeParam"
-"""The op that stands for the outputs of a branch that was not taken."""
+"""The op whose output replaces the outputs of a branch that does not run."""
 
 DROPPED_ATTRS = frozenset({"container", "shared_name", "config", "config_proto", "executor_type"})
 """Attributes that are removed from every node.
 
-Names of resources would reach resources of other callers in the process; the executor is configured by the server.
+A name of a resource would give access to resources of other callers in the process. The server configures the executor.
 """
 
 
 def op_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimits) -> Fault | None:
-    """Returns OP_NOT_ALLOWED for a denied op, or an attribute that reaches outside the graph; None if it may run."""
+    """Returns OP_NOT_ALLOWED for a denied op or an attribute with access outside the graph; None if the op may run."""
     if bounds.trusted:
         return None
     review = find_review(op)
@@ -58,7 +58,7 @@ def attribute_faults(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimi
             value = attrs[name]
             yield from _first(shape_fault(shape, bounds, known=False) for shape in (value.shape, *value.list.shape))
     if op.name == FAKE_PARAM and "shape" in attrs:
-        # `graphs.write` replaces the node by a constant of zeros.
+        # Check the size, because `graphs.write` replaces the node by a constant of zeros.
         yield from _first([size_fault(attrs["dtype"].type, attrs["shape"].shape, bounds)] if "dtype" in attrs else ())
     for name in checked.tensors:
         if name in attrs:
@@ -78,7 +78,7 @@ def _first(faults: Iterable[Fault | None]) -> Iterator[Fault]:
 
 
 def output_count_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimits) -> Fault | None:
-    """Returns LIMIT_EXCEEDED if a node has too many outputs; to be called before memory is used for each output."""
+    """Returns LIMIT_EXCEEDED for too many outputs; to be called before anything is allocated for each output."""
     for arg in op.outputs:
         for name, most, setting in (
             (arg.number_attr, bounds.node_outputs, " (--max-node-outputs)"),
@@ -93,7 +93,7 @@ def output_count_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLi
 
 
 def _is_counted_by_inputs(op: OpDef, name: str) -> bool:
-    """Returns whether the node has an input for each output: the size of the message limits those."""
+    """Returns whether the node has one input for each output; the size of the message limits their number."""
     return any(name in (arg.number_attr, arg.type_list_attr) for arg in op.inputs)
 
 
@@ -103,7 +103,7 @@ def _has_text(value: AttrValue) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _CheckedAttrs:
-    """Names of an op's attributes that are checked, by the kind of check."""
+    """The names of an op's attributes that are checked, by kind of check."""
 
     external: tuple[str, ...]
     shapes: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Holds the reviews of ops: `ops.tsv` has one row per op type of TensorFlow, allowed or denied, with a reason.
+"""Reads the reviews of ops: `ops.tsv` has a row for each op type of TensorFlow, which allows or denies it.
 
-An op without a row, or whose definition has changed since its review, is denied. `tools/generate_op_policy.py` adds
-rows for new ops as denied, for people to review.
+An op without a row is denied, and so is an op whose definition has changed since its review.
+`tools/generate_op_policy.py` adds rows for new ops as denied; people then review them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REMEDIES: Mapping[str, str] = {
     "variable": "ask for gradients, and let a session apply them",
     NOT_REVIEWED: "use an op that has been reviewed",
 }
-"""What a caller can do instead, by the category of a denied op."""
+"""What a caller can do instead of using a denied op, by category of the op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class OpReview:
     Attributes:
         op: The op type.
         allowed: Whether the op may run.
-        category: What the op is, in a word; a key of `REMEDIES` if it is denied.
+        category: The category of the op; a key of `REMEDIES` if the op is denied.
         digest: The digest of the definition that was reviewed.
         reason: Why the op is allowed or denied.
     """
@@ -79,11 +79,11 @@ def op_reviews() -> Mapping[str, OpReview]:
 
 
 def find_review(op: OpDef) -> OpReview:
-    """Returns the review of an op; a denial if it was not reviewed, or has changed since."""
+    """Returns the review of an op; a denial if the op was not reviewed, or has changed since its review."""
     found = _found.get(op.name)
     if found is None:
         found = review_with_digest(op.name, definition_digest(op))
-        # This cannot grow without limit: only ops that TensorFlow registers come here.
+        # The cache cannot grow without limit, because all of these ops are registered in TensorFlow.
         _found[op.name] = found
     return found
 

@@ -1,6 +1,6 @@
-"""Holds what graphs and engines need to know of op types: `op_traits.tsv` has one row per op type, with its traits.
+"""Reads the properties of op types that graphs and engines use: `op_traits.tsv` lists the traits of each op type.
 
-A trait is a word, or a word with a value (`view=0`). An op type gets a trait by a change of its row alone.
+A trait is a word, or a word with a value (`view=0`). To add a trait to an op type, change only its row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HEADER = "# op\ttraits (`op_traits.py` explains them)\n"
 
 TRAITS: Mapping[str, str] = MappingProxyType(
     {
-        # Groups of selectors, as overrides name them.
+        # Groups that overrides can select.
         "@activation": "an activation function",
         "@convolution": "a convolution",
         "@dense": "a product of matrices",
@@ -44,16 +44,20 @@ TRAITS: Mapping[str, str] = MappingProxyType(
         "reads_shape": "reads nothing of its inputs but their shapes",
         "tells_shape": "its output is a size, known where the shape of the input is known",
         "size_inputs": "values of inputs decide how large the output is. Value: the numbers of those inputs",
-        # What outputs are, example by example (`engine/batching`).
+        # How outputs depend on examples (`engine/batching`).
         "elementwise": "computes element by element. Value: one_input, broadcasts, or one_shape (of all inputs)",
         "reduction": "reduces along the axes that the second input names",
-        # Left out of `xla` are: ops that fail for some values (Assert, CheckNumerics, GatherV2, InvertPermutation,
-        # integer division), since XLA does not fail; random ops, since XLA draws other numbers; sorting and ArgMax,
-        # whose results differ where values are equal; convolutions and pooling, which were slower with XLA; loops and
-        # branches, which XLA compiles for fixed sizes only; ops of strings, resources and sets of values whose size
-        # depends on values; SqrtGrad, RsqrtGrad and ReciprocalGrad, whose kernels give 0 where the upstream gradient
-        # is 0, whatever the operand; and ClipByValue, which differs where the lower bound is above the upper one, or
-        # a bound is NaN. DivNoNan and Pow of integers differ or fail for some values.
+        # These ops do not have the trait `xla`:
+        # - ops that fail for some values (Assert, CheckNumerics, GatherV2, InvertPermutation, integer division): with
+        #   XLA they do not fail;
+        # - random ops: XLA draws other numbers;
+        # - sorting and ArgMax: the results differ where values are equal;
+        # - convolutions and pooling: they were slower with XLA;
+        # - loops and branches: XLA compiles them for fixed sizes only;
+        # - ops on strings or resources, and ops whose output size depends on values;
+        # - SqrtGrad, RsqrtGrad and ReciprocalGrad: their kernels give 0 for an upstream gradient of 0, for any operand;
+        # - ClipByValue: the result differs if the lower bound exceeds the upper bound, or if a bound is NaN.
+        # DivNoNan and Pow have it for floats only: with integers they differ or fail for some values.
         "xla": "XLA computes it as TensorFlow's kernels do, up to rounding. Value: floats, if for floats only",
     }
 )
@@ -61,19 +65,19 @@ TRAITS: Mapping[str, str] = MappingProxyType(
 
 
 def ops_with(trait: str, value: str | None = None) -> frozenset[str]:
-    """Returns the op types that have a trait; with a value, if one is given. `KeyError` for an unknown trait."""
+    """Returns the op types with a trait, and with this value of it if given. Raises `KeyError` for an unknown trait."""
     return frozenset(op for op, found in trait_values(trait).items() if value is None or found == value)
 
 
 def trait_values(trait: str) -> Mapping[str, str]:
-    """Returns the value of a trait by op type, empty for a trait without values. `KeyError` for an unknown trait."""
+    """Returns the values of a trait by op type; empty strings for a trait without values. Raises `KeyError`."""
     if trait not in TRAITS:
         raise KeyError(f"there is no op trait {trait!r}")
     return _table().get(trait, {})
 
 
 def input_numbers(trait: str) -> Mapping[str, tuple[int, ...]]:
-    """Returns the numbers of inputs that are a trait's values, by op type."""
+    """Returns the values of a trait whose values are indices of inputs, by op type."""
     return {op: tuple(map(int, value.split(","))) for op, value in trait_values(trait).items()}
 
 

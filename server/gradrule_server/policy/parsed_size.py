@@ -1,8 +1,8 @@
-"""Estimates the memory that a message will take once it is parsed, and refuses messages that would take too much.
+"""Estimates the memory of a message after parsing, and refuses messages that would take too much.
 
-A field of two bytes can become an object of a hundred bytes, and checking a node of a graph takes a kilobyte. The scan
-reads the encoded message before it is parsed. It skips the contents of bytes and strings, so its time depends on the
-number of fields, not on the size; of many small messages of one field, only a sample is scanned.
+A field of two bytes can become an object of a hundred bytes, and the check of a node takes a kilobyte. The scan reads
+the encoded message before it is parsed. It skips the contents of bytes and strings, so its time depends on the number
+of fields, not on the size. If a field holds many small messages, only a sample of them is scanned.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from gradrule_server.errors import Reason, error
 from gradrule_server.limits import NodeLimits
 
 FREE_BYTES = 128 << 20
-"""Memory that every message may take, whatever its size: a hundred thousand nodes of 50 bytes need this."""
+"""Memory that a message of any size may take, bytes: enough for a hundred thousand nodes of 50 bytes."""
 SMALL_BYTES = 1 << 20
-"""A message of at most this size never takes more than `FREE_BYTES`, so it is not scanned."""
-# Fields are scanned one by one; scanning more than this number would take seconds.
+"""Largest size of messages that are not scanned, bytes, because they never take more than `FREE_BYTES`."""
+# Largest number of scanned fields; scanning more would take seconds.
 _MAX_FIELDS = 4_000_000
 _MAX_DEPTH = 100
 _MAX_SHIFT = 63
 
-# Memory of a parsed message without its fields, and of each string in a list.
+# Memory of a parsed message without its fields, and of each string in a list, bytes.
 _MESSAGE_BYTES = 40
 _STRING_BYTES = 48
-# Lists grow by doubling, the memory of their earlier sizes is freed with the message only, and an engine gets a copy.
+# Factor for lists: they grow by doubling, the memory of their earlier sizes is freed only with the message, and an
+# engine gets a copy.
 _GROWTH = 3
 # Memory of the objects that the server makes for a message of this type, besides the parsed message.
 _SERVER_OBJECT_BYTES: Mapping[str, int] = {
@@ -47,7 +48,7 @@ _SERVER_OBJECT_BYTES: Mapping[str, int] = {
 _VARINT, _FIXED64, _LENGTH, _GROUP_START, _GROUP_END, _FIXED32 = range(6)
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
 _CONTINUED = bytes(range(0x80, 0x100))
-# The first messages of a field are all scanned; after that one in `_SAMPLE_INTERVAL` of those that are small.
+# Number of messages of a field that are all scanned; of further small ones, one in `_SAMPLE_INTERVAL` is scanned.
 _ALWAYS_SCANNED = 1_000
 _SAMPLE_INTERVAL = 32
 _SMALL_PART_BYTES = 1024
@@ -72,7 +73,7 @@ _PACKED_FIXED = {
 def check_parsed_size(data: bytes, message: type[Message], bounds: NodeLimits, *, field: str = "") -> None:
     """Raises LIMIT_EXCEEDED for an encoded message that would take far more memory than it has bytes.
 
-    Bytes that are not a valid message are left to the parser.
+    Accepts bytes that are not a valid message, which the parser refuses.
 
     Args:
         data: The encoded message.
@@ -92,12 +93,12 @@ def check_parsed_size(data: bytes, message: type[Message], bounds: NodeLimits, *
         )
         raise error(Reason.ERROR_REASON_LIMIT_EXCEEDED, text, field=field) from None
     except IndexError:
-        # The message ends within a field: the parser reports that, and everything before it has been counted.
+        # The message ends within a field: all fields before were counted, and the parser reports the error.
         return
 
 
 class _TooLargeError(Exception):
-    """The message would take too much memory; the text says why, as a clause."""
+    """A message would take too much memory; the text is a clause that says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +129,7 @@ class _SizeScan:
         self._bytes = len(data)
         self._fields = 0
         self._counts: dict[_Part, int] = {}
-        # The seed gives one message the same result each time, and a sender cannot predict the sample.
+        # Seed with the hash: a message always gives the same result, but its sender cannot predict the sample.
         self._random = random.Random(hash(data)).random
 
     def largest_part(self) -> str:
@@ -145,8 +146,8 @@ class _SizeScan:
             position: Where the message starts.
             end: Where it ends.
             message: Its type.
-            depth: How many messages it is nested in.
-            scale: How many messages it stands for as a sample.
+            depth: Number of messages that contain it.
+            scale: Number of messages that it represents as a sample.
 
         Raises:
             IndexError: The bytes are not a valid message.
@@ -203,7 +204,7 @@ class _SizeScan:
             self.scan(start, end, part.message, depth + 1, _SAMPLE_INTERVAL)
 
     def _add(self, part: _Part, count: int) -> int:
-        """Counts a part; returns how many of it there are by now."""
+        """Counts occurrences of a part; returns their number so far."""
         number = self._counts[part] = self._counts.get(part, 0) + count
         self._bytes += part.bytes * count
         if self._bytes > self._max_bytes:
@@ -243,7 +244,7 @@ def _parts(descriptor: Descriptor) -> Mapping[int, _Part]:
 
 
 def _message_bytes(descriptor: Descriptor) -> int:
-    """Returns the memory of an empty message of this type and of the objects that the server makes for it."""
+    """Returns the memory of an empty message of this type, with the objects that the server makes for it."""
     fields: dict[str, int] = {}
     for item in descriptor.fields:
         size = 8 if item.message_type is not None or item.is_repeated else _ELEMENT_BYTES.get(item.cpp_type, 4)

@@ -19,7 +19,8 @@ from gradrule_server.limits import NodeLimits
 
 _MAX_ELEMENTS = 2**62
 
-# Element type → bytes of an element in `tensor_content` (0: varies), field of single values, values per element.
+# By element type: bytes of an element in `tensor_content` (0: varies), field of single values, values of that field for
+# each element.
 _ENCODINGS: dict[int, tuple[int, str, int]] = {
     Dt.DT_FLOAT: (4, "float_val", 1),
     Dt.DT_DOUBLE: (8, "double_val", 1),
@@ -55,7 +56,7 @@ _ENCODINGS: dict[int, tuple[int, str, int]] = {
     Dt.DT_UINT2: (1, "int_val", 1),
     Dt.DT_FLOAT4_E2M1FN: (1, "float8_val", 1),
 }
-# Least memory of an element without a fixed size.
+# Smallest memory of an element without a fixed size, bytes.
 _POINTER_BYTES = 16
 
 _INVALID = Reason.ERROR_REASON_INVALID_TENSOR
@@ -84,7 +85,7 @@ def shape_fault(shape: TensorShape, bounds: NodeLimits, *, known: bool) -> Fault
 
 
 def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
-    """Checks that a tensor holds as many values as its shape says, of its element type."""
+    """Checks that the values of a tensor fit its element type and its shape."""
     fault = shape_fault(tensor.tensor_shape, bounds, known=True)
     if fault:
         return fault
@@ -170,7 +171,7 @@ def value_fault(
     blob_size: Callable[[str], int],
     bounds: NodeLimits,
 ) -> Fault | None:
-    """Checks the value of a variable. `blob_size`: returns the bytes of a blob by its SHA-256."""
+    """Checks the value of a variable. `blob_size`: returns the size of a blob in bytes, by its SHA-256."""
     source = value.WhichOneof("source")
     if source not in ("inline_tensor", "blob"):
         return _INVALID, "holds no tensor, inline or as a blob"

@@ -1,1 +1,1 @@
-"""Prepares programs: reads, checks and expands callers' graphs. Runs in compile workers, not in the front end."""
+"""Prepares programs: parses, checks and expands callers' graphs. Runs in compile workers, not in the front end."""

@@ -1,4 +1,4 @@
-"""Reads what a program or call differentiates; one form serves all kinds of derivatives."""
+"""Reads the derivative of a program and call into one structure for all kinds of derivatives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES = {
     Kind.DERIVATIVE_BATCH_JACOBIAN: "a batched Jacobian",
     Kind.DERIVATIVE_HVP: "a Hessian-vector product",
 }
-# Fields of a call besides feeds, with the only kind of derivative that uses each.
+# Fields of a call other than feeds, each with the only kind of derivative that uses it.
 _CALL_FIELDS = {"grad_ys": Kind.DERIVATIVE_VJP, "tangents": Kind.DERIVATIVE_JVP, "vectors": Kind.DERIVATIVE_HVP}
 _DIRECTION_FIELDS = {Kind.DERIVATIVE_JVP: "tangents", Kind.DERIVATIVE_HVP: "vectors"}
 _CARRIERS = frozenset({Dt.DT_RESOURCE, Dt.DT_VARIANT})
@@ -34,10 +34,21 @@ _CARRIERS = frozenset({Dt.DT_RESOURCE, Dt.DT_VARIANT})
 
 @dataclass(frozen=True, slots=True)
 class DerivativeSpec:
-    """The requested derivative. `part`: the field of the spec that requests it.
+    """The requested derivative.
 
-    `grad_ys`: tensors of the graph by canonical y. `grad_ys_fed`: canonical ys whose grad_y each call feeds.
-    `directions`: canonical xs for which calls give a tangent or a vector; None: all xs of differentiable types.
+    Attributes:
+        kind: The kind of derivative.
+        part: The field of the spec that requests it.
+        ys: The tensors that are differentiated.
+        xs: The tensors with respect to which they are differentiated.
+        grad_ys: Tensors of the graph that are upstream gradients, by canonical name of the y.
+        grad_ys_fed: Canonical names of the ys whose upstream gradient each call feeds.
+        stop_gradients: Tensors that count as constants.
+        unconnected_gradients: As in the message `Vjp`.
+        directions: Canonical names of the xs for which calls give a tangent or a vector; None: all xs of
+            differentiable types.
+        stacked: Whether grad_ys have one more dimension, along which they are stacked.
+        dense: Whether gradients of gathers are whole tensors; if false, they are slices.
     """
 
     kind: Kind.ValueType = Kind.DERIVATIVE_UNSPECIFIED
@@ -54,11 +65,14 @@ class DerivativeSpec:
 
     @property
     def second_order(self) -> bool:
-        """Whether gradients are themselves differentiated."""
+        """Whether gradients are differentiated again."""
         return self.kind == Kind.DERIVATIVE_HVP
 
     def direction_flags(self, expanded: Expanded) -> list[bool]:
-        """Returns, per x, whether calls give a direction; empty for kinds without. A repeated x has one direction."""
+        """Returns for each x whether calls give a direction; empty for kinds of derivatives without directions.
+
+        A repeated x has one direction.
+        """
         if self.kind not in _DIRECTION_FIELDS:
             return []
         seen: set[str] = set()
@@ -99,7 +113,7 @@ class DerivativeSpec:
 
 
 def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[DerivativeSpec, list[Finding]]:
-    """Reads the derivative of a program and call; returns it with the findings about it."""
+    """Reads the derivative of a program and call; returns it and the findings about it."""
     findings: list[Finding] = []
 
     def add_finding(message: str, where: str, reason: errors_pb2.ErrorReason.ValueType = _INVALID) -> None:
@@ -140,7 +154,7 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
         stacked=call.stacked_grad_ys,
         dense=part == "vjp" and requested.dense_gradients,
     )
-    # An empty vjp is that of a program without derivatives.
+    # An empty vjp means a program without derivatives.
     if bool(derivative.ys) != bool(derivative.xs) or not (derivative.ys or part == "vjp"):
         missing = "ys" if not derivative.ys else "xs"
         given = (

@@ -38,7 +38,7 @@ _Matched = tuple[link_pb2.PlannedMatch, override_pb2.ResolutionStatus.ValueType]
 
 
 def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
-    """Returns the plan that `finish` needs of a prepared program."""
+    """Returns the plan of a prepared program, which `finish` needs."""
     expanded, request = prepared.expanded, prepared.request
     return link_pb2.ProgramPlan(
         key=prepared.key,
@@ -146,13 +146,13 @@ def _check_effect(
     matches: Sequence[_Matched],
     made: AbstractSet[int],
 ) -> None:
-    """Raises INACTIVE_OVERRIDE for overrides without effect. `made`: rules that nodes created by gradients use."""
+    """Raises INACTIVE_OVERRIDE for overrides without effect. `made`: the rules of nodes that gradients created."""
     findings: list[Finding] = []
     by_override: dict[int, list[_Matched]] = {}
     for match, status in matches:
         by_override.setdefault(match.override, []).append((match, status))
     asked = {item.index for item in plan.overrides if item.has_made_nodes and item.rule in made}
-    # A preset has several overrides under one index; it has an effect if one of them has.
+    # The overrides of a preset share an index; the preset has an effect if one of them has an effect.
     for item in {item.index: item for item in plan.overrides if not item.optional}.values():
         hits = by_override.get(item.index, [])
         if item.index in asked or any(status == _ACTIVE for _, status in hits):

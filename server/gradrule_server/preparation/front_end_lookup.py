@@ -15,11 +15,11 @@ Ask = Callable[[link_pb2.Question], link_pb2.Told]
 """Sends a question to the front end and returns its answer."""
 
 _BATCH_NAMES = 500
-# The front end needs milliseconds to suggest names for an unknown one.
+# Largest number of unknown names with suggestions, because the front end needs milliseconds for each.
 _MAX_EXPLAINED = 20
-# More than any registry has rules; names beyond this limit count as unknown.
+# Largest number of looked-up names, more than any registry has rules; further names count as unknown.
 _MAX_NAMES = 20_000
-# Longer than rule names with prefixes can be, so longer names are unknown without a request.
+# Names of rules with prefixes are shorter than this; longer names count as unknown without a request.
 _MAX_NAME_CHARS = 200
 
 
@@ -31,7 +31,7 @@ class FrontEndRules:
         self._known: dict[str, ResolvedRule | None] = {}
         self._explained = 0
         self.used: dict[str, None] = {}
-        """Names of rules that were resolved, in the order of their first use."""
+        """Names of the resolved rules, in the order of their first use."""
 
     def fetch(self, names: Iterable[str]) -> None:
         """Fetches rules that are likely to be resolved, in batches."""
@@ -46,7 +46,7 @@ class FrontEndRules:
             wanted = [rule.aliases[0] for rule in answer.rules if _lacks_definition(rule)] + wanted[_BATCH_NAMES:]
 
     def resolve(self, name: str) -> ResolvedRule:
-        """Returns the rule of that name. UNKNOWN_RULE if there is none."""
+        """Returns the rule `name`. Raises UNKNOWN_RULE if no rule has this name."""
         if name not in self._known:
             self.fetch([name])
         rule = self._known.get(name)
@@ -82,7 +82,7 @@ class FrontEndBlobs:
         self._sizes: dict[str, int] = {}
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Returns those that are not there, each once. MALFORMED_REQUEST for what is no hash."""
+        """Returns the missing blobs, each once. Raises MALFORMED_REQUEST for a name that is not a hash."""
         wanted = list(dict.fromkeys(names))
         for name in wanted:
             check_blob_name(name)
@@ -93,7 +93,7 @@ class FrontEndBlobs:
         return [name for name in wanted if self._sizes[name] < 0]
 
     def size(self, name: str) -> int:
-        """Returns the number of bytes. BLOB_NOT_FOUND."""
+        """Returns the size of a blob in bytes. Raises BLOB_NOT_FOUND."""
         check_blob_name(name)
         if name not in self._sizes:
             self.missing([name])
@@ -102,13 +102,13 @@ class FrontEndBlobs:
         return self._sizes[name]
 
     def read(self, name: str) -> bytes:
-        """Returns the bytes. BLOB_NOT_FOUND."""
+        """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
         _raise_fault(self._ask(link_pb2.Question(blob=name)))
         return self._read(name)
 
 
 def _lacks_definition(rule: rule_pb2.Rule) -> bool:
-    """Returns whether the answer had no room for the rule's definition, so that it must be requested again."""
+    """Returns whether a rule must be requested again, because its definition did not fit into the answer."""
     return rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
 
 

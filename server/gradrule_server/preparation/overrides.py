@@ -16,7 +16,7 @@ from gradrule_server.rules.catalogue.presets import PRESETS
 from gradrule_server.rules.param_table import BoundParams, ParamTable
 
 INLINE_RULE = "inline"
-# An invalid override of two bytes gives a finding of hundreds, so reading stops after this many.
+# Reading stops after this number of findings: an invalid override of two bytes gives a finding of hundreds of bytes.
 _MAX_FINDINGS = 500
 
 
@@ -30,9 +30,9 @@ class BoundOverride:
 
 @dataclass(slots=True)
 class OverrideTable:
-    """The overrides of a program with their bound rules and params. A bound rule's index is its position in `bound`.
+    """The overrides of a program with their bound rules and params.
 
-    `bounds`: limits for rules and params.
+    The index of a bound rule is its position in `bound`. `bounds` are the limits for rules and params.
     """
 
     bounds: NodeLimits
@@ -59,13 +59,13 @@ class OverrideTable:
         return index
 
     def add(self, spec: OverrideSpec) -> None:
-        """Adds an override whose rule is bound."""
+        """Adds an override; its rule must be bound before."""
         self.specs.append(spec)
         if spec.rule_index == OWN_GRADIENT:
             self.params.default_labels.add(spec.label)
 
     def add_embedded_rule(self, label: str) -> int:
-        """Adds an embedded rule, whose content is set later, and returns its index."""
+        """Adds an embedded rule and returns its index; `set_embedded_contents` sets its content later."""
         return self.bind(ResolvedRule(label, None, embedded=True), label)
 
     def set_embedded_contents(self, rules: Mapping[int, bytes]) -> None:
@@ -103,13 +103,13 @@ class OverrideTable:
         return list(self.params.rules[index].declared)
 
     def param_message(self, used: Iterable[int]) -> link_pb2.ParamTable:
-        """Returns what the front end needs to read params of calls. `used`: rules that some node has."""
+        """Returns the data that the front end needs to read params of calls. `used`: the rules that nodes have."""
         return link_pb2.ParamTable(
             rules=[
                 link_pb2.BoundParams(
                     name=bound.name,
                     label=bound.label,
-                    # Defaults are among the settings.
+                    # Omit the defaults, which the settings contain.
                     params=[write_param(replace(param, default=None)) for param in bound.params],
                 )
                 for bound in self.params.rules
@@ -134,7 +134,7 @@ def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
 
 
 def rule_names(overrides: Iterable[override_pb2.GradientOverride]) -> list[str]:
-    """Returns the names of all rules that the overrides name, each once, in their order."""
+    """Returns the names of all rules in the overrides, each once, in order."""
     names: dict[str, None] = {}
     for override in overrides:
         choice = override.WhichOneof("choice")
@@ -150,7 +150,7 @@ def read_overrides(
 ) -> OverrideTable:
     """Resolves the rule and params of each override; the result's `findings` list all errors."""
     table = OverrideTable(bounds)
-    # Equal inline rules of several overrides are read once.
+    # Read equal inline rules of several overrides once.
     inline: dict[bytes, RuleContent] = {}
     for index, override in enumerate(overrides):
         if len(table.findings) >= _MAX_FINDINGS:
@@ -191,7 +191,7 @@ def read_overrides(
 
 
 def _add_preset(table: OverrideTable, override: override_pb2.GradientOverride, index: int, lookup: RuleLookup) -> None:
-    """Adds a preset's overrides; sets its params on all of its rules that declare them."""
+    """Adds the overrides of a preset; sets its params for each of its rules that declares them."""
     choice, where = override.preset, f"overrides[{index}]"
     if choice.name not in PRESETS:
         known = sorted(preset.name for preset in PRESETS)
@@ -268,7 +268,10 @@ def _read_rule(
     inline: dict[bytes, RuleContent],
     where: str,
 ) -> ResolvedRule | None:
-    """Returns the rule of an override; None for `default`. `inline`: inline rules by bytes; new ones are added."""
+    """Returns the rule of an override; None for `default`.
+
+    `inline`: the inline rules read so far, by their bytes; a new inline rule is added.
+    """
     choice = override.WhichOneof("choice")
     if choice == "definition":
         key = override.definition.SerializeToString(deterministic=True)

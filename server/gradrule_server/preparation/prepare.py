@@ -23,7 +23,7 @@ from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.preparation.variable_values import Blobs, Values, bind
 
 FORMAT_VERSION = 3
-"""Part of every digest, so that programs of different formats are different programs."""
+"""Part of every digest, so that programs of different formats have different digests."""
 
 _GRADIENT_ATTR = "_gradient_op_type"
 # Digests of stored programs contain this word, so it does not change.
@@ -50,7 +50,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _ReadProgram:
-    """A program as its request says, before its graph is expanded. `findings`: what is wrong so far."""
+    """A program that is read but not expanded. `findings`: the errors found so far."""
 
     spec: program_pb2.ProgramSpec
     call: CallShape
@@ -77,7 +77,7 @@ def prepare(
         call: The structure of its calls.
         lookup: Finds rules by name.
         limits: The limits on graphs.
-        store: The blobs that graph and variables may be.
+        store: The blobs that may hold the graph and values of variables.
         namespace: Prefix of the program's function names; must be unique per engine process, because TensorFlow
             registers functions by name for the whole process.
     """
@@ -103,9 +103,9 @@ def prepare(
 def _read_program(
     spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: Limits, store: Blobs
 ) -> _ReadProgram:
-    """Parses the graph, reads derivative and overrides, and looks up the rules that they name."""
+    """Parses the graph, reads the derivative and the overrides, and looks up the rules in the overrides."""
     graph_bytes, graph = load_graph(spec, limits, store)
-    # Feeding a placeholder does not change the program, so such feeds are not part of its key.
+    # Remove fed placeholders from the key, because feeding a placeholder does not change the program.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, _variable_names(spec)))
     derivative, findings = read_derivative_spec(spec, call)
     lookup.fetch([*rule_names(spec.overrides), *_named_gradients(graph)])
@@ -123,11 +123,11 @@ def _read_program(
 
 
 def _expand_graph(program: _ReadProgram, lookup: RuleLookup, limits: Limits, namespace: str) -> graphs.Expanded:
-    """Expands the graph; raises its findings together with those of the request."""
+    """Expands the graph; raises the findings about the graph together with those about the request."""
     spec, derivative, table = program.spec, program.derivative, program.overrides
 
     def known_rule(name: str, op_type: str) -> int:
-        # The label is that of the entry `{op_type: name}` of a map.
+        # Label the rule like an override for the op type.
         return table.bind(lookup.resolve(name), op_type)
 
     request = graphs.ExpandRequest(
@@ -156,7 +156,7 @@ def _expand_graph(program: _ReadProgram, lookup: RuleLookup, limits: Limits, nam
 
 
 def _check_program(program: _ReadProgram, expanded: graphs.Expanded, limits: Limits) -> None:
-    """Raises all findings of the request, of tangents and vectors, of rules, and of the program's size."""
+    """Raises all findings about the request, tangents and vectors, rules, and the size of the program."""
     table = program.overrides
     findings = [
         *program.findings,
@@ -171,7 +171,7 @@ def _check_program(program: _ReadProgram, expanded: graphs.Expanded, limits: Lim
 def _build_request(
     program: _ReadProgram, expanded: graphs.Expanded, values: Values, limits: Limits
 ) -> link_pb2.CompileRequest:
-    """Returns the request to an engine, without its key."""
+    """Returns the request to the engine, without the key."""
     spec, derivative, table = program.spec, program.derivative, program.overrides
     return link_pb2.CompileRequest(
         graph=expanded.graph_bytes,
@@ -197,7 +197,7 @@ def _build_request(
         ys=_endpoints(derivative.ys, expanded),
         xs=_endpoints(derivative.xs, expanded),
         grad_ys=[_upstream_gradient(y, derivative, expanded) for y in derivative.ys],
-        # stop_gradients that no result depends on are not in the expanded graph.
+        # Omit stop_gradients that were pruned because no result depends on them.
         stop_gradients=[
             expanded.tensor_names[name] for name in derivative.stop_gradients if name in expanded.tensor_names
         ],
@@ -233,8 +233,8 @@ def _named_gradients(graph: graph_pb2.Graph) -> list[str]:
 
 
 def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits) -> list[Finding]:
-    """Returns LIMIT_EXCEEDED if graph rules, copied once per node, make the program too large."""
-    # Embedded rules have no content yet.
+    """Returns LIMIT_EXCEEDED if graph rules, with one copy for each node, make the program too large."""
+    # Use the size from the expansion for embedded rules, which have no content yet.
     sizes = [
         expanded.embedded_rule_nodes.get(index, 1) if bound.rule.content is None else bound.rule.content.size
         for index, bound in enumerate(table.bound)
@@ -250,7 +250,7 @@ def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits)
 
 
 def _mention_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
-    """Adds the known aliases to a finding about an unknown name, because it may be a misspelled alias."""
+    """Adds the known aliases to a finding about an unknown name, because the name may be a misspelled alias."""
     if not spec.aliases or finding.reason not in _NAME_REASONS:
         return finding
     shown = ", ".join(f"{alias!r}" for alias in itertools.islice(sorted(spec.aliases), _SHOWN_ALIASES))
@@ -313,7 +313,7 @@ def _check_spec(spec: program_pb2.ProgramSpec, derivative: DerivativeSpec) -> li
 
 
 def _derived_node_rules(table: OverrideTable) -> list[link_pb2.MadeNode]:
-    """Returns rules for nodes that gradients create: overrides for every order that select by op type alone."""
+    """Returns the rules for nodes that gradients create, from overrides for every order that select by op type."""
     return [
         link_pb2.MadeNode(op_type=op_type, rule=item.rule_index)
         for item in table.specs
@@ -383,7 +383,7 @@ def _may_batch(batching: program_pb2.Batching) -> bool:
 
 def _identity(rule: ResolvedRule) -> list[str]:
     if rule.embedded:
-        # The graph digest covers its content; the expanded form has function names that differ each time.
+        # The graph digest covers the content. The expanded form has names of functions that differ each time.
         return [_EMBEDDED, rule.name]
     return ["op", rule.name] if rule.content is None else ["content", rule.content.digest, rule.name]
 

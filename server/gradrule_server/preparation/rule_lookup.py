@@ -15,9 +15,9 @@ from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRule:
-    """A rule by content: an expression or graph, or (None) the gradient that TensorFlow registers for `name`.
+    """A rule with its content; None: the gradient that TensorFlow registers for the op type `name`.
 
-    `embedded`: it is part of the graph; its content is known once the graph is expanded.
+    `embedded`: whether the rule is part of the graph; its content is then set after the graph is expanded.
     """
 
     name: str
@@ -33,7 +33,7 @@ class RuleLookup(Protocol):
         ...
 
     def resolve(self, name: str) -> ResolvedRule:
-        """Returns the rule of that name; UNKNOWN_RULE if there is none."""
+        """Returns the rule `name`. Raises UNKNOWN_RULE if no rule has this name."""
         ...
 
 

@@ -28,7 +28,7 @@ _SALT = "salt"
 def sample_call(
     request: rule_pb2.SampleRuleRequest, lookup: RuleLookup, bounds: NodeLimits
 ) -> evaluate_pb2.EvaluateRequest:
-    """Returns the call. MISSING_FEED where a value that the rule needs is neither given nor computed by `op_type`."""
+    """Returns the call. Raises MISSING_FEED for a needed value that is neither given nor computed by `op_type`."""
     source = request.WhichOneof("source")
     if source is None:
         raise error(
@@ -106,7 +106,7 @@ def _count(values: Iterable[str], prefix: str) -> int:
 
 
 def _outputs(values: Mapping[str, tensor_pb2.Tensor], xs: list[tensor_pb2.Tensor]) -> list[tensor_pb2.Tensor]:
-    """Returns, per output, a tensor of its type and shape: y, else dy, else x for the first output."""
+    """Returns for each output a tensor of its type and shape: y, else dy, else x for the first output."""
     count = max([0, *_indices(values, "y"), *_indices(values, "dy")]) + 1
     outputs = [values.get(f"y{index}") or values.get(f"dy{index}") for index in range(count)]
     outputs[0] = outputs[0] or xs[0]
@@ -146,7 +146,7 @@ def _rule_graph_call(
     evaluation.spec.graph.inline_graph.CopyFrom(rule_graph.graph)
     for index, result in enumerate(rule_graph.results):
         if result is not None:
-            # New names, because two inputs may share one result and an input may be a result.
+            # Use new names, because two inputs may share a result, and an input may be a result.
             node = evaluation.spec.graph.inline_graph.node.add(
                 name=sampled_gradient(index), op="Identity", input=[result]
             )
@@ -155,7 +155,7 @@ def _rule_graph_call(
     for variable, placeholder in rule_graph.inputs.items():
         feed = evaluation.feeds.add(name=placeholder)
         if variable == _SALT:
-            # The salt is derived from a node's name, and there is no node here.
+            # Use a constant salt: it is otherwise derived from the name of the node, and there is no node here.
             feed.value.inline_tensor.CopyFrom(tensor_codec.to_message(np.int64(0)))
         elif variable.startswith(_PARAM_PREFIX):
             feed.value.inline_tensor.CopyFrom(params[variable.removeprefix(_PARAM_PREFIX)])
@@ -184,7 +184,7 @@ def _param_values(
 
 
 def _bounded(value: rule_pb2.ParamValue, bounds: NodeLimits) -> rule_pb2.ParamValue:
-    """Returns the value. Raises INVALID_PARAM if it stands for a tensor that is too large."""
+    """Returns the value. Raises INVALID_PARAM for a tensor that would be too large."""
     fault = tensor_fault(value.tensor, bounds) if value.HasField("tensor") else None
     if fault is not None:
         raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, f"the param {fault[1]}", field="params")

@@ -19,23 +19,24 @@ class Blobs(Protocol):
     """Reads the caller's blobs by SHA-256."""
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Returns the missing blobs, each once. Raises MALFORMED_REQUEST for a name that is no hash."""
+        """Returns the missing blobs, each once. Raises MALFORMED_REQUEST for a name that is not a hash."""
         ...
 
     def size(self, name: str) -> int:
-        """Returns the number of bytes. Raises BLOB_NOT_FOUND."""
+        """Returns the size of a blob in bytes. Raises BLOB_NOT_FOUND."""
         ...
 
     def read(self, name: str) -> bytes:
-        """Returns the bytes. Raises BLOB_NOT_FOUND."""
+        """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values of the variables that a program needs.
+    """The values of the variables that a program needs.
 
-    `content`: name, type, shape and hash of each, for the program's digest; the same for blobs and inline values.
+    `content`: name, type, shape and hash of each value, for the program's digest. It is equal for a value in a blob and
+    the same value inline.
     """
 
     bound: list[link_pb2.BoundVariable] = field(default_factory=list)
@@ -82,7 +83,7 @@ def _content(value: tensor_pb2.TensorSource) -> list[object]:
     else:
         dtype, shape = value.inline_tensor.dtype, value.inline_tensor.tensor_shape
         array = tensor_codec.to_numpy(value.inline_tensor)
-        # String arrays hold pointers, so their message is hashed in place of their memory.
+        # Hash the message of a string array, because its memory holds pointers.
         data = value.inline_tensor.SerializeToString(deterministic=True) if array.dtype.hasobject else array.tobytes()
         digest = hashlib.sha256(data).hexdigest()
     return [dtype, [dim.size for dim in shape.dim], digest]

@@ -30,11 +30,11 @@ _LENGTH = struct.Struct("<Q")
 MessageT = TypeVar("MessageT", bound=Message)
 
 ReadBlob = Callable[[str, str], bytes]
-"""Returns the bytes of a blob: folder within the one that the process was started with, name of the blob."""
+"""Returns the bytes of a blob, given its folder, relative to the blob folder of the process, and its name."""
 
 
 class PreparationService:
-    """Handles PREPARE frames. Tasks query the front end by ASK frames and wait for TOLD frames. Thread-safe."""
+    """Handles PREPARE frames; thread-safe. Tasks send questions in ASK frames and wait for answers in TOLD frames."""
 
     def __init__(self, frames: FrameSocket, read_blob: ReadBlob) -> None:
         self._frames = frames
@@ -121,7 +121,7 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
         blobs=prepared.blobs,
         derivative=prepared.request.derivative,
         plan=make_plan(prepared).SerializeToString(),
-        # Negative indices are `default` and foreign gradients.
+        # Omit negative indices, which mean `default` and foreign gradients.
         params=prepared.table.param_message(rule for rule in used if rule >= 0),
         placeholders=map(canonical, prepared.expanded.placeholders),
     )

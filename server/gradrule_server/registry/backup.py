@@ -45,7 +45,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class BackupError(Exception):
-    """A registry cannot be backed up or restored; the message says why and what to do."""
+    """A registry cannot be backed up or restored; the message says why, and what to do."""
 
 
 @dataclass(slots=True)
@@ -58,14 +58,14 @@ class Report:
     blobs: set[str] = field(default_factory=set)
     """Paths of the blobs that programs need, relative to the folder of blobs."""
     missing: set[str] = field(default_factory=set)
-    """Paths of needed blobs that are missing; calls of their programs raise BLOB_NOT_FOUND."""
+    """Paths of the needed blobs that are missing; calls of programs that need them raise BLOB_NOT_FOUND."""
     schema_version: int = SCHEMA_VERSION
     unreadable: list[str] = field(default_factory=list)
-    """One sentence for each rule or program that this release cannot read; backups include them unchanged."""
+    """A sentence for each rule or program that this release cannot read; backups include these rows unchanged."""
     damaged_blobs: int = 0
-    """Number of files of damaged blobs, which were renamed."""
+    """Number of damaged files of blobs; the server has renamed these files."""
     problems: list[str] = field(default_factory=list)
-    """One sentence for each damage; a damaged registry is not backed up."""
+    """A sentence for each damaged part; a damaged registry is not backed up."""
 
     def __str__(self) -> str:
         return (
@@ -132,7 +132,7 @@ def restore(folder: Path, data_dir: Path) -> Report:
             f"{folder} is no backup as it was made: {_names(leftovers)} would change what is brought back"
         )
     report = check(folder)
-    # Blobs that were missing when the backup was made may be missing.
+    # Accept missing blobs that were missing when the backup was made.
     lost = report.missing - set(manifest.get("missing", ()))
     if report.problems or lost:
         problems = [*report.problems, *(f"the blob {path} is gone" for path in sorted(lost))]
@@ -143,7 +143,7 @@ def restore(folder: Path, data_dir: Path) -> Report:
             _check_empty(data_dir)
             for path in sorted(report.blobs - report.missing):
                 _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
-            # The marker may be of another registry; the server creates it again.
+            # Remove the marker, which may belong to another registry; the server creates it again.
             (data_dir / MARKER).unlink(missing_ok=True)
             with _migrated(folder / FILE_NAME, data_dir) as database:
                 # Copy the database last: a folder without a database is not a registry.
@@ -171,7 +171,7 @@ def create_empty_registry(data_dir: Path) -> list[Path]:
 
 
 def _check_empty(data_dir: Path) -> None:
-    """Raises `BackupError` if a data folder holds a database, or logs that SQLite would add to a new one."""
+    """Raises `BackupError` if a data folder holds a database, or logs that SQLite would apply to a new database."""
     database = data_dir / FILE_NAME
     if database.exists() and database.stat().st_size:
         raise BackupError(f"{data_dir} has a registry already; move its {FILE_NAME}* files and {BLOBS} away")
@@ -185,7 +185,7 @@ def _check_empty(data_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _migrated(database: Path, folder: Path) -> Iterator[Path]:
-    """Returns the path of a database of the current version: of the database itself, or of a temporary copy."""
+    """Returns the path of a database of the current version: the database itself, or a migrated temporary copy."""
     with contextlib.closing(_open(database)) as opened:
         if _version(opened) == str(SCHEMA_VERSION):
             yield database
@@ -276,7 +276,7 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
 
 
 def _open(file: Path) -> sqlite3.Connection:
-    # Not read-only: SQLite must be able to apply the log of a server that was killed.
+    # Do not open it read-only: SQLite must be able to apply the log of a server that was killed.
     database = sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
     database.text_factory = decode_text
     return database

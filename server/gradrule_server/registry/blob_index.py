@@ -61,9 +61,9 @@ class TenantBlobs:
 
     Attributes:
         files: The files by name, least recently used first.
-        pins: How often a blob is pinned, by name; pinned blobs are not removed.
+        pins: Number of pins of each blob, by name; pinned blobs are not removed.
         used: The amount of the tenant's blobs.
-        limit: The tenant's limit; None: not known, because the tenant is not loaded.
+        limit: The tenant's limit; None: unknown, because the tenant is not loaded.
     """
 
     files: OrderedDict[str, BlobFile] = field(default_factory=OrderedDict)
@@ -95,7 +95,7 @@ class BlobIndex:
         return self.tenants.setdefault(folder, TenantBlobs())
 
     def reserve(self, folder: str, size: int, count: int) -> None:
-        """Reserves an amount for a tenant, and removes unused blobs if that exceeds a limit.
+        """Reserves an amount for a tenant; removes unused blobs if the reservation exceeds a limit.
 
         Raises:
             GradruleError: QUOTA_EXCEEDED, if all blobs are pinned.
@@ -124,7 +124,7 @@ class BlobIndex:
         self.adjust(folder, size, count)
 
     def adjust(self, folder: str, size: int, count: int) -> None:
-        """Adds an amount, which may be negative, to what a tenant uses."""
+        """Adds an amount, which may be negative, to the amount that a tenant uses."""
         own = self.tenant(folder)
         own.used, self.used = own.used.plus(size, count), self.used.plus(size, count)
 
@@ -134,7 +134,7 @@ class BlobIndex:
         self.forget(folder, blob)
 
     def forget(self, folder: str, blob: str) -> None:
-        """Removes a blob whose file is gone from the index."""
+        """Removes a blob from the index; its file must be gone."""
         self.adjust(folder, -self.tenant(folder).files.pop(blob).disk_bytes, -1)
 
     def _scan_folder(self, folder: str) -> list[str]:
@@ -146,7 +146,7 @@ class BlobIndex:
                     os.unlink(entry.path)
                 elif BLOB_NAME.fullmatch(entry.name):
                     stat = entry.stat()
-                    # Older releases stored the time of the last use as the time of the last change.
+                    # Read both times: older releases stored the time of the last use as the time of the last change.
                     found.append((max(stat.st_atime_ns, stat.st_mtime_ns), entry.name, stat))
                 elif _FOLDER.fullmatch(entry.name) and entry.is_dir():
                     folders.append(entry.name)

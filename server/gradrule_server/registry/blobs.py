@@ -37,11 +37,11 @@ from gradrule_server.registry.store import DEFAULT_TENANT
 _log = logging.getLogger(__name__)
 
 DAMAGED = ".damaged-"
-"""Prefix of the names of damaged files: their bytes do not have the hash in their name."""
+"""Prefix of the names of damaged files, whose bytes do not have the hash in their name."""
 
 # Assumed block size of the file system, for the space of a file that is not yet written.
 _BLOCK = 4096
-# The time of the last use is stored at most once in this time.
+# Shortest time between two updates of the stored time of the last use.
 _STORE_USE_EVERY_NS = 60 * 10**9
 
 
@@ -149,7 +149,7 @@ class BlobStore:
             pass
 
     def pin_unchecked(self, names: Iterable[str]) -> None:
-        """Protects blobs from removal until `unpin`, whether they are present or are uploaded later."""
+        """Protects blobs from removal until `unpin`; blobs that are uploaded later are protected too."""
         with self._index.lock:
             for name in dict.fromkeys(names):
                 self._own.pins[name] = self._own.pins.get(name, 0) + 1
@@ -270,7 +270,7 @@ class BlobStore:
 
 
 class Upload:
-    """Receives the content of a blob. `close` discards what was not finished. Safe to use from several threads.
+    """Receives the content of a blob. `close` discards an unfinished upload. Safe to use from several threads.
 
     Methods raise QUOTA_EXCEEDED if the disk is full or a limit is reached.
     """
@@ -290,7 +290,7 @@ class Upload:
             store.release(0, 1)
             raise
         self._path: Path | None = Path(path)
-        # Unbuffered: otherwise `close` would write again what a full disk did not take.
+        # Do not buffer: after an error of a full disk, `close` would write the buffer again.
         self._file = os.fdopen(handle, "wb", buffering=0)
 
     def write(self, data: bytes) -> None:

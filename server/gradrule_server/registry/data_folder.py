@@ -18,12 +18,12 @@ BLOBS = "blobs"
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of system calls on a full disk."""
 
-# Deleting a program writes a page for each thousand pages that it frees, and a few more.
+# Size of the reserve, bytes. Deleting a program writes one page for each thousand pages that it frees, and a few more.
 _RESERVE_BYTES = 4 << 20
 
 
 class StoreError(Exception):
-    """The registry's files cannot be used; the message says why and what to do."""
+    """The registry's files cannot be used; the message says why, and what to do."""
 
 
 def sync_to_disk(path: Path) -> None:
@@ -58,7 +58,7 @@ def write_marker(folder: Path, registry_id: str) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner can read; after a power failure it has the old or the new content."""
+    """Writes a file that only its owner can read. After a power failure it has either the old or the new content."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.touch(0o600)
     unfinished.write_bytes(content)
@@ -95,7 +95,7 @@ def add_suffix(paths: Iterable[Path], suffix: str) -> list[Path]:
 
 
 class OpenFiles:
-    """The files of an opened database, by their inodes; detects that they were removed or replaced."""
+    """Remembers the inodes of an open database's files, and detects that a file was removed or replaced."""
 
     def __init__(self, path: Path) -> None:
         self._files = {file: _identity(file) for file in (path, *(path.with_name(path.name + e) for e in _KEPT_OPEN))}
@@ -128,7 +128,7 @@ class Reserve:
         return True
 
     def release(self) -> bool:
-        """Frees the space; returns False if it was free already."""
+        """Frees the space; returns False if no space was reserved."""
         try:
             self._path.unlink()
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Opens, checks and writes the registry's SQLite database.
 
-One server at a time uses it. Writes are on the disk when they are acknowledged, and are refused if the file was removed
-or replaced.
+Only one server uses it at a time. A write is acknowledged after it is on the disk. Writes are refused if the file was
+removed or replaced.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ class Database:
         self._reserve = Reserve(folder)
         self._warning = RepeatedWarning(_log)
         self._files: OpenFiles | None = None
-        # SQLite allows one writer at a time. Waiting for this lock is fair; SQLite would poll.
+        # SQLite allows one writer at a time. Use a lock, because SQLite would poll, and late writers could overtake.
         self._writing = threading.Lock()
         try:
             self._lock_and_open()
         except StoreError as failure:
             if not (_is_full(failure.__cause__) and self._reserve.release()):
                 raise
-            _log.warning("the disk of %s is full; the space reserved for deleting was used to open it", self.path)
+            _log.warning("the disk of %s is full; the space reserved for deletions was used to open it", self.path)
             self._lock_and_open()
         self._renew_reserve()
 
     def _renew_reserve(self) -> None:
         if not self._reserve.create():
-            _log.warning("no space could be reserved beside %s: deleting may fail when the disk is full", self.path)
+            _log.warning("cannot reserve space beside %s: deletions may fail when the disk is full", self.path)
 
     def _lock_and_open(self) -> None:
         folder = self.path.parent
@@ -98,7 +98,7 @@ class Database:
         self._pinned: Connection | None = None
         try:
             self._create_file()
-            # Keep one connection open: SQLite removes its log with the last one, and the log must stay the same file.
+            # Keep one connection open: closing the last one removes SQLite's log, and the log must stay the same file.
             self._pinned = self._engine.connect()
             self._open()
             self._files = OpenFiles(self.path)
@@ -174,9 +174,9 @@ class Database:
             write_marker(folder, registry_id)
 
     def _check_tables(self, connection: Connection, tables: set[str]) -> None:
-        """Checks the tables that are read at each start, and migrates those of an older version.
+        """Checks the tables that the server reads at each start, and migrates tables of an older version.
 
-        Graphs are not checked, because they are large: their hashes are checked when they are read.
+        Does not check graphs, because they are large; their hashes are checked when they are read.
         """
         for table in sorted(tables & {"meta", "rules", "programs"}):
             report = connection.exec_driver_sql(f"PRAGMA quick_check({table})").scalar_one()
@@ -196,12 +196,12 @@ class Database:
         """Returns the registry's id, which is created if missing.
 
         Raises:
-            StoreError: The marker has another id: the file came from another folder.
+            StoreError: The marker has another id, so the file is from another folder.
         """
         query = select(meta.c.value).where(meta.c.key == "registry_id")
         found = connection.execute(query).scalar_one_or_none()
         if found is None:
-            # The registry is new, or of a release without ids.
+            # The registry is new, or was created by a release without ids.
             found = marker or uuid.uuid4().hex
             connection.execute(insert(meta).values(key="registry_id", value=found))
         elif marker and marker != found:
@@ -234,7 +234,7 @@ class Database:
             with self._writing, self._engine.begin() as connection:
                 self._check_files()
                 yield connection
-            # Check again: the files may have been removed just before the commit.
+            # Check again, because the files may have been removed just before the commit.
             self._check_files()
         except OperationalError as cause:
             if not _is_full(cause):
@@ -254,7 +254,7 @@ class Database:
                 raise
         with self.write() as connection:
             result = work(connection)
-        # Truncate the log, which SQLite never shrinks: the reserve needs its space.
+        # Truncate the log: SQLite never shrinks it, and the reserve needs its space.
         with self._writing:
             raw_connection = self._engine.raw_connection()
             try:
@@ -281,7 +281,7 @@ def _is_full(cause: BaseException | None) -> bool:
     return isinstance(cause, GradruleError) and _is_full(cause.__cause__)
 
 
-# The last two: the memory that connections share about the log is a file too.
+# The last two codes: connections share information about the log in a file, which may not fit on the disk.
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMOPEN})
 
 
@@ -293,10 +293,9 @@ def _engine(path: Path, check: Callable[[], None]) -> Engine:
     @event.listens_for(engine, "connect")
     def configure(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
         check()
-        # Python's sqlite3 starts transactions itself, but not for reads and changes of tables; None leaves this to
-        # `begin`.
+        # Let `begin` start all transactions: Python's sqlite3 would not start them for reads and changes of tables.
         connection.isolation_level = None
-        # Decode any bytes: one damaged text must not make other rows unreadable.
+        # Accept any bytes, so that one damaged text does not make other rows unreadable.
         connection.text_factory = decode_text
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
@@ -309,7 +308,7 @@ def _engine(path: Path, check: Callable[[], None]) -> Engine:
 
 
 def decode_text(raw: bytes) -> str:
-    """Decodes a text of a row, whatever its bytes; invalid bytes become characters that no valid text has."""
+    """Decodes any bytes as a text of a row; invalid bytes become characters that no valid text has."""
     return raw.decode("utf-8", "surrogateescape")
 
 

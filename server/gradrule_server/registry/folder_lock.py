@@ -9,7 +9,7 @@ from pathlib import Path
 
 FILE_NAME = "gradrule.lock"
 
-# Errors of file systems that cannot lock folders: network file systems support these locks for files only.
+# Errors of file systems that cannot lock folders. Network file systems, for example, can lock only files.
 _NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _IS_RUNNING = "running"
 
@@ -25,7 +25,7 @@ class FolderLock:
     only the file.
 
     Attributes:
-        was_killed: Whether the process before did not release its lock.
+        was_killed: Whether the process that held the lock before ended without releasing it.
 
     Raises:
         FolderInUseError: Another process has locked the folder.
@@ -79,11 +79,11 @@ class FolderLock:
                 raise
 
     def _lock_file(self) -> bool:
-        """Locks the file and writes the process id into it; returns whether the process before was killed."""
+        """Locks the file and writes the process id into it; returns `was_killed`."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Older releases leave the process id in the file when they stop, without this word.
+            # Only current releases write this word; older ones leave their process id in the file when they stop.
             was_killed = os.pread(file, 64, 0).decode(errors="replace").split()[1:] == [_IS_RUNNING]
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()} {_IS_RUNNING}\n".encode(), 0)

@@ -36,13 +36,13 @@ def migrate(connection: Connection, version: str | None, path: Path) -> bool:
 
 
 def add_current_views(database: sqlite3.Connection, version: str) -> bool:
-    """Makes tables of an older version readable like the current ones; returns False if `version` is unknown."""
+    """Adds views that show tables of an older version in the current form; returns False if `version` is unknown."""
     if version == str(SCHEMA_VERSION):
         return True
     if not version.isdecimal() or int(version) not in _VIEWS:
         return False
     for name, query in _VIEWS[int(version)].items():
-        # Temporary views belong to the connection; nothing is written to the database.
+        # Create temporary views: they belong to the connection and do not change the database.
         database.execute(f"CREATE TEMP VIEW {name} AS {query}")
     return True
 
@@ -59,7 +59,7 @@ def copy_database(path: Path, to: Path) -> None:
         sqlite3.Error: `path` is not a valid database.
         OSError: The copy cannot be written.
     """
-    # Do not copy the file: the last writes to a database in use are in a log beside it.
+    # Do not copy the file itself: the last writes to a database in use are in a log beside it.
     unfinished = to.with_name(f".{to.name}.unfinished")
     unfinished.unlink(missing_ok=True)
     os.close(os.open(unfinished, os.O_CREAT | os.O_RDWR, 0o600))
@@ -69,7 +69,7 @@ def copy_database(path: Path, to: Path) -> None:
             contextlib.closing(sqlite3.connect(unfinished)) as copy,
         ):
             source.backup(copy)
-            # The copied database is in WAL mode; without a log the copy is a single file.
+            # Switch off WAL mode, which the copy inherits, so that the copy is a single file without a log.
             copy.execute("PRAGMA journal_mode=DELETE")
         sync_to_disk(unfinished)
         unfinished.rename(to)
@@ -108,4 +108,4 @@ _STEPS: Mapping[int, tuple[str, ...]] = {
 _VIEWS: Mapping[int, Mapping[str, str]] = {
     1: {name: f"SELECT 'default' AS tenant, * FROM main.{name}" for name in ("rules", "blobs", "programs")},
 }
-"""For each older version, queries that show its changed tables like the current ones."""
+"""For each older version: queries that return its changed tables in the current form."""

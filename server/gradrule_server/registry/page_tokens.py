@@ -1,7 +1,7 @@
 """Encodes and decodes page tokens, and limits page sizes.
 
-A token holds the sort key of the page's last entry, not an offset, so that entries that are added or removed between
-two pages neither repeat nor hide other entries.
+A token holds the sort key of the page's last entry, not an offset. So adding or removing entries between two pages does
+not repeat or hide other entries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradrule_server.errors import GradruleError, error
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MAX_PAGE_BYTES = 4 * 1024 * 1024
-"""Approximate size at which a page of large entries ends; it always has at least one entry."""
+"""Approximate size at which a page of large entries ends, bytes; every page has at least one entry."""
 
 _VERSION = 1
 _CHECKSUM_BYTES = 6
@@ -77,7 +77,7 @@ def _decode_key(listing: str, token: str) -> list[str]:
     found = json.loads(body.decode())
     if not isinstance(found, list) or found[:2] != [_VERSION, listing]:
         raise ValueError("of another list")
-    # Refuse half of a surrogate pair, which is valid JSON but which a database does not accept.
+    # Refuse half of a surrogate pair: it is valid JSON, but the database does not accept it.
     json.dumps(found, ensure_ascii=False).encode()
     key: list[str] = found[2:]
     return key

@@ -1,4 +1,4 @@
-"""Registers, finds and lists programs by id; a program with equal content is found again."""
+"""Registers, finds and lists programs by id; registering equal content again returns the existing program."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class PinnedBlobs:
                 _log_unreadable(tenant, program_id, cause)
                 continue
             if wanted:
-                # A missing blob is reported when the program is called.
+                # Do not fail for missing blobs: calls of the program report them.
                 blobs.for_tenant(tenant).pin_unchecked(wanted)
                 self._pinned[tenant, program_id] = wanted
 
     def pin(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
-        """Pins the blobs of a program that is about to be stored. Raises BLOB_NOT_FOUND."""
+        """Pins the blobs of a program before it is stored. Raises BLOB_NOT_FOUND."""
         if names:
             blobs.pin(names)
             self._pinned[tenant, program_id] = names
@@ -124,7 +124,7 @@ class ProgramRegistry:
         Raises:
             GradruleError: MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, BLOB_NOT_FOUND.
         """
-        # Aliases are part of the identity; without aliases it is that of releases that had none.
+        # Aliases are part of the identity. Without aliases, the identity is the same as in releases that had none.
         aliases = [_without_graph(program_pb2.ProgramSpec(aliases=spec.aliases))] if spec.aliases else []
         identity = _identity(program.digests.program, snapshot, override_values, *aliases)
         if program_id is None:
@@ -221,7 +221,11 @@ class ProgramRegistry:
         self._bytes_quota.release(freed)
 
     def _content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes] | None:
-        """Returns the spec with the graph's bytes, and the snapshot; None if the row is gone. `UnreadableRowError`."""
+        """Returns the spec with the graph's bytes, and the snapshot; None if the row is gone.
+
+        Raises:
+            UnreadableRowError: The row is damaged.
+        """
         content = self._store.program_content(stored.id, stored.identity, self._tenant)
         if content is None:
             return None
@@ -247,7 +251,7 @@ class ProgramRegistry:
 
     def _graph_bytes(self, spec: program_pb2.ProgramSpec) -> bytes:
         if spec.graph.HasField("inline_graph"):
-            # The process of the registry reads no graphs: a compile worker has turned this one into bytes.
+            # Compile workers convert graphs to bytes, because the front end does not parse graphs.
             raise ValueError("a stored program has its graph as bytes or as a blob")
         return self._blobs.read(spec.graph.blob_sha256) if spec.graph.blob_sha256 else spec.graph.serialized
 
@@ -285,7 +289,7 @@ class ProgramRegistry:
 
 
 def read_spec(tenant: str, program_id: str, spec: bytes) -> program_pb2.ProgramSpec:
-    """Parses a stored spec. Raises `UnreadableRowError`, and no other error, for a damaged row."""
+    """Parses a stored spec. Raises only `UnreadableRowError` for a damaged row."""
     for name, text in (("tenant", tenant), ("id", program_id)):
         if not isinstance(text, str) or not text.isprintable():
             raise UnreadableRowError(f"its {name} {text!r} is no name")
@@ -309,7 +313,7 @@ def _decoding() -> Iterator[None]:
 
 def _log_unreadable(tenant: str, program_id: str, cause: UnreadableRowError) -> None:
     _log.warning(
-        "the stored program %r of tenant %r cannot be read and is left out (`gradrule registry check` shows all): %s",
+        "the stored program %r of tenant %r cannot be read and is ignored (`gradrule registry check` shows all): %s",
         program_id,
         tenant,
         cause,

@@ -1,4 +1,4 @@
-"""Describes rules: entries of the registry, made from stored rows or the catalogue, and their messages."""
+"""Creates entries of rules from stored rows or the catalogue, and converts them to messages."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True, slots=True)
 class RuleEntry:
-    """A rule with its name and metadata. An OP rule has no content, digest or time: it is the gradient of `op_type`.
+    """A rule with its name and metadata.
 
-    `hides_builtin`: whether this is a USER rule with the name of a BUILTIN rule. `size`: stored bytes of a USER rule.
-    The other fields are those of the message `Rule`.
+    An OP rule is the gradient that TensorFlow registers for `op_type`; it has no content, digest or creation time.
+
+    Attributes:
+        hides_builtin: Whether this is a USER rule with the name of a BUILTIN rule.
+        size: Size of a stored USER rule, bytes; 0 for other rules.
+
+    The other attributes are those of the message `Rule`.
     """
 
     name: str
@@ -58,7 +63,7 @@ class ReadOnlyRules:
 
     @classmethod
     def from_op_types(cls, op_gradients: Iterable[str], builtins: Iterable[BuiltinRule] = BUILTINS) -> ReadOnlyRules:
-        """Makes OP rules of op types with a registered gradient, and BUILTIN rules of the catalogue."""
+        """Creates OP rules for op types with a registered gradient, and BUILTIN rules from the catalogue."""
         return cls(index_by_name(map(_builtin_entry, builtins)), _op_entries(op_gradients))
 
     def with_op_rules(self, op_gradients: Iterable[str]) -> ReadOnlyRules:
@@ -67,7 +72,7 @@ class ReadOnlyRules:
 
 
 def read_rule(row: RuleRow) -> RuleEntry:
-    """Returns the rule of a row. Raises `UnreadableRowError`, and no other error, for a damaged row."""
+    """Returns the rule of a row. Raises only `UnreadableRowError` for a damaged row."""
     if not isinstance(row.name, str) or RULE_NAME.fullmatch(row.name) is None:
         raise UnreadableRowError(f"{row.name!r} is no rule name")
     if not (isinstance(row.definition, bytes) and isinstance(row.description, str)):

@@ -18,11 +18,10 @@ ListPosition = tuple[int, str]
 
 @dataclass(frozen=True)
 class RuleNames:
-    """All rules of a tenant at one moment, by name. Immutable, so that readers need no lock.
+    """The rules of a tenant at one moment, by name. Immutable, so that readers need no lock.
 
-    A bare name means the USER rule, else the BUILTIN rule, else the OP rule. A USER rule hides another rule only if
-    that rule was added later, by an upgrade, so that the meaning of the name does not change. `builtin/NAME` always
-    means the BUILTIN rule.
+    A bare name means the USER rule, else the BUILTIN rule, else the OP rule. A USER rule can hide another rule only if
+    an upgrade added that rule later; the name then keeps its meaning. `builtin/NAME` always means the BUILTIN rule.
 
     Attributes:
         user: USER rules by name.
@@ -46,7 +45,7 @@ class RuleNames:
         return tuple(sorted(name for name in self.user if name in self.builtin or name in self.op))
 
     def all_names(self) -> Iterator[str]:
-        """Yields every name and alias; a name that several rules have several times."""
+        """Yields every name and alias; yields a name once for each rule that has it."""
         yield from self.user
         yield from self.builtin
         yield from self.op
@@ -64,7 +63,7 @@ class RuleNames:
     def _ordered(self) -> list[tuple[ListPosition, RuleEntry]]:
         entries = [((0, name), entry) for name, entry in self.user.items()]
         entries += [((1, name), self._reachable(entry)) for name, entry in self.builtin.items() if name == entry.name]
-        # Hidden OP rules are not listed, since no name means them.
+        # Omit hidden OP rules, because no name means them.
         entries += [((2, name), entry) for name, entry in self.op.items() if self.find(name) is entry]
         return sorted(entries, key=lambda item: item[0])
 

@@ -1,4 +1,4 @@
-"""Registers, finds and lists rules by name: USER rules of a tenant in the store, above the read-only rules."""
+"""Registers, finds and lists rules by name: USER rules of a tenant, and the read-only rules of all tenants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _POSITION = (re.compile("[012]"), re.compile(".*", re.DOTALL))
 _RESERVED = frozenset({"default", "inline"})
 _MAX_UNREADABLE_SHOWN = 5
-# All rules of a loaded tenant are in memory, so their size is limited.
+# Limit the size of rules, because all rules of a loaded tenant are in memory.
 _MAX_DESCRIPTION_BYTES = 8 * 1024
 _MAX_DEFINITION_BYTES = 1024 * 1024
 
@@ -45,8 +45,8 @@ _MAX_DEFINITION_BYTES = 1024 * 1024
 class RuleRegistry:
     """A tenant's rules. Safe to use from several threads; only `create` and `delete` access the disk.
 
-    A stored rule that cannot be read is logged and ignored; it stays in the store until a rule is created or deleted
-    under its name.
+    A stored rule that cannot be read is logged and ignored. It stays in the store until a rule of its name is created
+    or deleted.
 
     Args:
         store: The store of the USER rules.
@@ -89,12 +89,12 @@ class RuleRegistry:
 
     @property
     def revision(self) -> int:
-        """A number that increases whenever the meaning of a name may have changed."""
+        """A number that increases each time the meaning of a name may have changed."""
         return self._revision
 
     @property
     def clashes(self) -> tuple[str, ...]:
-        """Names of USER rules that hide a BUILTIN or OP rule, which an upgrade has added."""
+        """Names of USER rules that hide a BUILTIN or OP rule that an upgrade has added."""
         return self._names.clashes
 
     def set_read_only(self, read_only: ReadOnlyRules) -> None:
@@ -103,7 +103,7 @@ class RuleRegistry:
             self._replace(replace(self._names, builtin=read_only.builtin, op=read_only.op))
 
     def read_definition(self, name: str, definition: bytes, description: str) -> rule_pb2.RuleDefinition:
-        """Decodes the definition of a rule that is to be registered, without parsing its graphs.
+        """Decodes the definition of a new rule without parsing its graphs.
 
         Raises INVALID_RULE (the name), LIMIT_EXCEEDED, MALFORMED_REQUEST.
         """
@@ -124,7 +124,7 @@ class RuleRegistry:
             name: The name, with or without `rules/`.
             definition: The definition.
             description: Text for people.
-            is_checked: Whether a compile worker has checked the definition; its graphs are not parsed here then.
+            is_checked: Whether a compile worker has checked the definition; then its graphs are not parsed here.
 
         Raises:
             GradruleError: INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, or an error of
@@ -199,7 +199,8 @@ class RuleRegistry:
     def list(self, kind: rule_pb2.RuleKind.ValueType, page_size: int, page_token: str) -> tuple[list[RuleEntry], str]:
         """Returns a page of rules, ordered by kind (USER, BUILTIN, OP) and name, and the token of the next page.
 
-        A page has at most about `page_tokens.MAX_PAGE_BYTES`, whatever its size. Raises MALFORMED_REQUEST.
+        A page ends at about `page_tokens.MAX_PAGE_BYTES`, even if `page_size` allows more rules. Raises
+        MALFORMED_REQUEST.
         """
         size = page_tokens.page_size(page_size)
         listing = f"rules/{kind}"
@@ -214,7 +215,7 @@ class RuleRegistry:
         return page, page_tokens.encode(listing, [str(last_order), last_name])
 
     def _replace(self, names: RuleNames) -> None:
-        # Set the names first: a reader that sees the new revision must see the new names.
+        # Set the names first, because a reader that sees the new revision must see the new names.
         self._names = names
         self._revision += 1
 
@@ -269,14 +270,14 @@ def _check_size(definition_bytes: int, description: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """A stored rule that cannot be read. `size`: its bytes that count towards the quota."""
+    """A stored rule that cannot be read. `size`: its size that counts towards the quota, bytes."""
 
     why: str
     size: int
 
 
 def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _Unreadable]]:
-    """Returns a tenant's rules, and those that cannot be read, which are logged."""
+    """Returns the readable and the unreadable rules of a tenant; logs the unreadable ones."""
     found: list[RuleEntry] = []
     unreadable: dict[str, _Unreadable] = {}
     for row in store.rules(tenant):
@@ -288,7 +289,7 @@ def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _
     if unreadable:
         shown = [f"{name!r} ({row.why})" for name, row in list(unreadable.items())[:_MAX_UNREADABLE_SHOWN]]
         _log.warning(
-            "%d stored rules of tenant %r cannot be read and are left out (`gradrule registry check` shows all): %s",
+            "%d stored rules of tenant %r cannot be read and are ignored (`gradrule registry check` shows all): %s",
             len(unreadable),
             tenant,
             ", ".join(shown),

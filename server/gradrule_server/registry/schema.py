@@ -15,7 +15,7 @@ meta = Table(
     Column("value", String, nullable=False),
 )
 
-# Names belong to a tenant: two tenants can have different rules and programs of one name.
+# Names belong to a tenant: two tenants can have different rules and programs with the same name.
 rules = Table(
     "rules",
     metadata,
@@ -26,8 +26,8 @@ rules = Table(
     Column("create_time_us", Integer, nullable=False),
 )
 
-# Graphs by their SHA-256, so that programs of a tenant share a graph. Tenants do not share graphs: the time of storing
-# one would tell whether another tenant has it.
+# Graphs by their SHA-256, so that programs of a tenant share a graph. Tenants do not share graphs, because the time
+# that storing takes would show whether another tenant has the graph.
 blobs = Table(
     "blobs",
     metadata,
@@ -36,7 +36,7 @@ blobs = Table(
     Column("content", LargeBinary, nullable=False),
 )
 
-# Programs with equal `identity` have equal content. `spec` lacks the graph, which is in `blobs`.
+# Programs with equal `identity` have equal content. The graph is not in `spec` but in `blobs`.
 programs = Table(
     "programs",
     metadata,

@@ -1,6 +1,6 @@
 """Stores rules, programs and their graphs as rows of one SQLite file.
 
-Every write is one transaction, which is on the disk before the method returns. The registries check names and limits.
+Each write is one transaction, which is on the disk before the method returns. The callers check names and limits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradrule_server.registry.database import Database
 from gradrule_server.registry.schema import blobs, programs, rules
 
 DEFAULT_TENANT = "default"
-"""The tenant of callers without credentials, and of rows that are older than tenants."""
+"""The tenant of callers without credentials, and of rows that releases without tenants wrote."""
 
 
 class UnreadableRowError(Exception):
@@ -70,8 +70,8 @@ class ProgramContent:
 class Store:
     """The rows of a registry. All methods block; safe to use from several threads.
 
-    Adding raises QUOTA_EXCEEDED if the disk is full, and adds nothing then. All methods raise UNAVAILABLE if the
-    registry's files were removed or replaced after they were opened. Arguments and errors of the constructor are those
+    Methods that add raise QUOTA_EXCEEDED if the disk is full, and then add nothing. All methods raise UNAVAILABLE if
+    the registry's files were removed or replaced after they were opened. The constructor has the arguments and errors
     of `Database`.
     """
 
@@ -95,7 +95,7 @@ class Store:
             return [RuleRow(**row._mapping) for row in connection.execute(query)]
 
     def add_rule(self, row: RuleRow, tenant: str = DEFAULT_TENANT, *, replaces: bool = False) -> None:
-        """Adds a rule under an unused name. `replaces`: whether a rule of that name is removed first."""
+        """Adds a rule; its name must be unused. `replaces`: whether to remove a rule of this name first."""
         with self._database.write() as connection:
             if replaces:
                 connection.execute(_delete_rule(row.name, tenant))
@@ -114,7 +114,7 @@ class Store:
             )
 
     def kept_bytes(self, tenant: str | None = None) -> int:
-        """Returns the bytes of rules and programs of one tenant, or of all (None). `size_of` says which bytes count."""
+        """Returns the bytes of rules and programs of a tenant; None: of all tenants. Counts bytes like `size_of`."""
         with self._database.read() as connection:
             return sum(connection.execute(_kept_bytes(*columns, tenant)).scalar_one() for columns in _COUNTED)
 
@@ -139,18 +139,18 @@ class Store:
     def programs_after(
         self, program_id: str, count: int, max_bytes: int, tenant: str = DEFAULT_TENANT
     ) -> tuple[list[ProgramRow], bool]:
-        """Returns the next programs of a tenant after `program_id`, by id, and whether there are more.
+        """Returns the next programs of a tenant after `program_id`, ordered by id, and whether more follow.
 
         Args:
             program_id: The id before the first program.
-            count: Most programs to return.
-            max_bytes: Most bytes of their summaries; the first program may have more.
+            count: Largest number of programs.
+            max_bytes: Largest size of their summaries, bytes; the first program may be larger.
             tenant: The tenant.
         """
         is_meant = (programs.c.id > program_id) & _IS_PROGRAM_ID
         query = _program_rows(tenant).where(is_meant).order_by(programs.c.id).limit(count + 1)
         found: list[ProgramRow] = []
-        # Read row by row, so that summaries that do not fit are not read.
+        # Read row by row, so that summaries beyond the limit are not read.
         with self._database.read() as connection, connection.execute(query) as rows:
             for row in rows:
                 max_bytes -= len(row.summary) if isinstance(row.summary, bytes) else 0
@@ -196,7 +196,7 @@ class Store:
         *,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Adds a program under an unused id, and its graph unless the tenant has it already.
+        """Adds a program, whose id must be unused, and its graph if the tenant does not have it.
 
         Args:
             row: The program's metadata.
@@ -219,7 +219,7 @@ class Store:
             )
 
     def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> int:
-        """Removes a program, and its graph unless another program of the tenant has it; returns the freed bytes."""
+        """Removes a program, and its graph if no other program of the tenant has it; returns the freed bytes."""
 
         def remove(connection: Connection) -> int:
             is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
@@ -251,12 +251,12 @@ def _damage_is_unreadable() -> Iterator[None]:
 def size_of(row: RuleRow) -> int:
     """Returns the bytes of a rule that count towards the quota.
 
-    Of a program its summary, spec and snapshot count, and its graph once for each tenant.
+    For a program, its summary, spec and snapshot count; a graph counts once for each tenant.
     """
     return len(row.definition) + len(row.description.encode(errors="surrogateescape"))
 
 
-# Cast text to bytes: the length in bytes is then known without reading the text.
+# Cast text to bytes, because SQLite then finds the length in bytes without reading the text.
 _RULE_BYTES = func.length(rules.c.definition) + func.length(cast(rules.c.description, LargeBinary))
 _PROGRAM_BYTES = func.length(programs.c.summary) + func.length(programs.c.spec) + func.length(programs.c.snapshot)
 _COUNTED = ((rules, _RULE_BYTES), (programs, _PROGRAM_BYTES), (blobs, func.length(blobs.c.content)))
@@ -267,7 +267,7 @@ def _kept_bytes(table: Table, size: ColumnElement[int], tenant: str | None) -> S
     return query if tenant is None else query.where(table.c.tenant == tenant)
 
 
-# Exclude values of damaged rows, which are no valid ids and do not sort among ids.
+# Exclude values of damaged rows that are not valid ids and do not sort like ids.
 _IS_PROGRAM_ID = (
     (func.typeof(programs.c.id) == "text")
     & programs.c.id.bool_op("GLOB")("[a-z]*")

@@ -48,8 +48,8 @@ def parse_graph(serialized: bytes, params: Sequence[str], *, embedded: bool = Fa
     Args:
         serialized: The encoded graph.
         params: Names of the declared params.
-        embedded: Whether this is the expanded gradient of a function that a program's graph holds. Such a graph may be
-            constant or empty, call functions of the program, and have attributes that name gradients.
+        embedded: Whether this is an embedded rule: the expanded gradient of a function of a program's graph. Its graph
+            may be constant or empty, call functions of the program, and have attributes that name gradients.
 
     Raises:
         GradruleError: INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE or UNKNOWN_OP_TYPE for an invalid
@@ -88,7 +88,7 @@ def parse_graph(serialized: bytes, params: Sequence[str], *, embedded: bool = Fa
 
 
 def check_nodes(form: CheckedGraph, bounds: NodeLimits) -> list[Finding]:
-    """Returns findings for denied or too large nodes of a rule's graph; programs' nodes have the same checks."""
+    """Returns findings for denied or too large nodes of a rule's graph, with the checks for nodes of programs."""
     findings = []
     for node in form.graph.node:
         op = op_definitions.find(node.op)
@@ -97,7 +97,7 @@ def check_nodes(form: CheckedGraph, bounds: NodeLimits) -> list[Finding]:
         faults = [op_fault(op, node.attr, bounds), output_count_fault(op, node.attr, bounds)]
         faults += attribute_faults(op, node.attr, bounds)
         if node.op == FAKE_PARAM:
-            # Its output is uninitialised memory, which is never read in a branch but could be read in a rule.
+            # The output is uninitialised memory. A branch never reads it, but a rule could.
             faults.append((errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, "is part of a branch, and a rule's graph has none"))
         for reason, what in filter(None, faults):
             findings.append(Finding(reason, f"node {quoted(node.name)} ({node.op}) {what}", node.name, "graph"))
@@ -108,8 +108,8 @@ def bind_graph(form: CheckedGraph, signature: Signature) -> RuleGraph:
     """Binds a rule to an op of these element types.
 
     Raises:
-        GradruleError: RULE_ARITY if the op lacks a variable of the rule, or an input that the rule has a gradient for;
-            RULE_NOT_APPLICABLE if a placeholder has another type than the op's tensor.
+        GradruleError: RULE_ARITY if the op lacks a variable of the rule, or an input for which the rule has a gradient;
+            RULE_NOT_APPLICABLE if the type of a placeholder differs from that of the op's tensor.
     """
     graph = graph_pb2.Graph()
     graph.CopyFrom(form.graph)
@@ -166,13 +166,13 @@ def _check_functions(nodes: Iterable[graph_pb2.Node], functions: Container[str])
         called = [value.func.name for value in node.attr.values() if value.WhichOneof("value") == "func"]
         called += [function.name for value in node.attr.values() for function in value.list.func]
         if node.op in functions or called:
-            # Functions are registered by name for the whole process, which runs other callers' rules too.
+            # TensorFlow registers functions by name for the whole process, in which rules of other callers run too.
             message = f"it runs the function {quoted(called[0] if called else node.op)}, and a rule's graph has none"
             raise _refused(errors_pb2.ERROR_REASON_INVALID_RULE, message, node.name)
 
 
 def _drop_attrs(nodes: Iterable[graph_pb2.Node]) -> None:
-    """Removes attributes that begin with `_`, which TensorFlow uses internally: one names registered gradients."""
+    """Removes attributes that start with `_`: TensorFlow uses them internally, one of them to name gradients."""
     for node in nodes:
         for name in [name for name in node.attr if name.startswith("_") or name in DROPPED_ATTRS]:
             del node.attr[name]
@@ -188,7 +188,7 @@ def _check_ops(nodes: Iterable[graph_pb2.Node]) -> None:
 def _complete_attrs(graph: graph_pb2.Graph) -> None:
     """Adds type attributes that follow from the types of the inputs."""
     outputs: dict[str, tuple[int, ...]] = {}
-    # The placeholders of params are the last nodes, but must come first.
+    # Sort the placeholders of params first: they were added last, but other nodes need them.
     for node in sorted(graph.node, key=lambda item: item.op != "Placeholder"):
         op = op_definitions.find(node.op)
         if op is None:
@@ -275,7 +275,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
 
 
 def _set_type(node: graph_pb2.Node, dtype: int, variable: str) -> None:
-    """Sets the type of a variable's placeholder if missing; raises RULE_NOT_APPLICABLE if it has another type."""
+    """Sets the missing type of a variable's placeholder; raises RULE_NOT_APPLICABLE if it has a different type."""
     stated = node.attr["dtype"].type if "dtype" in node.attr else dtype
     if stated != dtype:
         raise _refused(

@@ -13,7 +13,7 @@ from gradrule_server.rules.params import Param
 
 
 class Setting(NamedTuple):
-    """The value of one param of one bound rule; `rule` is the rule's index."""
+    """The value of a param of a bound rule; `rule` is the index of the rule."""
 
     rule: int
     name: str
@@ -22,7 +22,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BoundParams:
-    """The declared params of one bound rule; `name` is the rule's name, `label` the override's label."""
+    """The declared params of a bound rule; `name` is the name of the rule, `label` the label of the override."""
 
     name: str
     label: str
@@ -53,7 +53,7 @@ class ParamTable:
     def call_settings(
         self, params: Mapping[str, Mapping[str, rule_pb2.ParamValue]], used: Container[int]
     ) -> list[Setting]:
-        """Returns the params of one call for the rules in `used`: the overrides' values, then those by label.
+        """Returns the params of one call for the rules in `used`; values of the call replace values of the overrides.
 
         Raises UNKNOWN_PARAM, MISSING_PARAM, INVALID_PARAM.
         """
@@ -109,7 +109,7 @@ class ParamTable:
                     )
                 )
                 continue
-            # Check the size first: a few bytes can declare a tensor of any size.
+            # Check the size first, because a few bytes can declare a tensor of any size.
             fault = tensor_fault(value.tensor, self.bounds) if value.WhichOneof("value") == "tensor" else None
             if fault:
                 message = f"param {name!r} {fault[1]}"
@@ -137,7 +137,7 @@ class ParamTable:
             else:
                 message = _unknown_label(label, {bound.label for bound in self.rules})
             return [Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=where)]
-        # Overrides may share a label; a value is set for all their rules that have the param.
+        # Overrides may share a label; set the value for each of their rules that has the param.
         declared = {index: self.rules[index].declared for index in indices}
         findings: list[Finding] = []
         for name, value in values.items():

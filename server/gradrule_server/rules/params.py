@@ -60,7 +60,7 @@ class Range:
         return f"{numbers[first]:g} (element {first} of the tensor) is outside its range: {self.text}"
 
     def _contains(self, number: float) -> bool:
-        """Returns whether a number is in the range. Does not use NumPy, because every call with params does this."""
+        """Returns whether a number is in the range. Avoids NumPy, which would slow down every call with params."""
         return all(_OPERATORS[symbol](number, bound) for symbol, bound in self.bounds) and (
             not self.integer or (math.isfinite(number) and math.floor(number) == number)
         )

@@ -1,4 +1,4 @@
-"""Holds the content of a rule (an expression, a graph or code of the engine, with params), and binds it to ops."""
+"""Holds the content of a rule (an expression, a graph, or code of the engine, with params) and binds it to ops."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class RuleContent:
     Attributes:
         expression: The text of an expression.
         graph_bytes: An encoded graph.
-        params: The params, including those of `gradient`; params with one name are one.
-        code: The name of a rule that is code of the engine; only rules of the catalogue are.
+        params: The params, including those of `gradient`; params with the same name are the same param.
+        code: The name of a rule that is code of the engine; only catalogue rules can be code.
         embedded: Whether the graph is part of a program's graph; see `parse_graph`.
         gradient: The rule for the gradient of this rule.
         formula: The parsed expression.
 
-    The constructor argument `checked` says that the graph was checked before; it is parsed when it is needed then.
+    The constructor argument `checked` says that the graph was checked before; it is then parsed when it is first used.
 
     Raises:
         GradruleError: INVALID_RULE, INVALID_EXPRESSION, or an error of `parse_graph`.
@@ -84,9 +84,9 @@ class RuleContent:
 
     @classmethod
     def from_stored(cls, name: str, definition: rule_pb2.RuleDefinition) -> RuleContent:
-        """Parses a definition that `to_definition` wrote; without a form the rule `name` is code of the engine.
+        """Parses a definition that `to_definition` wrote; without expression and graph, `name` is code of the engine.
 
-        Graphs are not checked again, and params may have the names of functions that were added to the language later.
+        Graphs are not checked again. Params may have names of functions that were added to the language later.
 
         Raises:
             GradruleError: INVALID_RULE, if the engine has no code for the rule.
@@ -146,7 +146,7 @@ class RuleContent:
 
     @property
     def per_sample(self) -> bool | None:
-        """Whether no example along axis 0 changes another's gradient; None: not known, for graphs and code."""
+        """Whether gradients of examples along axis 0 never depend on other examples; None: unknown (graphs, code)."""
         return None if self.formula is None else self.formula.per_sample
 
     @property
@@ -164,7 +164,7 @@ class RuleContent:
 
     @property
     def size(self) -> int:
-        """The least number of nodes that each use of the rule adds; 1 for expressions and code."""
+        """A lower bound for the number of nodes that each use of the rule adds; 1 for expressions and code."""
         own = 1 if self._graph is None else len(self._graph.graph.node)
         return own if self.gradient is None else own + self.gradient.size
 
@@ -244,7 +244,7 @@ def _read_param(entry: rule_pb2.RuleParam, where: str) -> Param:
 
 
 def _is_function_of_others(param: str, definition: rule_pb2.RuleDefinition) -> bool:
-    """Returns whether a param has the name of a function; the catalogue may do so, as `clip` of ste_sign."""
+    """Returns whether a param has the name of a function; only catalogue rules may have one (`clip` of ste_sign)."""
     if not is_function(param):
         return False
     # Import late: the catalogue imports this module.

@@ -1,4 +1,4 @@
-"""Declares what a rule is bound to (element types of an op), and the graph that binding returns."""
+"""Declares the signature of an op, to which a rule is bound, and the graph of a bound rule."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ class RuleGraph:
 
     Attributes:
         graph: Nodes of TensorFlow ops with all attributes.
-        inputs: Names of placeholders by variable (`x0`, `dy1`, `default0`) or `param/NAME`; only used ones. A param is
-            DT_DOUBLE of any shape. `salt`, DT_INT64 of rank 0, exists if the rule draws random numbers; it is a number
-            of the op, so that two ops draw different numbers.
-        results: For each input of the op the name of the gradient's tensor; None: not connected.
-        shape_sources: For each input of the op, from what the shape of the gradient is broadcast: variables (`default0`
-            counts as x0), `param/NAME`, `reduced/x0` (x0 with axes of size 1), `graph` (not known). A gradient whose
-            only source is its own input has that input's shape; one without sources has rank 0.
+        inputs: Names of the placeholders that the rule uses, by variable (`x0`, `dy1`, `default0`) or `param/NAME`. A
+            param is DT_DOUBLE of any shape. A rule that draws random numbers also has `salt`, DT_INT64 of rank 0: a
+            number of the op, so that two ops draw different numbers.
+        results: For each input of the op: the name of the tensor of its gradient; None: not connected.
+        shape_sources: For each input of the op: the sources from which the shape of its gradient is broadcast. A source
+            is a variable (x0 stands for `default0`), `param/NAME`, `reduced/x0` (x0 with some axes of size 1) or
+            `graph` (unknown). A gradient whose only source is its own input has the shape of that input; a gradient
+            without sources has rank 0.
     """
 
     graph: graph_pb2.Graph

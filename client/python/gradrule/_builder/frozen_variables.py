@@ -1,8 +1,8 @@
-"""Replaces handles of variables by values, in gradient functions and in graphs that are frozen.
+"""Replaces variable handles by values, in gradient functions and in graphs to freeze.
 
-Gradient functions are rules, which cannot read variables. If a region's gradient function captured a variable's handle,
-the region's node gets the value as an input instead, and the function and its callees are copied to take a value.
-Works on gradrule's and TensorFlow's messages.
+Gradient functions are rules, and rules cannot read variables. If a region's gradient function captures a variable's
+handle, the region's node gets the variable's value as an input instead. The function and the functions that it calls
+are copied, and the copies take a value instead of a handle. Works on gradrule's and on TensorFlow's messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradrule.errors import UnsupportedError
 from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
 
-# Messages of either kind.
+# Messages of gradrule or of TensorFlow.
 Node: TypeAlias = Any
 Function: TypeAlias = Any
 
@@ -27,7 +27,17 @@ _READ = "ReadVariableOp"
 def handles_to_values(
     definitions: dict[str, Function], gradients: dict[str, str], ordinary: list[str], unique: Callable[[str], str]
 ) -> None:
-    """Rewrites the regions' nodes in the ordinary functions, and adds the copies to definitions and gradients."""
+    """Replaces handles by values at the nodes of regions and in their gradient functions.
+
+    Args:
+        definitions: Functions by name; gets the rewritten copies.
+        gradients: Gradient functions by registered name; gets the rewritten copies.
+        ordinary: Names of the forward functions, whose nodes are rewritten.
+        unique: Returns an unused function name for a wished name.
+
+    Raises:
+        UnsupportedError: A gradient function does more with a variable than read it, or captures another resource.
+    """
     copies = _Copies(definitions, gradients, unique)
     for name in ordinary:
         copies.feed_values(definitions[name])
@@ -36,8 +46,15 @@ def handles_to_values(
 def frozen(data: bytes, variables: Mapping[str, tensor_codec.Array]) -> bytes:
     """Replaces the variables of a serialized graph by constants.
 
+    Args:
+        data: Bytes of a GraphDef.
+        variables: Values by the name of the variable's node; each has the variable's shape and dtype.
+
+    Returns:
+        Bytes of the frozen GraphDef, without functions that it does not use.
+
     Raises:
-        UnsupportedError: a variable has no value, or the graph does more than read it.
+        UnsupportedError: A variable has no value, or the graph does more than read it.
     """
     graph = graph_pb2.Graph.FromString(data)
     definitions = {function.signature.name: function for function in graph.library.function}
@@ -50,7 +67,7 @@ def frozen(data: bytes, variables: Mapping[str, tensor_codec.Array]) -> bytes:
         if node.op == "VarHandleOp":
             if node.name not in variables:
                 raise UnsupportedError(
-                    f"the variable {node.name!r} has no value in graph.variables; freezing needs all"
+                    f"the variable {node.name!r} has no value in graph.variables; freezing needs all values"
                 )
             tensor = tensor_codec.to_message(variables[node.name], node.attr["dtype"].type)
             node.op = "Const"
@@ -75,7 +92,7 @@ def functions_of(node: Node) -> list[Any]:
 
 
 def needed_functions(nodes: Any, definitions: Mapping[str, Function], gradients: Mapping[str, str]) -> set[str]:
-    """Returns the names of all functions that nodes use, directly or not: calls, bodies and gradients."""
+    """Returns the names of all functions that nodes use directly or indirectly: calls, bodies and gradients."""
     needed: set[str] = set()
     pending = list(nodes)
     while pending:
@@ -125,7 +142,7 @@ class _Copies:
         self._made: dict[tuple[str, tuple[str, ...]], str] = {}
 
     def feed_values(self, definition: Function) -> None:
-        """Gives the regions' nodes of a forward function values, which their gradient functions need."""
+        """Adds reads of variables to a forward function and feeds the values to the nodes of regions."""
         names = UniqueNames()
         for name in [*(node.name for node in definition.node_def), *(a.name for a in definition.signature.input_arg)]:
             names.reserve(name)
@@ -190,11 +207,11 @@ class _Copies:
     def take_values_in(self, body: Any, values: Mapping[str, int]) -> dict[str, int]:
         """Changes all nodes of a body to take values for handles; returns the tensors that are values, with dtypes."""
         known = dict(values)
-        left = list(body.node_def)
-        # A node that returns a handle now returns a value, so repeat until no node changes.
-        while hit := [node for node in left if any(text in known for text in _data_inputs(node))]:
-            left = [node for node in left if not any(node is other for other in hit)]
-            for node in hit:
+        unchanged = list(body.node_def)
+        # A node that returned a handle now returns a value, so repeat until no node changes.
+        while users := [node for node in unchanged if any(text in known for text in _data_inputs(node))]:
+            unchanged = [node for node in unchanged if not any(node is other for other in users)]
+            for node in users:
                 places = {index: known[text] for index, text in enumerate(_data_inputs(node)) if text in known}
                 for output, dtype in self._take_values(body, node, places).items():
                     known[_reference(body, node, "output", output)] = dtype
@@ -228,8 +245,8 @@ class _Copies:
                 self._value_gradient(node, handles)
                 return {}
         raise UnsupportedError(
-            f"{node.op} node {node.name!r} does more with a variable than read it, which neither the gradient function "
-            "of a region may do nor a graph that is to be frozen"
+            f"{node.op} node {node.name!r} does more with a variable than read it; this is not supported in the "
+            "gradient function of a region or in a graph to freeze"
         )
 
     def _call(
@@ -267,7 +284,7 @@ def _pointed(argument: Any, node: Node) -> int:
     if len(argument.handle_data) != 1:
         raise UnsupportedError(
             f"the gradient of region {node.attr['_gradrule_region'].s.decode()!r} at node {node.name!r} uses a "
-            "resource that is no variable; it can travel only if the gradient does without"
+            "resource that is not a variable, which cannot be sent; remove the resource from the gradient function"
         )
     return int(argument.handle_data[0].dtype)
 

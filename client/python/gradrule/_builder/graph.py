@@ -48,19 +48,19 @@ class Graph(GraphOps):
     """Holds a TensorFlow graph with the values of its variables, and adds nodes to it.
 
     `placeholder`, `constant`, `variable`, `op`, operators on handles, and any op type's name in snake case
-    (`g.relu(x)`) add nodes. Attributes that follow from the inputs are filled in. Node names are made unique as
-    TensorFlow makes them.
+    (`g.relu(x)`) add nodes. Attributes that the inputs determine are set. Node names are made unique by TensorFlow's
+    scheme (`Relu`, `Relu_1`).
 
     Attributes:
         variables: read-only arrays by the name of the variable's node; every request sends them.
         non_trainable: names of the variables that a session's steps do not change by default.
         aliases: more names of tensors, valid wherever a tensor's name is. If an alias equals a node's name, the node's
             first output must be written `node:0`.
-        layers: calls of Keras layers, if the graph was traced from a model.
+        layers: calls of Keras layers; empty if the graph was not traced from a Keras model.
     """
 
     def __init__(self) -> None:
-        # TensorFlow takes a graph without a version for a very old one, with other semantics (unknown scalar shapes).
+        # Set a version: TensorFlow applies the semantics of very old graphs without one (unknown scalar shapes).
         versions = graph_pb2.Versions(producer=op_definitions.graph_version())
         self._start(graph_pb2.Graph(versions=versions), b"")
 
@@ -103,17 +103,17 @@ class Graph(GraphOps):
     def to_bytes(self) -> bytes:
         """Returns the serialized GraphDef.
 
-        Equal graphs give equal bytes. A loaded graph that was not changed gives the bytes it was loaded from.
+        Equal graphs give equal bytes. An unchanged loaded graph gives the bytes it was loaded from.
 
         Raises:
-            InvalidOverrideError: `gradient_override_map` gave a node a rule that is not a registered name, or params;
-                a GraphDef can hold only the name.
+            InvalidOverrideError: `gradient_override_map` gave a node a rule that is not registered, or a rule with
+                params; a GraphDef holds only a rule's name.
         """
         self._contexts.refuse_export()
         return self.to_bytes_without_overrides()
 
     def to_bytes_without_overrides(self) -> bytes:
-        """Returns the serialized GraphDef without `node_overrides`, which a request sends in a field of its own."""
+        """Returns the serialized GraphDef without `node_overrides`, which a request sends in a separate field."""
         if not self._bytes:
             self._bytes = self._message.SerializeToString(deterministic=True)
         return self._bytes
@@ -136,7 +136,7 @@ class Graph(GraphOps):
 
     @property
     def node_overrides(self) -> tuple[Override, ...]:
-        """Overrides of single nodes, recorded by `gradient_override_map`; a request sends them after its own."""
+        """Overrides of single nodes that `gradient_override_map` recorded; the overrides of a request precede them."""
         return self._contexts.recorded
 
     # Adding nodes.
@@ -151,6 +151,10 @@ class Graph(GraphOps):
 
         Returns:
             The handle of the tensor.
+
+        Raises:
+            InvalidAttrError: `dtype` or `shape` is not valid.
+            InvalidGraphError: the name is not a valid node name.
         """
         return self.op_output("Placeholder", name=name, dtype=dtype, shape=shape)
 
@@ -159,8 +163,8 @@ class Graph(GraphOps):
 
         Args:
             value: a number, string, nested list or array of any shape.
-            dtype: element type, by name or NumPy dtype. Default: float32 for Python's floats, int32 for ints; arrays
-                keep their type.
+            dtype: element type, by name or NumPy dtype. Default: an array's own type; float32 for Python floats and
+                int32 for Python ints.
             name: name of the node; made unique. Default: `Const`.
 
         Returns:
@@ -182,7 +186,7 @@ class Graph(GraphOps):
     def variable(self, name: str, initial_value: Any, dtype: tensor_codec.DtypeLike = None) -> TensorHandle:
         """Adds a variable and stores its value in `variables`.
 
-        The variable's name stands for its value in `xs`, `fetches` and feeds.
+        In `xs`, `fetches` and feeds, the variable's name refers to its value.
 
         Args:
             name: name of the variable's node.
@@ -220,9 +224,9 @@ class Graph(GraphOps):
 
         Args:
             op_type: an op type, such as `MatMul`, or a function of the graph.
-            inputs: one entry per input of the op, in the order of `tf.raw_ops`: a handle, a list of handles for an
-                input that is a list, or a number or array, which becomes a constant of the type that the op needs. If
-                only one input is a list, its tensors may be given one by one. Inputs may be keyword arguments.
+            inputs: one entry per input of the op, in the order of `tf.raw_ops`: a handle; a list of handles for a list
+                input; or a number or array, which becomes a constant of the type that the op needs. If the op has
+                exactly one list input, its tensors may be separate arguments. Inputs may also be keyword arguments.
             name: name of the node; made unique. Default: the op type.
             control_inputs: nodes or handles that must run before this node.
             attrs: attributes by name; element types by name or dtype, shapes as lists, functions by name.
@@ -234,7 +238,7 @@ class Graph(GraphOps):
         Raises:
             UnknownOpTypeError: neither an op type nor a function of the graph.
             TypeMismatchError: number or types of the inputs do not fit the op.
-            InvalidAttrError: an attribute is unknown, has a wrong value, or is missing and does not follow.
+            InvalidAttrError: an attribute is unknown, has a wrong value, or is missing and cannot be inferred.
             InvalidTensorError: a value cannot become a constant of the needed type.
             InvalidGraphError: the name is not a valid node name, or an input belongs to another graph.
         """
@@ -392,11 +396,14 @@ class Graph(GraphOps):
     def gradient_override_map(
         self, overrides: Mapping[str, OverrideValue], *, optional: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Gives rules, by op type, to the nodes that are added inside the context; an inner context wins.
+        """Assigns rules by op type to the nodes that are added inside the context; an inner context wins.
 
         Args:
             overrides: op type to a rule's name, a `gr.Rule`, or either with params: `(rule, {"alpha": 2.0})`.
-            optional: allows op types of which no node is added.
+            optional: raises no error if no node of an op type is added.
+
+        Returns:
+            The context manager.
 
         Raises:
             InvalidOverrideError: `overrides` is not a dict of op types to rules.
@@ -462,7 +469,7 @@ class Graph(GraphOps):
             The handle.
 
         Raises:
-            UnknownTensorError: The graph has neither.
+            UnknownTensorError: The graph has neither a tensor nor a variable of this name.
         """
         node, index = split(name)
         message = self._types.node(node)
@@ -528,16 +535,16 @@ class Graph(GraphOps):
         return None
 
     def op_types_with_rule_names(self) -> set[str]:
-        """Returns the op types of the nodes that name a rule in an attribute, nodes in functions included.
+        """Returns the op types of the nodes that name a rule in an attribute, including nodes in functions.
 
-        A call gives params to such rules by op type.
+        The params of a call refer to such rules by op type.
         """
         bodies = [self._message.node, *(function.node_def for function in self._message.library.function)]
         return {node.op for body in bodies for node in body if GRADIENT_ATTR in node.attr}
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Specs of the placeholders, by alias or name."""
+        """Specs of the placeholders (name, dtype, shape), by alias or name."""
         return self._by_alias(
             [
                 self._spec(node.name, optional=node.op == "PlaceholderWithDefault")
@@ -548,7 +555,7 @@ class Graph(GraphOps):
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """Specs of the outputs, by alias or name.
+        """Specs of the outputs (name, dtype, shape), by alias or name.
 
         Outputs are the tensors with an alias, placeholders excluded. Without aliases, they are the outputs of nodes
         that no other node uses, placeholders and constants excluded.

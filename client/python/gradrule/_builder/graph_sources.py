@@ -1,4 +1,4 @@
-"""Anything that is a graph, as the bytes that travel."""
+"""Converts graphs of all supported kinds to GraphDef bytes and puts them into requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ GraphLike: TypeAlias = "Graph | bytes | Any"
 
 
 def graph_bytes(graph: GraphLike) -> bytes:
-    """The bytes of a `Graph`, of a GraphDef's bytes, or of a GraphDef message. Raises `InvalidGraphError`."""
+    """Returns the serialized GraphDef of a graph.
+
+    Args:
+        graph: A `Graph`, the bytes of a GraphDef, a GraphDef message, or an object with `as_graph_def()`.
+
+    Raises:
+        InvalidGraphError: The value is none of these.
+        InvalidOverrideError: As `Graph.to_bytes`.
+    """
     if isinstance(graph, bytes | bytearray | memoryview):
         return bytes(graph)
-    # A builder's graph, or any protobuf message; `to_bytes` alone would take an int.
+    # Exclude ints: they have a method `to_bytes` too.
     for method in ("to_bytes", "SerializeToString"):
         if not isinstance(graph, int) and callable(write := getattr(graph, method, None)):
             data: bytes = write()
@@ -31,7 +39,7 @@ def graph_bytes(graph: GraphLike) -> bytes:
 
 
 def sent_bytes(graph: GraphLike) -> bytes:
-    """Returns the GraphDef bytes that a request carries; recorded overrides travel in a field of their own."""
+    """Returns the GraphDef bytes for a request, without recorded overrides, which have a request field of their own."""
     if callable(write := getattr(graph, "to_bytes_without_overrides", None)):
         data: bytes = write()
         return data
@@ -39,7 +47,17 @@ def sent_bytes(graph: GraphLike) -> bytes:
 
 
 def put_graph(graph: GraphLike, source: GraphSource, blobs: blob_values.Blobs | None) -> None:
-    """Puts a graph into a request: a large one by its hash, its bytes into `blobs`; None: the bytes themselves."""
+    """Writes a graph into the `GraphSource` field of a request.
+
+    Args:
+        graph: A graph, as for `graph_bytes`.
+        source: The field to write to.
+        blobs: Receives the bytes of a large graph by SHA-256; the field then holds only the hash. None: always write
+            the bytes into the field.
+
+    Raises:
+        InvalidGraphError: As `graph_bytes`.
+    """
     data = sent_bytes(graph)
     if blobs is None or len(data) <= blob_values.MAX_INLINE_GRAPH:
         source.serialized = data
@@ -50,5 +68,5 @@ def put_graph(graph: GraphLike, source: GraphSource, blobs: blob_values.Blobs | 
 
 
 def graph_source(graph: GraphLike) -> GraphSource:
-    """The message that carries a graph."""
+    """Returns a `GraphSource` with the bytes of a graph. Raises `InvalidGraphError`."""
     return GraphSource(serialized=graph_bytes(graph))

@@ -1,4 +1,4 @@
-"""The names under which the builder offers op types."""
+"""Maps method names of the graph builder, such as `reduce_sum`, to op types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from gradrule._builder.names import near
 from gradrule.common import op_definitions
 
-# Python's names for op types that they are not the snake case of.
+# Method names that are not the snake case of their op type.
 _ALIASES = {
     "add": "AddV2",
     "subtract": "Sub",
@@ -33,12 +33,12 @@ _ALIASES = {
 
 
 def op_type_of(method: str) -> str | None:
-    """The op type that a method's name means, `MatMul` for `matmul` and `mat_mul`, or None."""
+    """Returns the op type for a method name (`MatMul` for `matmul` and `mat_mul`); None if there is none."""
     return _ALIASES.get(method) or _by_plain_name().get(method.lower().replace("_", ""))
 
 
 def snake_case(op_type: str) -> str:
-    """`BiasAdd` → `bias_add`, `Conv2D` → `conv2d`: as TensorFlow names the functions of `tf.raw_ops`."""
+    """Converts an op type to snake case as TensorFlow does: `BiasAdd` → `bias_add`, `Conv2D` → `conv2d`."""
     letters = []
     for index, letter in enumerate(op_type):
         after_lower = index > 0 and op_type[index - 1].islower()
@@ -50,13 +50,13 @@ def snake_case(op_type: str) -> str:
 
 
 def suggest_method(method: str, methods: Iterable[str]) -> str:
-    """` Did you mean 'reduce_sum'?` for a name that is no op's and none of the methods, or nothing."""
+    """Returns a hint such as ` Did you mean 'reduce_sum'?` for an unknown method name; empty without a similar name."""
     return near(method.lower(), dict.fromkeys([*methods, *_ALIASES, *_snake_names()]))
 
 
 @functools.cache
 def _by_plain_name() -> dict[str, str]:
-    """Op types by their name without case and underscores."""
+    """Returns op types by their names in lower case without underscores."""
     return {
         name.lower().replace("_", ""): name for name in reversed(op_definitions.names()) if not name.startswith("_")
     }

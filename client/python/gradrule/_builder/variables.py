@@ -1,4 +1,4 @@
-"""The values of a graph's variables, as they are sent."""
+"""Stores the values of a graph's variables and writes them into requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from gradrule.v1 import tensor_pb2
 
 
 class Variables(MutableMapping[str, tensor_codec.Array]):
-    """Arrays by name of variable. They are read-only: a value changes by being set again.
+    """Maps variable names to read-only arrays; assign a new array to change a value.
 
-    A writable array is copied, a read-only one is kept. Lists and numbers take the variable's element type.
+    Writable arrays are copied; read-only arrays are stored without a copy. Lists and numbers are converted to the
+    variable's element type.
     """
 
     def __init__(self, type_of: Callable[[str], int]) -> None:
         self._type_of = type_of
         self._arrays: dict[str, tensor_codec.Array] = {}
-        # Hash and bytes are worked out once for each array.
+        # Cache of SHA-256 and bytes per array.
         self._blobs: dict[str, tuple[str, blob_values.Data]] = {}
 
     def __getitem__(self, name: str) -> tensor_codec.Array:
@@ -61,7 +62,12 @@ class Variables(MutableMapping[str, tensor_codec.Array]):
         return short_repr(f"<Variables {names_text(sorted(self._arrays))}>")
 
     def messages(self, blobs: blob_values.Blobs | None) -> Iterator[tensor_pb2.NamedTensor]:
-        """The values as a request holds them: large ones by hash, their bytes put into `blobs`; None: all inline."""
+        """Yields the values as messages of a request.
+
+        Args:
+            blobs: Receives the bytes of large values by SHA-256; their messages then hold only the hash. None: all
+                messages hold the values themselves.
+        """
         for name, array in self._arrays.items():
             number = tensor_codec.number_of_array(array)
             if blobs is None or array.nbytes <= blob_values.MAX_INLINE_VALUE or number == tensor_pb2.DT_STRING:

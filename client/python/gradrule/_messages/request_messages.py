@@ -38,7 +38,7 @@ Feeds: TypeAlias = "Mapping[Name, Any]"
 GradYs: TypeAlias = "Mapping[Name, Any] | Sequence[Any]"
 CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 
-# Element type of a tensor by its name; 0 where it is not known. The flag: whether to go to any length to know it.
+# Returns the element type of a tensor by name; 0: unknown. The flag: whether expensive lookups are allowed.
 TypeOf: TypeAlias = Callable[[str, bool], int]
 
 _C = TypeVar("_C")
@@ -53,13 +53,13 @@ _NO_GRADIENT = {
     "pass": program_pb2.NO_GRADIENT_PASS,
     "zero": program_pb2.NO_GRADIENT_ZERO,
 }
-# The default is not written, so that equal programs have equal bytes.
+# Omit the default, so that equal programs have equal bytes.
 _JIT = {"off": program_pb2.JIT_UNSPECIFIED, "auto": program_pb2.JIT_AUTO}
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What to compute, as the user says it."""
+    """Holds the arguments that define a program; `Client.evaluate` documents them."""
 
     fetches: Names = ()
     ys: Names = ()
@@ -78,10 +78,16 @@ class Words:
 def program_spec(
     graph: GraphLike, words: Words, blobs: blob_values.Blobs | None = None
 ) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
-    """The program, and the upstream gradients that are values and so travel with each call, by y.
+    """Returns the message of a program, and the upstream gradients that each call sends as values, by y.
 
-    The words have their xs without groups (`_groups.flat_words`). `blobs`: takes the bytes that the program names by
-    their hash; None: it names none.
+    Args:
+        graph: The graph, as for `graph_bytes`.
+        words: The arguments of the call; `xs` must be flat (see `x_groups`).
+        blobs: Receives large data by SHA-256, which the message then contains only as a hash; None: the message
+            contains all data.
+
+    Raises:
+        GradruleError: An argument is not valid.
     """
     unconnected = _chosen(words.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
     spec = program_pb2.ProgramSpec(
@@ -110,16 +116,16 @@ def program_spec(
         spec.vjp.dense_gradients = words.dense_gradients
         for y, tensor in tensors.items():
             spec.vjp.grad_ys.add(y=y, tensor=tensor)
-        # With nothing to differentiate, what the builder recorded has no meaning, and would be refused.
+        # Send recorded overrides only with ys: the server rejects overrides without ys.
         if isinstance(graph, Graph):
             spec.overrides.extend(override.message() for override in graph.node_overrides)
     return spec, values
 
 
 def _resolve_aliases(selector: override_pb2.Selector, aliases: Mapping[str, str]) -> None:
-    """Names of tensors in the places of their aliases."""
+    """Replaces aliases in a selector by names of tensors."""
     for names in (selector.region.inputs, selector.region.outputs, selector.depends_on):
-        # Looking at the region of a selector that has none does not make one; writing would.
+        # Reading a missing region does not create it; writing would.
         for index, name in enumerate(names):
             names[index] = aliases.get(name, name)
 
@@ -134,9 +140,19 @@ def evaluate_request(
     stacked_grad_ys: bool = False,
     large: list[wire_format.Parts] | None = None,
 ) -> evaluate_pb2.EvaluateRequest:
-    """A call's values; the caller sets what to run. `grad_ys`: values only, by y.
+    """Returns a request with the values of a call; the caller sets the program.
 
-    large: takes large tensors, whose bytes then follow those of the request; None: they go into the request.
+    Args:
+        feeds: Values by tensor.
+        type_of: Returns the element type of a tensor.
+        grad_ys: Upstream gradients by y, values only.
+        params: Values of the rules' params by label.
+        graph: The graph of the tensors; resolves aliases.
+        stacked_grad_ys: Whether the upstream gradients have an additional first axis.
+        large: Receives large tensors, which are sent after the request's bytes; None: the request contains them.
+
+    Raises:
+        GradruleError: A value is not valid.
     """
     request = evaluate_pb2.EvaluateRequest(stacked_grad_ys=stacked_grad_ys)
     for key, value in pairs(feeds or {}, "feeds"):
@@ -157,13 +173,17 @@ def evaluate_request(
 
 
 def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest, graph: GraphLike) -> None:
-    """Refuses feeds and params that fit neither the graph nor the program's overrides."""
+    """Checks that feeds match the graph's tensors and that params match the program's overrides.
+
+    Raises:
+        UnknownFeedError, FeedDtypeError, UnknownParamError: A feed or param does not match.
+    """
     if not (call.feeds or call.params):
         return
     try:
         read = graph if isinstance(graph, Graph) else Graph.from_bytes(graph_bytes(graph))
     except InvalidGraphError:
-        # The server says what is wrong with the graph.
+        # The server reports the errors of the graph.
         return
     fed: set[str] = set()
     for feed in call.feeds:
@@ -175,7 +195,7 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
         if tensor.name in fed:
             raise UnknownFeedError(f"the tensor {feed.name!r} is fed twice")
         fed.add(tensor.name)
-        # Arrays for a graph that came as bytes have not been compared yet.
+        # The dtype is not checked yet if the graph was given as bytes.
         dtype = feed.value.inline_tensor.dtype or feed.value.blob.dtype
         if tensor.number and dtype != without_ref(tensor.number):
             actual = dtype_name(dtype)
@@ -190,7 +210,7 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
 
 
 def types_of_graph(graph: GraphLike) -> TypeOf:
-    """Element types of a graph's tensors. A graph that came as bytes is read only where a type is needed."""
+    """Returns a function for the element types of a graph's tensors; parses bytes only when a type is needed."""
     parsed: list[Graph] = [graph] if isinstance(graph, Graph) else []
 
     def type_of(name: str, needed: bool) -> int:
@@ -200,7 +220,7 @@ def types_of_graph(graph: GraphLike) -> TypeOf:
             try:
                 parsed.append(Graph.from_bytes(graph_bytes(graph)))
             except InvalidGraphError:
-                # The server says what is wrong with the graph.
+                # The server reports the errors of the graph.
                 return 0
         try:
             return without_ref(parsed[0].value_of(name).number)
@@ -211,7 +231,7 @@ def types_of_graph(graph: GraphLike) -> TypeOf:
 
 
 def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
-    """Element types by name of what a program's signature lists."""
+    """Returns a function for the element types of the tensors in a program's signature."""
     known = {bare(spec.name): spec.dtype for spec in specs}
 
     def type_of(name: str, needed: bool) -> int:
@@ -221,7 +241,7 @@ def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
 
 
 def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dict[str, Any]:
-    """The upstream gradients of one call of a program, by y."""
+    """Returns the upstream gradients of one call of a program, by y. Raises `InvalidDerivativeError`."""
     tensors, values = _split_grad_ys(grad_ys, [spec.name for spec in program.ys], program)
     if tensors:
         y = next(iter(tensors))
@@ -232,12 +252,20 @@ def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dic
 
 
 def names_of(names: Names, graph: GraphLike | None = None) -> list[str]:
-    """Names of tensors, from names and handles, one or many."""
+    """Returns the names of tensors that are given as names or handles, one or several."""
     return [name_of_tensor(name, graph) for name in listed(names)]
 
 
 def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
-    """A tensor's name, from a name, an alias, a handle of this graph, or a node of it that has one output."""
+    """Returns the name of a tensor.
+
+    Args:
+        name: A name, an alias, a handle, or a node with one output.
+        graph: The graph that the tensor belongs to; resolves aliases.
+
+    Raises:
+        UnknownTensorError: A handle belongs to another graph, or the value does not name a tensor.
+    """
     name = as_tensor(name)
     if isinstance(name, TensorHandle):
         if isinstance(graph, Graph) and name.graph is not graph:
@@ -249,22 +277,27 @@ def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
 
 
 def aliases_of(graph: GraphLike | None) -> Mapping[str, str]:
-    """Further names of a graph's or program's tensors."""
+    """Returns the aliases of a graph or program; empty for other graphs."""
     return graph.aliases if isinstance(graph, Graph | program_pb2.Program) else {}
 
 
 def given_aliases(graph: GraphLike, words: Words) -> dict[str, str]:
-    """A graph's aliases, those first by which the words call what is asked for: answers tell tensors by the first."""
+    """Returns a graph's aliases, with the names that the request uses first.
+
+    Results name a tensor by its first alias.
+    """
     aliases = aliases_of(graph)
     if not aliases:
         return {}
-    asked = [name for names in (words.fetches, words.ys, words.xs) for name in listed(names) if isinstance(name, str)]
-    # A tensor that is called by its own name is told by it.
-    return {name: aliases.get(name, name) for name in asked} | dict(aliases)
+    requested = [
+        name for names in (words.fetches, words.ys, words.xs) for name in listed(names) if isinstance(name, str)
+    ]
+    # If the request uses a tensor's own name, results use it too.
+    return {name: aliases.get(name, name) for name in requested} | dict(aliases)
 
 
 def listed(names: GroupedNames) -> list[Any]:
-    """Names, one or many, or in groups."""
+    """Returns names as a flat list: one name, several names, or groups of names."""
     if isinstance(names, Mapping):
         return [name for group in names.values() for name in listed(group)]
     return [names] if isinstance(names, str | TensorHandle | Node) else list(names)
@@ -280,16 +313,20 @@ def add_named_tensor(
     what: str | None = None,
     large: list[wire_format.Parts] | None = None,
 ) -> None:
-    """Adds a value to a repeated field of `NamedTensor`. Raises `InvalidTensorError`, `FeedDtypeError`.
+    """Adds a value to a repeated field of `NamedTensor`.
 
     Args:
-        request: The message that is sent. Values are written into it: each message around would copy them once more.
-        field: The name of its field.
-        name: The tensor's name.
-        value: Lists and numbers take the tensor's type; arrays must have it.
-        type_of: Element types of tensors.
-        what: How errors call the values; None: as the field.
-        large: Takes large tensors instead of the message; None: there are none.
+        request: The request. The value is written directly into it, because a separate message would need a copy.
+        field: Name of the field.
+        name: Name of the tensor.
+        value: Lists and numbers are converted to the tensor's type; arrays must have it.
+        type_of: Returns the element type of a tensor.
+        what: Name of the values in errors; None: the field's name.
+        large: Receives large tensors; None: the request receives them.
+
+    Raises:
+        InvalidTensorError: The value is not a valid tensor.
+        FeedDtypeError: An array or blob does not have the tensor's element type.
     """
     where = f"{what or field}[{name!r}]"
     messages = getattr(request, field)
@@ -310,7 +347,10 @@ def add_named_tensor(
 
 
 def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
-    """A value as a tensor of an element type (0: its own)."""
+    """Converts a value to a tensor message of an element type (0: the value's own type).
+
+    Raises `InvalidTensorError` and `FeedDtypeError`.
+    """
     try:
         return tensor_codec.to_message(array_of(value, number, where))
     except ValueError as cause:
@@ -318,7 +358,10 @@ def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
 
 
 def array_of(value: Any, number: int, where: str) -> tensor_codec.Array:
-    """A value as an array of an element type (0: its own). Raises `InvalidTensorError`, `FeedDtypeError`."""
+    """Converts a value to an array of an element type (0: the value's own type).
+
+    Raises `InvalidTensorError` and `FeedDtypeError`.
+    """
     if value is None or isinstance(value, TensorHandle | Node):
         raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
     try:
@@ -344,7 +387,7 @@ def array_of(value: Any, number: int, where: str) -> tensor_codec.Array:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value has an element type of its own: NumPy's arrays and scalars, tensors of other libraries."""
+    """Returns whether a value has a dtype: NumPy arrays and scalars, tensors of other libraries."""
     return hasattr(value, "dtype") or hasattr(value, "__array__")
 
 
@@ -357,7 +400,7 @@ def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:
 
 
 def pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
-    """Values by tensor as pairs. Raises `InvalidTensorError` where they are no dict."""
+    """Returns the items of a dict of values by tensor. Raises `InvalidTensorError` for other types."""
     if not isinstance(values, Mapping):
         raise InvalidTensorError(f"{what} is a dict of values by tensor, not {type(values).__name__}")
     return values.items()
@@ -366,7 +409,7 @@ def pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
 def _split_grad_ys(
     grad_ys: GradYs | None, ys: Sequence[str], graph: GraphLike | None
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Upstream gradients by y: those that are tensors of the graph, and those that are values. None drops out."""
+    """Splits upstream gradients into names of tensors by y and values by y; omits None."""
     if grad_ys is None:
         return {}, {}
     given: dict[str, Any] = {}

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 
 def view(explanation: Explanation, graph: bytes) -> View:
-    """Returns the content of both pictures, from a GraphDef's bytes and its explanation. Raises `InvalidGraphError`."""
+    """Returns the content of the SVG file and the HTML page.
+
+    Args:
+        explanation: The result of `client.explain`.
+        graph: Bytes of the explained GraphDef.
+
+    Raises:
+        InvalidGraphError: The bytes are not a GraphDef.
+    """
     try:
         structure = read(Graph.FromString(graph))
     except DecodeError as cause:
@@ -28,10 +36,10 @@ def view(explanation: Explanation, graph: bytes) -> View:
 
 
 def draw_svg(explanation: Explanation, graph: bytes) -> str:
-    """Returns a static SVG picture, folded to about sixty boxes."""
+    """Returns a static SVG picture, folded to about sixty boxes. Raises `InvalidGraphError`."""
     return svg.draw(view(explanation, graph))
 
 
 def draw_html(explanation: Explanation, graph: bytes) -> str:
-    """Returns an HTML page that needs no other file and no network."""
+    """Returns an HTML page that needs no other file and no network. Raises `InvalidGraphError`."""
     return page.draw(view(explanation, graph))

@@ -22,7 +22,18 @@ ACTIVE = "active"
 
 @dataclass(slots=True)
 class Fact:
-    """Describes one leaf. `rule`: index into `Facts.rules`, or None; then `label` and `status` are empty."""
+    """Describes one leaf.
+
+    Attributes:
+        rule: Index into `Facts.rules`; None without an override.
+        label: Label of the override; empty without an override.
+        status: Status of the override; empty without an override.
+        on_path: Whether the leaf is on the path from xs to ys.
+        is_x: Whether the leaf is one of the xs.
+        is_y: Whether the leaf is one of the ys.
+        rewritten: Whether a rewrite changed the leaf.
+        wrong: Error messages about the leaf.
+    """
 
     rule: int | None = None
     label: str = ""
@@ -36,9 +47,16 @@ class Fact:
 
 @dataclass(slots=True)
 class Facts:
-    """Describes all leaves, in order. `path`: a flag per vertex. `rules`: in order of first use.
+    """Describes all leaves.
 
-    wrong: all errors. notes: what the picture cannot show.
+    Attributes:
+        leaves: One entry for each leaf of the structure, in the same order.
+        path: 1 for each vertex on the path from xs to ys, else 0.
+        rules: Texts of the rules, in order of first use.
+        ys: Names of the ys.
+        xs: Names of the xs.
+        wrong: All error messages.
+        notes: Facts that the picture cannot show.
     """
 
     leaves: list[Fact]
@@ -66,7 +84,7 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
             else:
                 setattr(facts[place], role, True)
     rules: dict[str, int] = {}
-    asked: set[int] = set()
+    requested: set[int] = set()
     sure = {found[0] for name in explanation.default_gradient_nodes if len(found := places.get(name, [])) == 1}
     for item in explanation.overrides:
         rule = rules.setdefault(rule_text(item), len(rules))
@@ -74,11 +92,11 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
         for index in found:
             facts[index].rule, facts[index].label, facts[index].status = rule, item.label, item.status
         if item.status == ACTIVE:
-            asked.update(found)
+            requested.update(found)
             sure.update(() if item.nodes else found)
         if not found:
             notes.append(f"{item.node} ({item.status.replace('_', ' ')}, {rule_text(item)}) is not in the picture")
-    asked.update(_inside(structure, [index for index in asked if structure.leaves[index].calls]))
+    requested.update(_inside(structure, [index for index in requested if structure.leaves[index].calls]))
     reported = {index for name in explanation.default_gradient_nodes for index in places.get(name, ())}
     rewritten = {index for name in explanation.rewritten for index in places.get(name, ())}
     for index in rewritten:
@@ -87,7 +105,7 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
         for index in places.get(finding.node, ()):
             facts[index].wrong.append(finding.message)
     path = _path(structure, xs, ys)
-    _mark(structure, facts, path, asked | reported | rewritten, sure)
+    _mark(structure, facts, path, requested | reported | rewritten, sure)
     wrong = [f"{finding.reason}: {finding.message}" for finding in explanation.findings]
     return Facts(facts, path, list(rules), ys, xs, wrong, notes)
 
@@ -100,14 +118,14 @@ def rule_text(item: Resolution) -> str:
 
 
 def _at(structure: Structure, places: dict[str, list[int]], name: str, function: str) -> list[int]:
-    """Returns the leaves of a name. A loop's condition and body may have one each, in different functions."""
+    """Returns the leaves with a name; a loop's condition and body may have one each, in different functions."""
     found = places.get(name, [])
     exact = [index for index in found if structure.leaves[index].function == function]
     return exact or found
 
 
 def _inside(structure: Structure, calls: Iterable[int]) -> list[int]:
-    """Returns the leaves inside calls that got a rule as a whole; their own gradients are not computed."""
+    """Returns the leaves inside calls that have a rule as a whole; the server does not compute their gradients."""
     outer = {structure.leaves[index].name for index in calls}
     found = []
     for index, leaf in enumerate(structure.leaves) if outer else ():
@@ -148,8 +166,12 @@ def _reach(seeds: list[int], edges: list[list[int]]) -> bytearray:
 def _mark(structure: Structure, facts: list[Fact], path: bytearray, reported: set[int], sure: set[int]) -> None:
     """Marks the leaves on the path.
 
-    reported: leaves that the server may have reported; if empty, only the structure decides. sure: leaves that are on
-    the path whatever the structure says, because gradients pass through resources too.
+    Args:
+        structure: The graph's structure.
+        facts: Facts about the leaves, which are changed.
+        path: Flag per vertex, which is changed.
+        reported: Leaves that the server may have reported; if empty, only the structure determines the path.
+        sure: Leaves that are on the path independently of the structure, because gradients also pass resources.
     """
     for (call, _), vertex in structure.outputs.items():
         facts[call].on_path |= bool(path[vertex])

@@ -1,7 +1,7 @@
-"""Rows of boxes from edges: layers by longest path, long edges led past boxes, crossings reduced by barycentres.
+"""Arranges boxes in rows: layers by longest path, bends for long edges, fewer crossings by the barycentre method.
 
-Layout libraries for this in Python bring another licence or a binary, and lay out one folding state at a time; rows are
-found once per scope here and hold for whatever is folded inside.
+Python's layout libraries have other licences or need binaries, and must run again for each folding state. This module
+computes rows once per scope; they are valid for all folding states of the inner scopes.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-# Boxes of one row; a wider layer takes several rows.
+# Maximum number of boxes in a row; a larger layer gets several rows.
 _WIDTH = 10
-# An edge is led past the boxes of this many rows, so that there are no more bends than boxes times this.
+# Maximum number of rows in which an edge has a bend; this limits the number of bends per box.
 SPAN = 16
 _SWEEPS = 5
 
-# A box, or a bend: a place in a row that edges of a box pass.
+# A box (>= 0), or a bend (< 0): a position in a row that edges of a box pass.
 Item = int
 
 
 def leaving(box: int) -> Item:
-    """The bend of edges from a box on their way down."""
+    """Returns the bend of the edges that leave a box downwards."""
     return -2 * box - 1
 
 
 def entering(box: int) -> Item:
-    """The bend of edges to a box from outside of its scope on their way down."""
+    """Returns the bend of the edges that enter a box from outside of its scope."""
     return -2 * box - 2
 
 
 def box_of(item: Item) -> int:
-    """The box that an item is or belongs to."""
+    """Returns the box of an item: itself, or the box that a bend belongs to."""
     return item if item >= 0 else (-item - 1) // 2
 
 
@@ -41,9 +41,16 @@ def rows_of(
     entered: Collection[int] = (),
     left: Collection[int] = (),
 ) -> list[list[Item]]:
-    """Rows from top to bottom. `boxes`: in the order of the flow as far as it is known; cycles are cut.
+    """Computes the rows of a scope in time linear in the numbers of boxes and edges, apart from sorting.
 
-    entered, left: boxes with edges from and to the outside. Time grows with the number of boxes and edges.
+    Args:
+        boxes: Boxes of the scope, roughly in the order of the data flow.
+        edges: Pairs of source and target; edges that close a cycle are ignored.
+        entered: Boxes with edges from outside of the scope.
+        left: Boxes with edges to the outside of the scope.
+
+    Returns:
+        The rows from top to bottom, with boxes and bends.
     """
     after: dict[int, list[int]] = {box: [] for box in boxes}
     for source, target in edges:
@@ -60,7 +67,7 @@ def rows_of(
 
 
 def _flow(boxes: Sequence[int], after: dict[int, list[int]]) -> dict[int, int]:
-    """Places by a depth-first walk: an edge that leads back to an earlier place closes a cycle."""
+    """Returns the position of each box in depth-first order; an edge to an earlier position closes a cycle."""
     finished: list[int] = []
     seen: set[int] = set()
     for root in reversed(boxes):
@@ -88,7 +95,7 @@ def _layers(in_flow: Sequence[int], forward: dict[int, list[int]]) -> dict[int, 
     last = max(layer.values(), default=0)
     for box in in_flow:
         if box not in fed:
-            # A constant stands by what uses it; what nothing is tied to stands at the end.
+            # Put a constant above its first user, and a box without edges at the end.
             layer[box] = min((layer[other] for other in forward[box]), default=last + 2) - 1
     return layer
 
@@ -108,7 +115,7 @@ def _wrapped(boxes: Sequence[int], layer: dict[int, int], place: dict[int, int])
 
 @dataclass(slots=True, init=False)
 class _Grid:
-    """Rows of items, and for each item by row those above and below that it is tied to."""
+    """Holds rows of items, and for each item the connected items in the rows above and below."""
 
     rows: list[list[Item]]
     at: dict[int, int]
@@ -121,7 +128,7 @@ class _Grid:
         self.above, self.below = {}, {}
 
     def lead(self, box: int, followers: Sequence[int], *, enters: bool, leaves: bool) -> None:
-        """Leads the edges from a box, and those to it from outside, past the rows on their way."""
+        """Adds bends for the edges from a box to its followers, and for edges across the scope's border."""
         start = self.at[box]
         ends = [self.at[other] for other in followers]
         last = len(self.rows) if leaves else max(ends, default=0)
@@ -144,7 +151,7 @@ class _Grid:
         self.below.setdefault((number - 1, upper), []).append(lower)
 
     def sweep(self, *, down: bool) -> None:
-        """Orders each row by the mean place of what its items are tied to, in the row above or below."""
+        """Sorts each row by the mean position of the connected items in the row above or below."""
         ties, step = (self.above, -1) if down else (self.below, 1)
         numbers = range(1, len(self.rows)) if down else range(len(self.rows) - 2, -1, -1)
         for number in numbers:

@@ -1,6 +1,6 @@
 "use strict";
-// Where boxes lie for a folding state, and the ways of the edges between them: the same as `placing.py` does for the
-// SVG file, whose words these are. `view` holds columns by box; box 0 is the whole graph. Nothing here knows a document.
+// Computes the positions of boxes and the routes of edges for a folding state, like `placing.py` for the SVG file, with
+// the same names. `view` holds lists by box; box 0 is the whole graph. This file does not access the document.
 const layout = (() => {
   const GAP = 18, ROW_GAP = 34, PAD = 14, HEAD = 24, BEND = 8, ROOT = 0;
 
@@ -10,7 +10,7 @@ const layout = (() => {
   const endOf = (item) => (item === entering(boxOf(item)) ? item : boxOf(item));
   const bendKey = (scope, number, item) => `${scope} ${number} ${item}`;
 
-  // Rectangles by box, bands by open scope, middles of bends. `opened`: a set of scopes.
+  // Returns rectangles by box, top and bottom of rows by open scope, and middles of bends. `opened`: a set of scopes.
   function place(view, opened) {
     const order = [ROOT];
     for (const box of order) order.push(...view.children[box].filter((child) => opened.has(child)));
@@ -92,7 +92,7 @@ const layout = (() => {
     return lefts.map((left) => left + moved);
   }
 
-  // The edges between boxes that are seen, each pair once; first those off the path.
+  // Returns the edges between visible boxes, each pair once; edges off the path come first.
   function routes(view, placed) {
     const shown = new Map(), found = new Map();
     const shownOf = (leaf) => {
@@ -155,7 +155,7 @@ const layout = (() => {
     return [view.parents[a], a, b];
   }
 
-  // The way of an edge in SVG's words: straight along boxes, bent between rows; upwards around the right.
+  // Returns the SVG path of an edge: straight along boxes, curved between rows, upwards around the right side.
   function pathOf(route, source, target) {
     const f = (value) => value.toFixed(1);
     if (!route.points.length) {
@@ -173,20 +173,20 @@ const layout = (() => {
     return parts.join(" ");
   }
 
-  // The scopes around a box, which must be open for it to be seen.
+  // Returns the scopes around a box; all of them must be open to show the box.
   function around(view, box) {
     const scopes = [];
     for (let scope = view.parents[box]; scope !== ROOT; scope = view.parents[scope]) scopes.push(scope);
     return scopes;
   }
 
-  // The set of open scopes after one was folded or unfolded. What lies in a folded scope is folded, too.
+  // Returns the open scopes after one was folded or unfolded. Folding a scope also folds the scopes inside.
   function toggled(view, opened, box) {
     if (!opened.has(box)) return new Set([...opened, box]);
     return new Set([...opened].filter((scope) => scope !== box && !around(view, scope).includes(box)));
   }
 
-  // Boxes whose title or details hold all words, nodes before scopes, at most `limit`.
+  // Returns at most `limit` boxes whose texts contain all words, nodes before scopes.
   function search(view, text, limit) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     const found = [];

@@ -1,4 +1,4 @@
-"""Computes what a picture shows: texts, sizes, rows, and the scopes that are open at first."""
+"""Computes the content of a picture: texts, sizes, rows, and the initially open scopes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BADGES = 4
 _LEAF_HEIGHT, _BADGE_HEIGHT = 38, 18
 _PILL = 16
 _HEADING = 160
-_TOLD = 8
+_MOST_MESSAGES = 8
 
 
 def view_of(structure: Structure, facts: Facts) -> View:
@@ -71,12 +71,12 @@ def view_of(structure: Structure, facts: Facts) -> View:
 
 
 def mark(number: int) -> str:
-    """Returns a rule's mark, A, B, …, Z, A1, B1, …, which distinguishes rules without colours."""
+    """Returns a rule's mark (A, B, …, Z, A1, B1, …), which distinguishes rules without colours."""
     return f"{chr(ord('A') + number % 26)}{number // 26 or ''}"
 
 
 def _titles(tree: Tree, structure: Structure, order: Sequence[int]) -> list[str]:
-    """Returns full names of boxes; a group's label is part only of its own name."""
+    """Returns the full names of boxes; the label of a group is not part of its children's names."""
     titles, outer = [""] * len(tree.parents), [""] * len(tree.parents)
     for box in order[1:]:
         around = outer[tree.parents[box]]
@@ -91,9 +91,9 @@ def _heading(structure: Structure, facts: Facts) -> list[tuple[str, str]]:
     for pill, names in (("y", facts.ys), ("x", facts.xs)):
         if names:
             lines.append((pill, f"{pill}s: {text.shortened(text.clean(', '.join(names)), _HEADING)}"))
-    for pill, told in (("wrong", facts.wrong), ("", facts.notes)):
-        lines += [(pill, text.shortened(text.clean(line), _HEADING)) for line in told[:_TOLD]]
-        lines += [("", f"… {len(told) - _TOLD} more")] if len(told) > _TOLD else []
+    for pill, messages in (("wrong", facts.wrong), ("", facts.notes)):
+        lines += [(pill, text.shortened(text.clean(line), _HEADING)) for line in messages[:_MOST_MESSAGES]]
+        lines += [("", f"… {len(messages) - _MOST_MESSAGES} more")] if len(messages) > _MOST_MESSAGES else []
     return lines
 
 
@@ -197,7 +197,7 @@ def _width(view: View, box: int) -> float:
 
 
 def _opened(view: View, interest: Sequence[int]) -> list[int]:
-    """Returns the scopes to open: outer and interesting ones first, up to the number of boxes that fit."""
+    """Returns the scopes to open, outer and interesting scopes first, until `CROWD` boxes are visible."""
     opened, count = [], len(view.children[ROOT])
     pending: list[tuple[int, int, int]] = []
 

@@ -1,11 +1,12 @@
 "use strict";
-// The page: draws what is open, folds and unfolds, searches, tells, zooms and moves. What the graph says becomes text
-// and attributes only, never markup.
+// The page: draws the open scopes, folds and unfolds them, searches, shows details, zooms and moves. Texts from the
+// graph become text nodes and attributes only, never markup.
 function showGraph(document, window, view) {
   const SVG = "http://www.w3.org/2000/svg";
   const ROOT = 0, MOST_HITS = 300, CLOSEST = 4, FARTHEST = 0.02;
   const byId = (id) => document.getElementById(id);
-  const canvas = byId("canvas"), space = byId("space"), told = byId("told"), found = byId("found"), box = byId("search");
+  const canvas = byId("canvas"), space = byId("space"), details = byId("details");
+  const found = byId("found"), box = byId("search");
   const first = new Set(view.opened);
   let opened = new Set(first), placed = null, hits = [], current = -1, focused = null;
   const at = { x: 0, y: 0, k: 1 };
@@ -91,7 +92,7 @@ function showGraph(document, window, view) {
     return make("g", { class: `r${rule}` }, ground, words(text, middle));
   }
 
-  // Where one looks.
+  // Zoom and position.
 
   function move() {
     space.setAttribute("transform", `translate(${at.x} ${at.y}) scale(${at.k})`);
@@ -108,14 +109,14 @@ function showGraph(document, window, view) {
   function fit(whole) {
     const size = canvas.getBoundingClientRect(), graph = placed.rects.get(ROOT);
     const wide = size.width / (graph.w + 40), high = size.height / (graph.h + 40);
-    // A tall graph opens at its upper end, large enough to be read.
+    // Show the top of a tall graph, large enough to read.
     at.k = Math.min(1.2, whole ? Math.min(wide, high) : Math.max(Math.min(wide, high), 0.8));
     at.x = (size.width - graph.w * at.k) / 2;
     at.y = whole ? (size.height - graph.h * at.k) / 2 : 20;
     move();
   }
 
-  function look(number) {
+  function center(number) {
     const size = canvas.getBoundingClientRect(), rect = placed.rects.get(number);
     at.k = Math.max(at.k, 0.7);
     at.x = size.width / 2 - (rect.x + rect.w / 2) * at.k;
@@ -123,14 +124,14 @@ function showGraph(document, window, view) {
     move();
   }
 
-  // What one does.
+  // Actions.
 
   function toggle(number) {
     if (!view.children[number].length) return;
     const before = placed.rects.get(number);
     opened = layout.toggled(view, opened, number);
     draw();
-    // What was clicked stays under the pointer.
+    // Keep the clicked box under the pointer.
     const after = placed.rects.get(number);
     at.x += (before.x + before.w / 2 - after.x - after.w / 2) * at.k;
     at.y += (before.y - after.y) * at.k;
@@ -150,7 +151,7 @@ function showGraph(document, window, view) {
     fit(whole);
   }
 
-  function seek(boxes, total) {
+  function showHits(boxes, total) {
     hits = boxes;
     current = -1;
     found.textContent = total === null ? "" : boxes.length ? `${boxes.length}${boxes.length === MOST_HITS ? "+" : ""}` : "none";
@@ -164,29 +165,29 @@ function showGraph(document, window, view) {
     for (const scope of layout.around(view, hits[current])) opened.add(scope);
     found.textContent = `${current + 1} of ${hits.length}${hits.length === MOST_HITS ? "+" : ""}`;
     draw();
-    look(hits[current]);
-    tell(hits[current]);
+    center(hits[current]);
+    showDetails(hits[current]);
   }
 
-  function ofRule(rule) {
+  function showRule(rule) {
     const boxes = [];
     view.rule.forEach((each, number) => { if (each === rule && boxes.length < MOST_HITS) boxes.push(number); });
     for (const number of boxes) for (const scope of layout.around(view, number)) opened.add(scope);
-    seek(boxes, boxes.length);
+    showHits(boxes, boxes.length);
   }
 
-  function tell(number) {
+  function showDetails(number) {
     if (number === focused) return;
     focused = number;
     const lines = view.details[number] === undefined
       ? [view.titles[number], view.seconds[number], ...view.badges[number].map(([of, text]) => `${view.legend[of].name} ${text}`)]
       : [view.titles[number], ...view.details[number].map((line) => view.texts[line])];
-    told.replaceChildren(...lines.map((line, index) => {
+    details.replaceChildren(...lines.map((line, index) => {
       const element = document.createElement(index ? "div" : "strong");
       element.textContent = line;
       return element;
     }));
-    told.hidden = false;
+    details.hidden = false;
   }
 
   // Events.
@@ -220,7 +221,7 @@ function showGraph(document, window, view) {
   for (const name of ["pointerover", "focusin"]) {
     canvas.addEventListener(name, (event) => {
       const number = boxAt(event.target);
-      if (number !== null && dragged === null) tell(number);
+      if (number !== null && dragged === null) showDetails(number);
     });
   }
   canvas.addEventListener("wheel", (event) => {
@@ -253,7 +254,7 @@ function showGraph(document, window, view) {
   let waiting = null;
   box.addEventListener("input", () => {
     window.clearTimeout(waiting);
-    waiting = window.setTimeout(() => seek(layout.search(view, box.value, MOST_HITS), box.value || null), 150);
+    waiting = window.setTimeout(() => showHits(layout.search(view, box.value, MOST_HITS), box.value || null), 150);
   });
   box.addEventListener("keydown", (event) => {
     if (event.key === "Enter") next(event.shiftKey ? -1 : 1);
@@ -264,7 +265,7 @@ function showGraph(document, window, view) {
   byId("first").addEventListener("click", () => fold(first, false));
   byId("fit").addEventListener("click", () => fit(true));
   for (const element of document.querySelectorAll("[data-rule]")) {
-    element.addEventListener("click", () => ofRule(Number(element.getAttribute("data-rule"))));
+    element.addEventListener("click", () => showRule(Number(element.getAttribute("data-rule"))));
   }
 
   draw();

@@ -14,15 +14,15 @@ from gradrule._picture.view import View
 
 _SCRIPTS = ("layout.js", "page.js", "start.js")
 
-# Escaped because `</script>` would end the element, and older JavaScript engines treat the other two as line ends.
+# `</script>` would end the element, and old JavaScript engines treat U+2028 and U+2029 as line ends.
 _IN_SCRIPT = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 def draw(view: View) -> str:
-    """Returns the page."""
+    """Returns the HTML text of the page."""
     script = "".join(map(_file, _SCRIPTS))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # A second defence: text that escapes its element could still not run or load anything.
+    # Second defence: even if text is parsed as markup, it cannot run scripts or load files.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -33,7 +33,7 @@ def draw(view: View) -> str:
         '<svg id="canvas" tabindex="0" role="application" aria-label="graph">'
         f'<defs>{svg.ARROWS}</defs><g id="space"></g></svg>\n'
         f'<aside id="legend"><details open><summary>legend</summary>{"".join(_legend(view))}</details></aside>\n'
-        '<aside id="told" aria-live="polite" hidden></aside>\n</main>\n'
+        '<aside id="details" aria-live="polite" hidden></aside>\n</main>\n'
         f'<script type="application/json" id="graph">{_data(view)}</script>\n'
         f"<script>{script}</script>\n</body></html>\n"
     )
@@ -43,7 +43,7 @@ _CONTROLS = (
     '<input id="search" type="search" placeholder="find a node, an op, a rule ( / )" aria-label="find">'
     '<button id="back" aria-label="previous">↑</button><button id="next" aria-label="next">↓</button>'
     '<span id="found" aria-live="polite"></span>'
-    '<button id="fold">fold all</button><button id="first">as at first</button><button id="fit">whole graph</button>'
+    '<button id="fold">fold all</button><button id="first">initial view</button><button id="fit">whole graph</button>'
 )
 
 

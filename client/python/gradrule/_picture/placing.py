@@ -1,6 +1,6 @@
-"""Where boxes lie when some scopes are open, and the ways of the edges between them. `layout.js` does the same.
+"""Computes the positions of boxes and the routes of edges for a set of open scopes, like `layout.js`.
 
-Rows are given; a box goes below the middle of what leads to it, as far as its neighbours in the row let it.
+The rows are known. A box is centred below its sources as far as its neighbours in the row permit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ class Route:
 
 @dataclass(slots=True)
 class Placed:
-    """Boxes that are seen, outer ones first; per open scope its rows' top and bottom, and its bends' middles."""
+    """Holds positions in pixels.
+
+    Attributes:
+        rects: Rectangles of the visible boxes, outer boxes first.
+        bands: Top and bottom of each row, by open scope.
+        bends: Horizontal middle of each bend, by (scope, row, item).
+    """
 
     rects: dict[int, Rect] = field(default_factory=dict)
     bands: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
@@ -48,7 +54,7 @@ class Placed:
 
 @dataclass(slots=True)
 class _Inside:
-    """A scope's inside before it has a place: the same as `Placed`, from its left upper corner."""
+    """Holds the layout of a scope's content in pixels, relative to the scope's upper left corner."""
 
     w: float
     h: float
@@ -88,7 +94,7 @@ def _size(view: View, item: Item, insides: Mapping[int, _Inside]) -> tuple[float
 
 
 def _inside(view: View, box: int, insides: Mapping[int, _Inside]) -> _Inside:
-    # Of what edges come from: by box its own or its latest bend's, by bend for those that enter.
+    # Middles of the items that edges come from: by box for the box or its latest bend, by bend for entering edges.
     middles: dict[Item, float] = {}
     lefts, bands = [], []
     y = PAD if box == ROOT else HEAD
@@ -117,7 +123,7 @@ def _end(item: Item) -> Item:
 
 
 def _wish(view: View, item: Item, middles: Mapping[Item, float]) -> float | None:
-    """The middle of what leads to a box; of a bend, of the edges so far."""
+    """Returns the mean middle of an item's sources; for a bend, the middle of its edge in the rows above."""
     sources = [_end(item)] if item < 0 else [*view.before.get(item, ()), entering(item)]
     known = [middles[source] for source in sources if source in middles]
     return sum(known) / len(known) if known else None

@@ -1,7 +1,7 @@
 """Reads a GraphDef into leaves and scopes; expands functions, loops and branches where they are used.
 
-A call, loop or branch is a scope that holds its bodies and one leaf, the op itself, from which its outputs come. Beside
-the leaves there are vertices for arguments and outputs, so that dependence is known tensor by tensor.
+A call, loop or branch becomes a scope with its bodies and one leaf for the op itself, which produces the outputs.
+Arguments and outputs have vertices of their own, so that dependencies are known for each tensor.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from gradrule._builder.names import split
 from gradrule.v1.graph_pb2 import Function, Graph, Node
 
-# Limits expansion: functions may be recursive or grow exponentially with depth.
+# Limits of expansion: functions may be recursive, or their number may grow exponentially with depth.
 _MAX_CALLS = 32
 _MAX_OPENED = 50_000
-# Limits scopes: a name may contain thousands of slashes.
+# Limit of nested scopes: a name may contain thousands of slashes.
 _MAX_SCOPES = 48
 
 ROOT = 0
@@ -23,7 +23,17 @@ ROOT = 0
 
 @dataclass(slots=True)
 class Leaf:
-    """A node. `name`: as overrides name it, `call/inner`. `function`: the one it lies in. `calls`: it has bodies."""
+    """Describes a node.
+
+    Attributes:
+        name: Name as in overrides: `call/inner` for a node in a function.
+        label: Last part of the name, which the box shows.
+        function: Name of the function that contains the node; empty at the top level.
+        scope: Index of the scope that contains the node.
+        vertex: Index of the node's vertex.
+        node: The node's message.
+        calls: Whether the node is a call, loop or branch with expanded bodies.
+    """
 
     name: str
     label: str
@@ -36,7 +46,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A tensor that a leaf takes. `tail`, `head`: its vertices; head is None where no gradient goes that way."""
+    """Describes a tensor that one leaf passes to another.
+
+    Attributes:
+        source: Leaf that produces the tensor.
+        target: Leaf that uses it.
+        tail: Vertex of the tensor.
+        head: Vertex that uses it; None if no gradient passes this wire.
+    """
 
     source: int
     target: int
@@ -46,7 +63,17 @@ class Wire:
 
 @dataclass(slots=True)
 class Structure:
-    """Leaves, scopes (parent and label; 0 is the whole graph), wires, and for each vertex those that it depends on."""
+    """Holds the structure of a graph.
+
+    Attributes:
+        leaves: All nodes.
+        scopes: Parent and label of each scope; scope 0 is the whole graph.
+        wires: All tensors between leaves.
+        before: For each vertex, the vertices that it depends on directly.
+        top: Leaves of the top level by node name.
+        outputs: Vertices of the outputs of calls, by leaf and output index.
+        closed: Names of the calls that were not expanded because of the limits.
+    """
 
     leaves: list[Leaf] = field(default_factory=list)
     scopes: list[tuple[int, str]] = field(default_factory=lambda: [(ROOT, "")])
@@ -75,7 +102,7 @@ def read(graph: Graph) -> Structure:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a body goes: its scope, what its nodes' names start with, its function, the names taken there."""
+    """Describes where a body is added: scope, prefix of node names, function, and names already in use."""
 
     scope: int
     prefix: str
@@ -85,7 +112,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A function that a node uses: the attribute that names it, and its label where the node has several."""
+    """Describes a function that a node uses: the attribute that names it, and a label for nodes with several."""
 
     attr: str
     label: str
@@ -98,13 +125,23 @@ class _Reader:
         self._functions = {function.signature.name: function for function in graph.library.function}
         self._scopes: dict[tuple[int, str], int] = {}
         self._depths = [0]
-        # Nodes of functions, once per use.
+        # Number of nodes of expanded functions, counted once per use.
         self._opened = 0
-        # The leaf that a vertex is drawn from; an argument is drawn from what is passed.
+        # For each vertex, the leaf where its wires start; for an argument, the leaf that produces the passed tensor.
         self._drawn: list[int] = []
 
     def body(self, nodes: Iterable[Node], place: _Place, args: Mapping[str, int], depth: int) -> dict[str, int]:
-        """Adds the nodes of the top level or of a function. `args`: vertices by name. Returns leaves by name."""
+        """Adds the nodes of the top level or of a function.
+
+        Args:
+            nodes: The nodes.
+            place: Where to add them.
+            args: Vertices of the function's arguments by name.
+            depth: Number of enclosing calls.
+
+        Returns:
+            Leaves by node name.
+        """
         known: dict[str, int] = {}
         opened = []
         for node in nodes:
@@ -125,14 +162,14 @@ class _Reader:
         return known
 
     def finish(self) -> None:
-        """A node that has the name of a scope goes into it, as `dense/MatMul` into `dense/MatMul/…`."""
+        """Moves each node with the same name as a scope into the scope: `dense/MatMul` into `dense/MatMul/…`."""
         for leaf in self.structure.leaves:
             leaf.scope = self._scopes.get((leaf.scope, leaf.label), leaf.scope)
 
     def _leaf(self, node: Node, place: _Place) -> int:
         name, number = place.prefix + node.name, 0
         while name in place.taken:
-            # The server tells equal names apart in this way.
+            # The server makes equal names unique in the same way.
             number += 1
             name = f"{place.prefix}{node.name}_{number}"
         place.taken.add(name)
@@ -161,7 +198,7 @@ class _Reader:
         return len(self._drawn) - 1
 
     def _bodies(self, leaf: Leaf, depth: int) -> list[_Body]:
-        """The functions that a node calls or runs, as far as they can be opened."""
+        """Returns the functions that a node uses; none if expanding them exceeds a limit."""
         node, found = leaf.node, []
         if node.op in self._functions:
             found.append(_Body("", "", self._functions[node.op]))
@@ -187,7 +224,7 @@ class _Reader:
         results: list[tuple[_Body, list[int | None]]] = []
         for body in bodies:
             wanted = body.function.signature.input_arg
-            # What comes before the arguments decides which branch runs.
+            # The inputs before the arguments select the branch.
             offset = max(len(inputs) - len(wanted), 0)
             self._draw(inputs[:offset], leaf)
             ports = []
@@ -196,7 +233,8 @@ class _Reader:
                 ports.append(self._vertex(drawn, () if given is None else (given,)))
             args = {arg.name: port for arg, port in zip(wanted, ports, strict=False)}
             inner_scope = self._scope(outer, [body.label] if len(bodies) > 1 else [])
-            # The server puts a call's nodes among its caller's; those of loops and branches have names of their own.
+            # In a call, node names must differ from the caller's names, as on the server; loops and branches have
+            # separate names.
             is_call = len(bodies) == 1 and body.attr in ("", "f")
             prefix = f"{at.name}/"
             taken = place.taken if is_call else set()
@@ -230,7 +268,7 @@ class _Reader:
         return found
 
     def _find(self, text: str, known: Mapping[str, int], args: Mapping[str, int]) -> int | None:
-        """The vertex of `node`, `node:1`, `node:output_name:1` or an argument."""
+        """Returns the vertex of `node`, `node:1`, `node:output_name:1` or an argument; None if it does not exist."""
         name, *rest = text.split(":")
         if name in args:
             return args[name]

@@ -19,7 +19,7 @@ SAMPLES = (
     ("leaf path", "on the path from xs to ys"),
     ("leaf", "not on the path"),
     ("leaf off_path", "an override that is off the path"),
-    ("leaf not_differentiable", "an override of what is not differentiable"),
+    ("leaf not_differentiable", "an override of an op that is not differentiable"),
 )
 PATH = "the path from xs to ys"
 
@@ -79,7 +79,7 @@ text.mark { font-size: 10px; font-weight: bold; }
 
 
 def of_svg(rules: int) -> str:
-    """Returns the light style sheet of the SVG file, without CSS variables, which some programs cannot read."""
+    """Returns the light style sheet of the SVG file, without CSS variables, which some programs do not support."""
     sheet = _RULES + _of_rules(rules)
     for name, value in _theme(_LIGHT, rules).items():
         sheet = sheet.replace(f"{{{name}}}", value)
@@ -87,7 +87,7 @@ def of_svg(rules: int) -> str:
 
 
 def of_page(rules: int) -> str:
-    """Returns the light and dark style sheet of the page's drawing."""
+    """Returns the style sheet of the page's drawing, with light and dark colours."""
     sheet = _RULES + _of_rules(rules)
     light, dark = _theme(_LIGHT, rules), _theme(_DARK, rules)
     for name in light:
@@ -100,7 +100,7 @@ def of_page(rules: int) -> str:
 
 
 def _theme(colours: dict[str, str], rules: int) -> dict[str, str]:
-    """Colours by name, with each rule's as the ground of boxes: strong where it is active, else faint."""
+    """Returns colours by name, including two background colours per rule: strong if it is active, else faint."""
     theme = dict(colours)
     for number in range(rules):
         colour, _ = PALETTE[number % len(PALETTE)]
@@ -115,7 +115,7 @@ def _mixed(one: str, other: str, share: float) -> str:
 
 
 def _of_rules(count: int) -> str:
-    """Colours by rule: `r0`, `r1`, … They repeat after seven, letters do not."""
+    """Returns the CSS of the rules' classes `r0`, `r1`, …; the colours repeat after seven rules, the marks do not."""
     lines = []
     for number in range(count):
         colour, ink = PALETTE[number % len(PALETTE)]

@@ -60,7 +60,7 @@ def _heading(view: View) -> str:
 
 
 def legend(view: View) -> Iterable[tuple[int | None, str, str]]:
-    """Rows of a rule's index, a sample, at most 26 by 18 large, and a text."""
+    """Yields the legend's rows: index of a rule or None, SVG of a sample of at most 26 by 18 pixels, and a text."""
     for pill, line in view.heading:
         yield None, _pill(pill, 12, 9) if pill else "", line
     for number, row in enumerate(view.legend):
@@ -83,7 +83,7 @@ ARROWS = _arrow("plain") + _arrow("thick")
 
 def _open_scope(view: View, box: int, at: Rect) -> str:
     return (
-        f'<g class="open {view.classes[box]}"><title>{escape(_told(view, box))}</title>'
+        f'<g class="open {view.classes[box]}"><title>{escape(_details(view, box))}</title>'
         f'<rect class="body" x="{at.x:.1f}" y="{at.y:.1f}" width="{at.w:.1f}" height="{at.h:.1f}" rx="8"/></g>'
     )
 
@@ -96,7 +96,7 @@ def _box(view: View, box: int, at: Rect) -> str:
     words = view.classes[box].split()
     rule = view.rule[box]
     parts = [f'<g class="{view.classes[box]}{f" r{rule}" if rule >= 0 else ""}" ']
-    parts.append(f'transform="translate({at.x:.1f} {at.y:.1f})"><title>{escape(_told(view, box))}</title>')
+    parts.append(f'transform="translate({at.x:.1f} {at.y:.1f})"><title>{escape(_details(view, box))}</title>')
     if "scope" in words:
         parts.append(f'<rect class="behind" x="4" y="4" width="{at.w:g}" height="{at.h:g}" rx="4"/>')
     parts.append(f'<rect class="body" width="{at.w:g}" height="{at.h:g}" rx="4"/>')
@@ -150,7 +150,7 @@ def _mark(rule: int, mark: str, x: float, y: float) -> str:
     )
 
 
-def _told(view: View, box: int) -> str:
+def _details(view: View, box: int) -> str:
     detail = view.details.get(box)
     if detail is not None:
         return "\n".join([detail.name, *detail.lines])

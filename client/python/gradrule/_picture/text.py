@@ -25,7 +25,7 @@ def clean(text: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Returns the text, without its middle if it is too long; both ends of a name are informative."""
+    """Returns the text; replaces the middle of a long text by `…`, because both ends of a name are informative."""
     if len(text) <= length:
         return text
     head = (length - 1) // 2
@@ -33,13 +33,13 @@ def shortened(text: str, length: int) -> str:
 
 
 def width(text: str, size: float = 11.0) -> float:
-    """Returns the width in pixels of a text in a monospaced font, with a margin for wider fonts."""
+    """Returns the width of a text in pixels, for a monospaced font of `size` pixels, with a margin for wide fonts."""
     columns = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
     return columns * _CHAR * size / 11
 
 
 def attrs(node: Node) -> list[str]:
-    """Returns attributes as short lines `name: value`, without those that only TensorFlow's tools read."""
+    """Returns a node's attributes as short lines `name: value`, without attributes for TensorFlow's tools."""
     names = sorted(name for name in node.attr if not name.startswith("_") or name == "_gradient_op_type")
     lines = [f"{shortened(clean(name), _ATTR_LENGTH)}: {_value(node.attr[name])}" for name in names[:_ATTRS]]
     return lines if len(names) <= _ATTRS else [*lines, f"… {len(names) - _ATTRS} more"]

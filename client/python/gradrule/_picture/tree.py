@@ -14,9 +14,15 @@ _GROUP = 30
 
 @dataclass(slots=True)
 class Tree:
-    """Box 0 is the whole graph. `leaf`: index of a leaf, or -1 for scopes. `box_of`: the box of each leaf.
+    """Holds the tree of boxes; box 0 is the whole graph.
 
-    groups: boxes that stand for no scope of the graph.
+    Attributes:
+        parents: Parent of each box.
+        labels: Label of each box.
+        leaf: Index of the leaf of each box; -1 for scopes.
+        children: Children of each box.
+        box_of: Box of each leaf.
+        groups: Boxes that are not scopes of the graph but parts of a large scope.
     """
 
     parents: list[int] = field(default_factory=list)
@@ -50,7 +56,7 @@ class Tree:
 
 
 def tree_of(structure: Structure) -> Tree:
-    """Children are in the order of the flow."""
+    """Builds the tree of a structure, with children in the order of the data flow."""
     tree = Tree()
     for parent, label in structure.scopes:
         tree.add(parent, label)
@@ -82,7 +88,7 @@ def _shorten(tree: Tree, scopes: int) -> None:
 
 
 def _flow(structure: Structure) -> list[int]:
-    """A place per leaf, behind what it takes and close to it: constants stand before their first use."""
+    """Returns a position for each leaf, after and close to its inputs; constants are just before their first use."""
     takes: list[list[int]] = [[] for _ in structure.leaves]
     used = bytearray(len(takes))
     for wire in structure.wires:
@@ -119,7 +125,7 @@ def _sort(tree: Tree, flow: list[int]) -> None:
 
 
 def _group(tree: Tree, box: int) -> None:
-    """Splits too many children into groups, and too many groups into groups of groups."""
+    """Splits the children of a large box into groups, repeatedly if there are too many groups."""
     while len(tree.children[box]) > CROWD:
         members = tree.children[box]
         count = max(-(-len(members) // _GROUP), 2)
@@ -134,5 +140,5 @@ def _group(tree: Tree, box: int) -> None:
 
 
 def _end(tree: Tree, box: int, which: int) -> str:
-    """The first or last name in a group, of which a group of groups makes its own."""
+    """Returns the first or last name in a box's label, from which the label of its group is made."""
     return tree.labels[box].split(" … ")[which]

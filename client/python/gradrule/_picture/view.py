@@ -1,4 +1,4 @@
-"""Defines the content of a picture as plain lists: the SVG is drawn from them, the page holds them as JSON."""
+"""Defines the content of a picture as plain lists, for the SVG file and, as JSON, for the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LegendRow:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """Describes a node on the page. `lines`: more facts, as `name: value`."""
+    """Describes a node on the page. `lines`: facts as `name: value`."""
 
     name: str
     lines: list[str]
@@ -34,13 +34,29 @@ class Detail:
 
 @dataclass(slots=True)
 class View:
-    """Columns by box; box 0 is the whole graph. Sizes are those of boxes that are folded, or leaves.
+    """Holds the content of a picture. Most lists have one entry per box; box 0 is the whole graph.
 
-    classes: words that say how a box looks: `leaf` or `scope`, `path`, `x`, `y`, `wrong`, `rule`, `off_path`,
-    `not_differentiable`. rule: index into `legend`, -1 for none. more: are there badges beyond those shown? rows: per
-    scope its children, and bends. row: the row that a box stands in. before: the siblings that lead to a box. wires:
-    boxes of leaves, and whether on the path. heading: lines, each with the pill that it explains. opened: the scopes
-    that are open at first.
+    Attributes:
+        parents: Parent of each box.
+        depths: Number of enclosing boxes.
+        children: Children of each box.
+        labels: First line of text.
+        titles: Full names.
+        seconds: Second line of text.
+        widths: Widths in pixels of leaves and folded scopes.
+        heights: Heights in pixels of leaves and folded scopes.
+        classes: CSS classes: `leaf` or `scope`, `path`, `x`, `y`, `wrong`, `rule`, `off_path`, `not_differentiable`.
+        rule: Index into `legend`; -1 for none.
+        badges: Badges of folded scopes.
+        more: Whether a scope has more badges than it shows.
+        rows: Rows of each scope, with its children and bends.
+        row: Row that contains the box.
+        before: Siblings with edges to a box, by box.
+        wires: Boxes of source and target leaf, and whether the edge is on the path from xs to ys.
+        details: Facts about leaves, by box.
+        legend: One row per rule.
+        heading: Pairs of the pill that a line explains (or empty) and the line.
+        opened: Scopes that are initially open.
     """
 
     parents: list[int]

@@ -24,7 +24,7 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
     the Python function; so does a gradient registered in this process.
 
     Args:
-        fn: what to trace.
+        fn: the function or model to trace.
         specs: one per positional argument: `tf.TensorSpec`, `gr.TensorSpec`, `(dtype, shape)`, an example array, or
             lists, tuples and dicts of these. Ragged and sparse specs become their component tensors. Numbers, strings
             and None are passed unchanged. None for a `tf.function` with a signature and for a `ConcreteFunction`.

@@ -1,4 +1,4 @@
-"""Gives aliases to inputs and outputs of a graph."""
+"""Adds aliases for the inputs and outputs of a graph."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from gradrule._builder.names import bare
 
 
 def name_ends(graph: Graph, inputs: Mapping[str, str], outputs: Iterable[tuple[str, str]]) -> None:
-    """Gives a graph its aliases: of inputs by name, and of outputs as (name, tensor).
+    """Adds aliases for a graph's inputs and outputs.
 
-    Inputs and variables keep their names: an output that has the name of one, and is another tensor, is told as
-    `output_NAME`, for a name means one thing in feeds and in fetches.
+    A name must refer to the same tensor in feeds and in fetches. An output whose name belongs to another tensor that is
+    an input or variable therefore gets the alias `output_NAME`.
+
+    Args:
+        graph: The graph to change.
+        inputs: Names of tensors by alias.
+        outputs: Pairs of alias and name of the tensor.
     """
     taken = {spec.name: bare(spec.name) for spec in graph.inputs.values()}
     taken |= {name: bare(name) for name in graph.variables}

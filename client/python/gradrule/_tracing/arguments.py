@@ -18,7 +18,15 @@ _SPARSE_PARTS = ("indices", "values", "dense_shape")
 
 
 def as_specs(given: Any, where: str) -> Any:
-    """Returns the structure with a spec in place of each `(dtype, shape)`, `gr.TensorSpec` and example array."""
+    """Converts each `(dtype, shape)`, `gr.TensorSpec` and example array in a structure to a `tf.TypeSpec`.
+
+    Args:
+        given: The structure.
+        where: Name of the structure in errors.
+
+    Raises:
+        InvalidTensorError: A value is not a spec.
+    """
     if isinstance(given, TensorSpec):
         return tf.TensorSpec(given.shape, _dtype(given.dtype, where))
     if isinstance(given, tf.TypeSpec):
@@ -48,7 +56,7 @@ def as_specs(given: Any, where: str) -> Any:
 
 
 def leaf_names(name: str, structure: Any) -> list[tuple[str, Any]]:
-    """Returns the tensors in a structure, by `name`, `name_0`, `name_key`, …; skips other values."""
+    """Returns (name, tensor) for the tensors in a structure: `name`, `name_0`, `name_key`, …; skips other values."""
     found = []
     for path, leaf in tf_private.flat_with_paths(structure):
         if isinstance(leaf, tf.Tensor | tf.TensorSpec):
@@ -57,13 +65,13 @@ def leaf_names(name: str, structure: Any) -> list[tuple[str, Any]]:
 
 
 def node_name(wished: str) -> str:
-    """Replaces characters that a node's name cannot have."""
+    """Returns the name without characters that a node's name must not contain."""
     name = re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", wished)
     return name if re.match(r"[A-Za-z0-9.]", name) else f"n{name}"
 
 
 def _words(path: tuple[Any, ...]) -> list[str]:
-    """Returns the path without names of composite types, whose parts have names."""
+    """Returns the words of a path; replaces a composite type and the index of its part by the part's name."""
     words = []
     composite = ""
     for step in path:

@@ -27,9 +27,16 @@ _ROOT = "gradrule_top"
 def assembled(
     graph: Any, input_names: Sequence[str], aliases: Sequence[str], calls: Sequence[TracedCall] = ()
 ) -> Graph:
-    """Converts a function graph; gives names to its first inputs and aliases to its outputs.
+    """Converts a function graph to a `Graph`.
 
-    calls: of layers, which the graph will know as `layers`.
+    Args:
+        graph: TensorFlow's function graph.
+        input_names: Names of the first inputs; the other inputs are captures.
+        aliases: Aliases of the outputs.
+        calls: Calls of layers, which become `Graph.layers`.
+
+    Raises:
+        UnsupportedError: The function captures a value that cannot be sent, or a gradient cannot be converted.
     """
     definition = tf_private.definition_of(graph, f"{_ROOT}_{id(graph)}")
     arguments = [argument.name for argument in definition.signature.input_arg]
@@ -136,7 +143,7 @@ class _Top:
         return f"{self._names[node]}:{number}" if number else self._names[node]
 
     def _write_library(self, result: graph_pb2.GraphDef) -> None:
-        """Returns the functions that the graph uses."""
+        """Adds the functions that the graph uses."""
         needed = needed_functions(result.node, self._definitions, self._library.gradients)
         for name in sorted(needed):
             function = result.library.function.add()

@@ -1,7 +1,7 @@
-"""The functions of a traced graph as definitions that can be edited: the top level, nested functions, gradients.
+"""Holds the functions of a traced graph in editable form: the top level, nested functions and gradient functions.
 
-Each body knows the function graph that it was made from, so that tensors of live TensorFlow are found in it by name.
-A tensor of an outer function, or a variable, that a body lacks is passed in through all calls on the way.
+A body refers to its TensorFlow function graph, so that it can return the names of TensorFlow's tensors. If a body needs
+a tensor of an outer function or a variable, all calls between the two functions get an additional argument.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOPS = {"While", "StatelessWhile"}
 
 
 def output_slots(node: Node, library: Library) -> list[tuple[str, int]]:
-    """Names of a node's outputs in a function's body, with how many tensors each stands for."""
+    """Returns the names of a node's outputs in a function's body, each with its number of tensors."""
     definition = tf_private.op_definition(node.op)
     if definition is None:
         definition = library.bodies[node.op].definition.signature
@@ -45,22 +45,27 @@ def output_slots(node: Node, library: Library) -> list[tuple[str, int]]:
 
 
 def append_input(node: Node, name: str) -> None:
-    """One more data input, before the control inputs."""
+    """Adds a data input, before the control inputs."""
     first_control = next((i for i, text in enumerate(node.input) if text.startswith("^")), len(node.input))
     node.input.insert(first_control, name)
 
 
 def data_inputs(node: Node) -> list[str]:
-    """A node's inputs without the control inputs."""
+    """Returns a node's inputs without the control inputs."""
     return [text for text in node.input if not text.startswith("^")]
 
 
 @dataclass(eq=False)
 class Body:
-    """One function.
+    """Holds one function.
 
-    arguments: per input of the graph the argument's name, None where the definition dropped it. gradient_of: for a
-    gradient function, the body and the node whose gradient it is.
+    Attributes:
+        definition: Its definition, which may be edited.
+        graph: TensorFlow's function graph.
+        arguments: Name of the argument for each input of the graph; None if the definition does not have it.
+        gradient_of: The body and the node that a gradient function belongs to; None for other functions.
+        users: The nodes that call the function, each with its body.
+        passed: Names of added arguments, by identity of the tensor.
     """
 
     definition: Definition
@@ -83,34 +88,34 @@ class Body:
         return str(self.definition.signature.name)
 
     def captured(self, tensor: Any) -> Any:
-        """The tensor of this body that stands for one of another graph, or None."""
+        """Returns the placeholder of this body for a captured tensor of another graph, or None."""
         return self._captures.get(tf_private.identity_of(tensor))
 
     def name_of(self, tensor: Any, library: Library) -> str | None:
-        """How nodes of this body refer to a tensor of its graph; None for an argument that was dropped."""
+        """Returns the reference to a tensor of the body's graph; None for an argument that was removed."""
         index = self._inputs.get(tf_private.identity_of(tensor))
         if index is not None:
             return self.arguments[index]
-        left = tensor.value_index
+        offset = tensor.value_index
         for slot, count in output_slots(self.nodes[tensor.op.name], library):
-            if left < count:
-                return f"{tensor.op.name}:{slot}:{left}"
-            left -= count
+            if offset < count:
+                return f"{tensor.op.name}:{slot}:{offset}"
+            offset -= count
         raise AssertionError(f"{tensor.name} is no output of {tensor.op.name}")
 
     def unique(self, wished: str) -> str:
-        """A name that neither a node nor an argument has."""
+        """Returns a name that no node or argument has."""
         return self._names.make(wished)
 
     def add_node(self, op_type: str, wished: str, inputs: list[str]) -> Node:
-        """A new node; its attributes are the caller's."""
+        """Adds a node; the caller sets its attributes."""
         node = self.definition.node_def.add(name=self.unique(wished), op=op_type)
         node.input.extend(inputs)
         self.nodes[node.name] = node
         return node
 
     def add_argument(self, tensor: Any, wished: str) -> str:
-        """A new argument, the last one, of a tensor's type."""
+        """Adds an argument of a tensor's type at the end; returns its name."""
         signature = self.definition.signature
         argument = signature.input_arg.add(name=self.unique(wished), type=tensor.dtype.as_datatype_enum)
         note_handle(argument, tensor)
@@ -120,20 +125,20 @@ class Body:
 
 
 class Library:
-    """All bodies of a graph by name, the top level among them."""
+    """Holds all bodies of a graph by name, including the top level."""
 
     def __init__(self, root: Body) -> None:
         self.root = root
         self.bodies: dict[str, Body] = {}
         self.gradients: dict[str, str] = {}
-        """Gradient functions by the name that nodes have in `_gradient_op_type`."""
+        """Gradient functions by the name in the attribute `_gradient_op_type`."""
         self.root_captures: dict[str, Any] = {}
-        """Eager tensors by the argument of the top level that stands for them."""
+        """Eager tensors by the top-level argument that represents them."""
         self._gradient_names = UniqueNames()
         self.add(root)
 
     def add(self, body: Body) -> None:
-        """Takes a body in, and all functions that its nodes name."""
+        """Adds a body and all functions that its nodes use."""
         self.bodies[body.name] = body
         pending = [body]
         while pending:
@@ -153,13 +158,13 @@ class Library:
     def _nested(self, user: Body, name: str) -> Body:
         function = tf_private.function_in(user.graph, name)
         if function is None:
-            raise UnsupportedError(f"function {name!r}, which a node of {user.graph.name!r} calls, is not to be found")
+            raise UnsupportedError(f"function {name!r}, which a node of {user.graph.name!r} calls, is missing")
         definition = Definition()
         definition.CopyFrom(function.definition)
         return Body(definition, function.graph, [argument.name for argument in definition.signature.input_arg])
 
     def runs_forward(self, body: Body) -> bool:
-        """Whether a function runs forward, and is not a gradient or only part of one."""
+        """Returns whether a function is reachable from the top level by calls; others run only in gradients."""
         pending, seen = [body], {body.name}
         while pending:
             current = pending.pop()
@@ -172,14 +177,22 @@ class Library:
         return False
 
     def unique_gradient(self, wished: str) -> str:
-        """A name for a gradient function that no other function and no op type has."""
+        """Returns a name for a gradient function that no other function or op type has."""
         name = self._gradient_names.make(wished)
         while name in self.bodies or name in self.gradients or tf_private.op_definition(name) is not None:
             name = self._gradient_names.make(wished)
         return name
 
     def reach(self, body: Body, tensor: Any) -> str:
-        """How nodes of a body refer to a tensor, which may belong to an outer function or be an eager resource."""
+        """Returns the reference to a tensor in a body; adds arguments if it is outside of the body.
+
+        Args:
+            body: The function whose nodes use the tensor.
+            tensor: A tensor of the body, of an outer function, or an eager resource.
+
+        Raises:
+            UnsupportedError: The tensor cannot be passed into the function.
+        """
         inside = tensor if _graph_of(tensor) is body.graph else body.captured(tensor)
         name = None if inside is None else body.name_of(inside, self)
         if name is not None:
@@ -190,7 +203,7 @@ class Library:
         return body.passed[key]
 
     def _pass_in(self, body: Body, tensor: Any, key: Hashable) -> None:
-        """Gives the body, and with it all that are called by the same nodes, one more argument."""
+        """Adds an argument to a body and to all functions that the same nodes call."""
         widened: dict[str, Body] = {}
         nodes: list[tuple[Body, Node]] = []
         pending = [body]
@@ -225,13 +238,13 @@ class Library:
             self._append_to_call(user, node, tensor, key)
 
     def _count(self, gradient: Body) -> int:
-        """The number that the next `x` of a region's gradient function has."""
+        """Returns the number of the next `x` of a region's gradient function."""
         assert gradient.gradient_of is not None
         node = gradient.gradient_of[1]
         return len(data_inputs(node)) - int(node.attr["_gradrule_outputs"].i)
 
     def append_to_region(self, user: Body, node: Node, tensor: Any) -> None:
-        """One more tensor for the gradient function of a region's node."""
+        """Adds an input to a region's node, for use in its gradient function."""
         append_input(node, self.reach(user, tensor))
         node.attr["T"].list.type.append(tensor.dtype.as_datatype_enum)
 
@@ -253,7 +266,7 @@ class Library:
 
 
 def note_handle(argument: Any, tensor: Any) -> None:
-    """Writes down what a resource argument points to."""
+    """Stores the dtype and shape of a resource argument's content in its definition."""
     if argument.type == types_pb2.DT_RESOURCE and not argument.handle_data:
         for item in tf_private.handle_data(tensor) or ():
             argument.handle_data.add(dtype=item.dtype, shape=item.shape)

@@ -17,9 +17,13 @@ def referenced(definition: Definition) -> set[str]:
 def renamed(
     definition: Definition, old_names: Sequence[str], new_names: Sequence[str | None], *, nodes: bool = True
 ) -> None:
-    """Renames arguments (None: not used), and nodes whose names clash with an argument's new name.
+    """Renames arguments, and nodes whose names equal an argument's new name.
 
-    nodes: False leaves nodes as they are; then only references to the names are rewritten.
+    Args:
+        definition: The function to change.
+        old_names: Names of the arguments.
+        new_names: New names in the same order; None for unused arguments.
+        nodes: False changes only references, not the names of arguments and nodes.
     """
     names = {old: new for old, new in zip(old_names, new_names, strict=True) if new is not None}
     moved: dict[str, str] = {}

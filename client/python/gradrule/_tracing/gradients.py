@@ -1,8 +1,8 @@
-"""Gradients that live in this process become functions of the graph.
+"""Converts gradients that are Python functions of this process to functions of the graph.
 
-A node that `tf.custom_gradient` left (an IdentityN over results, arguments and variables) becomes a region: see
-`Region` below for what is written. A node whose gradient was registered with `tf.RegisterGradient` under a name that
-is no op type's gets the same, with the op's own inputs and outputs.
+`tf.custom_gradient` adds an IdentityN node over results, arguments and variables; this node becomes a region (see
+`Site`). A node whose gradient was registered with `tf.RegisterGradient`, under a name that is not an op type, gets a
+gradient function of the op's own inputs and outputs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ _LOADED_NAME = "custom_gradient"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node with a gradient of this process, and what the gradient function's variables are.
+    """Describes a node whose gradient is a Python function of this process.
 
-    A region (region is its name): `y` are the first inputs of the node, `x` the others. Otherwise `x` are the op's
-    inputs and `y` its outputs.
+    Attributes:
+        body: The function that contains the node.
+        node: The node's definition.
+        op: The node's operation in TensorFlow.
+        region: Name of the region: the node's first inputs are `y`, the other inputs are `x`. None for a node that is
+            not a region: the op's inputs are `x`, its outputs are `y`.
+        outputs: Number of `y`.
     """
 
     body: Body
@@ -48,12 +53,16 @@ class Site:
         return list(self.op.inputs)[self.outputs :] if self.region else list(self.op.inputs)
 
     def __str__(self) -> str:
-        what = f"tf.custom_gradient {self.region!r}" if self.region else f"gradient {_wish(self.op)!r}"
+        what = f"tf.custom_gradient {self.region!r}" if self.region else f"gradient {_gradient_name(self.op)!r}"
         return f"{what} at node {self.op.name!r}"
 
 
 def attach_gradients(library: Library) -> None:
-    """Traces the gradients of all nodes of all bodies, those of the gradient functions included."""
+    """Traces the gradients of the nodes in all bodies, including gradient functions.
+
+    Raises:
+        UnsupportedError: A gradient function cannot be traced, or uses a tensor that cannot be passed to it.
+    """
     done: set[str] = set()
     shared: dict[Any, str] = {}
     while pending := [body for name, body in library.bodies.items() if name not in done]:
@@ -65,7 +74,7 @@ def attach_gradients(library: Library) -> None:
 
 
 def drop_unused(library: Library) -> None:
-    """Takes arguments that nothing uses from gradient functions: they are named, so none is needed for its place."""
+    """Removes unused arguments of gradient functions; this is safe because rules pass arguments by name."""
     for body in library.bodies.values():
         if body.gradient_of is not None:
             used = referenced(body.definition)
@@ -75,25 +84,26 @@ def drop_unused(library: Library) -> None:
 
 
 def variable(letter: str, index: int) -> str:
-    """`x, x1, x2, …`."""
+    """Returns the name of a rule's variable: `x`, `x1`, `x2`, …."""
     return f"{letter}{index}" if index else letter
 
 
-def _wish(op: Any) -> str:
+def _gradient_name(op: Any) -> str:
+    """Returns the name in the attribute `_gradient_op_type` of an operation."""
     return str(op.get_attr(GRADIENT_ATTR).decode())
 
 
 def _attach(library: Library, body: Body, op: Any, shared: dict[Any, str]) -> None:
-    node, wish = body.nodes[op.name], _wish(op)
-    if tf_private.op_definition(wish) is not None:
+    node, gradient_name = body.nodes[op.name], _gradient_name(op)
+    if tf_private.op_definition(gradient_name) is not None:
         return
     try:
-        function = tf_private.registered_gradient(wish)
+        function = tf_private.registered_gradient(gradient_name)
     except LookupError:
-        # A rule of the server's, or a gradient of another process, which the server tells apart.
+        # The name is a rule on the server or a gradient of another process; the server distinguishes them.
         return
     site, wished_name = _site(body, node, op, function)
-    key = None if site.region else (wish, op.type, _static(op))
+    key = None if site.region else (gradient_name, op.type, _static(op))
     if key is not None and key in shared:
         node.attr[GRADIENT_ATTR].s = shared[key].encode()
         return
@@ -103,8 +113,8 @@ def _attach(library: Library, body: Body, op: Any, shared: dict[Any, str]) -> No
     except UnsupportedError:
         if library.runs_forward(body):
             raise
-        # A derivative of second order, which functions such as tf.recompute_grad do not have. The name that stays is
-        # one of another process to the server, which refuses it where somebody asks for that derivative.
+        # Functions such as tf.recompute_grad have no second derivative. Keep the gradient's name: a call that computes
+        # this derivative then fails on the server with FOREIGN_GRADIENT.
         return
     if site.region:
         node.attr[REGION_ATTR].s = (name if site.region == _LOADED_NAME else site.region).encode()
@@ -118,20 +128,20 @@ def _attach(library: Library, body: Body, op: Any, shared: dict[Any, str]) -> No
 
 
 def _site(body: Body, node: Node, op: Any, function: Any) -> tuple[Site, str]:
-    """The site, and a name for its gradient function."""
+    """Returns the site and a wished name for its gradient function."""
     if op.type == "IdentityN" and function is not None:
         custom = tf_private.custom_gradient_of(function)
         if custom is not None:
             return Site(body, node, op, *custom), f"{custom[0]}_gradient"
         if tf_private.is_loaded_gradient(function):
             return Site(body, node, op, _LOADED_NAME, _results_of_loaded(op)), _LOADED_NAME
-    return Site(body, node, op, None, len(op.outputs)), _wish(op)
+    return Site(body, node, op, None, len(op.outputs)), _gradient_name(op)
 
 
 def _results_of_loaded(op: Any) -> int:
-    """How many inputs of a loaded IdentityN are results: those that something uses.
+    """Returns how many inputs of a loaded IdentityN are results, from the outputs that are used.
 
-    A SavedModel does not say it. Only results are ever used behind the node, and none of them gets a gradient.
+    A SavedModel does not store this number, but only the outputs for results have users.
     """
     returned = {tf_private.identity_of(tensor) for tensor in op.graph.outputs}
     used = [
@@ -148,7 +158,10 @@ def _static(op: Any) -> tuple[Any, ...]:
 
 
 def _traced(site: Site, function: Any, name: str) -> tuple[Any, list[str]]:
-    """The gradient as a function graph, of upstream gradients and what it captured, and the names of its outputs."""
+    """Traces a gradient function.
+
+    Returns the function graph, whose inputs are upstream gradients and captured tensors, and the names of its outputs.
+    """
     names = []
     with site.body.graph.as_default():
         graph = tf_private.FuncGraph(name)
@@ -192,7 +205,7 @@ def _is_differentiable(tensor: Any) -> bool:
 
 
 def _write(library: Library, site: Site, graph: Any, name: str, output_names: list[str]) -> None:
-    """Adds the gradient function to the library, its arguments named as a rule's variables."""
+    """Adds a gradient function to the library, with arguments that are named like a rule's variables."""
     definition = tf_private.definition_of(graph, f"{name}_{id(graph)}")
     definition.signature.name = name
     old_names = [argument.name for argument in definition.signature.input_arg]
@@ -243,7 +256,7 @@ def _reference(argument: str | None, constants: set[str]) -> str | None:
 
 
 def _variable_of(library: Library, site: Site, outer: Any, further: dict[Any, str]) -> str:
-    """The rule variable that a captured tensor is; one that is none yet becomes a further input of the region."""
+    """Returns the rule variable for a captured tensor; adds an input to the region if there is none."""
     body = site.body
     inside = outer if getattr(outer, "graph", None) is body.graph else body.captured(outer)
     key = tf_private.identity_of(outer if inside is None else inside)

@@ -38,9 +38,15 @@ class TracedCall:
 def layer_scopes(root: Any, *, include_root: bool = False) -> Iterator[list[TracedCall]]:
     """Puts the nodes of a layer into the scope of its name within the context; nested layers into `outer/inner`.
 
-    Gives a list that grows by each call of a layer, in the order in which they end. include_root: whether the root
-    itself has a scope. Keras opens a layer's scope twice, so that TensorFlow would make it `dense_1`, which may be
-    another layer's name.
+    Without this context, Keras opens a layer's scope twice, and TensorFlow names the second scope `dense_1`, which may
+    be the name of another layer.
+
+    Args:
+        root: A Keras model or layer.
+        include_root: Whether the root itself has a scope.
+
+    Yields:
+        A list to which each call of a layer is added when it ends.
     """
     stack: list[str] = []
     calls: list[TracedCall] = []

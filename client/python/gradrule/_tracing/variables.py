@@ -32,7 +32,7 @@ class Variable:
         return name
 
     def write(self, node: node_def_pb2.NodeDef) -> None:
-        """Returns the attributes of the variable's node."""
+        """Writes the attributes of the variable's node."""
         node.attr["dtype"].type = self.dtype
         node.attr["shape"].shape.CopyFrom(self.shape)
         node.attr["shared_name"].s = self.name.encode()
@@ -99,5 +99,5 @@ def _refusal(library: Library, argument: str, why: str) -> str:
     users = [f"{node.op} node {node.name!r}" for node in library.root.definition.node_def if argument in node.input]
     return (
         f"the function uses the resource {argument!r} ({', '.join(users) or 'unused'}), which cannot travel: {why}. "
-        "Take that part out of the function, and feed what it makes"
+        "Remove this part from the function and feed its result"
     )

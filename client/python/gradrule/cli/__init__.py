@@ -1,1 +1,1 @@
-"""The command line `gradrule`."""
+"""Implements the command line `gradrule`."""

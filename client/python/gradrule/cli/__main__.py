@@ -1,4 +1,4 @@
-"""`python -m gradrule.cli`."""
+"""Runs the command line: `python -m gradrule.cli`."""
 
 import sys
 

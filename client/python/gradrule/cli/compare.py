@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         help="an override map: 'guided=Relu=guided_relu', 'both=Sign=ste_sign:clip=2,preset:epsilon_plus', with the "
-        "selectors of `gradrule evaluate --override`; one name given again continues the map; may be repeated",
+        "selectors of `gradrule evaluate --override`; a repeated name extends the map; may be repeated",
     )
     group.add_argument(
         "--preset",

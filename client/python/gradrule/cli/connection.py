@@ -68,7 +68,7 @@ def add_tls(group: argparse._ActionsContainer) -> None:
     )
     for flag, variable, help_text in (
         ("--tls-ca", TLS_CA_VARIABLE, "connect by TLS, trusting the authorities in this file"),
-        ("--client-cert", CLIENT_CERT_VARIABLE, "the client's own certificate, where the server asks for one"),
+        ("--client-cert", CLIENT_CERT_VARIABLE, "the client's certificate, if the server requires one"),
         ("--client-key", CLIENT_KEY_VARIABLE, "private key of the client's certificate"),
     ):
         group.add_argument(

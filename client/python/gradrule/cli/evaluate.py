@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
         "--out",
         metavar="FILE.npz",
         type=Path,
-        help="write outputs/NAME and gradients/NAME here; bfloat16 as float32, sparse gradients as dense ones",
+        help="write the arrays outputs/NAME and gradients/NAME; bfloat16 becomes float32, sparse becomes dense",
     )
     finish(parser, run)
 

@@ -32,14 +32,14 @@ def add(commands: Any) -> None:
 
 _PICTURES = {
     "svg": "draw the graph into this file: folded by scope, nodes coloured by rule, the path from xs to ys",
-    "html": "the same as a page in one file, in which scopes fold and nodes can be searched",
+    "html": "draw the same graph as a page in one file, with foldable scopes and search",
 }
 
 
 def run(options: argparse.Namespace) -> int:
     """Explains a graph and prints the result; returns the exit code.
 
-    Accepts the feeds and params of `evaluate` too and checks them; they do not change the result.
+    Also accepts and checks the feeds and params of `evaluate`; they do not change the result.
     """
     graph = load_graph(options.graph)
     with connect(options) as client:
@@ -64,7 +64,7 @@ def _show(found: Explanation, op_types: dict[str, str]) -> None:
     screen = output.console()
     if found.findings:
         rows = [[item.reason, item.node, item.field, item.message] for item in found.findings]
-        output.table(screen, "wrong", ("reason", "node", "field", "what, and what would be right"), rows)
+        output.table(screen, "wrong", ("reason", "node", "field", "problem and remedy"), rows)
         return
     specs = [
         [role, spec.name, spec.dtype, output.shape_text(spec.shape), "optional" if spec.optional else ""]

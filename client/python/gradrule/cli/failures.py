@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 
 class CommandError(Exception):
-    """A command cannot go on. The message says why and what to do; `code` is the exit code."""
+    """Ends a command. The message gives the cause and the remedy; `code` is the exit code."""
 
     def __init__(self, message: str, code: int = FAILED) -> None:
         super().__init__(message)
@@ -21,7 +21,7 @@ class CommandError(Exception):
 
 def missing_extra(what: str, extra: str) -> CommandError:
     """Returns the error for a missing optional dependency; `what` describes it."""
-    return CommandError(f"{what}; get it with: pip install 'gradrule[{extra}]'")
+    return CommandError(f"{what}; install it with: pip install 'gradrule[{extra}]'")
 
 
 def report(command: str, message: str) -> None:
@@ -30,13 +30,13 @@ def report(command: str, message: str) -> None:
 
 
 def describe(failure: GradruleError) -> str:
-    """Reason, message, all findings with the field they concern, and when to try again."""
+    """Formats an error: reason, message, all findings with their fields, and the time of a retry."""
     lines = [str(failure)]
     fields = [f"{detail.field}" for detail in failure.details if detail.field]
     if fields:
         lines.append(f"  at: {', '.join(dict.fromkeys(fields))}")
     if isinstance(failure, UnknownRuleError) and any(field.endswith(".rule") for field in fields):
-        lines.append("  a formula in the place of a rule's name is written expr:FORMULA")
+        lines.append("  to use a formula instead of a rule's name, write expr:FORMULA")
     if failure.retry_delay is not None:
-        lines.append(f"  worth another try after {failure.retry_delay:g} s")
+        lines.append(f"  retry after {failure.retry_delay:g} s")
     return "\n".join(lines)

@@ -68,7 +68,12 @@ def draw_norms(
 ) -> None:
     """Draws the norms of each label into a file: a line from the ys to the xs, and single points for the xs.
 
-    first_tensors: by label, the first tensor that differs from the reference; it gets a ring.
+    Args:
+        tensors: Names of the tensors on the path, from the ys to the xs.
+        xs: Names of the xs.
+        norms: Norms by label and tensor.
+        first_tensors: The first tensor that differs from the reference, by label; it is marked with a ring.
+        path: The file, .png, .svg or .pdf.
     """
     places = {tensor: place for place, tensor in enumerate([*tensors, *xs])}
     figure = new_figure(max(6.0, 1.5 + 0.45 * len(places)), 5)

@@ -16,7 +16,7 @@ _TIMEOUT = 5.0
 def add(commands: Any) -> None:
     """Adds the command `health` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "health", help="say whether a server is ready (exit code 0) or not (1)"
+        "health", help="check whether a server is ready (exit code 0) or not (1)"
     )
     parser.add_argument(
         "target",
@@ -25,13 +25,15 @@ def add(commands: Any) -> None:
         default=default_target(),
         help=f"address of the server [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
     )
-    parser.add_argument("--timeout", metavar="SECONDS", type=seconds, default=_TIMEOUT, help=f"[default: {_TIMEOUT:g}]")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=seconds, default=_TIMEOUT, help=f"deadline [default: {_TIMEOUT:g}]"
+    )
     add_tls(parser.add_argument_group("server"))
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Asks `grpc.health.v1` for the status of `gradrule.v1.GradientService` and prints it; needs only grpc."""
+    """Prints the status of `gradrule.v1.GradientService` from `grpc.health.v1`; needs only grpc."""
     import grpc
 
     from gradrule._rpc import channels

@@ -1,6 +1,6 @@
-"""The command line `gradrule`: finds the command, runs it, and turns failures into one message and an exit code.
+"""Runs the commands of `gradrule`, and reports failures as one message and an exit code.
 
-Exit codes: 0 done, 1 the server refused or something failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 success, 1 failure or rejection by the server, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands. Each sets `run`, which takes the options and returns an exit code."""
+    """Returns the parser of all commands. Each command sets `run`, a function from options to an exit code."""
     parser = argparse.ArgumentParser(
         prog="gradrule",
         description="Computes gradients with your own rules on a server.",
-        epilog="`gradrule COMMAND --help` tells more.",
+        epilog="`gradrule COMMAND --help` shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"gradrule {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _with_intervals(arguments: Sequence[str]) -> list[str]:
-    """`--range -3:3` as `--range=-3:3`: argparse would take the second word for a flag."""
+    """Joins `--range -3:3` to `--range=-3:3`, because argparse parses `-3:3` as a flag."""
     joined: list[str] = []
     for word in arguments:
         if joined and joined[-1] == "--range":

@@ -125,7 +125,7 @@ ARRAY_COLUMNS = ("name", "type", "shape", "norm", "values")
 
 
 def array_row(name: str, value: tensor_codec.Array | Sparse | None, kind: str = "dense") -> list[str]:
-    """Returns a row of `ARRAY_COLUMNS`: slices of a sparse gradient, or the reason for a missing one."""
+    """Returns a row of `ARRAY_COLUMNS`; for a missing gradient, `kind` is the reason."""
     if value is None:
         return [name, "", "", "", kind.replace("_", " ")]
     if isinstance(value, Sparse):
@@ -148,7 +148,7 @@ def shape_text(shape: Sequence[int | None] | None) -> str:
 
 
 def norm_text(array: tensor_codec.Array) -> str:
-    """Returns the L2 norm of floating-point numbers."""
+    """Returns the L2 norm of floating-point or complex numbers; empty for other types and empty arrays."""
     if not array.size or array.dtype.kind in "OSUbiu" or "int" in array.dtype.name:
         return ""
     wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
@@ -161,10 +161,7 @@ def _values(array: tensor_codec.Array) -> str:
 
 
 def array_json(value: tensor_codec.Array | Sparse | None, kind: str = "dense") -> dict[str, object]:
-    """Kind, dtype, shape and values; `kind` alone where there is no value.
-
-    Values are nested lists; see `_plain` for those that JSON lacks.
-    """
+    """Returns kind, dtype, shape and values (nested lists, see `plain`); only `kind` without a value."""
     if value is None:
         return {"kind": kind}
     if isinstance(value, Sparse):
@@ -179,9 +176,10 @@ def array_json(value: tensor_codec.Array | Sparse | None, kind: str = "dense") -
 
 
 def plain(value: Any) -> Any:
-    """A value as strict JSON has it.
+    """Converts a value to types of strict JSON.
 
-    Infinities and NaN as protobuf's JSON writes them, complex numbers as pairs, bytes as text or else in base64.
+    Infinities and NaN become strings as in protobuf's JSON, complex numbers become pairs, and bytes become text or, if
+    they are not UTF-8, base64.
     """
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]

@@ -23,9 +23,9 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def override(text: str) -> Override:
-    """Parses `SELECTOR=RULE[:param=value,…]`; RULE `expr:FORMULA` is a rule for this call only.
+    """Parses `SELECTOR=RULE[:param=value,…]`; `expr:FORMULA` as RULE is a rule for this call only.
 
-    A selector is one condition, or several joined by `&`, which must all hold; see `CONDITIONS`.
+    A selector is one condition, or several conditions joined by `&`, which must all hold; see `CONDITIONS`.
     """
     selector, right = assignment(text, "OP_TYPE=RULE, node:GLOB=RULE, pattern:MatMul+BiasAdd=RULE, …")
     conditions: dict[str, Any] = {}
@@ -109,7 +109,7 @@ CONDITIONS = (
     "op", "node", "regex", "scope", "pattern", "region", "near_xs", "near_ys", "position", "dtype", "rank",
     "depends_on", "attr", "order",
 )  # fmt: skip
-"""Prefixes of conditions, before the colon."""
+"""Kinds of conditions: the words before the colon."""
 
 
 def _region(text: str, whole: str) -> Region | str:
@@ -138,7 +138,7 @@ def _attr(text: str) -> Any:
 
 
 def _with_params(text: str) -> tuple[str, dict[str, Any]]:
-    """Splits `NAME:param=value,…`; a formula is not split because it may contain colons and commas."""
+    """Splits `NAME:param=value,…`; does not split formulas, because they may contain colons and commas."""
     if text.startswith(EXPRESSION):
         return text, {}
     name, colon, rest = text.partition(":")
@@ -152,7 +152,7 @@ def _with_params(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parts(text: str) -> list[str]:
-    """Splits a map into its overrides; commas inside a region or between params do not separate."""
+    """Splits a map into its overrides, but not at commas inside a region or between params."""
     parts: list[str] = []
     unfinished = ""
     for piece in _split(text):
@@ -168,7 +168,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _is_param(piece: str) -> bool:
-    """Returns whether text is a param: the value after `=` is JSON, which a rule's name is not."""
+    """Returns whether text is a param: the value after `=` is JSON, but a rule's name is not."""
     name, _, value = piece.partition("=")
     if not _PARAM.fullmatch(name):
         return False

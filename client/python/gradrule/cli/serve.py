@@ -9,8 +9,8 @@ from gradrule.cli.failures import missing_extra
 
 COMMANDS = {
     "serve": "start a server; `gradrule serve --help` lists its settings",
-    "token": "make, show and take back bearer tokens of a server",
-    "registry": "copy, bring back and check what a server keeps",
+    "token": "create, show and revoke bearer tokens of a server",
+    "registry": "back up, restore and check the registry of a server",
 }
 """Help texts by command."""
 

@@ -1,4 +1,4 @@
-"""`gradrule status`: shows engines, queue, caches and tenants of a server as a live table."""
+"""Implements `gradrule status`: shows engines, queue, caches and tenants of a server in tables."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ QUARANTINE_COLUMNS = ("quarantined program", "for", "why")
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command `status` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "status",
-        help="how a server is doing: a table that follows it on a terminal, one that is printed once elsewhere",
+        help="show engines, caches and tenants of a server; tables update on a terminal and are printed once elsewhere",
     )
-    parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
+    parser.add_argument("--once", action="store_true", help="print the tables once, even on a terminal")
     parser.add_argument(
         "--interval",
         metavar="SECONDS",
         type=seconds,
         default=_INTERVAL_S,
-        help=f"how often the table is made anew [default: {_INTERVAL_S:g}]",
+        help=f"time between updates of the tables [default: {_INTERVAL_S:g}]",
     )
     finish(parser, run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Shows the status until Ctrl-C, or once."""
+    """Shows the status once, or until Ctrl-C on a terminal; returns the exit code."""
     with connect(options) as client:
         if options.json:
             output.print_json(asdict(client.server_status()))
@@ -67,14 +67,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(screen: output.Screen, status: ServerStatus, target: str) -> None:
-    """Prints the tables once."""
+    """Prints the status as tables."""
     screen.print(_head(status, target))
     for columns, rows in _tables(status):
         output.table(screen, "", columns, rows)
 
 
 def drawn(status: ServerStatus, target: str) -> RenderableType:
-    """Returns the tables for rich."""
+    """Returns the status as tables for rich."""
     from rich.console import Group
     from rich.text import Text
 

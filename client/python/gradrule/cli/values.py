@@ -19,7 +19,7 @@ from gradrule.common import tensor_codec
 EXPRESSION = "expr:"
 _TENSOR = "tensor:"
 _VARIABLE = re.compile(r"(x|y|dy|default)\d*")
-# Names that a registry accepts for rules; op types are among them.
+# Names that a registry accepts for rules; this includes op types.
 _RULE_NAME = re.compile(r"((rules|builtin)/)?[A-Za-z_][A-Za-z0-9_.>-]*")
 
 
@@ -70,7 +70,7 @@ def call_param(text: str) -> tuple[str, str, Any]:
 
 
 def rule_param(text: str) -> tuple[str, Any]:
-    """Parses a declared param: `a=1` with a default, `a` without."""
+    """Parses the declaration of a param: `a=1` with a default, `a` without a default."""
     if "=" not in text:
         return text, None
     name, value = assignment(text, "NAME=VALUE")
@@ -78,7 +78,7 @@ def rule_param(text: str) -> tuple[str, Any]:
 
 
 def sample_param(text: str) -> tuple[str, Any]:
-    """Parses `a=1`, a param of the rule that is sampled."""
+    """Parses `a=1`, the value of a param of the sampled rule."""
     name, value = assignment(text, "NAME=VALUE")
     return name, literal(value, text)
 
@@ -102,7 +102,7 @@ def read_value(text: str, name: str) -> Any:
 
 
 def assignment(text: str, expected: str) -> tuple[str, str]:
-    """Splits `NAME=VALUE` into two parts that are not empty; `expected` is the form that an error shows."""
+    """Splits `NAME=VALUE` into two parts that are not empty; an error shows `expected` as the valid form."""
     name, equals, value = text.partition("=")
     if not equals or not value:
         raise ArgumentTypeError(f"expected {expected}, got {text!r}")

@@ -38,7 +38,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
         type=overrides.override,
         action="append",
         default=[],
-        help="which nodes get which rule: Sign=ste_sign, Sign=ste_sign:clip=2, @activation=lrp_pass, "
+        help="assigns a rule to nodes: Sign=ste_sign, Sign=ste_sign:clip=2, @activation=lrp_pass, "
         "'node:layer_*/Sign=NAME', 'regex:conv[0-9]+=NAME', scope:block=NAME, near_xs:Conv2D=NAME, "
         "pattern:MatMul+BiasAdd=NAME, 'region:x,w>y=NAME', region:FUNCTION=NAME, 'Sign=expr:0.5 * dy'; conditions "
         f"joined by & must all hold ({', '.join(overrides.CONDITIONS)}); the first match wins; may be repeated",
@@ -49,7 +49,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
         type=overrides.preset,
         action="append",
         default=[],
-        help="a named list of overrides; all other overrides win over it: epsilon_plus, epsilon_plus:eps=1e-4 "
+        help="a named list of overrides; all other overrides have priority: epsilon_plus, epsilon_plus:eps=1e-4 "
         "(`gradrule rules presets` lists them); may be repeated",
     )
     group.add_argument(

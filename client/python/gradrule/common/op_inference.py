@@ -1,8 +1,8 @@
 """Infers a node's missing attributes and output types from its op definition, attributes and input types.
 
-Fast enough for graphs of 100,000 nodes: what depends only on the op's definition is computed once per definition.
-Type 0 means "unknown": it fits every argument and nothing is inferred from it, so that a checker can continue after an
-error.
+Values that depend only on the op's definition are computed once per definition, so that graphs of 100,000 nodes are
+fast. Type 0 means "unknown": it fits every argument and nothing is inferred from it, so that a checker can continue
+after an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ Slices = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Holds all attributes of a node, the added ones again, and the element types of the outputs (0: unknown)."""
+    """Holds the result of `complete`.
+
+    Attributes:
+        attrs: All attributes of the node.
+        added: The attributes that the node lacked.
+        outputs: Element types of the outputs; 0: unknown.
+    """
 
     attrs: dict[str, AttrValue]
     added: dict[str, AttrValue]
@@ -40,6 +46,9 @@ def complete(op: OpDef, attrs: Mapping[str, AttrValue], inputs: Sequence[int]) -
         op: definition of the node's op.
         attrs: attributes of the node; names that start with `_` are kept unchecked.
         inputs: element type of each data input, as a flat list; 0: unknown.
+
+    Returns:
+        The attributes and the output types.
 
     Raises:
         InferenceError: `TYPE_MISMATCH` if number or types of the inputs do not fit; `INVALID_ATTR` if an attribute is
@@ -67,7 +76,7 @@ def output_slices(op: OpDef, attrs: Mapping[str, AttrValue]) -> Slices:
 
 
 class _Plan:
-    """Holds what can be computed from a definition alone."""
+    """Holds values that depend only on the definition of an op."""
 
     def __init__(self, op: OpDef) -> None:
         self.op = op
@@ -105,7 +114,7 @@ def _plan(op: OpDef) -> _Plan:
 
 
 class _Inference:
-    """Collects the types and lengths of one node's attributes, as ints and tuples of ints, while they are inferred."""
+    """Infers the types and lengths of one node's attributes, as ints and tuples of ints."""
 
     __slots__ = ("attrs", "inferred", "lengths", "lists", "plan", "types", "uninferable")
 

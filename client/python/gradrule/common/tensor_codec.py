@@ -1,6 +1,6 @@
-"""NumPy arrays to and from `Tensor` messages, and element types by any of their names.
+"""Converts NumPy arrays to `Tensor` messages and back, and resolves names of element types.
 
-Errors are `ValueError` with a sentence that says what is wrong with the tensor; callers say which tensor it is.
+Errors are `ValueError`s whose message describes the problem; callers add the name of the tensor.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 Array: TypeAlias = NDArray[Any]
 DtypeLike: TypeAlias = "str | int | np.dtype[Any] | type | Any"
 
-# Quantised types carry plain integers; their scale lies elsewhere in the graph.
+# Quantised types hold plain integers; other nodes of the graph hold their scale.
 _QUANTISED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32", "qint16": "int16", "quint16": "uint16"}
-# The shape of a few bytes may claim any size.
+# Limits the memory for a small message with a large shape, whose last value fills the rest of the tensor.
 _MAX_STRETCHED_BYTES = 64 * 1024 * 1024
 _OPAQUE = {Dt.DT_RESOURCE, Dt.DT_VARIANT}
 _NARROW_INTS = {Dt.DT_INT4, Dt.DT_UINT4, Dt.DT_INT2, Dt.DT_UINT2}
 
 
 class RaggedError(ValueError):
-    """A nested list whose rows differ in length has no shape."""
+    """Reports a nested list without a shape: its rows differ in length."""
 
 
 def _numpy_dtypes() -> dict[int, np.dtype[Any]]:
@@ -73,9 +73,14 @@ _VALUE_FIELDS: dict[int, str] = {
 
 
 def dtype_number(dtype: DtypeLike) -> int:
-    """The number of an element type given as `"float32"`, a NumPy dtype or scalar type, `float`, or a number.
+    """Returns the number (`Dt`) of an element type.
 
-    TensorFlow's and PyTorch's dtype objects are understood by their names. `ValueError` where it is none of those.
+    Args:
+        dtype: A name (`"float32"`, `"DT_FLOAT"`), a NumPy dtype or scalar type, a Python type (`float`), a dtype object
+            of TensorFlow or PyTorch, or a number.
+
+    Raises:
+        ValueError: The value does not denote an element type.
     """
     if isinstance(dtype, bool) or dtype is None:
         raise ValueError(f"{dtype!r} is no element type")
@@ -92,7 +97,7 @@ def dtype_number(dtype: DtypeLike) -> int:
     short = str(name).rpartition(".")[2]
     if short in NUMBERS:
         return NUMBERS[short]
-    if short in Dt.keys() and Dt.Value(short) in NAMES:  # noqa: SIM118  # an enum wrapper is no dict
+    if short in Dt.keys() and Dt.Value(short) in NAMES:  # noqa: SIM118  # an enum wrapper is not a dict
         return Dt.Value(short)
     try:
         return number_of_array(np.empty(0, np.dtype(dtype)))
@@ -103,7 +108,7 @@ def dtype_number(dtype: DtypeLike) -> int:
 
 
 def numpy_dtype(number: int) -> np.dtype[Any]:
-    """The NumPy dtype of an element type; `object` for strings. `ValueError` where NumPy has none."""
+    """Returns the NumPy dtype of an element type, `object` for strings. Raises `ValueError` if there is none."""
     dtype = _BY_NUMBER.get(without_ref(number))
     if dtype is None:
         raise ValueError(f"{dtype_name(number)} has no values that could be sent")
@@ -111,7 +116,7 @@ def numpy_dtype(number: int) -> np.dtype[Any]:
 
 
 def number_of_array(array: Array) -> int:
-    """The element type of an array; strings of any kind are DT_STRING. `ValueError` where there is none."""
+    """Returns the element type of an array, DT_STRING for all strings. Raises `ValueError` if there is none."""
     if array.dtype.kind in "SUOT":
         return Dt.DT_STRING
     number = _BY_DTYPE.get(array.dtype.newbyteorder("="))
@@ -121,10 +126,14 @@ def number_of_array(array: Array) -> int:
 
 
 def to_message(array: Any, dtype: DtypeLike = None) -> Tensor:
-    """A tensor with an array's values.
+    """Returns a tensor message with the values of an array.
 
-    array: any array, of any memory order and byte order; strings as `object` (bytes or str), `S` or `U`.
-    dtype: needed for quantised types only, whose arrays are plain integers.
+    Args:
+        array: An array of any shape, memory order and byte order; strings as `object` (bytes or str), `S` or `U`.
+        dtype: Element type; needed only for quantised types, whose arrays hold plain integers.
+
+    Raises:
+        ValueError: The array does not have this element type, or its dtype has no element type.
     """
     values = np.asarray(array)
     number = number_of_array(values) if dtype is None else dtype_number(dtype)
@@ -138,7 +147,10 @@ def to_message(array: Any, dtype: DtypeLike = None) -> Tensor:
 
 
 def write_message(message: Tensor, array: Array) -> None:
-    """Like `to_message`, into an empty message that is part of another: a large tensor is copied once less."""
+    """Writes an array into an empty message. Saves one copy of a large tensor if the message is part of another one.
+
+    Raises `ValueError` if the array's dtype has no element type.
+    """
     _write(message, array, number_of_array(array))
 
 
@@ -154,19 +166,22 @@ def _write(message: Tensor, values: Array, number: int) -> None:
 
 
 def has_plain_bytes(array: Array) -> bool:
-    """Whether a tensor's values are sent as the array's bytes: numbers of at least one byte each."""
+    """Returns whether messages hold the array's bytes: its elements are numbers of at least one byte."""
     number = number_of_array(array)
     return number != Dt.DT_STRING and number not in _NARROW_INTS
 
 
 def content_of(array: Array) -> memoryview:
-    """The bytes of an array for which `has_plain_bytes` holds, row-major and little-endian; its memory if it is so."""
+    """Returns the row-major little-endian bytes of an array; without a copy if the array has this layout.
+
+    `has_plain_bytes` must be true for the array.
+    """
     flat: Any = np.ascontiguousarray(_little_endian(array)).reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
 def is_little_endian(array: Array) -> bool:
-    """Whether the array's elements have the byte order that messages have."""
+    """Returns whether the array's elements are little-endian, as in messages."""
     order = array.dtype.byteorder
     return order != ">" and (order != "=" or np.little_endian)
 
@@ -176,10 +191,15 @@ def _little_endian(values: Array) -> Array:
 
 
 def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | None = None) -> Array:
-    """The values of a tensor, in its shape; strings as an `object` array of bytes.
+    """Converts a tensor message to an array of the same shape; strings become an `object` array of bytes.
 
-    The array may share the message's memory and then is read-only; `writable` copies it where needed.
-    `content`: what the message's `tensor_content` would be, where it is not in there.
+    Args:
+        message: The tensor.
+        writable: Copies the values if the array would be read-only because it shares memory with the message.
+        content: Replaces `tensor_content` if the bytes are not in the message.
+
+    Raises:
+        ValueError: The shape is not known, or the values do not fit the shape and element type.
     """
     number = message.dtype
     if not number and message.HasField("packed"):
@@ -187,7 +207,7 @@ def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | N
     dtype = numpy_dtype(number)
     shape = known_shape(message.tensor_shape)
     count = math.prod(shape)
-    # Each look at a bytes field copies it.
+    # Read the field once: each access to a bytes field copies it.
     values = content or message.tensor_content
     if values:
         if number == Dt.DT_STRING:
@@ -204,21 +224,21 @@ def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | N
 
 
 def shape_message(shape: Iterable[int | None] | None) -> TensorShape:
-    """A shape; None for an unknown dimension, or for an unknown rank."""
+    """Returns a shape message; None is an unknown size, or an unknown rank in place of the sizes."""
     if shape is None:
         return TensorShape(unknown_rank=True)
     return TensorShape(dim=[TensorShape.Dim(size=-1 if size is None else int(size)) for size in shape])
 
 
 def shape_tuple(shape: TensorShape) -> tuple[int | None, ...] | None:
-    """The inverse of `shape_message`."""
+    """Returns the sizes of a shape message, as the inverse of `shape_message`."""
     if shape.unknown_rank:
         return None
     return tuple(None if dim.size < 0 else dim.size for dim in shape.dim)
 
 
 def known_shape(shape: TensorShape) -> tuple[int, ...]:
-    """The sizes of a shape. `ValueError` where one is not known."""
+    """Returns the sizes of a shape. Raises `ValueError` if a size or the rank is unknown."""
     sizes = tuple(dim.size for dim in shape.dim)
     if shape.unknown_rank or any(size < 0 for size in sizes):
         raise ValueError("a tensor's shape must be known")
@@ -263,7 +283,7 @@ def _listed_values(message: Tensor, dtype: np.dtype[Any]) -> Array:
 
 
 def _filled(values: Array, count: int, dtype: np.dtype[Any], name: str) -> Array:
-    """`values` stretched to `count`: the last one fills the rest, none at all is zeros."""
+    """Returns `count` values: the last of `values` fills the rest; zeros (or empty strings) if there are none."""
     if len(values) > count:
         raise ValueError(f"{len(values)} values are more than the {count} of {name} that the shape has")
     if len(values) == count:
@@ -280,9 +300,15 @@ def _filled(values: Array, count: int, dtype: np.dtype[Any], name: str) -> Array
 
 
 def from_value(value: Any, number: int) -> Array:
-    """A Python number, string or nested list as an array of the wanted element type.
+    """Converts a Python number, string or nested list to an array of an element type.
 
-    `ValueError` where that would lose something: floats for an integer type, numbers out of range, ragged lists.
+    Args:
+        value: The number, string, nested list or array.
+        number: The element type (`Dt`).
+
+    Raises:
+        ValueError: The conversion would lose information (floats to an integer type, numbers out of range), or the list
+            is ragged.
     """
     dtype = numpy_dtype(number)
     natural = natural_array(value)
@@ -301,15 +327,15 @@ def from_value(value: Any, number: int) -> Array:
 
 
 def natural_array(value: Any) -> Array:
-    """What NumPy makes of a value; strings as an `object` array. Raises `RaggedError`."""
+    """Converts a value to an array with NumPy's type rules; strings become an `object` array. Raises `RaggedError`."""
     try:
         array = np.asarray(value)
     except UnicodeDecodeError:
-        # Bytes beside str, which NumPy would decode.
+        # The list has bytes and str; NumPy tries to decode the bytes.
         return np.asarray(value, object)
     except ValueError:
         raise RaggedError("the list is ragged: rows differ in length") from None
-    # NumPy's own string types drop trailing zero bytes.
+    # Use `object`: NumPy's string types drop trailing zero bytes.
     return np.asarray(value, object) if array.dtype.kind in "SU" else array
 
 
@@ -338,13 +364,13 @@ def _fits(natural: Array, kind: str, dtype: np.dtype[Any]) -> bool:
 
 
 def _numeric_kind(dtype: np.dtype[Any]) -> str:
-    """`b`, `i`, `u`, `f` or `c`; the narrow types of ml_dtypes are what they say, though NumPy calls them opaque."""
+    """Returns `b`, `i`, `u`, `f` or `c`; types of ml_dtypes, which NumPy reports as `V`, are classified by name."""
     if dtype.kind != "V":
         return dtype.kind
     return "i" if dtype.name.startswith("int") else "u" if dtype.name.startswith("uint") else "f"
 
 
 def _range_of(dtype: np.dtype[Any]) -> tuple[int, int]:
-    # NumPy's own iinfo does not know the narrow types.
+    # np.iinfo does not support the narrow types of ml_dtypes.
     info: Any = cast(Any, ml_dtypes.iinfo)(dtype)
     return int(info.min), int(info.max)

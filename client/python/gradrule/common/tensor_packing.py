@@ -1,6 +1,6 @@
-"""Tensors in fewer bytes: float32 rounded to bfloat16, bytes compressed with Zstandard.
+"""Packs tensors into fewer bytes: rounds float32 to bfloat16 and compresses bytes with Zstandard.
 
-The client and the engine both pack and unpack here; the front end passes packed bytes on as they are.
+The client and the engine use this module; the front end forwards packed bytes unchanged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gradrule.v1 import tensor_pb2
 from gradrule.v1.tensor_pb2 import COMPRESSION_UNSPECIFIED, COMPRESSION_ZSTD, Dt, PackedTensor
 
 MIN_COMPRESSED_BYTES = 1024
-"""Smaller contents are not compressed: little would be gained."""
+"""Size in bytes below which contents are not compressed, because compression would save little."""
 
-# Higher levels take twice the time and make floats no smaller, see docs/guide/compression.md.
+# Higher levels take twice the time and do not make floats smaller; see docs/guide/compression.md.
 _LEVEL = 1
 _PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
 _CONTENT = PackedTensor.CONTENT_FIELD_NUMBER
@@ -30,26 +30,31 @@ _CONTENT = PackedTensor.CONTENT_FIELD_NUMBER
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How tensors are packed. zstd: contents are compressed. bfloat16: float32 elements are rounded to bfloat16."""
+    """Selects how tensors are packed.
+
+    Attributes:
+        zstd: Whether contents are compressed with Zstandard.
+        bfloat16: Whether float32 elements are rounded to bfloat16.
+    """
 
     zstd: bool = False
     bfloat16: bool = False
 
     def message(self) -> tensor_pb2.Packing:
-        """Returns the message that asks for answers packed so."""
+        """Returns the request message that selects this packing for the response."""
         compression = COMPRESSION_ZSTD if self.zstd else COMPRESSION_UNSPECIFIED
         return tensor_pb2.Packing(compression=compression, float32_as_bfloat16=self.bfloat16)
 
 
 class Packed(NamedTuple):
-    """A packed tensor: the bytes of its `Tensor` message in two parts, of which the second is the content."""
+    """Holds the bytes of a packed `Tensor` message in two parts: the head and the content."""
 
     head: bytes
     content: wire_format.Part
 
 
 def packing_of(message: tensor_pb2.Packing) -> Packing | None:
-    """Returns what a request asks for; None where that is nothing. Raises `ValueError`."""
+    """Returns the packing that a request selects; None for no packing. Raises `ValueError` for unknown compressions."""
     if message.compression not in (COMPRESSION_UNSPECIFIED, COMPRESSION_ZSTD):
         raise ValueError(f"the compression {message.compression} is unknown; known is {COMPRESSION_ZSTD} (zstd)")
     packing = Packing(message.compression == COMPRESSION_ZSTD, message.float32_as_bfloat16)
@@ -57,19 +62,28 @@ def packing_of(message: tensor_pb2.Packing) -> Packing | None:
 
 
 def has_zstd() -> bool:
-    """Returns whether the package for Zstandard is installed."""
+    """Returns whether the package `zstandard` is installed."""
     return find_spec("zstandard") is not None
 
 
 def pack(number: int, array: tensor_codec.Array, packing: Packing) -> Packed | None:
-    """Returns a tensor of an element type in packed form; None where that would not be smaller."""
+    """Packs an array.
+
+    Args:
+        number: Element type (`Dt`) of the tensor.
+        array: Its values, of any shape.
+        packing: How to pack them.
+
+    Returns:
+        The packed tensor; None if it would not be smaller.
+    """
     if not (array.nbytes and tensor_codec.has_plain_bytes(array)):
         return None
     shape = np.shape(array)
     message = PackedTensor(dtype=as_dt(number), shape=tensor_codec.shape_message(shape))
     if packing.bfloat16 and number == Dt.DT_FLOAT:
         message.content_dtype = Dt.DT_BFLOAT16
-        # Values too large for bfloat16 become infinite, of which NumPy would warn.
+        # Disable NumPy's warning about values that are too large for bfloat16 and become infinite.
         with np.errstate(over="ignore", invalid="ignore"):
             array = array.astype(ml_dtypes.bfloat16)
     content = tensor_codec.content_of(array)
@@ -86,7 +100,7 @@ def pack(number: int, array: tensor_codec.Array, packing: Packing) -> Packed | N
 
 
 def pack_feeds(request: Message, packing: Packing) -> None:
-    """Packs the tensors of a call's `NamedTensor` fields, where they lie."""
+    """Packs the tensors in the `NamedTensor` fields of a request, in place."""
     for field in ("feeds", "grad_ys", "tangents", "vectors"):
         for item in getattr(request, field, ()):
             if item.value.HasField("inline_tensor") and not item.value.inline_tensor.HasField("packed"):
@@ -97,13 +111,21 @@ def pack_feeds(request: Message, packing: Packing) -> None:
 
 
 def unpack_all(message: Message, *, keep_bfloat16: bool) -> None:
-    """Unpacks all packed tensors anywhere in a message, where they lie. Raises `ValueError`."""
+    """Unpacks all packed tensors in a message and in its submessages, in place.
+
+    Args:
+        message: The message.
+        keep_bfloat16: Whether float32 tensors that were rounded to bfloat16 become bfloat16 tensors.
+
+    Raises:
+        ValueError: As `unpack`.
+    """
     if isinstance(message, tensor_pb2.Tensor):
         if message.HasField("packed"):
             message.CopyFrom(tensor_codec.to_message(unpack(message.packed, keep_bfloat16=keep_bfloat16)))
         return
     for field, value in message.ListFields():
-        # Maps hold no tensors that are answers.
+        # Skip maps: no map of a response holds tensors.
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         for part in value if field.is_repeated else (value,):
@@ -111,21 +133,27 @@ def unpack_all(message: Message, *, keep_bfloat16: bool) -> None:
 
 
 def unpacked_bytes(message: PackedTensor) -> int:
-    """Returns the number of bytes that the tensor has unpacked. Raises `ValueError`."""
+    """Returns the size of the unpacked tensor in bytes. Raises `ValueError` if its shape or type is not valid."""
     return math.prod(tensor_codec.known_shape(message.shape)) * tensor_codec.numpy_dtype(message.dtype).itemsize
 
 
 def unpack(
     message: PackedTensor, *, content: wire_format.Part | None = None, keep_bfloat16: bool = False
 ) -> tensor_codec.Array:
-    """Returns the elements of a packed tensor, which may share the memory of its content. Raises `ValueError`.
+    """Unpacks a tensor.
 
-    It takes no more memory than `unpacked_bytes`, whatever the content is; callers bound that.
+    Allocates at most `unpacked_bytes`, for any content; callers check this size against their limit first.
 
     Args:
         message: The packed tensor.
-        content: Its content, where that is not in the message.
-        keep_bfloat16: float32 elements that were rounded to bfloat16 come as bfloat16.
+        content: The packed bytes, if they are not in the message.
+        keep_bfloat16: Whether float32 elements that were rounded to bfloat16 are returned as bfloat16.
+
+    Returns:
+        An array of the tensor's shape; it may share memory with the content.
+
+    Raises:
+        ValueError: The content does not fit the shape and type, is not valid, or needs the package `zstandard`.
     """
     dtype, shape = tensor_codec.numpy_dtype(message.dtype), tensor_codec.known_shape(message.shape)
     stored = dtype
@@ -151,16 +179,16 @@ def unpack(
 
 
 def _decompressed(data: wire_format.Part, size: int) -> bytes:
-    """Returns the content of a Zstandard frame that says that it has `size` bytes. Raises `ValueError`."""
+    """Decompresses a Zstandard frame with a declared size of `size` bytes. Raises `ValueError` for other frames."""
     try:
         import zstandard
     except ImportError:
         raise ValueError(NO_ZSTD) from None
     try:
-        # Nothing is unpacked before the frame's own number of bytes is the right one: that bounds the memory.
-        told = zstandard.frame_content_size(data)
-        if told != size:
-            what = "does not tell how many bytes it has" if told < 0 else f"has {told} bytes"
+        # Compare the frame's declared size before decompressing: this limits the memory.
+        declared = zstandard.frame_content_size(data)
+        if declared != size:
+            what = "does not tell how many bytes it has" if declared < 0 else f"has {declared} bytes"
             raise ValueError(f"the zstd frame {what} unpacked; the tensor takes {size}")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as cause:
@@ -168,4 +196,4 @@ def _decompressed(data: wire_format.Part, size: int) -> bytes:
 
 
 NO_ZSTD = "zstd needs the package zstandard: pip install 'gradrule[zstd]'"
-"""Error message where the package `zstandard` is not installed."""
+"""Error message if the package `zstandard` is not installed."""

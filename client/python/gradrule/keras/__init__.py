@@ -9,7 +9,7 @@
     remote = gr.keras.RemoteLayer(middle, client, overrides={"Sign": "ste_sign"})
     model = keras.Sequential([first, remote, last])
 
-Keras and TensorFlow are imported at the first use of a name that needs them.
+The first use of a name that needs Keras or TensorFlow imports them.
 """
 
 from __future__ import annotations

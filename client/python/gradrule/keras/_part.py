@@ -1,4 +1,4 @@
-"""Traces part of a Keras model to a graph without state: weights and state become inputs, new state an output."""
+"""Traces part of a Keras model to a graph without state: weights and state are inputs, the new state is an output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Spec: TypeAlias = "tuple[str, tuple[int | None, ...] | None]"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Describes an input or output tensor: name in the graph, dtype, static shape."""
+    """Describes an input or output tensor: name in the graph, `tf.DType`, static `tf.TensorShape`."""
 
     name: str
     dtype: Any
@@ -41,9 +41,9 @@ class TracedPart:
         outputs: the part's outputs, new values of `updated`, losses that layers add, masks, in this order.
         structure: structure of the part's outputs.
         n_outputs: number of the part's outputs.
-        updated: indices of the state that a call changes.
+        updated: indices of the state variables that a call changes.
         n_losses: number of losses.
-        masked: indices of the outputs that have a mask.
+        masked: indices of the outputs with a mask.
     """
 
     graph: Graph

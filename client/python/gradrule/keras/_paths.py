@@ -22,8 +22,8 @@ class Site:
     """Describes the subgraph of one call.
 
     Attributes:
-        nodes: names of the nodes that gradients pass, in the graph's order.
-        inputs: tensors that enter the layer, then its weights in the order of their use.
+        nodes: names of the nodes through which gradients flow, in the graph's order.
+        inputs: the layer's input tensors, then its weights in the order of their use.
         outputs: tensors that the layer returns.
         is_op: whether the subgraph is a single node with exactly these inputs.
     """
@@ -67,7 +67,7 @@ class Paths:
         return Site(tuple(nodes), inputs, outputs, len(nodes) == 1 and operands <= set(inputs))
 
     def _between(self, border: set[str], ends: Iterable[str], only_gradients: bool) -> set[str]:
-        """Returns the nodes on paths from the border to the ends; optionally only paths along which gradients exist."""
+        """Returns the nodes on paths from the border to the ends, optionally only on differentiable paths."""
         reached: set[str] = set()
         pending = [user for tensor in border for user in self._users.get(tensor, ())]
         while pending:

@@ -23,7 +23,16 @@ from gradrule.keras._selection import Keyed, overrides_of
 
 @dataclass(slots=True, eq=False)
 class RemoteOptions:
-    """Holds the options of a remote layer. error: the last failure, without TensorFlow's wrapper."""
+    """Holds the options of a remote layer.
+
+    Attributes:
+        client: Returns the client in use.
+        overrides: Overrides within the part, or rules by layer and op type.
+        params: Values of the rules' params by label.
+        no_gradient: Policy for ops without a gradient, as for `client.evaluate`.
+        timeout: Timeout of each request in seconds; None: the client's default.
+        error: The last failure, without TensorFlow's wrapper; None if no call has failed.
+    """
 
     client: Callable[[], Client]
     overrides: Overrides | Keyed | None
@@ -90,7 +99,7 @@ class RemotePart:
         def first_order(*given: Any) -> tuple[list[Any], Callable[..., Any]]:
             def second_order(*_: Any) -> Any:
                 raise NotImplementedError(
-                    "a RemoteLayer gives first derivatives only; gr.trace and the client give further ones"
+                    "a RemoteLayer gives first derivatives only; use gr.trace and the client for higher derivatives"
                 )
 
             return _run(self._backward, given, self._xs()), second_order

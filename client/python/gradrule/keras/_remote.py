@@ -25,7 +25,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
     The weights are Keras variables of the local part: optimizers, checkpoints and summaries see them. Each call sends
     the weights and inputs; the backward pass sends both again with upstream gradients, and gets dense gradients of the
     trainable weights and of the inputs (zeros if the outputs do not depend on them). Moving averages, dropout seeds,
-    losses that layers add, masks and mixed precision work as without the server. A call works eagerly and within
+    losses that layers add, masks and mixed precision work as in a local layer. A call works eagerly and within
     `tf.function`, but not under XLA: Keras drops `jit_compile`. Second derivatives raise `NotImplementedError`.
 
     Saving the model's weights saves the part's weights. Saving the model saves the part, the server's address, and
@@ -64,7 +64,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         name: str | None = None,
         trainable: bool = True,
     ) -> None:
-        # No autocast here: the part casts its inputs itself.
+        # Disable autocast: the part casts its inputs itself.
         super().__init__(name=name, trainable=trainable, dtype="float32", autocast=False)
         if keras.config.backend() != "tensorflow":
             raise UnsupportedError(f"Keras runs on {keras.config.backend()}; RemoteLayer needs its TensorFlow backend")
@@ -77,7 +77,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         self.supports_jit = False
         if not trainable:
             part.trainable = False
-        # In an object of its own because Keras wraps attributes that are dicts and lists.
+        # Use a separate object, because Keras wraps attributes that are dicts and lists.
         self._remote = _Remote(RemoteOptions(lambda: self.client, overrides, params, no_gradient, timeout), client)
 
     @property
@@ -223,7 +223,7 @@ class _Remote:
 
 
 def _spec(tensor: Any) -> tuple[str, tuple[int | None, ...] | None]:
-    """Returns dtype and shape, with unknown batch size so that all sizes share one traced part."""
+    """Returns dtype and shape; the batch size is None, so that all batch sizes share one traced part."""
     shape = None if tensor.shape.rank is None else tuple(tensor.shape)
     return keras.backend.standardize_dtype(tensor.dtype), (None, *shape[1:]) if shape else shape
 

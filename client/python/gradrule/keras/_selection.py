@@ -29,6 +29,9 @@ def layers(model: Any, which: Any = None) -> list[LayerCall]:
         which: a layer's name or path, a glob (`block1_*`; `*` matches within a part between slashes, `**` across
             slashes), a class, a layer, or a list of these; None: all.
 
+    Returns:
+        The calls.
+
     Raises:
         InvalidOverrideError: the model has no such layer.
         InvalidGraphError: the graph was not traced from a Keras model.
@@ -47,17 +50,17 @@ def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Overr
       pattern (`(keras.layers.Dense, ("@linear", "@bias"))`): nodes in the scope of the layer and of nested layers;
     - an op type or group: nodes anywhere.
 
-    A layer as a whole gets its rule like a function under `tf.custom_gradient`: `x, x1, …` are the layer's inputs and
-    then its weights in the order of their use, `y, y1, …` are its outputs. For example, `guided_relu` fits a `ReLU` and
-    an `Activation("relu")`, `lrp_epsilon` fits a `Dense` without activation, and `first(…)` turns a gradient of `x`
-    into a rule for any layer. A layer of a single op is treated as that op, so OP rules fit too. The rule `default`
-    exempts a layer and its ops.
+    The rule of a whole layer has the variables of a function under `tf.custom_gradient`: `x, x1, …` are the layer's
+    inputs and then its weights in the order of their use, `y, y1, …` are its outputs. For example, `guided_relu` is
+    valid for `ReLU` and `Activation("relu")`, `lrp_epsilon` for a `Dense` without activation, and `first(…)` turns a
+    gradient of `x` into a rule for any layer. A layer with a single op is treated as that op, so OP rules are valid
+    too. The rule `default` exempts a layer and its ops.
 
     Args:
         model: the graph that `gr.from_keras` made, or a Keras model. Prefer the graph: names of nodes may differ
-            between inference and training. The overrides fit the same graph after saving or freezing too.
+            between inference and training. The overrides are also valid for the saved or frozen graph.
         rules: a rule or `(rule, params)` for each key.
-        optional: allows that no node on the path from xs to ys matches.
+        optional: raises no error if no node on the path from xs to ys matches.
 
     Returns:
         Overrides for `client.evaluate`, `explain` and `compile`. Labels are the names of layers or classes, and
@@ -183,7 +186,7 @@ def _is_op_type(key: Any, graph: Graph) -> bool:
     known = key.startswith("@") or op_definitions.find(key) is not None or bool(graph.find(op_type=key))
     if known and any(key in (call.path, call.name) for call in graph.layers):
         raise InvalidOverrideError(
-            f"{key!r} is a layer and an op type; say gr.Override(…, op_type={key!r}), or give the layer itself"
+            f"{key!r} is a layer and an op type; use gr.Override(…, op_type={key!r}), or give the layer itself"
         )
     return known
 

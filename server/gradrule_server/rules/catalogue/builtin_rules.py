@@ -22,12 +22,12 @@ class BuiltinRule:
         reference: Its source, a paper or a library.
         aliases: Other names.
         params: Its params.
-        op_types: Ops and groups of ops that it is meant for; it works on others too. Empty: any op.
+        op_types: Ops and groups of ops for which it is intended; other ops may use it too. Empty: any op.
         true_gradient: Whether it is the gradient of those ops, up to rounding, except at single points that the
             description names.
-        formula: What it computes, for people. The formula of code is written like an expression, in which `vjp(v)` is
-            the op's own gradient of its input for the upstream gradient v.
-        per_sample: Whether no example can change another's gradient; given for code only.
+        formula: The formula in documentation. For code of the engine it is written like an expression, in which
+            `vjp(v)` is the op's own gradient of its input for the upstream gradient v.
+        per_sample: Whether the gradient of an example never depends on other examples; set for code only.
     """
 
     name: str
@@ -45,7 +45,7 @@ class BuiltinRule:
         if self.expression is None and not self.formula:
             raise ValueError(f"the rule {self.name!r} is code and lacks a formula for people")
         if self.expression is not None:
-            # Parse the expression here, so that an invalid row is an error at the start, not at its first use.
+            # Parse the expression here, so that an invalid row stops the start of the server, not its first use.
             object.__setattr__(self, "formula", self.expression)
             object.__setattr__(self, "per_sample", self.content.per_sample)
 

@@ -1,8 +1,9 @@
 """Lists rules of layer-wise relevance propagation: dy is the relevance of an op's outputs, dx that of its data input.
 
-In the formulas, `vjp(v)` is Wᵀv, the linear op's own gradient of x; with other weights it is `vjp(v; weights)`, and
-`op(v; weights)` is the op applied to v. `st(z)` is z kept off 0: z + eps where z >= 0, else z - eps. `pos` and `neg`
-are the parts above and below 0. A layer is a linear op, or the pair of it and the addition of its bias b (else b = 0).
+In the formulas, `vjp(v)` is Wᵀv, the linear op's own gradient of x; `vjp(v; weights)` is the same with other weights,
+and `op(v; weights)` is the op applied to v. `st(z)` keeps z away from 0: z + eps where z >= 0, else z - eps. `pos` and
+`neg` are the parts above and below 0. A layer is a linear op without a bias (b = 0), or a linear op and the addition of
+its bias b.
 """
 
 from __future__ import annotations

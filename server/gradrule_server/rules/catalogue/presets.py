@@ -41,7 +41,7 @@ class Preset:
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
-        """The params of its rules, each name once, with the preset's values as defaults; None: no default."""
+        """The params of its rules, each name once, with the preset's values as defaults."""
         found: dict[str, Param] = {}
         for override in self.overrides:
             if override.rule == OWN_GRADIENT:
@@ -66,7 +66,7 @@ class Presets:
                 if name in self._by_name:
                     raise ValueError(f"the name {name!r} of the preset {preset.name!r} is taken")
                 self._by_name[name] = preset
-            # Compute the params here, so that an invalid preset is an error at the start, not at its first use.
+            # Compute the params here, so that an invalid preset stops the start of the server, not its first use.
             _ = preset.params
 
     def __iter__(self) -> Iterator[Preset]:
@@ -100,7 +100,10 @@ def _layers(group: str, rule: str, **params: float) -> tuple[override_pb2.Gradie
 
 
 def _first(group: str, rule: str, **params: float) -> override_pb2.GradientOverride:
-    """Returns an override for the first layers. Only for rules that ignore the bias: a pair could be a later layer."""
+    """Returns an override for the first layers.
+
+    Use it only for rules that ignore the bias: the pattern of a layer and its bias could match a later layer.
+    """
     position = override_pb2.Position(nearest=override_pb2.POSITION_NEAREST_XS)
     return _entry(override_pb2.Selector(op_type=group, position=position), rule, **params)
 

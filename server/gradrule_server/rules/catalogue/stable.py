@@ -1,4 +1,4 @@
-"""Lists rules that are the op's gradient, but stay finite where the usual formula does not."""
+"""Lists rules that compute the gradient of an op and stay finite where the usual formula does not."""
 
 from __future__ import annotations
 

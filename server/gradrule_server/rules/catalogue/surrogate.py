@@ -1,6 +1,6 @@
-"""Lists surrogate gradients of spiking networks: the forward op is a step at 0, x is potential minus threshold.
+"""Lists surrogate gradients of spiking networks: the forward op is a step at 0; x is potential minus threshold.
 
-dx is dy times a factor. The forward op, not the rule, determines the value of the step at 0.
+Each dx is dy times a factor. The forward op, not the rule, determines the value of the step at 0.
 """
 
 from __future__ import annotations

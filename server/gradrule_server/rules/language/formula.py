@@ -55,7 +55,7 @@ class Formula:
 
     @cached_property
     def per_sample(self) -> bool:
-        """Whether no example along axis 0 can change another's gradient. A negative axis counts as axis 0."""
+        """Whether the gradient of an example along axis 0 never depends on other examples. Negative axes count as 0."""
         return not any(isinstance(part, Call) and _mixes_samples(part) for part in self._parts)
 
     @cached_property
@@ -95,7 +95,7 @@ def _mixes_samples(call: Call) -> bool:
 
 
 def _check_truth_values(text: str, call: Call) -> None:
-    """Refuses numbers in place of truth values, as far as that is known without an op."""
+    """Refuses numbers in place of truth values, where they can be recognised without an op."""
     if call.function in LOGIC or call.function in ("any", "all"):
         wanted = call.arguments
     elif call.function == "where":
@@ -112,7 +112,7 @@ def _check_truth_values(text: str, call: Call) -> None:
 
 
 def _check_seed(text: str, call: Call) -> None:
-    """Refuses a seed that depends on variables: it must be one number, which the caller knows."""
+    """Refuses a seed that depends on variables, because a seed must be one number that the caller knows."""
     if call.function not in RANDOM:
         return
     seed = call.arguments[1]

@@ -1,6 +1,6 @@
 """Lists the functions and operators of the language with their ops, arguments and element types.
 
-The key of an operator is its symbol, of unary minus `-v`, of a chain of comparisons `compare`.
+Operators have their symbol as key, unary minus has `-v`, and a chain of comparisons has `compare`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Elementwise:
     Attributes:
         op: The op type.
         domain: Accepted element types.
-        fold: Computes the function of float64 constants; None: TensorFlow computes it.
+        fold: Computes the function for float64 constants; None: TensorFlow computes it.
         gives_bool: Whether the result is bool.
-        wide: Whether there is no kernel for bfloat16, which is then computed in float32.
+        wide: Whether bfloat16 is computed in float32, because the op has no kernel for bfloat16.
     """
 
     op: str
@@ -56,8 +56,8 @@ class Function:
     Attributes:
         name: Its name.
         usage: A call, which errors show.
-        least: Least number of positional arguments.
-        most: Most positional arguments; None: any number.
+        least: Smallest number of positional arguments.
+        most: Largest number of positional arguments; None: no limit.
         axis: Whether `axis` may be the second positional argument; None: there is no axis.
     """
 
@@ -146,7 +146,7 @@ COMPARISONS: Mapping[str, Elementwise] = {
 
 LOGIC = frozenset({"and", "or", "not"})
 
-# Functions that have the meaning of an operator.
+# Functions that mean the same as an operator.
 SPELLINGS: Mapping[str, str] = {"pow": "**", "mod": "%", "floordiv": "//"}
 
 # Reductions: op, element types; `any` and `all` take bool.

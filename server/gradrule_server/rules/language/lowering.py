@@ -225,7 +225,7 @@ class Lowering:
         return _SPECIAL[function](self, arguments)
 
     def elementwise(self, row: Elementwise, values: Sequence[Value], function: str) -> Value:
-        """Adds an elementwise op; of constants alone returns the computed constant."""
+        """Adds an elementwise op; if all values are constants, computes the result instead."""
         constants = [value.constant for value in values]
         if row.fold is not None and all(constant is not None for constant in constants):
             # TensorFlow returns inf and nan without a warning, so NumPy must not warn either.
@@ -295,7 +295,7 @@ class Lowering:
             )
         common = common_dtype(branches, self.x_dtype, keep_bool=True)
         dtype = Dt.DT_DOUBLE if common is None else common
-        # A choice between two literals gets the type of x at once, because float64 would not be more precise.
+        # A choice between two literals gets the type of x here: float64 would not be more precise.
         weak = common is None
         if weak and any(not source.startswith("param/") for source in condition.sources):
             dtype, weak = self.x_dtype, False
@@ -308,7 +308,7 @@ class Lowering:
         return self._binary("minimum", [self._binary("maximum", [value, low]), high])
 
     def _draw(self, op: str, values: Sequence[Value]) -> Value:
-        """Adds random numbers; equal calls give the same numbers, so that a formula can use its noise twice."""
+        """Adds random numbers; equal calls give the same numbers, so that a formula can use the same noise twice."""
         salt = self.inputs[random_numbers.SALT] = random_numbers.salt(self.builder)
         number = self._draws.setdefault((op, self._each, *values), len(self._draws))
         return random_numbers.draw(self, op, values[0], values[1], salt, number)
@@ -350,7 +350,7 @@ class Lowering:
         return Value(real, self.builder.add(op, value.tensor or "", T=value.dtype, Tout=real), sources=value.sources)
 
     def _part(self, op: str, value: Value) -> Value:
-        """Adds the real or imaginary part; of a real value these are the value itself and zeros."""
+        """Adds the real or imaginary part; for a real value, these are the value itself and zeros."""
         value = self.numeric(value)
         if value.dtype in dtypes.COMPLEX:
             return self._of_complex(op, value)

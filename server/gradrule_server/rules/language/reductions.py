@@ -1,7 +1,7 @@
 """Adds nodes for functions along axes: reductions, norm, size, softmax and sum_to.
 
-Ranks are not known when the graph is built, so that whole tensors are flattened, and "sample" and "channel" axes are
-computed when the graph runs.
+Ranks are unknown when the graph is built. So reductions of all axes flatten the tensor, and "sample" and "channel" axes
+are computed when the graph runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradrule_server.rules.language.values import TypeConflictError, Value, coer
 _INT64 = Dt.DT_INT64
 _INT32 = Dt.DT_INT32
 
-# TensorFlow's error for a scalar shows the name of the node, so that name says what is wrong.
+# TensorFlow's error for a scalar shows the name of the node, so the name describes the error.
 _AXES_NODES = {"sample": "axis_sample_wants_rank_1_or_more", "channel": "axis_channel_wants_rank_1_or_more"}
 
 
@@ -127,7 +127,7 @@ def sum_to(context: Context, value: Value, like: Value) -> Value:
     wanted = builder.add("Shape", like_tensor, T=like_dtype, out_type=_INT32)
     axes = builder.add("BroadcastGradientArgs", wanted, shape, T=_INT32)
     total = builder.add("Sum", tensor, axes, T=dtype, Tidx=_INT32, keep_dims=False)
-    # TensorFlow's error shows the name of the node, so that name says what is wrong.
+    # TensorFlow's error shows the name of the node, so the name describes the error.
     summed = builder.add("Reshape", total, wanted, name="sum_to_shape_of_like", T=dtype, Tshape=_INT32)
     return Value(dtype, summed, sources=like.sources)
 
@@ -157,7 +157,7 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
     builder = context.builder
     types: dict[str, Any] = {} if dtype == Dt.DT_BOOL else {"T": dtype}
     if axes.kind == "all":
-        # Flatten the tensor, so that the result has the known rank 0 whatever the rank of the tensor is.
+        # Flatten the tensor, so that the result has rank 0 for tensors of any rank.
         if value.sources:
             tensor = builder.add("Reshape", tensor, builder.constant([-1], _INT32), T=dtype, Tshape=_INT32)
             indices = builder.constant(0, _INT32)

@@ -16,7 +16,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable: `x1` has family `x` and index 1. `bare`: written without an index, which `each` sets."""
+    """A variable: `x1` has family `x` and index 1. `bare`: whether the index is omitted; `each` then sets it."""
 
     family: str
     index: int

@@ -20,8 +20,9 @@ class Value:
         dtype: Its element type.
         tensor: The tensor; None for a constant.
         constant: The constant.
-        weak: Whether it is made of literals and params only, and so takes the type of values that it is combined with.
-        sources: From what the shape is broadcast; empty for rank 0. `reduced/x0` is a shape that broadcasts to x0's.
+        weak: Whether it consists of literals and params only, so that it gets the type of values it is combined with.
+        sources: The sources from which the shape is broadcast; empty for rank 0. `reduced/x0` is the shape of x0 with
+            some axes of size 1.
     """
 
     dtype: int
@@ -36,7 +37,7 @@ class Value:
 
 
 class TypeConflictError(Exception):
-    """Values cannot be combined; the text says why and what to write."""
+    """Values cannot be combined; the message says why and what to write instead."""
 
 
 def number(value: float) -> Value:

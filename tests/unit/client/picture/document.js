@@ -71,7 +71,7 @@ function shown() {
     if (element.name === "path") edges.push([element.attributes.class, element.attributes.d]);
   }
   const texts = [...page.elements.space.all()].filter((each) => each.name === "text").map((each) => each.textContent);
-  const told = page.elements.told.children.map((each) => each.textContent);
+  const told = page.elements.details.children.map((each) => each.textContent);
   const names = [...new Set([...page.elements.space.all()].map((each) => each.name))];
   return { boxes, edges, texts, told, names, found: page.elements.found.textContent,
     focused: page.focused && page.focused.getAttribute("data-box"), moved: page.elements.space.attributes.transform };
