@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +23,7 @@ from gradrule_server.front.sockets import Peer, close_connection
 from gradrule_server.identity import Authenticator
 from tests.battery import wire
 from tests.battery.unfinished import send_unfinished
+from tests.descriptors import count_descriptors
 from tests.unit.front.pipelines import FakeTenants, create_admission
 
 CHECK = "/grpc.health.v1.Health/Check"
@@ -297,6 +297,6 @@ async def test_watchers_of_one_connection_are_limited() -> None:
 def test_searching_for_a_connection_leaves_no_descriptors() -> None:
     """Most descriptors of the process are no sockets."""
     with tempfile.TemporaryFile():
-        before = len(os.listdir("/proc/self/fd"))
+        before = count_descriptors()
         assert not close_connection("ipv4:192.0.2.1:1234")
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert count_descriptors() == before

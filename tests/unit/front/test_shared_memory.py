@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 import struct
 import threading
@@ -23,6 +22,7 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.quotas import Quota
+from tests.descriptors import count_descriptors
 
 _MEBIBYTE = 1 << 20
 
@@ -155,7 +155,7 @@ def test_two_calls_at_once_never_write_their_answers_into_one_region() -> None:
 def test_keys_of_a_tenant_are_limited_and_closing_leaves_nothing() -> None:
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
-        before = len(os.listdir("/proc/self/fd"))
+        before = count_descriptors()
         with sharing(around) as memories:
             for _ in range(40):
                 memories.issue_keys(caller)
@@ -163,7 +163,7 @@ def test_keys_of_a_tenant_are_limited_and_closing_leaves_nothing() -> None:
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             connection.close()
         assert around.entered == 0
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert count_descriptors() == before
 
     asyncio.run(run())
 
@@ -259,7 +259,7 @@ def test_memory_is_released_as_soon_as_a_thread_can_start(monkeypatch: pytest.Mo
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
         with sharing(around) as memories:
-            before = len(os.listdir("/proc/self/fd"))
+            before = count_descriptors()
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             with no_threads(monkeypatch) as start:
                 connection.close()
@@ -267,7 +267,7 @@ def test_memory_is_released_as_soon_as_a_thread_can_start(monkeypatch: pytest.Mo
                 assert caller.tenant.quotas["shared_bytes"].used == 64 * _MEBIBYTE
             await _until(lambda: not caller.tenant.quotas["shared_bytes"].used)
             assert around.entered == 0
-            assert len(os.listdir("/proc/self/fd")) == before
+            assert count_descriptors() == before
 
     asyncio.run(run())
 
@@ -292,7 +292,7 @@ def test_connections_wait_until_a_thread_can_start(monkeypatch: pytest.MonkeyPat
 def test_closing_releases_memory_that_waits_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         around, caller = Counters(), caller_of("a")
-        before = len(os.listdir("/proc/self/fd"))
+        before = count_descriptors()
         with sharing(around) as memories:
             connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
             with no_threads(monkeypatch) as start:
@@ -300,6 +300,6 @@ def test_closing_releases_memory_that_waits_for_a_thread(monkeypatch: pytest.Mon
                 await _until(lambda: bool(start.call_count))
         assert around.entered == 0
         assert caller.tenant.quotas["shared_bytes"].used == 0
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert count_descriptors() == before
 
     asyncio.run(run())

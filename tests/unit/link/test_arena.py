@@ -16,6 +16,7 @@ from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas, Chunk, Incomi
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Frame, FrameSocket, Kind, pack_header, pack_place
+from tests.descriptors import count_descriptors
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SIZE = 256 * _PAGE
@@ -242,10 +243,10 @@ async def test_memory_falls_once_nothing_large_has_come_for_a_while(monkeypatch:
 
 
 async def test_descriptors_are_as_before_when_a_connection_ends() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = count_descriptors()
     async with _linked() as link:
         work = link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))
         await link.received()
-        assert len(os.listdir("/proc/self/fd")) > before
+        assert count_descriptors() > before
         work.answer.cancel()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert count_descriptors() == before
