@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from gradrule.common import wire_format
-from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_known_call

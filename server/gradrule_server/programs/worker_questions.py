@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.messages import fault_message
+from gradrule_server.link.request_scheduler import EngineRequest
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rule_entries import RuleEntry

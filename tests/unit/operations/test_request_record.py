@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.operations.request_record import (
+    EngineRun,
     ObservedRequest,
     Observer,
     RequestRecord,
@@ -161,11 +162,12 @@ def test_compile_time_is_measured() -> None:
     assert request.compile_started_ns == first > 0
 
 
-def recorded(record: object, *arguments: object) -> RequestRecord:
+def recorded(record: object, *arguments: object) -> tuple[int, EngineRun]:
+    """When a request was sent to an engine, and its times there."""
     request = RequestRecord("i", "S/M", 0, peer)
     with ObservedRequest(request, ()):
         record(*arguments)  # type: ignore[operator]
-    return request
+        return request.sent_to_engine_ns, request.engine_run
 
 
 @given(
@@ -186,16 +188,15 @@ def test_timings_of_evaluate_are_read(
         answer.jacobians.add(y="y", x="x").dense.tensor_content = b"\x2a\x02ab" * 50
     answer.timings.queue.FromNanoseconds(queue_ns)
     answer.timings.run.FromNanoseconds(run_ns)
-    request = recorded(record_run, answer.SerializeToString(), 7)
-    assert (request.sent_to_engine_ns, request.engine_run) == (7, (queue_ns, run_ns, device))
+    assert recorded(record_run, answer.SerializeToString(), 7) == (7, (queue_ns, run_ns, device))
 
 
 def test_timings_of_pull_back_are_read() -> None:
     answer = evaluate_pb2.PullBackResponse()
     answer.gradients.add(x="x").dense.tensor_content = b"1234"
     answer.timings.run.FromNanoseconds(9)
-    request = recorded(record_pull_back, answer.SerializeToString(), 3)
-    assert (request.sent_to_engine_ns, request.engine_run.run_ns) == (3, 9)
+    sent_ns, run = recorded(record_pull_back, answer.SerializeToString(), 3)
+    assert (sent_ns, run.run_ns) == (3, 9)
 
 
 def test_last_of_several_fields_counts() -> None:

@@ -1,4 +1,4 @@
-"""Splitting and logging an engine's stderr."""
+"""Tests splitting and logging the stderr of an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from gradrule_server.link.stderr import FatalMessage, LineSplitter, log_stderr
+from gradrule_server.link.fork_server import FatalMessage, LineSplitter, log_stderr
 
 
 def test_lines_that_arrive_in_pieces() -> None:
