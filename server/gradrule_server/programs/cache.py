@@ -12,7 +12,7 @@ from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.programs.call_structure import CallStructure
-from gradrule_server.programs.compiled import RunnableProgram
+from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.engine_cache import Load
 from gradrule_server.recovery.crash_history import HistoryRecorder
 

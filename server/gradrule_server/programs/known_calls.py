@@ -12,7 +12,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_known_call
 from gradrule_server.programs.cache import KnownCall, ProgramCache, StoredKey
 from gradrule_server.programs.call_structure import CallStructure
-from gradrule_server.programs.compiled import RunnableProgram
+from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.loaded import Load, LoadedPrograms
 from gradrule_server.programs.run_modes import settings_of
 from gradrule_server.recovery.crash_history import HistoryRecorder

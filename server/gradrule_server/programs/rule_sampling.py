@@ -12,9 +12,9 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.messages import sampled_gradient
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.preparer import RegistryLookup
 from gradrule_server.programs.run_modes import RunOnce
 from gradrule_server.programs.service import ProgramService
-from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.registry.rules import RuleRegistry
 
 _INPUT = re.compile(r"x([0-9]*)")

@@ -24,14 +24,12 @@ from gradrule_server.operations.request_record import record_run, timing_compila
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import InlineKey, ProgramCache, SpecDigests, StoredKey
 from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, call_shape, memory_use, structure_of
-from gradrule_server.programs.compiled import RunnableProgram
-from gradrule_server.programs.compiler import Compiler
+from gradrule_server.programs.compiler import Compiler, RunnableProgram
 from gradrule_server.programs.known_calls import KnownCalls
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.preparer import Preparer
+from gradrule_server.programs.preparer import Preparer, RegistryLookup
 from gradrule_server.programs.run_modes import ProcessRef, RunForward, RunMode, RunOnce, may_batch
 from gradrule_server.programs.stored_programs import StoredPrograms
-from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore

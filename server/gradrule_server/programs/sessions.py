@@ -21,7 +21,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, value_fault
 from gradrule_server.programs.cache import SessionKey
 from gradrule_server.programs.call_structure import call_shape
-from gradrule_server.programs.compiled import RunnableProgram
+from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.run_modes import ProcessRef, RunInSession
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.quotas import Quota

@@ -9,7 +9,7 @@ import pytest
 from gradrule.v1 import program_pb2
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import InlineKey, KnownCall, ProgramCache, StoredKey
-from gradrule_server.programs.compiled import RunnableProgram
+from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.stored_programs import DeletedNames
 from gradrule_server.recovery.crash_history import CrashHistory, HistoryRecorder
