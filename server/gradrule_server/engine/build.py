@@ -12,13 +12,13 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.backward import TwoPartProgram
+from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.gradient_cache import GradientCache
 from gradrule_server.engine.graph_call import graph_call
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.memory_check import MemoryCheck
 from gradrule_server.engine.memory_estimate import bytes_of, estimate_need
-from gradrule_server.engine.op_checks import check_ops
 from gradrule_server.engine.program import BuiltProgram, Input, ParamInput
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors

@@ -9,8 +9,8 @@ from typing import TypeVar
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.memory import memory_error
-from gradrule_server.engine.runtime_checks import failed_check
 from gradrule_server.errors import error
 
 _STACK = re.compile(

@@ -11,8 +11,8 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.engine.build import build
+from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.derivatives import DENSE, NOT_DIFFERENTIABLE, SPARSE, UNCONNECTED
-from gradrule_server.engine.runtime_checks import failed_check
 from gradrule_server.errors import GradruleError
 from tests.service.answers import assert_close
 from tests.service.derivative_cases import CASES, FEEDS, RTOL, VX, Local, X, graph_of
