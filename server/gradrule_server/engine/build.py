@@ -17,8 +17,8 @@ from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.gradient_cache import GradientCache
 from gradrule_server.engine.graph_call import graph_call
 from gradrule_server.engine.graph_import import tensor_name
-from gradrule_server.engine.memory_check import MemoryCheck
-from gradrule_server.engine.memory_estimate import bytes_of, estimate_need
+from gradrule_server.engine.memory import MemoryCheck
+from gradrule_server.engine.memory_estimate import estimate_need, static_bytes
 from gradrule_server.engine.program import BuiltProgram, Input, ParamInput
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
@@ -119,7 +119,8 @@ def _build(
     built.function = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
     if not request.trusted:
         check_ops(built.function.graph)
-    built.memory_check = MemoryCheck(built.function, request.memory_limit)
+    memory_check = MemoryCheck(built.function, request.memory_limit)
+    built.memory_check = memory_check if memory_check.depends_on_call else None
     returned = {id(tensor) for tensor in built.function.graph.outputs}
     arguments = built.function.graph.inputs[: len(built.inputs)]
     built.small = "calling-thread" not in disabled_fast_paths and _is_small(built.function.graph)
@@ -234,5 +235,5 @@ def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) ->
 
 def _most_bytes(graph: tf_private.RecordingGraph, outputs: Sequence[tf.Tensor]) -> int:
     """Returns the bytes of all tensors of the program; reused gradients count each time."""
-    repeated = sum(bytes_of(tensor) for op in graph.made for tensor in op.outputs)
+    repeated = sum(static_bytes(tensor) for op in graph.made for tensor in op.outputs)
     return estimate_need(graph, outputs, sys.maxsize).size + repeated

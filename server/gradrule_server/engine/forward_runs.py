@@ -16,7 +16,7 @@ from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.build import shape_from
 from gradrule_server.engine.derivatives import WIDTHS
 from gradrule_server.engine.large_tensors import LargeTensors
-from gradrule_server.engine.memory import saved_bytes
+from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram, Input
 from gradrule_server.engine.response_writer import write_gradient, write_tensor
 from gradrule_server.engine.run import check_size, execute, packing_of, set_timings

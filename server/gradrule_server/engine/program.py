@@ -12,7 +12,7 @@ from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.graph_call import GraphCall
 from gradrule_server.engine.jit.choice import JitChoice
-from gradrule_server.engine.memory_check import MemoryCheck
+from gradrule_server.engine.memory import MemoryCheck
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.link.v1 import link_pb2
 

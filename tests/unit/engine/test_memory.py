@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.engine import memory
-from gradrule_server.engine.memory import memory_error, saved_bytes
+from gradrule_server.engine.memory import memory_error
+from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.tf_errors import out_of_memory
 from tests.service.derivative_cases import CASES, W, graph_of
 from tests.unit.engine.building import arguments, prepared, split
@@ -33,7 +34,7 @@ def test_errors_that_report_missing_memory_are_recognised(cause: tf.errors.OpErr
 
 @pytest.mark.parametrize(("limit", "words"), [(2**31, "2147483648 bytes"), (0, "the machine's memory")])
 def test_memory_error_names_the_limit(monkeypatch: pytest.MonkeyPatch, limit: int, words: str) -> None:
-    monkeypatch.setattr(memory._Bound, "bytes", limit)
+    monkeypatch.setattr(memory._ProcessLimit, "bytes", limit)
     found = memory_error("40 GB of zeros")
     assert found.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
     assert words in found.message
