@@ -12,9 +12,8 @@ import tensorflow as tf
 from gradrule.common import tensor_codec, tensor_packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.graph_call import as_array
 from gradrule_server.engine.large_tensors import LargeTensors
-from gradrule_server.engine.program import BuiltProgram, Input
+from gradrule_server.engine.program import BuiltProgram, Input, as_array
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import FREE_BYTES

@@ -15,11 +15,10 @@ from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.gradient_cache import GradientCache
-from gradrule_server.engine.graph_call import graph_call
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.memory import MemoryCheck
 from gradrule_server.engine.memory_estimate import estimate_need, static_bytes
-from gradrule_server.engine.program import BuiltProgram, Input, ParamInput
+from gradrule_server.engine.program import BuiltProgram, Input, ParamInput, create_graph_call
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
@@ -130,7 +129,7 @@ def _build(
         built.layout = built.two_parts.layout
     else:
         may_use_session = device.startswith("CPU") and "sessions" not in disabled_fast_paths
-        built.call = graph_call(built.function, single_threaded=built.small, may_use_session=may_use_session)
+        built.call = create_graph_call(built.function, single_threaded=built.small, may_use_session=may_use_session)
         built.feed_plan = FeedPlan(built, is_used="feed-plans" not in disabled_fast_paths)
         built.writer = ResponseWriter(built, [tensor.dtype for tensor in built.function.graph.outputs], device)
     return built

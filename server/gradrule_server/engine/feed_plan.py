@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.engine.graph_call import as_array
 from gradrule_server.engine.large_tensors import LargeTensors
+from gradrule_server.engine.program import as_array
 from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -18,13 +18,9 @@ from gradrule.common.tensor_packing import Packing, pack
 from gradrule.common.wire_format import prefix, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine.derivatives import DENSE, SPARSE, UNCONNECTED, WIDTHS
-from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.shared_memory import AnswerArea, placed_tensor
 from gradrule_server.link.framing import Buffer
-
-if TYPE_CHECKING:
-    from gradrule_server.engine.program import BuiltProgram
-
 
 _EvaluateResponse = evaluate_pb2.EvaluateResponse
 _Timings = evaluate_pb2.Timings

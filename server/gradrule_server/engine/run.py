@@ -19,9 +19,8 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.checks import MAX_ANSWER_BYTES
-from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.large_tensors import LargeTensors
-from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS
 from gradrule_server.engine.shared_memory import AnswerArea, AttachedMemories
 from gradrule_server.engine.tf_errors import translate_errors

@@ -24,9 +24,8 @@ from gradrule_server.engine.batching.merging import (
     run_together,
 )
 from gradrule_server.engine.batching.proof import BatchingProof
-from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.large_tensors import cut_large_tensors
-from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.run import packing_of, respond
 from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.errors import GradruleError

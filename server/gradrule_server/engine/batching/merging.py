@@ -10,8 +10,7 @@ import numpy as np
 from gradrule.common.tensor_packing import Packing
 from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.comparison import is_inexact
-from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.shared_memory import AnswerArea
 from gradrule_server.engine.tf_errors import translate_errors
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
 from gradrule_server.engine.batching.merging import BatchedCall, allowed_size, run_together
 from gradrule_server.engine.comparison import is_close, magnitude
-from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.errors import GradruleError
 
 _log = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from concurrent.futures import Future
 
 import tensorflow as tf
 
-from gradrule_server.engine.graph_call import SessionCall
 from gradrule_server.engine.jit.choice import JitChoice, ShapeVariant
-from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.program import BuiltProgram, SessionCall
 from gradrule_server.link.framing import FrameSocket, Kind
 from gradrule_server.link.system_calls import lower_priority
 from gradrule_server.link.v1 import link_pb2

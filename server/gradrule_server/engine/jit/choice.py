@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine.comparison import is_close, magnitude
-from gradrule_server.engine.graph_call import Arrays, GraphCall
 from gradrule_server.engine.jit.compilation import compiled_call, refusal_reason
+from gradrule_server.engine.program import Arrays, GraphCall
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradrule_server.engine.graph_call import SessionCall
+from gradrule_server.engine.program import SessionCall
 from gradrule_server.policy.op_traits import trait_values
 
 _MOST_OPS = 1000
