@@ -11,9 +11,9 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.arguments import FeedPlan
 from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.checks import check_ops
-from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.gradient_cache import GradientCache
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.memory import MemoryCheck
@@ -130,7 +130,7 @@ def _build(
     else:
         may_use_session = device.startswith("CPU") and "sessions" not in disabled_fast_paths
         built.call = create_graph_call(built.function, single_threaded=built.small, may_use_session=may_use_session)
-        built.feed_plan = FeedPlan(built, is_used="feed-plans" not in disabled_fast_paths)
+        built.feed_plan = FeedPlan(built, is_enabled="feed-plans" not in disabled_fast_paths)
         built.writer = ResponseWriter(built, [tensor.dtype for tensor in built.function.graph.outputs], device)
     return built
 

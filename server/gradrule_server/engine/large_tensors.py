@@ -18,7 +18,7 @@ LargeTensors: TypeAlias = Mapping[tuple[str, int], memoryview]
 They last as long as the request.
 """
 
-_NONE_APART: LargeTensors = MappingProxyType({})
+NO_LARGE_TENSORS: LargeTensors = MappingProxyType({})
 _LEAST_BYTES = 16 * 1024
 
 # Field numbers on the path from a frame's message to the request in it, and from a tensor's field to its bytes.
@@ -58,10 +58,10 @@ _Change: TypeAlias = Callable[[memoryview, int], "bytes | memoryview | None"]
 def cut_large_tensors(kind: Kind, payload: bytes | memoryview) -> CutPayload:
     """Cuts large tensors out of a payload; returns a small payload unchanged."""
     if isinstance(payload, bytes):
-        return CutPayload(payload, _NONE_APART)
+        return CutPayload(payload, NO_LARGE_TENSORS)
     way = _WAYS.get(kind)
     if way is None:
-        return CutPayload(bytes(payload), _NONE_APART)
+        return CutPayload(bytes(payload), NO_LARGE_TENSORS)
     names = _PULL_BACK if kind is Kind.PULL_BACK else _EVALUATE
     contents: dict[tuple[str, int], memoryview] = {}
     try:

@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
-from gradrule_server.engine.blobs import BlobReader, VariableCache
 from gradrule_server.engine.build import BuiltProgram, build, describe
 from gradrule_server.engine.forward_runs import ForwardRuns
 from gradrule_server.engine.jit.background import JitCompiler
@@ -22,6 +21,7 @@ from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.run import run
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.shared_memory import AttachedMemories
+from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.messages import fault_message

@@ -14,13 +14,13 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.blobs import VariableCache
 from gradrule_server.engine.derivatives import DENSE, SPARSE, WIDTHS
 from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.response_writer import write_derivatives, write_tensor
 from gradrule_server.engine.run import check_size, execute, packing_of, set_timings
+from gradrule_server.engine.tensor_sources import VariableCache
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 

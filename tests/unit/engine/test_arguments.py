@@ -10,8 +10,8 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
+from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape

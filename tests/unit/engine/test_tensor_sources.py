@@ -10,7 +10,7 @@ import pytest
 
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, tensor_pb2
-from gradrule_server.engine.blobs import BlobReader, VariableCache
+from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.registry.blobs import folder_name
