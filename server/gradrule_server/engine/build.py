@@ -18,7 +18,7 @@ from gradrule_server.engine.gradient_cache import GradientCache
 from gradrule_server.engine.graph_import import tensor_name
 from gradrule_server.engine.memory import MemoryCheck
 from gradrule_server.engine.memory_estimate import estimate_need, static_bytes
-from gradrule_server.engine.program import BuiltProgram, Input, ParamInput, create_graph_call
+from gradrule_server.engine.program import BuiltProgram, Input, ParamInput, create_graph_call, shape_from
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
@@ -183,14 +183,6 @@ def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: 
         # This graph never runs, so its labels may stay.
         tensors = import_tensors(graph_def, feeds, names, [])
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-
-
-def shape_from(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
-    """Returns the shape that a message describes."""
-    return tf.TensorShape(None if shape.unknown_rank else [None if dim.size < 0 else dim.size for dim in shape.dim])
-
-
-__all__ = ["BuiltProgram", "Input", "ParamInput", "build", "shape_from"]
 
 
 _VJP = (evaluate_pb2.DERIVATIVE_UNSPECIFIED, evaluate_pb2.DERIVATIVE_VJP)

@@ -21,10 +21,10 @@ import tensorflow as tf
 from gradrule.common import op_definitions
 from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.memory import limit_memory
 from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
 from gradrule_server.engine.service import EngineService, tensorflow_version
-from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.framing import LINK_VERSION, FrameSocket, Kind, MainCalls, serve_frames

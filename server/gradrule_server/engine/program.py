@@ -95,6 +95,11 @@ def as_array(tensor: tf.Tensor) -> np.ndarray:
     return np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None)
 
 
+def shape_from(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
+    """Returns the shape that a message describes."""
+    return tf.TensorShape(None if shape.unknown_rank else [None if dim.size < 0 else dim.size for dim in shape.dim])
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """One argument of the built function: the value of a placeholder or variable, an upstream gradient, a direction.

@@ -14,9 +14,9 @@ from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.build import build
+from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.program import BuiltProgram, FunctionCall, SessionCall, create_graph_call
 from gradrule_server.engine.run import run
-from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with

@@ -24,10 +24,9 @@ from gradrule_server.engine.batching.merging import (
     run_together,
 )
 from gradrule_server.engine.batching.proof import BatchingProof
-from gradrule_server.engine.large_tensors import cut_large_tensors
+from gradrule_server.engine.large_tensors import AttachedMemories, cut_large_tensors
 from gradrule_server.engine.program import Arrays, BuiltProgram
-from gradrule_server.engine.run import packing_of, respond
-from gradrule_server.engine.shared_memory import AttachedMemories
+from gradrule_server.engine.run import read_packing, respond
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES
 from gradrule_server.link.batching import unpack_batch
@@ -84,10 +83,12 @@ class BatchRunner:
                 built = self._program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
-                contents, answer_area = self._memories.open(values, opened.contents)
+                contents, answer_area = opened.contents, None
+                if values.HasField("shared_memory"):
+                    contents, answer_area = self._memories.open(values, contents)
                 reader = self._reader.for_folder(request.blob_folder)
                 arguments = reader.arrays(built, values, request.params, contents)
-                packing = packing_of(values.answer_packing) if values.HasField("answer_packing") else None
+                packing = read_packing(values.answer_packing) if values.HasField("answer_packing") else None
                 call = BatchedCall(
                     request_id, request.received_ns, started_ns, arguments, packing=packing, answer_area=answer_area
                 )

@@ -10,9 +10,9 @@ import numpy as np
 from gradrule.common.tensor_packing import Packing
 from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.comparison import is_inexact
+from gradrule_server.engine.large_tensors import AnswerArea
 from gradrule_server.engine.program import Arrays, BuiltProgram
-from gradrule_server.engine.shared_memory import AnswerArea
-from gradrule_server.engine.tf_errors import translate_errors
+from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,10 @@ def group_key_for(built: BuiltProgram, layout: Layout, arguments: Arrays) -> Has
 
 def run(built: BuiltProgram, arguments: Arrays) -> Arrays:
     """Returns the results of a built function."""
-    return translate_errors(lambda: built.call(arguments))
+    try:
+        return built.call(arguments)
+    except TENSORFLOW_ERRORS as cause:
+        raise translate_error(cause) from cause
 
 
 def run_together(

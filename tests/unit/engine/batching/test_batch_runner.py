@@ -19,8 +19,8 @@ from gradrule_server.engine.batching.analysis import MAX_EXAMPLES, Layout
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.batching.merging import BatchedCall, run_together
 from gradrule_server.engine.build import build
+from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.program import BuiltProgram
-from gradrule_server.engine.shared_memory import AttachedMemories
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.batching import pack_batch
