@@ -19,7 +19,7 @@ from gradrule_server.link.v1 import link_pb2
 if TYPE_CHECKING:
     from gradrule_server.engine.arguments import FeedPlan
     from gradrule_server.engine.backward import TwoPartProgram
-    from gradrule_server.engine.jit.choice import JitChoice
+    from gradrule_server.engine.jit import JitChoice
     from gradrule_server.engine.memory import MemoryCheck
     from gradrule_server.engine.response_writer import ResponseWriter
 

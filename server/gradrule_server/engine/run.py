@@ -196,17 +196,16 @@ class ForwardRuns:
         if forward_run is None:
             message = f"the engine keeps nothing under the handle {request.handle!r}; run forward again"
             raise error(errors_pb2.ERROR_REASON_HANDLE_EXPIRED, message, field="handle")
+        two_parts = forward_run.two_parts
         call = evaluate_pb2.PullBackRequest.FromString(request.request)
         stacked = call.stacked_grad_ys
         packing = read_packing(call.answer_packing)
         grad_ys = self._read_grad_ys(call, contents, forward_run.built, self._reader.for_folder(request.blob_folder))
-        gradients = execute(
-            forward_run.built, lambda: forward_run.two_parts.backward(forward_run.saved, grad_ys, stacked=stacked)
-        )
+        gradients = execute(forward_run.built, lambda: two_parts.backward(forward_run.saved, grad_ys, stacked=stacked))
         check_size(gradients)
         response = evaluate_pb2.PullBackResponse()
         rest = iter(gradients)
-        for (x,), form in forward_run.two_parts.stacked_layout if stacked else forward_run.two_parts.layout:
+        for (x,), form in two_parts.stacked_layout if stacked else two_parts.layout:
             write_gradient(response.gradients.add(x=x), form, [next(rest) for _ in range(WIDTHS[form])], packing)
         set_timings(response.timings, request.received_ns, started)
         return response

@@ -14,7 +14,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.build import build, describe
-from gradrule_server.engine.jit.background import JitCompiler
+from gradrule_server.engine.jit import JitCompiler
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
 from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.program import BuiltProgram

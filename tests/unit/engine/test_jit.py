@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from gradrule_server.engine.jit import background as background_module
-from gradrule_server.engine.jit import choice as choice_module
-from gradrule_server.engine.jit.background import JitCompiler
-from gradrule_server.engine.jit.choice import JitChoice, ShapeVariant
-from gradrule_server.engine.jit.compilation import refusal_reason
+from gradrule_server.engine import jit
+from gradrule_server.engine.jit import JitChoice, JitCompiler, ShapeVariant, refusal_reason
 from gradrule_server.link.fork_server import engine_environment
 from gradrule_server.link.v1 import link_pb2
 
@@ -89,7 +86,7 @@ def answers(choice: JitChoice, count: int, size: int = 8) -> list[bool]:
 
 
 def made(monkeypatch: pytest.MonkeyPatch, compiled: Callable[[Any], Any]) -> tuple[JitChoice, Compiler]:
-    monkeypatch.setattr(choice_module, "compiled_call", lambda function, arrays: compiled)
+    monkeypatch.setattr(jit, "compiled_call", lambda function, arrays: compiled)
     compiler = Compiler()
     return JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler), compiler
 
@@ -133,7 +130,7 @@ def test_a_call_that_fails_with_xla_runs_without_it(monkeypatch: pytest.MonkeyPa
 
 def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, compiler = made(monkeypatch, taking(_FAST_S))
-    monkeypatch.setattr(choice_module, "_LEAST_RUN_NS", 10**9)
+    monkeypatch.setattr(jit, "_LEAST_RUN_NS", 10**9)
     assert not any(answers(choice, 30))
     assert not compiler.reasons
 
@@ -209,7 +206,7 @@ def test_a_program_that_fails_does_not_keep_others_from_being_compiled(monkeypat
     def failing(variant: ShapeVariant) -> str:
         raise RuntimeError("no thread is left")
 
-    monkeypatch.setattr(background_module, "lower_priority", no_priority)
+    monkeypatch.setattr(jit, "lower_priority", no_priority)
     frames: Any = Frames("untold")
     compiler = JitCompiler(frames, 1.0)
     # A call that fails with XLA as soon as it is compiled leaves nothing compiled.
