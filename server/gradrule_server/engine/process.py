@@ -23,7 +23,7 @@ from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.memory import limit_memory
-from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
+from gradrule_server.engine.sandbox import SandboxRefused, enter_sandbox
 from gradrule_server.engine.service import EngineService, tensorflow_version
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.arena import Arenas
@@ -63,7 +63,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     frames = FrameSocket(socket.socket(fileno=link), Arenas.from_descriptors(arenas[1], arenas[0]) if arenas else None)
     memories = AttachedMemories(ReceivedMemories(socket.socket(fileno=arenas[2])) if arenas else None)
     try:
-        sandbox = enter(options.sandbox, options.blobs)
+        sandbox = enter_sandbox(options.sandbox, options.blobs)
         device = choose_device(options.device)
     except (SandboxRefused, DeviceRefused) as refusal:
         greeting = link_pb2.Greeting(link_version=LINK_VERSION, refusal=str(refusal))

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from gradrule_server.engine.sandbox.enter import enter
+from gradrule_server.engine.sandbox import enter_sandbox
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -116,7 +116,7 @@ def main() -> None:
     mode, folder, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     socket.gethostbyname("127.0.0.1")
     ours, _theirs = socket.socketpair()
-    sandbox = enter(mode, folder / "blobs")
+    sandbox = enter_sandbox(mode, folder / "blobs")
     core = resource.getrlimit(resource.RLIMIT_CORE)
     outcomes = {}
     for name, attempt in attempts(folder, port, ours.fileno()).items():

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gradrule_server.engine.sandbox import landlock, seccomp
+from gradrule_server.engine import sandbox, seccomp
 from tests.unit.engine import confined
 
 _MEASURES = ["limits", "writing", "privileges", "files", "calls"]
@@ -28,7 +28,7 @@ _HEADERS = {
     "aarch64": Path("/usr/include/asm-generic/unistd.h"),
 }
 
-needs_landlock = pytest.mark.skipif(landlock.version() == 0, reason="this kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(sandbox.landlock_version() == 0, reason="this kernel has no Landlock")
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +96,15 @@ def test_data_folder_inside_libraries_is_reported(tmp_path: Path, listener: sock
 
 def test_missing_measure_is_reported_and_an_error_in_mode_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a kernel without Landlock and a machine whose calls are unknown; nothing of this process changes."""
-    from gradrule_server.engine.sandbox import enter as module
-
     for name in ("set_limits", "forbid_writing", "drop_privileges"):
-        monkeypatch.setattr(module, name, lambda: None)
-    monkeypatch.setattr(landlock, "version", lambda: 0)
+        monkeypatch.setattr(sandbox, name, lambda: None)
+    monkeypatch.setattr(sandbox, "landlock_version", lambda: 0)
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
-    sandbox = module.enter("auto", None)
-    assert sandbox.held == ["limits", "writing", "privileges"]
-    assert sandbox.missing == ["files (no Landlock in this kernel)", "calls (system calls of this machine unknown)"]
-    with pytest.raises(module.SandboxRefused, match=r"lacks files .*, calls .*--sandbox auto"):
-        module.enter("on", None)
+    entered = sandbox.enter_sandbox("auto", None)
+    assert entered.held == ["limits", "writing", "privileges"]
+    assert entered.missing == ["files (no Landlock in this kernel)", "calls (system calls of this machine unknown)"]
+    with pytest.raises(sandbox.SandboxRefused, match=r"lacks files .*, calls .*--sandbox auto"):
+        sandbox.enter_sandbox("on", None)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -191,12 +191,12 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def is_known() -> bool:
+def is_machine_known() -> bool:
     """Returns whether the system calls of this machine are known."""
     return platform.machine() in _MACHINES and ctypes.sizeof(ctypes.c_void_p) == 8
 
 
-def restrict() -> None:
+def restrict_calls() -> None:
     """Makes the calls fail with EPERM, for good. Needs `no_new_privs`. Raises `OSError` if the kernel refuses."""
     code = _filter(_MACHINES[platform.machine()], os.getpid())
     program = _Program(len(code) // _INSTRUCTION.size, code)
