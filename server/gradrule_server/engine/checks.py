@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.code_rules.common import Gradient
+from gradrule_server.engine.code_rules.target import Gradient
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.policy import OpReview, definition_digest, review_with_digest

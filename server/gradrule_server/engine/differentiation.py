@@ -20,7 +20,7 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.code_rules.common import Gradient, RuleTarget, salt_for
+from gradrule_server.engine.code_rules.target import Gradient, RuleTarget, ops_between, salt_for
 from gradrule_server.engine.gradient_cache import GradientCache
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.tf_errors import clean_message, error_message
@@ -261,7 +261,7 @@ class Differentiation:
 
         def find_ops() -> Sequence[tf.Operation]:
             # The input of a step is a difference that no other node of the forward graph uses.
-            return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _ops_between(xs, ys)
+            return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else ops_between(xs, ys)
 
         def own_gradients(dys: Sequence[Gradient]) -> Sequence[Gradient]:
             # TensorFlow would take a missing upstream gradient as ones.
@@ -376,25 +376,6 @@ _current: contextvars.ContextVar[Differentiation] = contextvars.ContextVar("diff
 
 def _is_differentiable(value: tf.Tensor) -> bool:
     return bool(value.dtype.is_floating or value.dtype.is_complex)
-
-
-def _ops_between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """Returns the ops on the paths from the tensors `xs` to the tensors `ys`, producers before consumers."""
-    border = {x.ref() for x in xs}
-    reaches: dict[tf.Operation, bool] = {}
-    order: list[tf.Operation] = []
-    pending = [(y.op, False) for y in ys]
-    while pending:
-        op, ready = pending.pop()
-        if ready:
-            reaches[op] = any(value.ref() in border or reaches.get(value.op, False) for value in op.inputs)
-            if reaches[op]:
-                order.append(op)
-        elif op not in reaches:
-            reaches[op] = False
-            pending.append((op, True))
-            pending += [(value.op, False) for value in op.inputs if value.ref() not in border]
-    return order
 
 
 @tf.RegisterGradient(tf_private.GRADIENT_NAME)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.code_rules.common import Gradient
+from gradrule_server.engine.code_rules.target import Gradient
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 
 _Key: TypeAlias = tuple[Any, ...]
