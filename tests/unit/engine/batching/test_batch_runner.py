@@ -13,8 +13,7 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.batching import batch_runner as running_module
-from gradrule_server.engine.batching import proof as proof_module
+from gradrule_server.engine.batching import batch_runner, merging
 from gradrule_server.engine.batching.analysis import MAX_EXAMPLES, Layout
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.batching.merging import BatchedCall, run_together
@@ -102,7 +101,7 @@ def test_failed_trial_leaves_all_requests_answered(monkeypatch: pytest.MonkeyPat
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(proof_module, "run_together", fails)
+    monkeypatch.setattr(merging, "run_together", fails)
     engine = Engine(quotient())
     # Of two examples at most: two runs, each of which is tried.
     assert engine.run([1], [2], [3], [4], most=2).outcome == REFUSED
@@ -116,7 +115,7 @@ def test_failed_batch_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     engine = Engine(quotient())
     engine.run([1], [2])
-    monkeypatch.setattr(running_module, "run_together", fails)
+    monkeypatch.setattr(batch_runner, "run_together", fails)
     assert engine.run([1], [2]).outcome == REFUSED
     assert engine.results() == {0: [12], 1: [6]}
 

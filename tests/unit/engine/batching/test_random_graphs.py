@@ -11,7 +11,7 @@ import pytest
 import gradrule as gr
 from gradrule.v1 import program_pb2
 from gradrule_server.engine.batching.analysis import Layout, analyse
-from gradrule_server.engine.batching.merging import run, run_together
+from gradrule_server.engine.batching.merging import run_on_arrays, run_together
 from gradrule_server.engine.comparison import is_close
 from tests.unit.engine.batching.programs import Case
 from tests.unit.engine.batching.test_analysis import built_of, calls_of
@@ -121,7 +121,7 @@ def test_random_graphs(seed: int) -> None:
     calls = calls_of(case, built, params, layout, (1, 2, 4))
     together = run_together(built, layout, calls, 8)
     for call, results in zip(calls, together, strict=True):
-        for one, other in zip(run(built, call.arguments), results, strict=True):
+        for one, other in zip(run_on_arrays(built, call.arguments), results, strict=True):
             assert is_close(one, other, 1024, 0.01)
 
 
