@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -21,12 +21,14 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules.target import Gradient, RuleTarget, ops_between, salt_for
-from gradrule_server.engine.gradient_cache import GradientCache
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
+
+if TYPE_CHECKING:
+    from gradrule_server.engine.describe import GradientCache
 
 MARK_ATTR = "_gradrule_mark"
 

@@ -13,7 +13,8 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
-from gradrule_server.engine.build import build, describe
+from gradrule_server.engine.build import build
+from gradrule_server.engine.describe import describe
 from gradrule_server.engine.jit import JitCompiler
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
 from gradrule_server.engine.memory import memory_error

@@ -12,9 +12,10 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule._messages.request_messages import Words, program_spec
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2
-from gradrule_server.engine import build as describing
+from gradrule_server.engine import describe as describing
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.build import build, describe
+from gradrule_server.engine.build import build
+from gradrule_server.engine.describe import describe
 from gradrule_server.engine.graph_import import label_varying
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError
