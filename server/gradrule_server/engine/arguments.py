@@ -21,7 +21,7 @@ from gradrule_server.policy import FREE_BYTES
 from gradrule_server.rules import read_param_value
 
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
-"""Values by name; the bytes of a large one apart."""
+"""Values by name, each with the bytes that were cut out of it, or None."""
 _Value: TypeAlias = "np.ndarray | tf.Tensor"
 _NO_STATE: Mapping[str, tf.Tensor] = MappingProxyType({})
 

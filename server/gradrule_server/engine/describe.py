@@ -26,7 +26,7 @@ _Key: TypeAlias = tuple[Any, ...]
 
 _FOR_GRADRULE = frozenset({"_gradrule_mark", tf_private.GRADIENT_ATTR})
 # Larger constants are kept as a hash. Gradient functions read the values of integer constants: sizes and axes.
-_MOST_VALUE_BYTES = 4096
+_MAX_VALUE_BYTES = 4096
 
 
 def describe(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor], device: str) -> BuiltProgram:
@@ -36,13 +36,13 @@ def describe(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor], devi
     program might not fit into memory.
     """
     if request.derivative in _VJP and not request.stacked_grad_ys and not request.split:
-        built = _described(request, values)
+        built = _describe_without_function(request, values)
         if built is not None:
             return built
     return build(request, values, device)
 
 
-def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) -> BuiltProgram | None:
+def _describe_without_function(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) -> BuiltProgram | None:
     """Returns the program without its function; None if it might not fit into memory."""
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     functions = tf_private.add_functions(graph_def.library)
@@ -58,14 +58,14 @@ def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) ->
                 outputs = trace.run(arguments)
         if not request.trusted:
             check_ops(graph)
-        if request.memory_limit and _most_bytes(graph, outputs) > request.memory_limit:
+        if request.memory_limit and _upper_bound_bytes(graph, outputs) > request.memory_limit:
             return None
         return built
     finally:
         tf_private.remove_functions(functions)
 
 
-def _most_bytes(graph: tf_private.RecordingGraph, outputs: Sequence[tf.Tensor]) -> int:
+def _upper_bound_bytes(graph: tf_private.RecordingGraph, outputs: Sequence[tf.Tensor]) -> int:
     """Returns the bytes of all tensors of the program; reused gradients count each time."""
     repeated = sum(static_bytes(tensor) for op in graph.made for tensor in op.outputs)
     return estimate_need(graph, outputs, sys.maxsize).size + repeated
@@ -97,7 +97,7 @@ class GradientCache:
         dys: Sequence[Gradient],
         rule: int,
         make: Callable[[], Sequence[Gradient]],
-        noted: Callable[[], int],
+        report_count: Callable[[], int],
     ) -> Sequence[Gradient]:
         """Returns the gradients that `make` builds, or those that it built for a similar op.
 
@@ -106,7 +106,7 @@ class GradientCache:
             dys: Upstream gradients of its outputs.
             rule: Number of the rule; negative for the op's own gradient.
             make: Builds the gradients.
-            noted: Returns a count; if `make` changes it, the gradients are not reused.
+            report_count: Returns a count; if `make` changes it, the gradients are not reused.
         """
         key = self._key(op, dys, rule)
         if key is None:
@@ -115,9 +115,9 @@ class GradientCache:
         if known is not None:
             self._graph.made += known[1]
             return known[0]
-        before, noted_before = len(self._graph.made), noted()
+        before, count_before = len(self._graph.made), report_count()
         gradients = make()
-        if noted() == noted_before:
+        if report_count() == count_before:
             self._known[key] = gradients, self._graph.made[before:]
         return gradients
 
@@ -151,7 +151,7 @@ class GradientCache:
         inputs: dict[int, int] = {}
         parts: list[Any] = [rule, op.type, attributes]
         for number, value in enumerate(op.inputs):
-            described = self._described(value)
+            described = self._describe_without_function(value)
             if described is None:
                 return None
             parts.append((inputs.setdefault(id(value), number), described))
@@ -176,7 +176,7 @@ class GradientCache:
             self._attributes[name] = found
         return found
 
-    def _described(self, value: tf.Tensor) -> _Key | None:
+    def _describe_without_function(self, value: tf.Tensor) -> _Key | None:
         """Returns type, shape and producer of a tensor, and its values if gradient functions may read them."""
         producer, dtype = value.op, value.dtype
         if dtype.is_floating or dtype.is_complex or producer.type == "Placeholder":
@@ -190,7 +190,7 @@ class GradientCache:
         node = self._nodes.get(op.name.removeprefix(IMPORT_SCOPE))
         if found is None and node is not None:
             data = node.attr["value"].SerializeToString()
-            found = self._constants[op.name] = data if len(data) <= _MOST_VALUE_BYTES else hashlib.sha256(data).digest()
+            found = self._constants[op.name] = data if len(data) <= _MAX_VALUE_BYTES else hashlib.sha256(data).digest()
         return found
 
 

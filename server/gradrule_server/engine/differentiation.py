@@ -60,7 +60,7 @@ class DifferentiationStage(enum.Enum):
 
 
 class Differentiation:
-    """Gives TensorFlow the gradients of nodes while one program is built, and records the nodes that it asked for.
+    """Returns the gradients of nodes to TensorFlow while one program is built, and records the requested nodes.
 
     Only the first differentiation is recorded. `made`: rules for nodes that gradients make, by op type. `again`: the
     gradients will be differentiated again. `gradient_cache`: reuses gradients of similar nodes; None builds all.
@@ -149,7 +149,7 @@ class Differentiation:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
         if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
-            # The gradient of a subgraph's IdentityN goes on through the nodes of the subgraph.
+            # The gradient of a subgraph's IdentityN continues through the nodes of the subgraph.
             return self._own_gradient(op, dys, mark.node)
         if mark.rule == _FOREIGN_GRADIENT:
             raise error(
@@ -164,7 +164,11 @@ class Differentiation:
         rule = self._rules[mark.rule]
         if self._gradient_cache is not None and rule.is_local and not outputs:
             return self._gradient_cache.gradients(
-                op, dys, mark.rule, lambda: rule.gradients(self._op_target(op, mark.node), list(dys)), self._noted_count
+                op,
+                dys,
+                mark.rule,
+                lambda: rule.gradients(self._op_target(op, mark.node), list(dys)),
+                self._report_count,
             )
         target = self._subgraph_target(op, mark) if outputs else self._op_target(op, mark.node)
         upstream = list(dys)[: len(target.outputs)]
@@ -312,7 +316,7 @@ class Differentiation:
             )
         if self._gradient_cache is not None:
             return self._gradient_cache.gradients(
-                op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function), self._noted_count
+                op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function), self._report_count
             )
         return self._registered(op, dys, node, function)
 
@@ -357,7 +361,7 @@ class Differentiation:
             gradients[first] = checked_gradient(dy, op.inputs[first], rule="pass", node=node, index=first)
         return gradients
 
-    def _noted_count(self) -> int:
+    def _report_count(self) -> int:
         """Returns the number of nodes without a gradient so far."""
         return len(self._without_gradient)
 

@@ -82,7 +82,7 @@ def _status(field: str) -> int:
 class MemoryCheck:
     """Checks the calls of one built function against the memory limit. Thread-safe.
 
-    limit: bytes; 0: none. Raises MEMORY_EXCEEDED at once where the program cannot fit, whatever is fed.
+    limit: bytes; 0: none. Raises MEMORY_EXCEEDED at once if the program cannot fit with any feeds.
     """
 
     def __init__(self, function: Any, limit: int) -> None:

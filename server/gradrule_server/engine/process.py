@@ -41,7 +41,7 @@ _REFUSED_EXIT_CODE = 3
 _WORKER_NAME = "gradrule-worker"
 
 _log = logging.getLogger(__name__)
-# The largest value there is: the kernel ends engines before any other process, whatever the server's own value is.
+# The largest value: the kernel ends engines before any other process.
 _OOM_SCORE_ADJ = 1000
 
 

@@ -1,4 +1,4 @@
-"""How the engine chooses between TensorFlow's kernels and XLA, with runs whose results and times the test decides."""
+"""Tests the choice between TensorFlow's kernels and XLA. The tests set results and times of the runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradrule_server.link.v1 import link_pb2
 
 _SLOW_S, _FAST_S = 0.01, 0.0
 
-# Prints the names of functions whose results with XLA are others.
+# Prints the names of functions whose results differ with XLA.
 _MAXIMA = """
 import numpy as np
 import tensorflow as tf
@@ -75,7 +75,7 @@ def doubled() -> Any:
 
 
 def answers(choice: JitChoice, count: int, size: int = 8) -> list[bool]:
-    """Whether each of so many calls ran with XLA."""
+    """Runs `count` calls; returns for each whether it ran with XLA."""
     found = []
     for number in range(count):
         x = np.full(size, number, np.float32)
@@ -102,7 +102,7 @@ def test_xla_is_chosen_for_shapes_where_it_is_faster_and_equal(monkeypatch: pyte
 def test_xla_is_not_chosen_where_it_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, compiler = made(monkeypatch, taking(2 * _SLOW_S))
     assert not any(answers(choice, 40)[-10:])
-    # The front end is told why.
+    # The reason is reported to the front end.
     assert compiler.reasons[0] == "" and "of the time" in compiler.reasons[1]
     assert not compiler.chosen
 
@@ -168,7 +168,7 @@ def test_maxima_and_minima_of_nan_are_nan_with_xla() -> None:
 
 
 class Frames:
-    """Keeps the notices that are sent; fails for those of some programs."""
+    """Records the notices that are sent; fails for the notices of some programs."""
 
     def __init__(self, *failing: str) -> None:
         self.notices: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
@@ -182,7 +182,7 @@ class Frames:
 
 
 class Prepared:
-    """Takes the place of a choice: what preparing it does is given."""
+    """Replaces a `JitChoice`; the test sets what `prepare` does."""
 
     reason = ""
 
@@ -207,11 +207,11 @@ def test_a_program_that_fails_does_not_keep_others_from_being_compiled(monkeypat
         raise RuntimeError("no thread is left")
 
     monkeypatch.setattr(jit, "lower_priority", no_priority)
-    frames: Any = Frames("untold")
+    frames: Any = Frames("unreported")
     compiler = JitCompiler(frames, 1.0)
     # A call that fails with XLA as soon as it is compiled leaves nothing compiled.
     choices: list[Any] = [
-        Prepared("untold", compiled),
+        Prepared("unreported", compiled),
         Prepared("failing", failing),
         Prepared("dropped", lambda _: ""),
         Prepared("good", compiled),

@@ -33,7 +33,7 @@ def _cut(kind: Kind, message: Message) -> CutPayload:
 
 
 def _put_back(call: Message, cut: CutPayload) -> Message:
-    """The call with all that was cut out of it."""
+    """Returns the call with the bytes that were cut out of it."""
     for (field, index), content in cut.contents.items():
         tensor = getattr(call, field)[index].value.inline_tensor
         assert not tensor.tensor_content
@@ -85,7 +85,7 @@ def test_tensors_are_cut_out_of_every_kind_of_call() -> None:
 
 
 def _wire(number: int, value: bytes) -> bytes:
-    """A field with a length, its number below 16."""
+    """Returns a length-delimited field. `number`: below 16."""
     size, length = len(value), bytearray()
     while size >= 0x80:
         length.append(size & 0x7F | 0x80)
@@ -95,7 +95,7 @@ def _wire(number: int, value: bytes) -> bytes:
 
 @pytest.mark.parametrize("depth", range(5))
 def test_tensor_in_several_parts_is_not_cut_out(depth: int) -> None:
-    """Protobuf merges what comes twice, at each level: the message, the call, the value, the tensor, its bytes."""
+    """Repeats a field, which protobuf merges, at each level: message, call, value, tensor and bytes."""
     whole, pieces = b"a" * _LARGE, b"b"
     # Field numbers from the bytes of a tensor outwards.
     for level, number in enumerate((4, 1, 2, 3, 3)):
@@ -132,7 +132,7 @@ def test_content_of_packed_tensor_is_cut_out() -> None:
     left = evaluate_pb2.EvaluateRequest.FromString(link_pb2.RunRequest.FromString(cut.payload).request)
     assert left.feeds[0].value.inline_tensor.packed.dtype == tensor_pb2.DT_FLOAT
     assert not left.feeds[0].value.inline_tensor.packed.content
-    # With two contents, nobody knows whose the bytes are.
+    # With two contents it is not known to which one the bytes belong.
     entry.value.inline_tensor.tensor_content = bytes(_LARGE)
     call = evaluate_pb2.EvaluateRequest(feeds=[entry])
     assert not _cut(Kind.RUN, link_pb2.RunRequest(key="k", request=call.SerializeToString())).contents
@@ -177,7 +177,7 @@ def test_free_buffers_are_freed_after_a_while() -> None:
 
 
 def test_buffer_of_a_single_call_is_freed() -> None:
-    """It may be in use for longer than free buffers are kept."""
+    """Frees it even if it was in use for longer than free buffers are kept."""
     buffers = CopyBuffers()
     buffer = buffers.take(_BUFFER_BYTES)
     for _ in range(3):

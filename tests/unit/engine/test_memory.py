@@ -41,8 +41,8 @@ def test_memory_error_names_the_limit(monkeypatch: pytest.MonkeyPatch, limit: in
     assert "40 GB of zeros" in found.message
 
 
-def held(name: str, rows: int) -> int:
-    """Bytes saved for so many rows of x."""
+def bytes_for(name: str, rows: int) -> int:
+    """Returns the bytes that are saved for `rows` rows of x."""
     program = prepared(graph_of(CASES[name]), vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))
     built = split(program)
     assert built.two_parts is not None
@@ -52,7 +52,7 @@ def held(name: str, rows: int) -> int:
 
 @pytest.mark.parametrize("name", ["loop", "nested_loops", "branch", "branch_in_loop", "scan", "mapped"])
 def test_saved_bytes_of_loops_and_branches_grow_with_inputs(name: str) -> None:
-    small, large = held(name, 100), held(name, 1100)
+    small, large = bytes_for(name, 100), bytes_for(name, 1100)
     # At least one float for each element of x.
     assert large - small >= 4 * 3 * 1000
     assert large < 200 * small

@@ -31,12 +31,12 @@ _FUNCTION = ("qint8", "quint8", "qint32", "int4", "uint4", "float8_e5m2", "float
 
 
 def passed_on(name: str) -> gr.Graph:
-    """y is x, of any element type."""
+    """Returns a graph in which y is x, of any element type."""
     return loaded(drawn(lambda: tf.identity(tf.compat.v1.placeholder(tf.as_dtype(name), [None], "x"), name="y")))
 
 
 def answer(graph: gr.Graph, feeds: dict[str, Any], **derivative: Any) -> evaluate_pb2.EvaluateResponse:
-    """What an engine answers."""
+    """Returns the answer of an engine."""
     built = build(prepared(graph, **derivative).request)
     call = evaluate_pb2.EvaluateRequest()
     for name, value in feeds.items():
@@ -47,7 +47,7 @@ def answer(graph: gr.Graph, feeds: dict[str, Any], **derivative: Any) -> evaluat
 
 
 def values_of(name: str) -> np.ndarray:
-    """Three values of an element type."""
+    """Returns three values of an element type."""
     if name == "string":
         return np.array([b"a", b"", b"\xff"], object)
     return np.array([1, 0, 1]).astype(tensor_codec.numpy_dtype(tensor_codec.dtype_number(name)))
@@ -69,7 +69,7 @@ def test_programs_run_in_a_session_if_it_supports_their_types(names: tuple[str, 
 
 
 def mixed() -> gr.Graph:
-    """A table that is looked up, an input that nothing depends on, and integers."""
+    """Returns a graph with a table lookup, an input on which nothing depends, and integers."""
 
     def build_graph() -> None:
         table = tf.compat.v1.placeholder(tf.float32, [4, 2], "table")
@@ -153,7 +153,7 @@ def test_ops_with_trait_keeps_shape_keep_the_shape(op_type: str) -> None:
 
 
 def built_without(*disabled: str) -> BuiltProgram:
-    """y = relu(x), and its gradient under a rule."""
+    """Returns a program for y = relu(x) and its gradient under a rule, built without some fast paths."""
     g = gr.Graph()
     g.op_output("Relu", g.placeholder("x", "float32", [None]), name="y")
     request = prepared(g, {"Relu": "guided_relu"}, vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request

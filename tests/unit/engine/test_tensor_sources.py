@@ -1,4 +1,4 @@
-"""Whose programs share the tensor of a variable."""
+"""Tests which programs share the tensor of a variable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUE = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Blobs of the first tenant's, of Ada's and of Grace's, who have none yet."""
+    """Returns a folder with empty blob folders of two tenants, in the blob folder of the first tenant."""
     for name in (ADA, GRACE):
         (tmp_path / name).mkdir()
     return tmp_path

@@ -1,4 +1,4 @@
-"""TensorFlow's messages, made readable."""
+"""Tests the translation of TensorFlow's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which programs may be batched, and that the answers of those are what they are alone."""
+"""Tests which programs may be batched, and that batched calls get the answers of single calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.engine.building import prepared
 
 
 def built_of(case: Case) -> tuple[BuiltProgram, list[np.ndarray]]:
-    """The program, and the values of its params."""
+    """Returns the program and the values of its params."""
     program = prepared(case.graph(), case.overrides, **case.derivative)
     values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
     built = build(program.request)
@@ -87,7 +87,7 @@ def test_programs_that_mix_examples_are_refused(name: str) -> None:
     "name", ["batch norm by hand", "reversed", "number of elements", "cumulative", "hidden mean loss"]
 )
 def test_trial_detects_mixing_that_analysis_misses(name: str) -> None:
-    """The test of the test: a layout that is wrong. The calls are equal, so that only other rows tell."""
+    """Tries a wrong layout. The calls are equal, so only rows with other values show the mixing."""
     case = REFUSED[name]
     built, params = built_of(case)
     wrong = Layout((True,) + (False,) * len(params), (1,) * len(built.function.outputs))
