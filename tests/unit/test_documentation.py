@@ -93,6 +93,12 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
         assert in_face or (folder / f"{module}.py").exists() or (folder / module).is_dir(), name
 
 
+def test_every_page_of_docs_is_in_a_folder() -> None:
+    """A reader looks in guide/ (how to use it), reference/ (to look something up) or design/ (why it is so)."""
+    assert not list((ROOT / "docs").glob("*.md"))
+    assert {path.name for path in (ROOT / "docs").iterdir()} == {"design", "guide", "reference"}
+
+
 def test_every_guide_is_linked_from_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in _LINK.findall(text)}

@@ -244,7 +244,7 @@ class Engine:
     async def call(
         self,
         kind: Kind,
-        payload: bytes,
+        payload: bytes | Sequence[bytes],
         ends_at: float,
         recorder: OutcomeRecorder | None = None,
         on_ask: Callable[[EngineRequest, bytes], None] | None = None,
@@ -255,7 +255,7 @@ class Engine:
 
         Args:
             kind: The kind of its frame.
-            payload: Its payload.
+            payload: Its payload, whole or in parts.
             ends_at: Loop time of the deadline.
             recorder: Records what the request does to the engine.
             on_ask: Called with each question of the engine.

@@ -18,8 +18,6 @@ from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
 from gradrule_server.recovery.endings import engine_unavailable, lost_before_start
 from gradrule_server.registry.blobs import BlobStore
 
-__all__ = ["Load", "Loadable", "LoadedPrograms"]
-
 _log = logging.getLogger(__name__)
 
 # The most that is loaded before a call needs it: programs, nodes of one program, nodes of all programs.

@@ -24,7 +24,8 @@ from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs import loaded as loaded_module
-from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
+from gradrule_server.programs.engine_cache import Load, Loadable
+from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter

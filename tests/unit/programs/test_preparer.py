@@ -18,8 +18,7 @@ from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.programs.preparer import Preparer
-from gradrule_server.programs.worker_questions import RegistryLookup
+from gradrule_server.programs.preparer import Preparer, RegistryLookup
 from gradrule_server.recovery.crash_history import CrashHistory
 from gradrule_server.recovery.endings import EndReason, EngineEnd
 from gradrule_server.registry.blobs import BlobStore

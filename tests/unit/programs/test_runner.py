@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.run_modes import RunForward, RunOnce
+from gradrule_server.programs.runner import RunForward, RunOnce
 from tests.unit.link.fake_engine import FakeEngine
 
 

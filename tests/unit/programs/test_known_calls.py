@@ -1,8 +1,10 @@
-"""What is read of a call's bytes decides the same as parsing them would."""
+"""Structures of calls, which are read from their bytes, and the table of known calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,12 @@ from hypothesis import strategies as st
 
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, rule_pb2
-from gradrule_server.programs.call_structure import structure_of
+from gradrule_server.link.messages import CallShape, RunTemplate
+from gradrule_server.programs.cache import ProgramCache, StoredKey
+from gradrule_server.programs.compiler import RunnableProgram
+from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.known_calls import CallStructure, KnownCalls, structure_of
+from gradrule_server.recovery.crash_history import CrashHistory
 
 LISTS = ("feeds", "grad_ys", "tangents", "vectors")
 
@@ -186,3 +193,48 @@ def test_long_reference_to_shared_memory_has_no_structure() -> None:
     for _ in range(100_000):
         shared.shape.dim.add(size=1)
     assert structure_of(request.SerializeToString()) is None
+
+
+def runnable() -> RunnableProgram:
+    compiled: Any = SimpleNamespace(program=b"", tail=b"")
+    return RunnableProgram(compiled, Loadable("key", b"g" * 100))
+
+
+def known_calls(cache: ProgramCache) -> KnownCalls:
+    loaded: Any = SimpleNamespace(crash_history=CrashHistory())
+    return KnownCalls(cache, loaded)
+
+
+def mark_used(calls: KnownCalls, structure: CallStructure) -> None:
+    """Marks a call as used, whose engine has unloaded the program since."""
+    unloaded: Any = SimpleNamespace(is_available=False)
+    calls._mark_used(structure, calls._calls[structure], unloaded, 0.0)
+
+
+def test_dropping_a_program_drops_only_its_known_calls() -> None:
+    cache = ProgramCache(2, 10**6)
+    calls = known_calls(cache)
+    keys = {name: StoredKey(name, CallShape()) for name in "abc"}
+    for name in "ab":
+        program = runnable()
+        cache.put(keys[name], program)
+        for number in range(2):
+            calls.add((name.encode(), bytes([number])), keys[name], program, RunTemplate(b""), True)
+    # A call that is used keeps its program: the other one goes.
+    mark_used(calls, (b"a", b"\0"))
+    cache.put(keys["c"], runnable())
+    assert [(name, b"\1") in calls._calls for name in (b"a", b"b")] == [True, False]
+    cache.remove_stored("a")
+    assert (b"a", b"\0") not in calls._calls
+    assert not calls._structures
+
+
+def test_least_recently_used_calls_are_dropped() -> None:
+    cache, key, program = ProgramCache(2, 10**6), StoredKey("a", CallShape()), runnable()
+    calls = known_calls(cache)
+    cache.put(key, program)
+    for number in range(2000):
+        calls.add((b"%d" % number,), key, program, RunTemplate(b""), True)
+        mark_used(calls, (b"0",))
+    assert len(calls._calls) == len(calls._structures[key]) < 2000
+    assert (b"1",) not in calls._calls
