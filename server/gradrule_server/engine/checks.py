@@ -1,4 +1,8 @@
-"""Checks that run inside a built function, and the limit on the size of an answer."""
+"""Checks a built function: its ops while it is built, shapes and sizes while it runs.
+
+The compile worker has checked the ops of the graph that was sent. The check here covers what TensorFlow made of it,
+gradients and rules included, and compares the definitions of ops with those that were reviewed.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,59 @@ from typing import cast
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.engine.code_rules.common import Gradient
-from gradrule_server.errors import GradruleError, error
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.code_rules.target import Gradient
+from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.policy import OpReview, definition_digest, review_with_digest
 
 # A message has at most 2 GiB; the rest is for names and for fields that the front end adds.
 MAX_ANSWER_BYTES = 2**31 - 2**26
 
+_MAX_FINDINGS = 20
+
+_reviews: dict[str, OpReview] = {}
+
+
+def check_ops(graph: tf.Graph) -> None:
+    """Raises OP_NOT_ALLOWED with the op types of the graph and its functions that the table denies."""
+    findings: list[Finding] = []
+    for op_type, name in _op_types_in(graph).items():
+        review = _review(op_type)
+        if not review.allowed:
+            message = (
+                f"Node {name!r} ({op_type}), which the program has with its rules and gradients, is not allowed here "
+                f"({review.category}: {review.reason})."
+            )
+            findings.append(Finding(errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, message, name))
+    if findings:
+        raise GradruleError(findings[:_MAX_FINDINGS])
+
+
+def _op_types_in(graph: tf.Graph) -> dict[str, str]:
+    """Returns every op type of the graph and its functions, with the name of one node."""
+    found: dict[str, str] = {}
+    functions: dict[str, None] = {}
+    for op in graph.get_operations():
+        found.setdefault(op.type, op.name.removeprefix(IMPORT_SCOPE))
+        if tf_private.runs_functions(op.type):
+            functions.update(dict.fromkeys(tf_private.functions_named(op.node_def)))
+    for function in tf_private.functions_reached(functions):
+        for node in function.node_def:
+            found.setdefault(node.op, node.name)
+    return found
+
+
+def _review(op_type: str) -> OpReview:
+    found = _reviews.get(op_type)
+    if found is None:
+        found = _reviews[op_type] = review_with_digest(op_type, definition_digest(tf_private.op_definition(op_type)))
+    return found
+
 
 _MARKER = "gradrule-check"
 # Text of the error, by kind of check.
-_WORDS = {
+_MESSAGES = {
     "shape": "has shape ({got}), must have ({wanted})",
     "bytes": "takes {got} bytes, and at most {wanted} fit into an answer",
 }
@@ -29,12 +76,19 @@ _FAILED = re.compile(
 
 
 def require_same_shape(
-    value: tf.Tensor, like: tf.Tensor, reason: errors_pb2.ErrorReason.ValueType, where: str
+    value: tf.Tensor,
+    like: tf.Tensor,
+    reason: errors_pb2.ErrorReason.ValueType,
+    where: str,
+    shape: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """Returns `value`, with a check at run time that it has the shape of `like`, unless that is known already."""
+    """Returns `value`, with a check at run time that it has the shape of `like`, unless that is known already.
+
+    `shape`: shape of `like`, if it is known without `like`.
+    """
     if value.shape.is_fully_defined() and like.shape.is_fully_defined() and value.shape == like.shape:
         return value
-    checked = require_same(value, tf.shape(value), tf.shape(like), reason, where)
+    checked = require_same(value, tf.shape(value), tf.shape(like) if shape is None else shape, reason, where)
     checked.set_shape(like.shape)
     return checked
 
@@ -110,5 +164,5 @@ def failed_check(message: str) -> GradruleError | None:
     return error(
         cast("errors_pb2.ErrorReason.ValueType", int(match["reason"])),
         # TensorFlow escapes the quotes of what an assertion prints.
-        f"{match['where'].replace(chr(92), '')}: {_WORDS[match['kind']].format(got=got, wanted=wanted)}",
+        f"{match['where'].replace(chr(92), '')}: {_MESSAGES[match['kind']].format(got=got, wanted=wanted)}",
     )

@@ -1,23 +1,74 @@
-"""Builds the gradients of similar nodes once, for programs that are described and never run."""
+"""Describes programs that never run, without their functions: builds the gradients of similar nodes only once."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
+from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.code_rules.common import Gradient
+from gradrule_server.engine.build import build, function_arguments, start_build
+from gradrule_server.engine.checks import check_ops
+from gradrule_server.engine.code_rules.target import Gradient
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
+from gradrule_server.engine.memory_estimate import estimate_need, static_bytes
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.link.v1 import link_pb2
+
+_VJP = (evaluate_pb2.DERIVATIVE_UNSPECIFIED, evaluate_pb2.DERIVATIVE_VJP)
 
 _Key: TypeAlias = tuple[Any, ...]
 
 _FOR_GRADRULE = frozenset({"_gradrule_mark", tf_private.GRADIENT_ATTR})
 # Larger constants are kept as a hash. Gradient functions read the values of integer constants: sizes and axes.
-_MOST_VALUE_BYTES = 4096
+_MAX_VALUE_BYTES = 4096
+
+
+def describe(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor], device: str) -> BuiltProgram:
+    """Returns the program as `build` does, but without its function; raises the same errors.
+
+    The whole program is built if gradients are differentiated again, if they are a function of their own, or if the
+    program might not fit into memory.
+    """
+    if request.derivative in _VJP and not request.stacked_grad_ys and not request.split:
+        built = _describe_without_function(request, values)
+        if built is not None:
+            return built
+    return build(request, values, device)
+
+
+def _describe_without_function(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) -> BuiltProgram | None:
+    """Returns the program without its function; None if it might not fit into memory."""
+    graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
+    functions = tf_private.add_functions(graph_def.library)
+    try:
+        graph = tf_private.RecordingGraph()
+        with graph.as_default():
+            gradient_cache = GradientCache(graph, graph_def)
+            built, trace = start_build(request, graph_def, values, gradient_cache)
+            arguments = [
+                tf.compat.v1.placeholder(spec.dtype, spec.shape, spec.name) for spec in function_arguments(built)
+            ]
+            with tf_private.sums_made_by(gradient_cache.sum):
+                outputs = trace.run(arguments)
+        if not request.trusted:
+            check_ops(graph)
+        if request.memory_limit and _upper_bound_bytes(graph, outputs) > request.memory_limit:
+            return None
+        return built
+    finally:
+        tf_private.remove_functions(functions)
+
+
+def _upper_bound_bytes(graph: tf_private.RecordingGraph, outputs: Sequence[tf.Tensor]) -> int:
+    """Returns the bytes of all tensors of the program; reused gradients count each time."""
+    repeated = sum(static_bytes(tensor) for op in graph.made for tensor in op.outputs)
+    return estimate_need(graph, outputs, sys.maxsize).size + repeated
 
 
 class GradientCache:
@@ -46,7 +97,7 @@ class GradientCache:
         dys: Sequence[Gradient],
         rule: int,
         make: Callable[[], Sequence[Gradient]],
-        noted: Callable[[], int],
+        report_count: Callable[[], int],
     ) -> Sequence[Gradient]:
         """Returns the gradients that `make` builds, or those that it built for a similar op.
 
@@ -55,7 +106,7 @@ class GradientCache:
             dys: Upstream gradients of its outputs.
             rule: Number of the rule; negative for the op's own gradient.
             make: Builds the gradients.
-            noted: Returns a count; if `make` changes it, the gradients are not reused.
+            report_count: Returns a count; if `make` changes it, the gradients are not reused.
         """
         key = self._key(op, dys, rule)
         if key is None:
@@ -64,9 +115,9 @@ class GradientCache:
         if known is not None:
             self._graph.made += known[1]
             return known[0]
-        before, noted_before = len(self._graph.made), noted()
+        before, count_before = len(self._graph.made), report_count()
         gradients = make()
-        if noted() == noted_before:
+        if report_count() == count_before:
             self._known[key] = gradients, self._graph.made[before:]
         return gradients
 
@@ -100,7 +151,7 @@ class GradientCache:
         inputs: dict[int, int] = {}
         parts: list[Any] = [rule, op.type, attributes]
         for number, value in enumerate(op.inputs):
-            described = self._described(value)
+            described = self._describe_without_function(value)
             if described is None:
                 return None
             parts.append((inputs.setdefault(id(value), number), described))
@@ -125,7 +176,7 @@ class GradientCache:
             self._attributes[name] = found
         return found
 
-    def _described(self, value: tf.Tensor) -> _Key | None:
+    def _describe_without_function(self, value: tf.Tensor) -> _Key | None:
         """Returns type, shape and producer of a tensor, and its values if gradient functions may read them."""
         producer, dtype = value.op, value.dtype
         if dtype.is_floating or dtype.is_complex or producer.type == "Placeholder":
@@ -139,7 +190,7 @@ class GradientCache:
         node = self._nodes.get(op.name.removeprefix(IMPORT_SCOPE))
         if found is None and node is not None:
             data = node.attr["value"].SerializeToString()
-            found = self._constants[op.name] = data if len(data) <= _MOST_VALUE_BYTES else hashlib.sha256(data).digest()
+            found = self._constants[op.name] = data if len(data) <= _MAX_VALUE_BYTES else hashlib.sha256(data).digest()
         return found
 
 

@@ -1,4 +1,4 @@
-"""Running a built graph on arrays, and reading and writing the messages of its calls in few steps."""
+"""Tests that built programs run on arrays, with and without fast paths, and answer as protobuf would write."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
-from gradrule_server.engine.graph_call import FunctionCall, SessionCall, graph_call
+from gradrule_server.engine.large_tensors import AttachedMemories
+from gradrule_server.engine.program import BuiltProgram, FunctionCall, SessionCall, create_graph_call
 from gradrule_server.engine.run import run
-from gradrule_server.engine.shared_memory import AttachedMemories
+from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
 from tests.service.graph_defs import drawn, loaded
@@ -31,12 +31,12 @@ _FUNCTION = ("qint8", "quint8", "qint32", "int4", "uint4", "float8_e5m2", "float
 
 
 def passed_on(name: str) -> gr.Graph:
-    """y is x, of any element type."""
+    """Returns a graph in which y is x, of any element type."""
     return loaded(drawn(lambda: tf.identity(tf.compat.v1.placeholder(tf.as_dtype(name), [None], "x"), name="y")))
 
 
 def answer(graph: gr.Graph, feeds: dict[str, Any], **derivative: Any) -> evaluate_pb2.EvaluateResponse:
-    """What an engine answers."""
+    """Returns the answer of an engine."""
     built = build(prepared(graph, **derivative).request)
     call = evaluate_pb2.EvaluateRequest()
     for name, value in feeds.items():
@@ -47,7 +47,7 @@ def answer(graph: gr.Graph, feeds: dict[str, Any], **derivative: Any) -> evaluat
 
 
 def values_of(name: str) -> np.ndarray:
-    """Three values of an element type."""
+    """Returns three values of an element type."""
     if name == "string":
         return np.array([b"a", b"", b"\xff"], object)
     return np.array([1, 0, 1]).astype(tensor_codec.numpy_dtype(tensor_codec.dtype_number(name)))
@@ -69,7 +69,7 @@ def test_programs_run_in_a_session_if_it_supports_their_types(names: tuple[str, 
 
 
 def mixed() -> gr.Graph:
-    """A table that is looked up, an input that nothing depends on, and integers."""
+    """Returns a graph with a table lookup, an input on which nothing depends, and integers."""
 
     def build_graph() -> None:
         table = tf.compat.v1.placeholder(tf.float32, [4, 2], "table")
@@ -113,7 +113,7 @@ def test_a_session_computes_what_the_function_computes_in_several_threads() -> N
         return [kept, *tf.gradients(kept, [x, w])]
 
     concrete = function.get_concrete_function()
-    call = graph_call(concrete, single_threaded=False, may_use_session=True)
+    call = create_graph_call(concrete, single_threaded=False, may_use_session=True)
     assert isinstance(call, SessionCall)
     arrays = [rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=(4, 4)).astype(np.float32)]
     wanted = [tensor.numpy() for tensor in concrete(*map(tf.constant, arrays))]
@@ -135,7 +135,7 @@ def test_checks_run_although_no_output_depends_on_them() -> None:
         tf.raw_ops.Assert(condition=x > 0, data=["x is not positive"])
         return [x * 2]
 
-    call = graph_call(function.get_concrete_function(), single_threaded=True, may_use_session=True)
+    call = create_graph_call(function.get_concrete_function(), single_threaded=True, may_use_session=True)
     assert call([np.array(1, np.float32)])[0] == 2
     with pytest.raises(tf.errors.InvalidArgumentError, match="x is not positive"):
         call([np.array(-1, np.float32)])
@@ -150,3 +150,32 @@ def test_ops_with_trait_keeps_shape_keep_the_shape(op_type: str) -> None:
             op = graph.create_op(op_type, [value], attrs={})
             assert [output.shape.as_list() for output in op.outputs] == [shape]
             assert len(op.inputs) == 1
+
+
+def built_without(*disabled: str) -> BuiltProgram:
+    """Returns a program for y = relu(x) and its gradient under a rule, built without some fast paths."""
+    g = gr.Graph()
+    g.op_output("Relu", g.placeholder("x", "float32", [None]), name="y")
+    request = prepared(g, {"Relu": "guided_relu"}, vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request
+    return build(request, disabled_fast_paths=frozenset(disabled))
+
+
+def fast_paths_of(built: BuiltProgram) -> tuple[Any, bool, bool]:
+    call = evaluate_pb2.EvaluateRequest()
+    call.feeds.add(name="x").value.inline_tensor.CopyFrom(tensor_codec.to_message(np.ones(3, np.float32)))
+    return type(built.call), built.feed_plan.arrays(call, [], {}) is not None, built.small
+
+
+def test_each_fast_path_has_a_switch() -> None:
+    assert fast_paths_of(built_without()) == (SessionCall, True, True)
+    assert fast_paths_of(built_without("sessions")) == (FunctionCall, True, True)
+    assert fast_paths_of(built_without("feed-plans")) == (SessionCall, False, True)
+    assert fast_paths_of(built_without("calling-thread")) == (SessionCall, True, False)
+
+
+def test_results_without_fast_paths_are_the_same() -> None:
+    x = np.array([-2.0, -0.5, 0.0, 0.5, 2.0], np.float32)
+    for found, wanted in zip(
+        built_without("sessions", "calling-thread").call([x]), built_without().call([x]), strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)

@@ -191,12 +191,12 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def is_known() -> bool:
+def is_machine_known() -> bool:
     """Returns whether the system calls of this machine are known."""
     return platform.machine() in _MACHINES and ctypes.sizeof(ctypes.c_void_p) == 8
 
 
-def restrict() -> None:
+def restrict_calls() -> None:
     """Makes the calls fail with EPERM, for good. Needs `no_new_privs`. Raises `OSError` if the kernel refuses."""
     code = _filter(_MACHINES[platform.machine()], os.getpid())
     program = _Program(len(code) // _INSTRUCTION.size, code)
@@ -232,9 +232,12 @@ def _filter(machine: _Machine, pid: int) -> bytes:
     return b"".join(code)
 
 
-def _by_argument(number: int, argument: int, values: Sequence[int], such: bytes, other: bytes) -> list[bytes]:
-    """Returns the filter of a call by the lower 32 bits of one argument: the kernel reads no more of it either."""
-    tests = [part for value in values for part in (_step(_IF_EQUAL, value, on_false=1), such)]
+def _by_argument(number: int, argument: int, values: Sequence[int], match: bytes, other: bytes) -> list[bytes]:
+    """Returns the filter of a call by the lower 32 bits of one argument; the kernel reads only these.
+
+    `match`: the instruction for an argument in `values`. `other`: the one for all other arguments.
+    """
+    tests = [part for value in values for part in (_step(_IF_EQUAL, value, on_false=1), match)]
     return [_step(_IF_EQUAL, number, on_false=len(tests) + 2), _step(_LOAD, argument), *tests, other]
 
 

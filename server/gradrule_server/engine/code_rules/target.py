@@ -1,4 +1,4 @@
-"""Defines what a code rule is applied to, and helpers that code rules share."""
+"""Describes the op or subgraph to which a rule is applied, and checks and converts its tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
 class RuleTarget:
     """The op or subgraph to which a rule is applied.
 
-    `node`: its name, for messages. `what`: its op type, or the op types of a chain joined by `+`.
-    `inputs`, `outputs`: as tensors of the graph in which gradients are built.
-    `find_ops`: finds the forward ops, producers before consumers. There may be thousands.
-    `own`: the gradients of the inputs that TensorFlow gives for upstream gradients of the outputs.
-    `reference`: finds the value of a tensor of the forward graph when all xs are a baseline (a number or a tensor that
-    broadcasts to them). Raises RULE_NOT_APPLICABLE inside loops and branches.
-    `salt`: a number derived from the name, so that random rules draw different numbers for each node.
-    `op`: the op itself; None for a subgraph.
+    Attributes:
+        node: Name of the node, for messages.
+        what: The op type, or the op types of a chain joined by `+`.
+        inputs, outputs: As tensors of the graph in which gradients are built.
+        find_ops: Finds the forward ops, producers before consumers. There may be thousands.
+        own_gradients: Returns TensorFlow's gradients of the inputs for upstream gradients of the outputs.
+        reference: Returns the value of a tensor of the forward graph if all xs are a baseline (a number or a tensor
+            that broadcasts to them). Raises RULE_NOT_APPLICABLE inside loops and branches.
+        salt: A number derived from the name, so that random rules draw different numbers for each node.
+        op: The op itself; None for a subgraph.
     """
 
     node: str
@@ -52,11 +54,30 @@ def salt_for(node: str) -> int:
     return int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "little", signed=True)
 
 
+def ops_between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """Returns the ops on the paths from the tensors `xs` to the tensors `ys`, producers before consumers."""
+    border = {x.ref() for x in xs}
+    reaches: dict[tf.Operation, bool] = {}
+    order: list[tf.Operation] = []
+    pending = [(y.op, False) for y in ys]
+    while pending:
+        op, ready = pending.pop()
+        if ready:
+            reaches[op] = any(value.ref() in border or reaches.get(value.op, False) for value in op.inputs)
+            if reaches[op]:
+                order.append(op)
+        elif op not in reaches:
+            reaches[op] = False
+            pending.append((op, True))
+            pending += [(value.op, False) for value in op.inputs if value.ref() not in border]
+    return order
+
+
 CodeRuleFunction: TypeAlias = Callable[
     [RuleTarget, Sequence[tf.Tensor], Mapping[str, tf.Tensor]], Sequence[tf.Tensor | None]
 ]
-"""A rule of the catalogue that is code: from a target, dense upstream gradients (zeros where none arrives) and params
-(float64) to one gradient per input."""
+"""A rule of the catalogue that is code: returns one gradient per input for a target, dense upstream gradients (zeros
+where none arrives) and params (float64)."""
 
 
 _HALF_TYPES = (tf.float16, tf.bfloat16)

@@ -1,4 +1,4 @@
-"""Whose programs share the tensor of a variable."""
+"""Tests which programs share the tensor of a variable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, tensor_pb2
-from gradrule_server.engine.blobs import BlobReader, VariableCache
+from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.registry.blobs import folder_name
@@ -21,7 +21,7 @@ VALUE = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Blobs of the first tenant's, of Ada's and of Grace's, who have none yet."""
+    """Returns a folder with empty blob folders of two tenants, in the blob folder of the first tenant."""
     for name in (ADA, GRACE):
         (tmp_path / name).mkdir()
     return tmp_path

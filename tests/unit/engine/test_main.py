@@ -1,4 +1,4 @@
-"""What the fork server imports before it forks: nothing that draws, no Keras, no thread, no file written."""
+"""What the fork server imports before it forks: no library for drawing, no Keras, no thread, no written file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 _PROGRAM = """
 import json, os, sys
-from gradrule_server.engine.unused_libraries import without_libraries
-with without_libraries():
+from gradrule_server.engine.__main__ import without_unused_libraries
+with without_unused_libraries():
     import gradrule_server.engine.process
 before = {"modules": sorted({name.partition(".")[0] for name in sys.modules} | {"keras.src"} & set(sys.modules)),
           "threads": len(os.listdir("/proc/self/task"))}
@@ -29,11 +29,11 @@ def test_only_what_engines_use_is_imported_and_nothing_is_written(tmp_path: Path
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    told = json.loads(done.stdout)
-    assert "tensorflow" in told["modules"]
-    assert not (_NEVER | {"keras.src"}) & set(told["modules"])
-    assert told["threads"] == 1
+    reported = json.loads(done.stdout)
+    assert "tensorflow" in reported["modules"]
+    assert not (_NEVER | {"keras.src"}) & set(reported["modules"])
+    assert reported["threads"] == 1
     # A session's optimizer imports Keras, and that imports nothing that draws.
-    assert "keras" in told["later"]
-    assert not _NEVER & set(told["later"])
+    assert "keras" in reported["later"]
+    assert not _NEVER & set(reported["later"])
     assert list(home.iterdir()) == []
