@@ -18,7 +18,7 @@ from gradrule._builder.overrides import Overrides
 from gradrule._comparison import numeric_gradients
 from gradrule._comparison.numeric_gradients import FiniteDifferences
 from gradrule._messages import rpc_calls
-from gradrule._messages.request_messages import Feeds, GradYs, Names, Words, names_of
+from gradrule._messages.call_arguments import Feeds, GradYs, Names, ProgramArguments, names_of
 from gradrule._results.call_results import Explanation, Resolution, Result, Sparse
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
@@ -148,8 +148,8 @@ class _Target:
     grad_ys: GradYs | None
     rewrites: Sequence[str]
 
-    def words(self, overrides: Overrides | None, more_xs: Sequence[str] = ()) -> Words:
-        return Words(
+    def arguments(self, overrides: Overrides | None, more_xs: Sequence[str] = ()) -> ProgramArguments:
+        return ProgramArguments(
             ys=self.ys,
             xs=[*self.xs, *more_xs],
             grad_ys=self.grad_ys,
@@ -184,7 +184,7 @@ def plan(
     runs: list[_Run] = []
     for label, chosen in {DEFAULT: None, **overrides}.items():
         run = _Run(label, chosen)
-        explained: Explanation = yield rpc_calls.explain(graph, feeds, None, target.words(chosen))
+        explained: Explanation = yield rpc_calls.explain(graph, feeds, None, target.arguments(chosen))
         try:
             _read(run, explained, label)
         except NoGradientError as refusal:
@@ -288,7 +288,7 @@ def _gradients(
 
 
 def _evaluate(target: _Target, run: _Run, between: Sequence[str]) -> rpc_calls.Call[Result]:
-    return rpc_calls.evaluate(target.graph, target.feeds, None, target.words(run.overrides, between))
+    return rpc_calls.evaluate(target.graph, target.feeds, None, target.arguments(run.overrides, between))
 
 
 def _active(resolutions: Sequence[Resolution]) -> set[tuple[str, str, str]]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from gradrule._messages import request_messages
+from gradrule._messages.call_arguments import CallParams, Feeds, GradYs
 from gradrule._messages.program_calls import ProgramBase
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results

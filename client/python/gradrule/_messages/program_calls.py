@@ -10,8 +10,8 @@ import numpy as np
 from gradrule._builder import blob_values
 from gradrule._builder.notebook_text import html_table, short_repr
 from gradrule._builder.specs import TensorSpec
-from gradrule._messages import request_messages, rpc_calls
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, Name
+from gradrule._messages import call_arguments, request_messages, rpc_calls
+from gradrule._messages.call_arguments import CallParams, Feeds, GradYs, Name
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results import call_results
 from gradrule._results.answers import Answer, AnswerReader, labeller
@@ -39,9 +39,9 @@ class ProgramEncoder:
 
     def encode(
         self,
-        feeds: request_messages.Feeds | None,
-        params: request_messages.CallParams | None = None,
-        grad_ys: request_messages.GradYs | None = None,
+        feeds: call_arguments.Feeds | None,
+        params: call_arguments.CallParams | None = None,
+        grad_ys: call_arguments.GradYs | None = None,
         stacked_grad_ys: bool = False,
         packing: Packing | None = None,
     ) -> tuple[list[wire_format.Part], blob_values.Blobs]:
@@ -80,7 +80,7 @@ class ProgramEncoder:
             if head is not None:
                 parts += (head, _content(value))
                 return
-        name = request_messages.name_of_tensor(key, self._program)
+        name = call_arguments.name_of_tensor(key, self._program)
         if isinstance(value, blob_values.Blob):
             parts.append(self._message(field, name, value))
             blobs[value.sha256] = value.data

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -22,6 +22,8 @@ from gradrule.common.large_tensors import MIN_LARGE_BYTES
 from gradrule.common.memory_regions import rounded
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2, tensor_pb2
+
+GradientKind: TypeAlias = Literal["dense", "sparse", "unconnected", "not_differentiable"]
 
 # Layouts with more bytes around the tensors are not kept: strings, or thousands of tensors.
 _MAX_LAYOUT_BYTES = 64 * 1024
@@ -37,7 +39,7 @@ _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 _PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
 _PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER
 _X = evaluate_pb2.Gradient.X_FIELD_NUMBER
-_KINDS = {
+_KINDS: dict[int, GradientKind] = {
     evaluate_pb2.Gradient.DENSE_FIELD_NUMBER: "dense",
     evaluate_pb2.Gradient.SPARSE_FIELD_NUMBER: "sparse",
     evaluate_pb2.Gradient.UNCONNECTED_FIELD_NUMBER: "unconnected",
@@ -112,7 +114,7 @@ class PackedPlace(TensorPlace):
 class GradientPlace:
     """Where a gradient lies: one tensor if it is dense, three if it is sparse, otherwise none."""
 
-    kind: str
+    kind: GradientKind
     tensors: tuple[TensorPlace, ...]
 
 
@@ -125,7 +127,7 @@ class Layout:
 
     outputs: Mapping[str, TensorPlace]
     gradients: Mapping[str, GradientPlace]
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, GradientKind]
     around: tuple[tuple[int, bytes], ...]
     end: int
 

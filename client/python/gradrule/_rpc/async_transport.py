@@ -16,7 +16,7 @@ from gradrule._messages.session_calls import METHOD
 from gradrule.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from gradrule._messages.request_messages import Feeds
+    from gradrule._messages.call_arguments import Feeds
     from gradrule._messages.rpc_calls import Call
     from gradrule._rpc.async_client.base import AsyncClientBase
 

@@ -16,7 +16,7 @@ from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.errors import BlobNotFoundError, CancelledError, GradruleError, MessageTooLargeError, UnavailableError
 
 if TYPE_CHECKING:
-    from gradrule._messages.request_messages import Feeds
+    from gradrule._messages.call_arguments import Feeds
     from gradrule._messages.rpc_calls import Call
     from gradrule._rpc.sync_client.base import ClientBase
     from gradrule._rpc.sync_client.sending import CallSender

@@ -11,7 +11,7 @@ import grpc.aio
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
-from gradrule._messages.rpc_calls import NoGradient
+from gradrule._messages.call_arguments import NoGradient
 from gradrule._messages.session_calls import SessionOptions
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._rpc import call_routes, channels

@@ -9,7 +9,17 @@ from gradrule._builder.overrides import Overrides
 from gradrule._comparison import compare
 from gradrule._comparison.compare import Comparison
 from gradrule._messages import derivatives, rpc_calls
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.call_arguments import (
+    CallParams,
+    Feeds,
+    GradYs,
+    GroupedNames,
+    Jit,
+    Names,
+    NoGradient,
+    ProgramArguments,
+    UnconnectedGradients,
+)
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
@@ -28,15 +38,15 @@ class AsyncEvaluationMethods(AsyncClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
         batching: bool = True,
-        jit: rpc_calls.Jit = "off",
+        jit: Jit = "off",
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> call_results.Result:
@@ -80,7 +90,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
-        words = Words(
+        arguments = ProgramArguments(
             fetches,
             ys,
             xs,
@@ -95,7 +105,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             jit=jit,
         )
         chosen = self._transfer if transfer is None else transfer.of_call()
-        call = rpc_calls.evaluate(graph, feeds, params, words, stacked_grad_ys, chosen)
+        call = rpc_calls.evaluate(graph, feeds, params, arguments, stacked_grad_ys, chosen)
         return await self._run(call, timeout)
 
     async def explain(
@@ -108,9 +118,9 @@ class AsyncEvaluationMethods(AsyncClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         dense_gradients: bool = False,
@@ -140,7 +150,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
         Raises:
             GradruleError: The request cannot be read, or names what the graph or the overrides lack.
         """
-        words = Words(
+        arguments = ProgramArguments(
             fetches,
             ys,
             xs,
@@ -152,7 +162,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             rewrites,
             dense_gradients=dense_gradients,
         )
-        return await self._run(rpc_calls.explain(graph, feeds, params, words), timeout)
+        return await self._run(rpc_calls.explain(graph, feeds, params, arguments), timeout)
 
     async def compare(
         self,
@@ -202,7 +212,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
         xs: Names,
         stop_gradients: Names = (),
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
@@ -233,8 +243,12 @@ class AsyncEvaluationMethods(AsyncClientBase):
             InvalidDerivativeError: A tangent belongs to no x.
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites)
-        return await self._run(self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, words)), timeout)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites
+        )
+        return await self._run(
+            self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, arguments)), timeout
+        )
 
     async def jacobian(
         self,
@@ -244,9 +258,9 @@ class AsyncEvaluationMethods(AsyncClientBase):
         ys: Names,
         xs: GroupedNames,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         batched: bool = False,
@@ -279,8 +293,10 @@ class AsyncEvaluationMethods(AsyncClientBase):
         Raises:
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        call = derivatives.jacobian(graph, feeds, params, words, batched=batched)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
+        call = derivatives.jacobian(graph, feeds, params, arguments, batched=batched)
         return await self._run(self._transfer.applied(call), timeout)
 
     async def hvp(
@@ -292,9 +308,9 @@ class AsyncEvaluationMethods(AsyncClientBase):
         ys: Names,
         xs: GroupedNames,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
@@ -324,5 +340,9 @@ class AsyncEvaluationMethods(AsyncClientBase):
             InvalidDerivativeError: A vector belongs to no x.
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        return await self._run(self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, words)), timeout)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
+        return await self._run(
+            self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, arguments)), timeout
+        )

@@ -8,10 +8,20 @@ from typing import Any
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages.call_arguments import (
+    CallParams,
+    Feeds,
+    GradYs,
+    GroupedNames,
+    Jit,
+    Names,
+    NoGradient,
+    ProgramArguments,
+    UnconnectedGradients,
+    groups_of,
+)
 from gradrule._messages.program_calls import ProgramBase, merged
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
 from gradrule._messages.transfer_options import Transfer
-from gradrule._messages.x_groups import groups_of
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
@@ -32,13 +42,13 @@ class AsyncProgramMethods(AsyncClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         dense_gradients: bool = False,
         batching: bool = True,
-        jit: rpc_calls.Jit = "off",
+        jit: Jit = "off",
         name: str | None = None,
         timeout: float | None = None,
     ) -> AsyncProgram:
@@ -71,7 +81,7 @@ class AsyncProgramMethods(AsyncClientBase):
             QuotaExceededError: The tenant has too many programs.
             GradruleError: As in `evaluate`.
         """
-        words = Words(
+        arguments = ProgramArguments(
             fetches,
             ys,
             xs,
@@ -85,7 +95,7 @@ class AsyncProgramMethods(AsyncClientBase):
             batching=batching,
             jit=jit,
         )
-        message = await self._run(rpc_calls.compile_program(graph, name, words), timeout)
+        message = await self._run(rpc_calls.compile_program(graph, name, arguments), timeout)
         return AsyncProgram(self, message, groups_of(xs, graph))
 
     async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:

@@ -79,7 +79,7 @@ class AsyncRuleMethods(AsyncClientBase):
         )
 
     async def list_rules(
-        self, kind: rpc_calls.RuleKind | None = None, *, timeout: float | None = None
+        self, kind: rule_infos.RuleKind | None = None, *, timeout: float | None = None
     ) -> list[rule_infos.RuleInfo]:
         """Lists rules.
 

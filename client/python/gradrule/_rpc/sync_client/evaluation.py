@@ -10,7 +10,17 @@ from gradrule._builder.overrides import Overrides
 from gradrule._comparison import compare
 from gradrule._comparison.compare import Comparison
 from gradrule._messages import derivatives, rpc_calls
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.call_arguments import (
+    CallParams,
+    Feeds,
+    GradYs,
+    GroupedNames,
+    Jit,
+    Names,
+    NoGradient,
+    ProgramArguments,
+    UnconnectedGradients,
+)
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
@@ -29,15 +39,15 @@ class EvaluationMethods(ClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
         batching: bool = True,
-        jit: rpc_calls.Jit = "off",
+        jit: Jit = "off",
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> call_results.Result:
@@ -81,7 +91,7 @@ class EvaluationMethods(ClientBase):
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
-        words = Words(
+        arguments = ProgramArguments(
             fetches,
             ys,
             xs,
@@ -96,7 +106,7 @@ class EvaluationMethods(ClientBase):
             jit=jit,
         )
         chosen = self._transfer if transfer is None else transfer.of_call()
-        call = rpc_calls.evaluate(graph, feeds, params, words, stacked_grad_ys, chosen)
+        call = rpc_calls.evaluate(graph, feeds, params, arguments, stacked_grad_ys, chosen)
         return self._run(call, timeout)
 
     def explain(
@@ -109,9 +119,9 @@ class EvaluationMethods(ClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         dense_gradients: bool = False,
@@ -141,7 +151,7 @@ class EvaluationMethods(ClientBase):
         Raises:
             GradruleError: The request cannot be read, or names what the graph or the overrides lack.
         """
-        words = Words(
+        arguments = ProgramArguments(
             fetches,
             ys,
             xs,
@@ -153,7 +163,7 @@ class EvaluationMethods(ClientBase):
             rewrites,
             dense_gradients=dense_gradients,
         )
-        return self._run(rpc_calls.explain(graph, feeds, params, words), timeout)
+        return self._run(rpc_calls.explain(graph, feeds, params, arguments), timeout)
 
     def compare(
         self,
@@ -203,7 +213,7 @@ class EvaluationMethods(ClientBase):
         xs: Names,
         stop_gradients: Names = (),
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
@@ -234,8 +244,10 @@ class EvaluationMethods(ClientBase):
             InvalidDerivativeError: A tangent belongs to no x.
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites)
-        return self._run(self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, words)), timeout)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites
+        )
+        return self._run(self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, arguments)), timeout)
 
     def jacobian(
         self,
@@ -245,9 +257,9 @@ class EvaluationMethods(ClientBase):
         ys: Names,
         xs: GroupedNames,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         batched: bool = False,
@@ -280,8 +292,10 @@ class EvaluationMethods(ClientBase):
         Raises:
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        call = derivatives.jacobian(graph, feeds, params, words, batched=batched)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
+        call = derivatives.jacobian(graph, feeds, params, arguments, batched=batched)
         return self._run(self._transfer.applied(call), timeout)
 
     def hvp(
@@ -293,9 +307,9 @@ class EvaluationMethods(ClientBase):
         ys: Names,
         xs: GroupedNames,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
@@ -325,5 +339,7 @@ class EvaluationMethods(ClientBase):
             InvalidDerivativeError: A vector belongs to no x.
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        return self._run(self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, words)), timeout)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
+        return self._run(self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, arguments)), timeout)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from gradrule._messages.call_arguments import CallParams, Feeds, GradYs
 from gradrule._messages.forward_calls import LOST, ForwardBase
 from gradrule._messages.program_calls import ProgramBase
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs
 from gradrule._messages.transfer_options import Transfer
 from gradrule._rpc.sync_client.base import ClientBase
 

@@ -9,8 +9,16 @@ from typing import Any, Self, TypeVar
 
 from gradrule._builder import blob_values
 from gradrule._builder.graph import Graph
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, Name, Names, Words
-from gradrule._messages.rpc_calls import Call, UnconnectedGradients
+from gradrule._messages.call_arguments import (
+    CallParams,
+    Feeds,
+    GradYs,
+    Name,
+    Names,
+    ProgramArguments,
+    UnconnectedGradients,
+)
+from gradrule._messages.rpc_calls import Call
 from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
 from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
@@ -119,8 +127,10 @@ class Session(SessionBase):
         Raises:
             GradruleError: As in `Client.evaluate`.
         """
-        words = Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients)
-        return self._run(self._evaluate(feeds, words, params), timeout)
+        arguments = ProgramArguments(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
+        )
+        return self._run(self._evaluate(feeds, arguments, params), timeout)
 
     def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:
         """Returns values of variables.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from gradrule.errors import GradruleError, MissingFeedError
 if TYPE_CHECKING:
     from gradrule import Client
 
+LineRole: TypeAlias = Literal["forward", "gradient", "opposite"]
+Axis: TypeAlias = Literal["x", "dy"]
+
 POINTS = 241
 # Number of points if each point needs its own call.
 _FEW_POINTS = 121
@@ -29,7 +32,7 @@ class Line:
 
     label: str
     values: Array
-    role: str = "gradient"
+    role: LineRole = "gradient"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Curve:
     """
 
     title: str
-    axis: str
+    axis: Axis
     x: Array
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
@@ -55,7 +58,7 @@ def curve(
     params: Mapping[str, Any] | None = None,
     interval: tuple[float, float] | None = None,
     dy: float = 1.0,
-    over: str | None = None,
+    over: Axis | None = None,
 ) -> Curve:
     """Computes the curve of a rule. Raises `NoSetupError` if it is not a function of one number."""
     given = dict(params or {})
