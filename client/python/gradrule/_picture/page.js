@@ -27,13 +27,13 @@ function showGraph(document, window, view) {
   function draw() {
     placed = layout.place(view, opened);
     const marked = new Set(hits);
-    const grounds = [], fronts = [];
+    const backgrounds = [], fronts = [];
     for (const [number, rect] of placed.rects) {
       if (number === ROOT) continue;
       const isOpen = placed.bands.has(number);
       const classes = `${view.classes[number]}${view.rule[number] < 0 ? "" : ` r${view.rule[number]}`}`;
       const more = `${marked.has(number) ? " hit" : ""}${hits[current] === number ? " current" : ""}`;
-      if (isOpen) grounds.push(make("g", { class: `open ${classes}${more}` }, body(rect, 8, rect.x, rect.y)));
+      if (isOpen) backgrounds.push(make("g", { class: `open ${classes}${more}` }, body(rect, 8, rect.x, rect.y)));
       fronts.push(isOpen ? nameOf(number, rect) : boxOf(number, rect, classes + more));
     }
     const edges = layout.routes(view, placed).map((route) => make("path", {
@@ -41,7 +41,7 @@ function showGraph(document, window, view) {
       d: layout.pathOf(route, placed.rects.get(route.source), placed.rects.get(route.target)),
       "marker-end": `url(#${route.onPath ? "thick" : "plain"})`,
     }));
-    space.replaceChildren(...grounds, ...edges, ...fronts);
+    space.replaceChildren(...backgrounds, ...edges, ...fronts);
   }
 
   function body(rect, radius, x, y) {
@@ -87,9 +87,9 @@ function showGraph(document, window, view) {
   }
 
   function badge(rule, text, x, y, width, height) {
-    const ground = make("rect", { class: "mark", x, y, width, height, rx: 4 });
+    const background = make("rect", { class: "mark", x, y, width, height, rx: 4 });
     const middle = { class: "mark", x: x + width / 2, y: y + height - 4, "text-anchor": "middle" };
-    return make("g", { class: `r${rule}` }, ground, words(text, middle));
+    return make("g", { class: `r${rule}` }, background, words(text, middle));
   }
 
   // Zoom and position.
