@@ -46,7 +46,7 @@ def jvp(
     graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, arguments: ProgramArguments
 ) -> Call[Tangents]:
     """Returns the call for Jacobian-vector products of a graph."""
-    blobs = blob_values.fed(feeds, tangents)
+    blobs = blob_values.blobs_in(feeds, tangents)
     request = _graph_request(graph, feeds, params, arguments, program_pb2.Jvp, "jvp", blobs)
     _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
     return evaluate_call(request, lambda response: _tangents(response, given_aliases(graph, arguments)), blobs)
@@ -56,7 +56,7 @@ def jacobian(
     graph: GraphLike, feeds: Feeds | None, params: CallParams | None, arguments: ProgramArguments, *, batched: bool
 ) -> Call[Jacobians]:
     """Returns the call for Jacobians of a graph."""
-    blobs = blob_values.fed(feeds)
+    blobs = blob_values.blobs_in(feeds)
     request = _graph_request(graph, feeds, params, arguments, program_pb2.Jacobian, "jacobian", blobs)
     request.spec.jacobian.batched = batched
     groups, aliases = groups_of(arguments.xs, graph), given_aliases(graph, arguments)
@@ -67,7 +67,7 @@ def hvp(
     graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, arguments: ProgramArguments
 ) -> Call[Products]:
     """Returns the call for Hessian-vector products of a graph."""
-    blobs = blob_values.fed(feeds, vectors)
+    blobs = blob_values.blobs_in(feeds, vectors)
     request = _graph_request(graph, feeds, params, arguments, program_pb2.Hvp, "hvp", blobs)
     _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
     groups, aliases = groups_of(arguments.xs, graph), given_aliases(graph, arguments)
@@ -81,7 +81,7 @@ def program_jvp(
     request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
     _add_directions(request, tangents, types_of_specs(program.xs), "tangents", program)
     return evaluate_call(
-        request, lambda response: _tangents(response, program.aliases), blob_values.fed(feeds, tangents)
+        request, lambda response: _tangents(response, program.aliases), blob_values.blobs_in(feeds, tangents)
     )
 
 
@@ -92,7 +92,7 @@ def program_jacobian(
     kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
     request = _program_request(program, feeds, params, kind)
     return evaluate_call(
-        request, lambda response: _jacobians(response, groups, program.aliases), blob_values.fed(feeds)
+        request, lambda response: _jacobians(response, groups, program.aliases), blob_values.blobs_in(feeds)
     )
 
 
@@ -103,7 +103,7 @@ def program_hvp(
     request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
     _add_directions(request, vectors, types_of_specs(program.xs), "vectors", program)
     return evaluate_call(
-        request, lambda response: _products(response, groups, program.aliases), blob_values.fed(feeds, vectors)
+        request, lambda response: _products(response, groups, program.aliases), blob_values.blobs_in(feeds, vectors)
     )
 
 

@@ -78,7 +78,7 @@ def evaluate(
 ) -> Call[call_results.Result]:
     """Returns the call of Evaluate for a graph."""
     groups = groups_of(arguments.xs, graph)
-    blobs = blob_values.fed(feeds, arguments.grad_ys)
+    blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
     spec, grad_ys = request_messages.program_spec(graph, with_flat_xs(arguments, graph), blobs)
     type_of = request_messages.types_of_graph(graph)
     large: list[wire_format.Parts] = []

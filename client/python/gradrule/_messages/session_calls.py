@@ -86,7 +86,7 @@ class SessionBase:
         return request_messages.types_of_graph(self._graph)(name, needed) if number is None else number
 
     def _start(self) -> Call[None]:
-        blobs = blob_values.fed(self._given)
+        blobs = blob_values.blobs_in(self._given)
         # The session differentiates later, so the overrides recorded by the builder are sent too.
         spec, _ = request_messages.program_spec(self._graph, self._words, blobs)
         start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
@@ -134,7 +134,7 @@ class SessionBase:
                 call_results.resolutions(answer.overrides),
             )
 
-        return Call("step", request, session_pb2.StepResponse.FromString, decode, blob_values.fed(feeds))
+        return Call("step", request, session_pb2.StepResponse.FromString, decode, blob_values.blobs_in(feeds))
 
     def _trainable(self) -> list[str]:
         """Returns the variables to train; empty if the graph marks none as not trainable."""
@@ -159,7 +159,7 @@ class SessionBase:
             request.vjp.CopyFrom(spec.vjp)
         for y, value in values.items():
             request_messages.add_named_tensor(request, "grad_ys", y, value, self._type_of)
-        blobs = blob_values.fed(feeds, arguments.grad_ys)
+        blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
 
         def decode(answer: evaluate_pb2.EvaluateResponse) -> call_results.Result:
             return call_results.result(answer.SerializeToString())
@@ -178,7 +178,7 @@ class SessionBase:
         request = session_pb2.AssignRequest()
         self._add_variables(request, values, "values")
         answer = session_pb2.AssignResponse.FromString
-        return Call("assign", request, answer, lambda _: None, blob_values.fed(values))
+        return Call("assign", request, answer, lambda _: None, blob_values.blobs_in(values))
 
     def _saved(self, values: Mapping[str, Array]) -> Graph:
         graph = Graph.from_bytes(graph_sources.graph_bytes(self._graph))

@@ -200,7 +200,7 @@ const layout = (() => {
     for (const isLeaf of [true, false]) {
       for (const box of seen) {
         if ((view.children[box].length === 0) !== isLeaf) continue;
-        const held = `${view.titles[box]} ${view.seconds[box]}`.toLowerCase();
+        const held = `${view.titles[box]} ${view.subtitles[box]}`.toLowerCase();
         if (words.every((word) => held.includes(word))) found.push(box);
         if (found.length === limit) return found;
       }

@@ -51,7 +51,7 @@ function showGraph(document, window, view) {
   function control(number, isOpen, attributes, ...inside) {
     const isScope = view.children[number].length > 0;
     const more = isScope ? { role: "button", "aria-expanded": isOpen } : { role: "img" };
-    const label = `${view.titles[number]}, ${view.seconds[number]}`;
+    const label = `${view.titles[number]}, ${view.subtitles[number]}`;
     return make("g", { ...attributes, ...more, "data-box": number, tabindex: 0, "aria-label": label }, ...inside);
   }
 
@@ -69,7 +69,7 @@ function showGraph(document, window, view) {
     if (rule >= 0) parts.push(badge(rule, view.legend[rule].mark, 5, 11, 17, 16));
     const left = rule >= 0 ? 26 : 10;
     parts.push(words(view.labels[number], { class: "first", x: left, y: 16 }));
-    parts.push(words(view.seconds[number], { class: "second", x: left, y: 31 }));
+    parts.push(words(view.subtitles[number], { class: "second", x: left, y: 31 }));
     let right = rect.w - 12;
     for (const word of Object.keys(view.pills)) {
       if (!view.classes[number].split(" ").includes(word)) continue;
@@ -180,7 +180,7 @@ function showGraph(document, window, view) {
     if (number === focused) return;
     focused = number;
     const lines = view.details[number] === undefined
-      ? [view.titles[number], view.seconds[number], ...view.badges[number].map(([of, text]) => `${view.legend[of].name} ${text}`)]
+      ? [view.titles[number], view.subtitles[number], ...view.badges[number].map(([of, text]) => `${view.legend[of].name} ${text}`)]
       : [view.titles[number], ...view.details[number].map((line) => view.texts[line])];
     details.replaceChildren(...lines.map((line, index) => {
       const element = document.createElement(index ? "div" : "strong");

@@ -73,7 +73,7 @@ def _data(view: View) -> str:
 
 
 _COLUMNS = (
-    *("parents", "depths", "children", "labels", "titles", "seconds", "widths", "heights", "classes", "rule", "more"),
+    *("parents", "depths", "children", "labels", "titles", "subtitles", "widths", "heights", "classes", "rule", "more"),
     *("rows", "row", "before", "edges", "opened"),
 )
 

@@ -225,7 +225,7 @@ def _box(view: View, box: int, at: Rect) -> str:
         parts.append(_mark(rule, view.legend[rule].mark, 5, 11))
     left = 26 if rule >= 0 else 10
     parts.append(f'<text class="first" x="{left}" y="16">{escape(view.labels[box])}</text>')
-    parts.append(f'<text class="second" x="{left}" y="31">{escape(view.seconds[box])}</text>')
+    parts.append(f'<text class="second" x="{left}" y="31">{escape(view.subtitles[box])}</text>')
     right = at.w - 12
     for word in PILLS:
         if word in words:
@@ -276,7 +276,7 @@ def _details(view: View, box: int) -> str:
     if detail is not None:
         return "\n".join([detail.name, *detail.lines])
     counts = ", ".join(f"{view.legend[badge.rule].name} {badge.text}" for badge in view.badges[box])
-    return "\n".join([view.titles[box], view.seconds[box], *([counts] if counts else [])])
+    return "\n".join([view.titles[box], view.subtitles[box], *([counts] if counts else [])])
 
 
 def _edge(route: Route, positions: Positions) -> str:

@@ -57,7 +57,7 @@ class View:
         children: Children of each box.
         labels: First line of text.
         titles: Full names.
-        seconds: Second line of text.
+        subtitles: Second line of text.
         widths: Widths in pixels of leaves and folded scopes.
         heights: Heights in pixels of leaves and folded scopes.
         classes: CSS classes: `leaf` or `scope`, `path`, `x`, `y`, `wrong`, `rule`, `off_path`, `not_differentiable`.
@@ -79,7 +79,7 @@ class View:
     children: list[list[int]]
     labels: list[str]
     titles: list[str]
-    seconds: list[str]
+    subtitles: list[str]
     widths: list[int]
     heights: list[int]
     classes: list[str]
@@ -128,7 +128,7 @@ def build_view(structure: Structure, facts: Facts) -> View:
         children=tree.children,
         labels=[text.shortened(text.clean(label), _MAX_LABEL) for label in tree.labels],
         titles=_titles(tree, structure, order),
-        seconds=[""] * size,
+        subtitles=[""] * size,
         widths=[0] * size,
         heights=[_LEAF_HEIGHT] * size,
         classes=[""] * size,
@@ -241,9 +241,9 @@ def _fill_boxes(
             rules[box].update(() if fact.rule is None else [fact.rule])
             nodes[box], interest[box] = 1, 2 * (fact.rule is not None) + fact.on_path
             view.rule[box] = -1 if fact.rule is None else fact.rule
-            view.seconds[box] = _second_line(structure.leaves[index], fact, facts.rules)
+            view.subtitles[box] = _second_line(structure.leaves[index], fact, facts.rules)
         else:
-            view.seconds[box] = f"{nodes[box]} nodes"
+            view.subtitles[box] = f"{nodes[box]} nodes"
             for rule, count in sorted(rules[box].items())[:_MAX_BADGES]:
                 view.badges[box].append(Badge(rule, f"{marks[rule]}×{count}"))
             view.more[box] = len(rules[box]) > _MAX_BADGES
@@ -278,7 +278,7 @@ def _box_width(view: View, box: int) -> float:
     pills = _PILL_WIDTH * sum(word in classes for word in ("x", "y", "wrong"))
     first = text.width(view.labels[box]) + pills + _MARK_WIDTH * (view.rule[box] >= 0)
     badges = sum(text.width(badge.text, 10.0) + 14 for badge in view.badges[box]) + 14 * view.more[box]
-    return max(first, text.width(view.seconds[box], 10.0) + _MARK_WIDTH * (view.rule[box] >= 0), badges, 30.0) + 20
+    return max(first, text.width(view.subtitles[box], 10.0) + _MARK_WIDTH * (view.rule[box] >= 0), badges, 30.0) + 20
 
 
 def _initially_open(view: View, interest: Sequence[int]) -> list[int]:

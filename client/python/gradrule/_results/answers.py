@@ -19,7 +19,7 @@ from gradrule._builder.names import bare
 from gradrule.common import fast_paths, tensor_codec, tensor_packing, wire_format
 from gradrule.common.dtypes import dtype_name
 from gradrule.common.large_tensors import MIN_LARGE_BYTES
-from gradrule.common.memory_regions import rounded
+from gradrule.common.memory_regions import rounded_to_pages
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 
@@ -280,7 +280,7 @@ def _room_bytes(layout: Layout) -> int:
     places = [*layout.outputs.values()]
     places += [place.tensors[0] for place in layout.gradients.values() if place.kind == "dense"]
     sizes = [place.count * place.dtype.itemsize for place in places if place.dtype is not None]
-    return sum(rounded(size) for size in sizes if size >= MIN_LARGE_BYTES)
+    return sum(rounded_to_pages(size) for size in sizes if size >= MIN_LARGE_BYTES)
 
 
 def _gradient(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, GradientPlace]:

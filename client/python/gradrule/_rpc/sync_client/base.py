@@ -112,7 +112,7 @@ class ClientBase:
             UnavailableError: The server was not reached in time.
             EngineUnavailableError: The server was reached, but no engine was ready in time.
         """
-        ends_at = time.monotonic() + call_routes.of_call(timeout, self._timeout)
+        ends_at = time.monotonic() + call_routes.call_timeout(timeout, self._timeout)
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(channels.HEALTH_METHOD)
         while True:
             left = ends_at - time.monotonic()
@@ -166,7 +166,7 @@ class ClientBase:
         """Sends a call, and what the server turns out to lack for it. Raises what the call failed with."""
         if call.blobs:
             return self._follow(rpc_calls.call_steps(call), timeout)
-        return self._sender.send(call, call_routes.of_call(timeout, self._timeout))
+        return self._sender.send(call, call_routes.call_timeout(timeout, self._timeout))
 
     def _follow(self, steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R], timeout: float | None) -> R:
         """Runs the steps that a generator yields, sends it their outcomes, and returns its result."""
@@ -186,7 +186,7 @@ class ClientBase:
     def _step(self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None) -> Any:
         if not isinstance(step, blob_values.Upload):
             return self._run(step, timeout)
-        deadline = step.deadline(call_routes.of_call(timeout, self._timeout))
+        deadline = step.deadline(call_routes.call_timeout(timeout, self._timeout))
         try:
             send: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(blob_values.UPLOAD_METHOD)
             return send(step.pieces(), timeout=deadline, metadata=self._metadata)
@@ -199,7 +199,7 @@ class ClientBase:
         self._follow(rpc_calls.upload_steps(blobs), timeout)
 
     def _deadline(self, timeout: float | None) -> float:
-        return call_routes.of_call(timeout, self._timeout)
+        return call_routes.call_timeout(timeout, self._timeout)
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")

@@ -51,7 +51,7 @@ def connect(
     Raises:
         InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
     """
-    timeout = call_routes.seconds(timeout)
+    timeout = call_routes.checked_timeout(timeout)
     channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
