@@ -91,7 +91,7 @@ class Comparison:
         rows: for each label, the tensors on the path from the ys to the xs, then the xs.
         first_differences: by label; None if no gradient differs from the reference's.
         overrides: the rule of each overridden node, by label.
-        finite_differences: None if they were not asked for or could not be computed.
+        finite_differences: None if they were not requested or could not be computed.
         notes: what was left out, and why.
     """
 
@@ -228,14 +228,14 @@ def _read(run: _Run, explained: Explanation, label: str) -> None:
 
 def _compared_tensors(target: _Target, runs: Sequence[_Run], notes: list[str]) -> list[str]:
     """Returns the floating-point outputs of the nodes on a path, from the ys to the xs; xs are excluded."""
-    asked = {f"{node}:{index}" for node, index in map(split, target.xs)}
-    wanted = set[str]().union(*(run.path for run in runs))
+    xs = {f"{node}:{index}" for node, index in map(split, target.xs)}
+    on_path = set[str]().union(*(run.path for run in runs))
     found = [
         handle.name
         for node in reversed(_in_order(target.read))
-        if node in wanted
+        if node in on_path
         for handle in target.read.outputs_of(node)
-        if dtype_name(without_ref(handle.number)) in _FLOATS and handle.name not in asked
+        if dtype_name(without_ref(handle.number)) in _FLOATS and handle.name not in xs
     ]
     if len(found) > _MAX_TENSORS:
         notes.append(f"of {len(found)} tensors on the path the {_MAX_TENSORS} nearest to the ys are compared")
@@ -274,7 +274,7 @@ def _gradients(
             notes.append(f"{run.label}: only the gradients of the xs can be compared: {refusal.message}")
         if result is not None and _active(result.overrides) != _active(run.resolutions):
             notes.append(
-                f"{run.label}: only the gradients of the xs can be compared: overrides depend on what is asked"
+                f"{run.label}: only the gradients of the xs can be compared: overrides depend on the requested tensors"
             )
             result = None
     if result is None:

@@ -1,4 +1,4 @@
-"""What a user asks, in the arguments of `tf.gradients` and `Session.run`, as messages."""
+"""Converts the arguments of a call, which are those of `tf.gradients` and `Session.run`, to messages."""
 
 from __future__ import annotations
 

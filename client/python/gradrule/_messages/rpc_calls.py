@@ -27,20 +27,20 @@ M = TypeVar("M", bound=Message)
 _PACKAGE = "gradrule.v1"
 EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"
 PAGE_SIZE = 1000
-"""Most rules or programs in one page of a list."""
+"""Maximum number of rules or programs in one page of a list."""
 # A server that is short of space may evict a blob right after its upload.
 _UPLOAD_TRIES = 3
 
 
 class Call(NamedTuple, Generic[R]):
-    """One RPC, or one request of StreamEvaluate.
+    """Describes one RPC, or one request of StreamEvaluate.
 
     Attributes:
         method: Path of the RPC; with `on_stream` the name of the request's field.
         request: The request, without the tensors in `large`.
         answer: Reads the answer's bytes.
         decode: Makes the result from what `answer` returns.
-        blobs: Bytes that the request names by their SHA-256.
+        blobs: Blobs that the request names, by SHA-256.
         on_stream: Whether it is a request of StreamEvaluate.
         large: Bytes of the request that follow those of `request`.
         reader: Reads the answer if it may be in shared memory.

@@ -36,13 +36,13 @@ _FLOATS = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE, Dt.D
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The result of one training step.
+    """Holds the result of one training step.
 
     Attributes:
         loss: The loss before the update.
         outputs: Arrays by fetch, before the update.
-        step: How many steps the session has run.
-        timings: How long the step took.
+        step: Number of steps that the session has run.
+        timings: Durations of the step.
         overrides: The rule that each node got; only with the first step of its kind.
     """
 
@@ -54,7 +54,7 @@ class StepResult:
 
 
 class SessionOptions(NamedTuple):
-    """The arguments that a session is opened with."""
+    """Holds the arguments of a session."""
 
     graph: GraphLike
     overrides: Overrides | None

@@ -196,7 +196,7 @@ def _detail(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> Detail:
         lines.append(f"override: {text.clean(fact.label)}")
         lines.append(f"status: {fact.status.replace('_', ' ')}")
     else:
-        lines.append(f"gradient: {'its own' if fact.on_path else 'not asked for'}")
+        lines.append(f"gradient: {'its own' if fact.on_path else 'not computed'}")
     if fact.rewritten:
         lines.append("rewritten: yes")
     lines += [f"wrong: {text.shortened(text.clean(message), 300)}" for message in fact.wrong[:3]]

@@ -211,7 +211,7 @@ def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | N
     values = content or message.tensor_content
     if values:
         if number == Dt.DT_STRING:
-            raise ValueError("strings lie in string_val, not in tensor_content")
+            raise ValueError("strings belong into string_val, not into tensor_content")
         size = len(values)
         if size != count * dtype.itemsize:
             raise ValueError(

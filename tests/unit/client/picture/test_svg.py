@@ -134,7 +134,7 @@ def test_texts_tell_what_colours_tell() -> None:
     assert "Relu → guided_relu (off path)" in told["aside"]
     assert "Greater → cosine (not differentiable)" in told["pred"]
     assert "status: active" in told["loop/s"] and "in function: body" in told["loop/s"]
-    assert "gradient: its own" in told["y"] and "gradient: not asked for" in told["stop"]
+    assert "gradient: its own" in told["y"] and "gradient: not computed" in told["stop"]
 
 
 def test_a_large_graph_opens_folded_and_scopes_say_what_they_hold() -> None:

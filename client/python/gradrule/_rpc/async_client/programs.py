@@ -1,4 +1,4 @@
-"""Compiled programs, and the methods of the client that make and find them."""
+"""Defines compiled programs, and the methods of the client that make and find them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gradrule.v1 import program_pb2
 
 
 class AsyncProgramMethods(AsyncClientBase):
-    """The client's methods for programs."""
+    """Implements the client's methods for programs."""
 
     async def compile(
         self,
@@ -52,7 +52,7 @@ class AsyncProgramMethods(AsyncClientBase):
         name: str | None = None,
         timeout: float | None = None,
     ) -> AsyncProgram:
-        """Compiles a program, which the server keeps until it is deleted and which calls run by its name.
+        """Compiles a program, which the server keeps until it is deleted.
 
         Params are given in the overrides, or with each call.
 
@@ -70,14 +70,14 @@ class AsyncProgramMethods(AsyncClientBase):
             dense_gradients: As in `evaluate`.
             batching: As in `evaluate`.
             jit: As in `evaluate`.
-            name: The program's id; default: made from its content. Equal content returns the program that exists.
+            name: Id of the program; default: derived from its content. Equal content returns the existing program.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
             The program.
 
         Raises:
-            ProgramExistsError: `name` belongs to a program with other content.
+            ProgramExistsError: The name belongs to a program with other content.
             QuotaExceededError: The tenant has too many programs.
             GradruleError: As in `evaluate`.
         """
@@ -154,7 +154,7 @@ class AsyncProgramMethods(AsyncClientBase):
 
 
 class AsyncProgram(ProgramBase):
-    """A compiled program: calls send only tensors. Made by `AsyncClient.compile` and `AsyncClient.program`."""
+    """Calls a compiled program; calls send only tensors. Made by `AsyncClient.compile` and `AsyncClient.program`."""
 
     def __init__(self, client: AsyncClientBase, message: Any, groups: call_results.Groups = None) -> None:
         super().__init__(message, groups)
@@ -221,9 +221,10 @@ class AsyncProgram(ProgramBase):
         Args:
             feeds: As in `evaluate`.
             params: As in `evaluate`.
-            ttl: Seconds for which the server keeps it after its last use; default, and most: a setting of the server.
+            ttl: Seconds for which the server keeps the run after its last use; a setting of the server is the default
+                and the maximum.
             transfer: As in `evaluate`.
-            timeout: Seconds, also for the handle's calls that give none; default: that of `connect`.
+            timeout: Seconds, also the default of the handle's calls; default: that of `connect`.
 
         Raises:
             InvalidParamError: `ttl` is not positive.
@@ -247,8 +248,8 @@ class AsyncProgram(ProgramBase):
         """Runs the program on each of many feeds, several at a time: `async for result in program.map(batches)`.
 
         Args:
-            feeds: What `evaluate` takes, any number of times.
-            in_flight: Most calls that run at the same time.
+            feeds: Feeds of each call, as in `evaluate`.
+            in_flight: Maximum number of calls that run at the same time.
             params: As in `evaluate`.
             transfer: As in `evaluate`.
             timeout: Seconds for each call; default: that of `connect`.
@@ -258,7 +259,7 @@ class AsyncProgram(ProgramBase):
 
         Raises:
             InvalidParamError: `in_flight` is less than 1.
-            GradruleError: The first call that failed, at its place in the order; those still running are cancelled.
+            GradruleError: A call failed. The error is raised in the order of the feeds; running calls are cancelled.
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
@@ -356,7 +357,7 @@ class AsyncProgram(ProgramBase):
             timeout: Seconds; default: that of `connect`.
 
         Raises:
-            ProgramNotFoundError: It was deleted before.
+            ProgramNotFoundError: The program was deleted before.
         """
         request = program_pb2.DeleteProgramRequest(name=self.name)
         await self._client._unary(
