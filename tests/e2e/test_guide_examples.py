@@ -23,6 +23,7 @@ TESTED = {
     "explaining.md": {"compare", "explain"},
     "models.md": {"connect", "models"},
     "operating.md": {"credentials", "serve", "status"},
+    "other-languages.md": {"go", "java", "cpp", "csharp", "ruby"},  # in tests/contract/test_other_languages.py
     "overrides.md": {"overrides", "keras"},
     "rules.md": {"rules"},
     "settings.md": {"server"},
