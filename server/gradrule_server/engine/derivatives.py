@@ -71,15 +71,15 @@ class Derivatives:
         self.layout.append((names, form))
         self.tensors += tensors
 
-    def add_gradient(self, x: NamedTensor, gradient: Any, *, whole: bool = False) -> None:
-        """Adds the gradient by `x` that TensorFlow built. `whole`: makes slices dense."""
+    def add_gradient(self, x: NamedTensor, gradient: Any, *, dense: bool = False) -> None:
+        """Adds the gradient by `x` that TensorFlow built. `dense`: makes slices dense."""
         if not x.is_differentiable:
             self.add((x.name,), NOT_DIFFERENTIABLE)
         elif gradient is None:
             self.add((x.name,), UNCONNECTED)
         elif isinstance(gradient, tf.IndexedSlices):
             shape = tf.shape(x.tensor, out_type=tf.int64) if gradient.dense_shape is None else gradient.dense_shape
-            if whole:
+            if dense:
                 slices = tf.IndexedSlices(gradient.values, gradient.indices, shape)
                 self.add((x.name,), DENSE, [tf.convert_to_tensor(slices)])
             else:
@@ -129,7 +129,7 @@ def vjp(request: DifferentiationRequest, differentiation: Differentiation) -> De
         gradients = build_gradients(request)
     derivatives = Derivatives()
     for x, gradient in zip(request.xs, gradients, strict=True):
-        derivatives.add_gradient(x, gradient, whole=request.dense)
+        derivatives.add_gradient(x, gradient, dense=request.dense)
     return derivatives
 
 
