@@ -21,11 +21,13 @@ from gradrule_server.engine.derivatives import (
     SPARSE,
     UNCONNECTED,
     WIDTHS,
+    DerivativeLayout,
     Derivatives,
     DifferentiationRequest,
     NamedTensor,
     build_gradients,
     checked_upstream,
+    split_tensors,
 )
 from gradrule_server.engine.differentiation import Differentiation
 from gradrule_server.errors import error
@@ -45,7 +47,7 @@ class Backward:
         self.fed = tuple(fed)
         self.ys = request.ys
         self.xs = [(x.name, x.tensor.dtype, x.tensor.shape) for x in request.xs]
-        self.layout: list[tuple[tuple[str, ...], str]] = []
+        self.layout: DerivativeLayout = []
         # Computed in the forward part, so that the backward part does not keep a y only for its shape.
         self.shapes = [tf.shape(request.ys[index].tensor) for index in fed]
 
@@ -97,10 +99,8 @@ class Backward:
         return [array.stack()[:count] for array in filled]
 
     def _dense(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        rest = iter(tensors)
         found: list[tf.Tensor] = []
-        for (_, _, shape), (_, form) in zip(self.xs, self.layout, strict=True):
-            parts = [next(rest) for _ in range(WIDTHS[form])]
+        for (_, _, shape), (_, form, parts) in zip(self.xs, split_tensors(self.layout, tensors), strict=True):
             if form == SPARSE:
                 value = tf.convert_to_tensor(tf.IndexedSlices(*parts))
                 value.set_shape(shape)
@@ -110,7 +110,7 @@ class Backward:
         return found
 
 
-def stacked_layout(layout: Sequence[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
+def stacked_layout(layout: DerivativeLayout) -> DerivativeLayout:
     """Returns the layout of stacked gradients, where slices are dense."""
     return [(names, DENSE if form == SPARSE else form) for names, form in layout]
 
@@ -236,9 +236,6 @@ def _require_examples(value: NamedTensor, y: NamedTensor) -> None:
         )
 
 
-Layout = list[tuple[tuple[str, ...], str]]
-
-
 class TwoPartProgram:
     """Forward and backward part of a vector-Jacobian product as separate functions. Thread-safe.
 
@@ -255,12 +252,12 @@ class TwoPartProgram:
         self._lock = threading.Lock()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> DerivativeLayout:
         """Layout of the tensors of one pull-back: x and form (`derivatives.WIDTHS` tensors each)."""
         return self._backward.layout
 
     @property
-    def stacked_layout(self) -> Layout:
+    def stacked_layout(self) -> DerivativeLayout:
         """Layout of the tensors of stacked pull-backs: gradients are dense."""
         return stacked_layout(self._backward.layout)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -23,6 +23,18 @@ SPARSE = "sparse"
 
 WIDTHS = {DENSE: 1, SPARSE: 3, UNCONNECTED: 0, NOT_DIFFERENTIABLE: 0}
 """Number of tensors of a derivative, by its form."""
+
+DerivativeLayout: TypeAlias = list[tuple[tuple[str, ...], str]]
+"""For each derivative its names (an x, a y of a JVP, or y and x of a Jacobian) and its form."""
+
+
+def split_tensors(
+    layout: DerivativeLayout, tensors: Iterable[tf.Tensor]
+) -> Iterator[tuple[tuple[str, ...], str, list[tf.Tensor]]]:
+    """Yields the names, the form and the tensors of each derivative. `tensors`: those of all, in order."""
+    rest = iter(tensors)
+    for names, form in layout:
+        yield names, form, [next(rest) for _ in range(WIDTHS[form])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +73,9 @@ class DifferentiationRequest:
 
 @dataclass(slots=True)
 class Derivatives:
-    """Tensors of derivatives, with their layout: for each derivative its names (x, y, or y and x) and its form."""
+    """Tensors of derivatives, with their layout."""
 
-    layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    layout: DerivativeLayout = field(default_factory=list)
     tensors: list[tf.Tensor] = field(default_factory=list)
 
     def add(self, names: tuple[str, ...], form: str, tensors: Sequence[tf.Tensor] = ()) -> None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.derivatives import DENSE, SPARSE, WIDTHS
+from gradrule_server.engine.derivatives import DENSE, SPARSE, split_tensors
 from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
@@ -204,10 +204,8 @@ class Sessions:
 
 def _gradients_by_x(built: BuiltProgram, derivatives: Sequence[tf.Tensor]) -> dict[str, Any]:
     """Returns the connected gradients, as tensors or slices, by the name of their x."""
-    rest = iter(derivatives)
     found: dict[str, Any] = {}
-    for (x,), form in built.layout:
-        parts = [next(rest) for _ in range(WIDTHS[form])]
+    for (x,), form, parts in split_tensors(built.layout, derivatives):
         if form == DENSE:
             found[x] = parts[0]
         elif form == SPARSE:
