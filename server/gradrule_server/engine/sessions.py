@@ -46,15 +46,19 @@ class _Session:
 class Sessions:
     """Runs sessions, by the front end's names. Thread-safe; the messages of one session are handled in turn.
 
-    What fails changes nothing.
+    A message that fails changes nothing.
     """
 
     def __init__(
-        self, reader: ArgumentReader, variable_cache: VariableCache, program: Callable[[str], BuiltProgram], device: str
+        self,
+        reader: ArgumentReader,
+        variable_cache: VariableCache,
+        find_program: Callable[[str], BuiltProgram],
+        device: str,
     ) -> None:
         self._reader = reader
         self._variable_cache = variable_cache
-        self._program = program
+        self._find_program = find_program
         self._device = device
         self._sessions: dict[str, _Session] = {}
         # Names of sessions that ended before the message that opens them was read.
@@ -125,7 +129,7 @@ class Sessions:
         reply: link_pb2.SessionReply,
     ) -> None:
         started = time.monotonic_ns()
-        built = self._program(request.run.key)
+        built = self._find_program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
         reader = self._reader.for_folder(request.run.blob_folder)
         packing = read_packing(call.answer_packing)
