@@ -1,4 +1,4 @@
-"""Counts open descriptors of the test's own process."""
+"""Counts open file descriptors of the test process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import os
 
 
 def count_descriptors() -> int:
-    """Returns their number. What earlier tests left to the garbage collector is closed first."""
+    """Returns their number, after closing what earlier tests left to the garbage collector."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))

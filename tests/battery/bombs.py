@@ -21,7 +21,7 @@ from tests.battery.judging import Judgement
 from tests.battery.known import Healthy
 from tests.battery.processes import engines, forget_peak, holds, peak_bytes
 from tests.battery.serving import served
-from tests.service.corpus import Bad
+from tests.service.corpus import HarmfulGraph
 from tests.service.servers import RunningServer
 
 TARGET = "a typed error each, the next request is answered; a healthy client sees 0 errors"
@@ -55,7 +55,7 @@ class Went:
     next_fault: str
 
 
-async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[Bad], rounds: int) -> Figures:
+async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGraph], rounds: int) -> Figures:
     """So many rounds."""
     findings, told, clock = Findings(), Counter[str](), scale.clock()
     front, engine, done = 0, 0, 0
@@ -73,7 +73,7 @@ async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[Bad], round
     return summary(seen, findings, told, done, server.process.poll(), details)
 
 
-async def _sent(server: RunningServer, bad: Bad) -> Went:
+async def _sent(server: RunningServer, bad: HarmfulGraph) -> Went:
     await poison.calm(server, 1)
     data, pid = poison.request(bad), server.process.pid
     before = holds(pid).resident_bytes
@@ -92,7 +92,7 @@ async def _sent(server: RunningServer, bad: Bad) -> Went:
         return Went(judged, number, peak_bytes(pid) - before, largest, known.wrong(number, answer))
 
 
-def judge(bad: Bad, went: Went) -> list[str]:
+def judge(bad: HarmfulGraph, went: Went) -> list[str]:
     """What is wrong with how a bomb went."""
     found = poison.strange(bad, went.judged)
     if went.front_bytes > FACTOR * went.sent_bytes + CONSTANT_BYTES:

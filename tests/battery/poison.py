@@ -18,7 +18,7 @@ from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy, HealthyClient
 from tests.battery.processes import engines, working
 from tests.service import raw
-from tests.service.corpus import Bad
+from tests.service.corpus import HarmfulGraph
 from tests.service.servers import RunningServer
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
@@ -28,7 +28,7 @@ _LOOKS = 9
 _copies = itertools.count()
 
 
-def request(bad: Bad) -> bytes:
+def request(bad: HarmfulGraph) -> bytes:
     """Asks for `y` of a graph; each time of another one, by a node that nothing needs, so that no verdict is kept."""
     graph = bad.build()
     graph.node.add(name=f"copy-{next(_copies)}", op="NoOp")
@@ -45,7 +45,7 @@ async def ask(channel: grpc.aio.Channel, data: bytes, deadline_s: float | None) 
     return judging.of_answer(evaluate_pb2.EvaluateResponse, answer)
 
 
-def strange(bad: Bad, judged: Judgement, *others: str) -> list[str]:
+def strange(bad: HarmfulGraph, judged: Judgement, *others: str) -> list[str]:
     """What is wrong with the answer to a bad graph: the server must say its reason, or one of the others."""
     if judged.verdict is Verdict.FAULT:
         return [f"{bad.name}: {judged.what}"]

@@ -58,7 +58,7 @@ from tests.battery.soak import ALLOWED, Samples
 from tests.battery.workload import WAYS, Load, Seen
 from tests.benchmarks.attacks import Answers
 from tests.policy import minimal
-from tests.service.corpus import Bad
+from tests.service.corpus import HarmfulGraph
 from tests.service.escape_graphs import ESCAPES
 from tests.service.servers import RunningServer
 
@@ -71,7 +71,7 @@ OVERLOADED = Judgement(Verdict.REFUSED, reason="OVERLOADED")
 HUNG = Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED", what="not done within 2 s")
 BARE = replace(HUNG, is_bare=True)
 CRASHED = Judgement(Verdict.REFUSED, reason="ENGINE_CRASHED", what="SIGABRT: Check failed: a < b")
-CRASH = Bad("crash", lambda: None, {}, "Check failed")
+CRASH = HarmfulGraph("crash", lambda: None, {}, "Check failed")
 
 
 async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningServer, scale: Scale) -> None:

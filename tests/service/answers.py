@@ -1,4 +1,4 @@
-"""What tests say about answers and refusals."""
+"""Checks results and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECORDED: list[str] = []
 
 
 class Refusal:
-    """The error that a `with refused(…)` block met; set when the block is left."""
+    """Holds the error that a `with refused(…)` block raised; filled when the block ends."""
 
     def __init__(self) -> None:
         self.error: Any = None
@@ -26,14 +26,14 @@ class Refusal:
         self.fields: list[str] = []
 
     def says(self, *words: str) -> None:
-        """The message holds all the words."""
+        """Asserts that the message contains all the words."""
         missing = [word for word in words if word not in self.message]
         assert not missing, f"{missing} not in {self.message!r}"
 
 
 @contextlib.contextmanager
 def refused(reason: str) -> Iterator[Refusal]:
-    """The block must raise the client's error with this reason, as a class of its own."""
+    """Asserts that the block raises the client's error class for this reason."""
     refusal = Refusal()
     try:
         yield refusal
@@ -48,7 +48,7 @@ def refused(reason: str) -> Iterator[Refusal]:
 
 @contextlib.contextmanager
 def refused_raw(reason: str) -> Iterator[Refusal]:
-    """The block's bare gRPC call must fail with this reason, and details that say so."""
+    """Asserts that the block's plain gRPC call fails with this reason in its status details."""
     refusal = Refusal()
     try:
         yield refusal
@@ -70,7 +70,7 @@ def refused_raw(reason: str) -> Iterator[Refusal]:
 
 
 def dense(gradient: Any) -> npt.NDArray[Any]:
-    """A gradient as an array, slices added up."""
+    """Returns a gradient as a dense array; adds up slices with the same index."""
     if not isinstance(gradient, gr.Sparse):
         return np.asarray(gradient)
     full = np.zeros(tuple(np.asarray(gradient.dense_shape)), np.asarray(gradient.values).dtype)
@@ -79,17 +79,17 @@ def dense(gradient: Any) -> npt.NDArray[Any]:
 
 
 def statuses(answer: Any) -> dict[str, str]:
-    """Node → what became of it."""
+    """Maps each overridden node to its status."""
     return {resolution.node: resolution.status for resolution in answer.overrides}
 
 
 def rules_by_node(answer: Any) -> dict[str, str]:
-    """Node → rule that gives its gradient."""
+    """Maps each node to the rule that computes its gradient."""
     return {item.node: item.rule for item in answer.overrides if item.status == "active"}
 
 
 def assert_close(got: Any, wanted: Any, *, rtol: float = 1e-5) -> None:
-    """Same dtype where `wanted` is an array, same shape, near values."""
+    """Compares shapes and values, and dtypes where `wanted` is an array."""
     if isinstance(wanted, np.ndarray):
         assert np.asarray(got).dtype == wanted.dtype
     np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=rtol, atol=1e-6, strict=False)

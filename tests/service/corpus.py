@@ -1,4 +1,4 @@
-"""Graphs that kill or hang a TensorFlow process, each a few hundred bytes (TensorFlow 2.21)."""
+"""Lists graphs of a few hundred bytes that crash or hang a TensorFlow 2.21 process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.graph_defs import build_graph_def, placeholder
 
 Feeds = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
-    """A graph whose tensor `y` is not to be asked for.
+class HarmfulGraph:
+    """Describes a graph that harms the process that evaluates its tensor `y`.
 
-    says: part of what TensorFlow says, where it says anything. told: the reason that its caller is told in the end.
+    says: part of TensorFlow's message, if any. told: the error reason that the caller gets in the end.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Bad:
 
 
 def _ops(build: Callable[[], tf.Tensor]) -> Callable[[], Any]:
-    return lambda: drawn(lambda: tf.identity(build(), name="y"))
+    return lambda: build_graph_def(lambda: tf.identity(build(), name="y"))
 
 
 def _unknown(name: str) -> tf.Tensor:
@@ -105,37 +105,37 @@ _MATRIX = np.ones((2, 2), np.float32)
 _MOST = np.int32(2**31 - 1)
 
 CRASHES = (
-    Bad("Conv2D", _ops(_conv), {"x": _MATRIX}, "Check failed"),
-    Bad("Conv2DBackpropFilter", _ops(_conv_filter), {"x": _MATRIX}, "Check failed"),
-    Bad(
+    HarmfulGraph("Conv2D", _ops(_conv), {"x": _MATRIX}, "Check failed"),
+    HarmfulGraph("Conv2DBackpropFilter", _ops(_conv_filter), {"x": _MATRIX}, "Check failed"),
+    HarmfulGraph(
         "Conv2DBackpropInput",
         _ops(_conv_input),
         {"sizes": np.int32([1, 1]), "x": np.ones(1, np.float32), "dy": np.ones((1, 1, 1, 1), np.float32)},
         "Check failed",
     ),
-    Bad("AvgPool3DGrad", _ops(_pool), {"shape": np.ones(5, np.int32), "x": np.float32(1)}, "Check failed"),
-    Bad("LSTMBlockCell", _ops(_lstm), {"x": np.float32(1)}, "Check failed"),
-    Bad("IRFFT", _ops(_irfft), {"x": np.ones(4, np.float32), "n": np.int32([0])}),
-    Bad("IRFFT2D", _ops(_irfft2d), {"x": np.ones((8, 0, 0), np.float32), "n": np.int32([_MOST, _MOST])}),
-    Bad("TensorListReserve", _ops(_list), {"n": _MOST}, "bad_alloc", "MEMORY_EXCEEDED"),
+    HarmfulGraph("AvgPool3DGrad", _ops(_pool), {"shape": np.ones(5, np.int32), "x": np.float32(1)}, "Check failed"),
+    HarmfulGraph("LSTMBlockCell", _ops(_lstm), {"x": np.float32(1)}, "Check failed"),
+    HarmfulGraph("IRFFT", _ops(_irfft), {"x": np.ones(4, np.float32), "n": np.int32([0])}),
+    HarmfulGraph("IRFFT2D", _ops(_irfft2d), {"x": np.ones((8, 0, 0), np.float32), "n": np.int32([_MOST, _MOST])}),
+    HarmfulGraph("TensorListReserve", _ops(_list), {"n": _MOST}, "bad_alloc", "MEMORY_EXCEEDED"),
 )
 """Each kills the process that runs it, by a signal."""
 
 
-def _stays() -> tf.Tensor:
+def _endless_loop() -> tf.Tensor:
     (last,) = tf.while_loop(lambda _: tf.constant(True), lambda value: (value * 1.0,), [placeholder("x", shape=())])
     return last
 
 
-def _strings() -> tf.Tensor:
+def _doubled_strings() -> tf.Tensor:
     text = tf.constant("0123456789abcdef")
     for _ in range(40):
         text = tf.strings.join([text, text])
     return tf.strings.length(text)
 
 
-def splat(elements: int) -> tf_graph_pb2.GraphDef:
-    """A constant of so many float32 in a few bytes, and its sum."""
+def large_constant(elements: int) -> tf_graph_pb2.GraphDef:
+    """Makes a constant with that many float32 elements in a few bytes, and its sum."""
     graph = tf_graph_pb2.GraphDef()
     constant = graph.node.add(name="c", op="Const")
     constant.attr["dtype"].type = tf.float32.as_datatype_enum
@@ -152,8 +152,8 @@ def splat(elements: int) -> tf_graph_pb2.GraphDef:
     return graph
 
 
-def doubling(depth: int) -> tf_graph_pb2.GraphDef:
-    """Functions each of which calls the next one twice."""
+def doubling_calls(depth: int) -> tf_graph_pb2.GraphDef:
+    """Makes functions, each of which calls the next one twice."""
     graph = tf_graph_pb2.GraphDef()
     dtype = tf.float32.as_datatype_enum
     for number in range(depth):
@@ -182,8 +182,8 @@ def doubling(depth: int) -> tf_graph_pb2.GraphDef:
     return graph
 
 
-def split(outputs: int) -> tf_graph_pb2.GraphDef:
-    """A Split with so many outputs."""
+def many_outputs(outputs: int) -> tf_graph_pb2.GraphDef:
+    """Makes a Split with that many outputs."""
     graph = tf_graph_pb2.GraphDef()
     x = graph.node.add(name="x", op="Placeholder")
     x.attr["dtype"].type = tf.float32.as_datatype_enum
@@ -202,11 +202,11 @@ _ONE = {"x": np.float32(1)}
 _HUNG = "DEADLINE_EXCEEDED"
 
 HANGS = (
-    Bad("While", _ops(_stays), _ONE, told=_HUNG),
-    Bad("Const", lambda: splat(1_100_000_000), told=_HUNG),
-    Bad("calls", lambda: doubling(22), _ONE, told="LIMIT_EXCEEDED"),
-    Bad("StringJoin", _ops(_strings), told=_HUNG),
-    Bad("num_split", lambda: split(30_000_000), {"x": np.ones(30, np.float32)}, told=_HUNG),
+    HarmfulGraph("While", _ops(_endless_loop), _ONE, told=_HUNG),
+    HarmfulGraph("Const", lambda: large_constant(1_100_000_000), told=_HUNG),
+    HarmfulGraph("calls", lambda: doubling_calls(22), _ONE, told="LIMIT_EXCEEDED"),
+    HarmfulGraph("StringJoin", _ops(_doubled_strings), told=_HUNG),
+    HarmfulGraph("num_split", lambda: many_outputs(30_000_000), {"x": np.ones(30, np.float32)}, told=_HUNG),
 )
 """Each takes a process's time or memory without an end, unless something refuses it before.
 

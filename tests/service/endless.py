@@ -1,4 +1,4 @@
-"""A program that ends only for some inputs."""
+"""Provides a program that terminates only for some inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.graph_defs import build_graph_def, placeholder
 
 STAYS = 0.0
 """Fed to x, the loop never ends."""
@@ -16,11 +16,11 @@ ENDS = 2.0
 
 
 def graph_def() -> Any:
-    """y = x after a loop that runs for as long as its value is below 1, and never changes it."""
+    """Makes y = x after a loop that runs while its value, which never changes, is below 1."""
 
     def build() -> None:
         x = placeholder("x", shape=())
         (last,) = tf.while_loop(lambda value: value < 1.0, lambda value: (value * 1.0,), [x])
         tf.identity(last, name="y")
 
-    return drawn(build)
+    return build_graph_def(build)

@@ -1,4 +1,4 @@
-"""A client that asks good things all the time, and what it got."""
+"""Runs a client that sends valid requests all the time, and counts what it gets."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _PAUSE_S = 0.02
 _TIMEOUT_S = 60.0
 
 
-class Healthy:
-    """How many answers it got, all of which were right, and every error."""
+class HealthyTraffic:
+    """Counts right answers and collects errors."""
 
     def __init__(self) -> None:
         self.answers = 0
         self.errors: list[BaseException] = []
 
     def ask(self, client: Any, program: Any) -> None:
-        """By turns a program of the server's, and one that the call brings along."""
+        """Evaluates a compiled program and an inline one in turn."""
         x = np.float32([self.answers - 3, 2.5])
         if self.answers % 2:
             r = program.evaluate({"x": x}, timeout=_TIMEOUT_S)
@@ -36,9 +36,9 @@ class Healthy:
 
 
 @contextlib.contextmanager
-def healthy_client(target: str) -> Iterator[Healthy]:
-    """Asks while the block runs; at its end nothing may have gone wrong, and something must have been answered."""
-    found = Healthy()
+def healthy_client(target: str) -> Iterator[HealthyTraffic]:
+    """Sends requests while the block runs; asserts that none failed and at least one was answered."""
+    found = HealthyTraffic()
     stop = threading.Event()
     with gr.connect(target) as client:
         program = client.compile(sign(), fetches=["y"])
@@ -58,7 +58,7 @@ def healthy_client(target: str) -> Iterator[Healthy]:
         before = found.answers
         try:
             yield found
-            # What is answered only once the block is over is not counted.
+            # Answers after the end of the block do not count.
             beside = found.answers - before
         finally:
             stop.set()

@@ -1,4 +1,4 @@
-"""What the tests of refusals share: which reason which test provokes, and the smallest graph."""
+"""Records which test provokes which error reason, and provides a small graph for such tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = {"x": [1.0, -2.0]}
 
 
 def provokes(*reasons: str) -> Callable[[Test], Test]:
-    """Enters a test for its reasons, and has the test prove that it met one of them."""
+    """Registers a test for error reasons and asserts that it met one of them."""
 
     def enter(test: Test) -> Test:
         @functools.wraps(test)
@@ -40,7 +40,7 @@ def provokes(*reasons: str) -> Callable[[Test], Test]:
 
 
 def sign() -> gr.Graph:
-    """y = sign(x)."""
+    """Makes y = sign(x)."""
     g = gr.Graph()
     g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
     return g

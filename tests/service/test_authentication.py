@@ -28,7 +28,7 @@ import gradrule as gr
 from tests.service import raw
 from tests.service.answers import refused, refused_raw
 from tests.service.certificates import Authority
-from tests.service.guarded import Guarded, token_command, unsigned
+from tests.service.guarded import Guarded, token_command, unsigned_web_token
 from tests.service.refusals import X, provokes, sign
 from tests.service.servers import running_server, wait_until
 
@@ -265,12 +265,12 @@ def test_web_tokens_for_other_servers_are_refused(guarded: Guarded, changed: dic
 
 def test_web_tokens_with_unknown_signatures_are_refused(guarded: Guarded) -> None:
     claims = jwt.decode(guarded.web_token("ada"), options={"verify_signature": False})
-    assert not is_accepted(guarded, unsigned(claims))
+    assert not is_accepted(guarded, unsigned_web_token(claims))
     assert not is_accepted(guarded, jwt.encode(claims, ec.generate_private_key(ec.SECP256R1()), "ES256"))
     # The public key, taken for a secret: the oldest trick there is.
     public = guarded.keys["RS256"].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     head, body, _ = guarded.web_token("ada", algorithm="RS256").split(".")
-    head = unsigned({}).split(".")[0] if not head else jwt.utils.base64url_encode(b'{"alg":"HS256"}').decode()
+    head = unsigned_web_token({}).split(".")[0] if not head else jwt.utils.base64url_encode(b'{"alg":"HS256"}').decode()
     signature = hmac.new(public, f"{head}.{body}".encode(), hashlib.sha256).digest()
     assert not is_accepted(guarded, f"{head}.{body}.{jwt.utils.base64url_encode(signature).decode()}")
     # What was signed stays as it is.

@@ -16,7 +16,7 @@ import gradrule as gr
 from tests.service import raw
 from tests.service.answers import refused, refused_raw
 from tests.service.bombs import BOMBS, HUGE, MESSAGES
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.graph_defs import build_graph_def, placeholder
 from tests.service.refusals import provokes
 from tests.service.servers import RunningServer, running_server
 
@@ -100,7 +100,7 @@ def test_what_fits_runs(limited_client: Any) -> None:
     def build() -> None:
         tf.identity(tf.reduce_sum(tf.fill(placeholder("n", tf.int64), 1.0)), name="y")
 
-    graph = gr.Graph.from_bytes(drawn(build).SerializeToString())
+    graph = gr.Graph.from_bytes(build_graph_def(build).SerializeToString())
     for size in (10, HUGE, 2**20, 10, HUGE, 2**22):
         feeds = {"n": np.int64([size])}
         if size == HUGE:

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused, statuses
-from tests.service.brought_graphs import brought, brought_def, knots
-from tests.service.graph_defs import loaded, placeholder
+from tests.service.brought_graphs import custom_gradient_nodes, graph_def_with_gradients, graph_with_gradients
+from tests.service.graph_defs import load_graph, placeholder
 
 X = np.float32([-2.0, 0.5, 3.0])
 
@@ -31,7 +31,7 @@ Build = Callable[[Callable[..., Any], Sequence[Any]], Any]
 
 def uploaded(build: Build, count: int = 1) -> gr.Graph:
     """`build(custom_gradient, xs)` as a graph of placeholders x0, x1, … and the result y."""
-    return brought(lambda custom_gradient: drawn_with(custom_gradient, build, count))
+    return graph_with_gradients(lambda custom_gradient: drawn_with(custom_gradient, build, count))
 
 
 def drawn_with(custom_gradient: Callable[..., Any], build: Build, count: int) -> None:
@@ -216,10 +216,10 @@ def test_a_gradient_for_a_plain_op(client: Any) -> None:
     def build(custom_gradient: Any) -> None:
         tf.identity(spike(custom_gradient)(placeholder("x")), name="y")
 
-    graph_def = brought_def(build)
+    graph_def = graph_def_with_gradients(build)
     name = graph_def.library.registered_gradients[0].registered_op_type
     graph_def.node.add(name="s", op="Sign", input=["x"]).attr["_gradient_op_type"].s = name.encode()
-    r = client.evaluate(loaded(graph_def), {"x": X}, ys=["s"], xs=["x"])
+    r = client.evaluate(load_graph(graph_def), {"x": X}, ys=["s"], xs=["x"])
     assert_close(r.gradients["x"], 1 / (1 + np.abs(X)) ** 2)
     assert (r.overrides[0].rule, r.overrides[0].op_type) == (name, "Sign")
 
@@ -336,9 +336,9 @@ def test_a_region_that_is_not_there(client: Any) -> None:
 
 
 def broken(change: Callable[[Any], None]) -> gr.Graph:
-    graph_def = brought_def(lambda custom_gradient: drawn_with(custom_gradient, softened, 2))
+    graph_def = graph_def_with_gradients(lambda custom_gradient: drawn_with(custom_gradient, softened, 2))
     change(graph_def)
-    return loaded(graph_def)
+    return load_graph(graph_def)
 
 
 def _no_function(graph_def: Any) -> None:
@@ -346,7 +346,7 @@ def _no_function(graph_def: Any) -> None:
 
 
 def _no_registration(graph_def: Any) -> None:
-    for node in knots(graph_def):
+    for node in custom_gradient_nodes(graph_def):
         node.attr["_gradient_op_type"].s = b"CustomGradient-7"
 
 
@@ -360,15 +360,15 @@ def _form_of_tensorflow(graph_def: Any) -> None:
 
 
 def _too_many_results(graph_def: Any) -> None:
-    knots(graph_def)[0].attr["_gradrule_outputs"].i = 40
+    custom_gradient_nodes(graph_def)[0].attr["_gradrule_outputs"].i = 40
 
 
 def _no_counts(graph_def: Any) -> None:
-    del knots(graph_def)[0].attr["_gradrule_inputs"]
+    del custom_gradient_nodes(graph_def)[0].attr["_gradrule_inputs"]
 
 
 def _gradient_of_what_is_no_input(graph_def: Any) -> None:
-    knots(graph_def)[0].attr["_gradrule_inputs"].i = 1
+    custom_gradient_nodes(graph_def)[0].attr["_gradrule_inputs"].i = 1
 
 
 def _on_another_op(graph_def: Any) -> None:

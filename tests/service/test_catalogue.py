@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 X = np.linspace(-1, 1, 12).reshape(3, 4).astype(np.float32)
 
@@ -61,7 +61,7 @@ def test_deeplift_explains_the_whole_difference(client: Any) -> None:
         h = tf.nn.relu(tf.matmul(x, tf.constant(w1)) + tf.constant(b))
         tf.matmul(tf.tanh(h), tf.constant(w2), name="y")
 
-    g = loaded(drawn(build))
+    g = build_graph(build)
     x, baseline = rng.normal(size=(3, 4)), 0.3
     overrides = {"@activation": ("deeplift_rescale", {"baseline": baseline})}
     r = client.evaluate(g, {"x": x}, fetches=["y"], ys=["y"], xs=["x"], overrides=overrides)
@@ -100,7 +100,7 @@ def test_deeplift_has_no_reference_inside_a_loop(client: Any) -> None:
         tf.identity(y, name="y")
 
     with refused("RULE_NOT_APPLICABLE") as refusal:
-        client.evaluate(loaded(drawn(build)), {"x": [1.0]}, ys=["y"], xs=["x"], overrides={"Relu": "deeplift_rescale"})
+        client.evaluate(build_graph(build), {"x": [1.0]}, ys=["y"], xs=["x"], overrides={"Relu": "deeplift_rescale"})
     refusal.says("loop")
 
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, build_graph_def, placeholder
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
 
@@ -44,7 +44,7 @@ def shell(
     server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Shell:
     run = shell_in(tmp_path, server, monkeypatch, capsys)
-    Path("graph.pb").write_bytes(drawn(everything).SerializeToString())
+    Path("graph.pb").write_bytes(build_graph_def(everything).SerializeToString())
     return run
 
 
@@ -113,14 +113,14 @@ def test_unwritable_file_is_a_failure(shell: Shell) -> None:
 
 
 def test_explanations_draw_from_python(either: Any) -> None:
-    explained = either.explain(loaded(drawn(everything)), ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
+    explained = either.explain(build_graph(everything), ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
     assert "r0" in told(explained.svg())["loop/Sign"]
     assert "ste_sign" in explained.html()
 
 
 def test_whole_calls_and_regions_are_drawn(either: Any) -> None:
     overrides: list[Any] = [gr.Override(gr.Rule("5 * dy"), node="block/PartitionedCall", label="five")]
-    explained = either.explain(loaded(drawn(everything)), ys=["y"], xs=["x"], overrides=overrides)
+    explained = either.explain(build_graph(everything), ys=["y"], xs=["x"], overrides=overrides)
     leaves = told(explained.svg())
     assert "r0" in leaves["block/PartitionedCall"]
     assert "path" in leaves["block/PartitionedCall/PartitionedCall/Sign"]

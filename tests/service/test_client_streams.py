@@ -14,7 +14,7 @@ from gradrule.v1 import evaluate_pb2
 from tests.service import raw
 from tests.service.answers import refused
 from tests.service.servers import RunningServer
-from tests.service.streams import opened, reason
+from tests.service.streams import error_reason, open_stream
 
 pytestmark = pytest.mark.fast_path("streams")
 
@@ -91,7 +91,7 @@ def test_forward_runs_in_chunks(program: Any) -> None:
 def test_any_grpc_client_can_send_chunks(channel: grpc.Channel) -> None:
     request = raw.request(raw.sign_graph(), {"x": raw.tensor([-2.0] * 100_000)}, vjp=raw.vjp())
     data = request.SerializeToString()
-    with opened(channel) as stream:
+    with open_stream(channel) as stream:
         for start in range(0, len(data), 100_000):
             stream.send(3, chunk=data[start : start + 100_000])
         message = evaluate_pb2.StreamEvaluateRequest(request_id=3, total_bytes=len(data), answer_chunk_bytes=1)
@@ -100,7 +100,7 @@ def test_any_grpc_client_can_send_chunks(channel: grpc.Channel) -> None:
         pieces = []
         while (answer := stream.receive()).WhichOneof("response") == "chunk":
             pieces.append(answer.chunk)
-        assert reason(answer) == ""
+        assert error_reason(answer) == ""
         assert answer.WhichOneof("response") == "evaluate"
     expected = raw.evaluate(channel, request)
     found = evaluate_pb2.EvaluateResponse.FromString(b"".join(pieces))

@@ -12,7 +12,7 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule._comparison import numeric_gradients
 from tests.service.answers import assert_close, refused
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 RNG = np.random.default_rng(0)
 FEEDS = {
@@ -206,7 +206,7 @@ def test_xs_inside_the_graph_and_nodes_inside_functions(client: Any) -> None:
     def build() -> None:
         tf.identity(inner(tf.identity(placeholder("x"), name="middle")) * 2.0, name="y")
 
-    g = loaded(drawn(build))
+    g = build_graph(build)
     found = client.compare(g, {"x": [0.5, -1.0]}, ys="y", xs=["middle"], overrides={"linear": {"Relu": "linearize"}})
     by_label = {row.label: row for row in found.rows if row.is_x}
     assert by_label["default"].from_finite_differences < 1e-6

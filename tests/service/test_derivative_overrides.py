@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused
-from tests.service.derivative_cases import FEEDS, RTOL, VW, VX, Local, W, X, graph_of
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.derivative_cases import FEEDS, RTOL, VW, VX, LocalDerivatives, W, X, graph_for_function
+from tests.service.graph_defs import build_graph, placeholder
 
 VALUES = np.float32([-1.6, -0.5, 0.25, 0.8, 2.0])
 SIGN, CLIP = np.sign(VALUES), (np.abs(VALUES) <= 1).astype(np.float32)
@@ -145,12 +145,12 @@ def looped(absolute: Any) -> Any:
 def test_nodes_that_gradients_make_in_loops_and_branches(client: Any) -> None:
     overrides = override("3 * dy", "all", op_type="Sign")
     found = client.hvp(
-        graph_of(looped(tf.abs)), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"], overrides=overrides
+        graph_for_function(looped(tf.abs)), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"], overrides=overrides
     )
-    by_x, by_w = Local(looped(_abs)).hvp(VX, VW)
+    by_x, by_w = LocalDerivatives(looped(_abs)).hvp(VX, VW)
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
-    plain, _ = Local(looped(tf.abs)).hvp(VX, VW)
+    plain, _ = LocalDerivatives(looped(tf.abs)).hvp(VX, VW)
     assert not np.allclose(found["x"], plain, rtol=1e-2)
 
 
@@ -173,8 +173,8 @@ def rectified(relu: Any) -> Any:
 
 
 def test_a_rule_in_a_loop(client: Any) -> None:
-    graph, overrides = graph_of(rectified(tf.nn.relu)), {"Relu": "guided_relu"}
-    by_x, by_w = Local(rectified(_guided_relu)).jacobian()
+    graph, overrides = graph_for_function(rectified(tf.nn.relu)), {"Relu": "guided_relu"}
+    by_x, by_w = LocalDerivatives(rectified(_guided_relu)).jacobian()
     found = client.jacobian(graph, FEEDS, ys=["y"], xs=["x", "w"], overrides=overrides)["y"]
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
@@ -182,7 +182,7 @@ def test_a_rule_in_a_loop(client: Any) -> None:
     stacked = client.evaluate(
         graph, FEEDS, ys=["y"], xs=["x"], grad_ys={"y": grad_ys}, overrides=overrides, stacked_grad_ys=True
     )
-    wanted = [Local(rectified(_guided_relu)).gradients(grad_y)[0] for grad_y in grad_ys]
+    wanted = [LocalDerivatives(rectified(_guided_relu)).gradients(grad_y)[0] for grad_y in grad_ys]
     assert_close(stacked.gradients["x"], np.stack(wanted), rtol=RTOL)
     assert {item.status for item in stacked.overrides} == {"active"}
 
@@ -193,9 +193,9 @@ def test_a_linear_rule_in_a_loop_pushed_forward(client: Any) -> None:
         return tf.nn.relu(x), lambda dy: tf.where(x > 0, dy, 0.3 * dy)
 
     overrides = override("where(x > 0, dy, 0.3 * dy)", "first", op_type="Relu")
-    graph = graph_of(rectified(tf.nn.relu))
+    graph = graph_for_function(rectified(tf.nn.relu))
     found = client.jvp(graph, FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"], overrides=overrides)["y"]
-    by_x, by_w = Local(rectified(leaky)).jacobian()
+    by_x, by_w = LocalDerivatives(rectified(leaky)).jacobian()
     assert_close(found, np.tensordot(by_x, VX, 2) + np.tensordot(by_w, VW, 2), rtol=RTOL)
 
 
@@ -234,7 +234,7 @@ def test_a_rule_of_a_region_that_uses_its_output(client: Any, order: str) -> Non
 
 def test_a_rule_that_runs_the_graph_at_a_baseline(client: Any) -> None:
     """DeepLIFT's multiplier is the secant to the baseline, here 0."""
-    graph = graph_of(lambda x, w: tf.matmul(tf.nn.sigmoid(tf.matmul(x, w)), w))
+    graph = graph_for_function(lambda x, w: tf.matmul(tf.nn.sigmoid(tf.matmul(x, w)), w))
     found = client.jacobian(graph, FEEDS, ys=["y"], xs=["x"], overrides={"Sigmoid": "deeplift_rescale"})["y"]["x"]
     hidden = X @ W
     secant = (1 / (1 + np.exp(-hidden)) - 0.5) / hidden
@@ -248,7 +248,7 @@ def test_an_op_without_a_second_derivative(client: Any) -> None:
 
     image = np.ones((1, 2, 2, 3), np.float32)
     with refused("NO_GRADIENT") as refusal:
-        client.hvp(loaded(drawn(build)), {"x": image}, {"x": image}, ys=["y"], xs=["x"])
+        client.hvp(build_graph(build), {"x": image}, {"x": image}, ys=["y"], xs=["x"])
     refusal.says("LRNGrad")
 
 

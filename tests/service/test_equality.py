@@ -14,7 +14,7 @@ import gradrule as gr
 from tests.service import reference
 from tests.service.answers import dense, statuses
 from tests.service.generated import COMPLEX, FLOATS, Case, Nested, Rule, cases, nested_cases, values
-from tests.service.graph_defs import drawn, loaded, nodes, placeholder
+from tests.service.graph_defs import all_nodes, build_graph_def, load_graph, placeholder
 
 QUICK = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 SEEN: Counter[str] = Counter()
@@ -44,7 +44,7 @@ def compare(client: Any, case: Case) -> None:
         case.graph_def, case.feeds, ["y"], ["y"], case.xs, rules={node: rule.python for node, rule in case.overrides}
     )
     r = client.evaluate(
-        loaded(case.graph_def),
+        load_graph(case.graph_def),
         feeds=case.feeds,
         fetches=["y"],
         ys=["y"],
@@ -80,10 +80,10 @@ def test_generated_graphs_are_worth_something() -> None:
 @settings(max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=QUICK)
 @given(case=nested_cases())
 def test_generated_nested_graphs(client: Any, case: Nested) -> None:
-    rules = {node.name: case.rule.python for node in nodes(case.flat_def) if node.op == case.op_type}
+    rules = {node.name: case.rule.python for node in all_nodes(case.flat_def) if node.op == case.op_type}
     wanted = reference.evaluate(case.flat_def, {"x": case.feed}, ["y"], ["y"], ["x"], rules=rules)
     r = client.evaluate(
-        loaded(case.graph_def),
+        load_graph(case.graph_def),
         feeds={"x": case.feed},
         fetches=["y"],
         ys=["y"],
@@ -111,12 +111,12 @@ def test_generated_complex_graphs(client: Any, data: st.DataObject, dtype: str) 
             value = ops[op_type](value)
         tf.identity(value, name="y")
 
-    graph_def = drawn(build)
+    graph_def = build_graph_def(build)
     upstream = np.array([1 + 1j, 2, -0.5j], dtype)
     rules = {node.name: doubled for node in graph_def.node if node.op == overridden}
     wanted = reference.evaluate(graph_def, {"x": x}, ["y"], ["y"], ["x"], rules=rules, grad_ys=[upstream])
     r = client.evaluate(
-        loaded(graph_def),
+        load_graph(graph_def),
         feeds={"x": x},
         fetches=["y"],
         ys=["y"],

@@ -24,7 +24,7 @@ from gradrule_server.errors import error, reason_name
 from gradrule_server.front.error_status import status_code, to_status
 from tests.service import endless, raw
 from tests.service.answers import refused, refused_raw
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, build_graph_def, placeholder
 from tests.service.health import wait_for_another_engine
 from tests.service.refusals import PROVOKED, X, fine, provokes, sign
 from tests.service.servers import RunningServer, running_server, wait_until
@@ -237,7 +237,7 @@ def _slow() -> Any:
         _, last = tf.while_loop(lambda i, _: i < 750_000, lambda i, value: (i + 1, value * 1.0), [0, x])
         tf.identity(last, name="y")
 
-    return drawn(build)
+    return build_graph_def(build)
 
 
 @provokes("UNAVAILABLE")
@@ -278,7 +278,7 @@ def test_status_of_a_fault(reason: str) -> None:
 def test_nothing_is_lost_over_all_of_this(client: Any, server: RunningServer) -> None:
     """The registry still holds what it held, and a graph of TensorFlow's still gives its gradient."""
     assert {item.name for item in client.list_rules(kind="user")} == set()
-    graph = loaded(drawn(lambda: tf.square(placeholder("x"), name="y")))
+    graph = build_graph(lambda: tf.square(placeholder("x"), name="y"))
     r = client.evaluate(graph, feeds={"x": [3.0]}, ys=["y"], xs=["x"])
     assert r.gradients["x"].tolist() == [6.0]
     assert server.process.poll() is None

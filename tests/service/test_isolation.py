@@ -23,7 +23,7 @@ from tests.service.corpus import CRASHES
 from tests.service.guarded import Guarded
 from tests.service.refusals import sign
 from tests.service.servers import wait_until
-from tests.service.streams import reason
+from tests.service.streams import error_reason
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
 RUN_SESSION = "/gradrule.v1.SessionService/RunSession"
@@ -217,7 +217,7 @@ def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
     os.kill(pid, signal.SIGKILL)
     told = session_pb2.RunSessionResponse.FromString(next(stream))
     outgoing.set()
-    assert reason(told) == "SESSION_LOST"
+    assert error_reason(told) == "SESSION_LOST"
     message = told.status.message
     assert "SIGKILL" in message
     assert "the last step that was completed is 0" in message

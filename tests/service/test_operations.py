@@ -27,7 +27,7 @@ import gradrule as gr
 from gradrule.cli.main import main
 from tests.service import raw
 from tests.service.answers import refused
-from tests.service.collector import Collector, collecting
+from tests.service.collector import Collector, running_collector
 from tests.service.guarded import token_command
 from tests.service.health import wait_for_another_engine
 from tests.service.servers import (
@@ -100,7 +100,7 @@ def free_port() -> int:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
     port = free_port()
-    with collecting() as collector:
+    with running_collector() as collector:
         flags = ("--metrics-port", str(port), "--audit-log", str(folder / "audit.jsonl"), "--log-level", "debug")
         bounds = ("--otel-endpoint", collector.endpoint, "--max-blob-bytes", "8192")
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "200"}

@@ -20,8 +20,8 @@ from gradrule_server.errors import GradruleError
 from tests.policy import minimal
 from tests.service import raw
 from tests.service.answers import refused, refused_raw
-from tests.service.brought_graphs import brought
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.brought_graphs import graph_with_gradients
+from tests.service.graph_defs import build_graph, build_graph_def, load_graph, placeholder
 from tests.service.refusals import X, fine, provokes, sign
 from tests.service.servers import RunningServer, running_server
 
@@ -139,7 +139,7 @@ PLACES: dict[str, Callable[[Path], Any]] = {
 
 
 def _graph(place: str, path: Path) -> gr.Graph:
-    return loaded(drawn(lambda: tf.identity(PLACES[place](path), name="y")))
+    return build_graph(lambda: tf.identity(PLACES[place](path), name="y"))
 
 
 @provokes("OP_NOT_ALLOWED")
@@ -162,7 +162,7 @@ def test_all_are_told_at_once(client: Any, canary: Path) -> None:
             tf.constant(1, name="z")
 
     with refused("OP_NOT_ALLOWED") as refusal:
-        client.evaluate(loaded(drawn(build)), fetches=["y", "z"])
+        client.evaluate(build_graph(build), fetches=["y", "z"])
     found = [(finding.reason, finding.message) for finding in refusal.error.details]
     assert sum("(ReadFile)" in message for _, message in found) == 2
     assert sum("(Abort)" in message for _, message in found) == 1
@@ -174,7 +174,7 @@ def test_what_nothing_needs_may_stand_there(client: Any, canary: Path) -> None:
         tf.identity(placeholder("x") * 2, name="y")
         _read(canary)
 
-    answer = client.evaluate(loaded(drawn(build)), X, fetches=["y"])
+    answer = client.evaluate(build_graph(build), X, fetches=["y"])
     np.testing.assert_array_equal(answer.outputs["y"], [2.0, -4.0])
 
 
@@ -185,7 +185,7 @@ def _reading_rule(path: Path) -> gr.Graph:
         dy = placeholder("dy")
         tf.multiply(dy, tf.cast(_read(path), tf.float32), name="dx")
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
 @fine
@@ -214,7 +214,7 @@ def test_gradients_that_a_graph_brings_are_too(client: Any, canary: Path) -> Non
         tf.identity(custom_gradient(region)(placeholder("x")), name="y")
 
     with refused("OP_NOT_ALLOWED") as refusal:
-        client.evaluate(brought(build), X, ys=["y"], xs=["x"])
+        client.evaluate(graph_with_gradients(build), X, ys=["y"], xs=["x"])
     refusal.says("ReadFile")
 
 
@@ -249,13 +249,13 @@ def test_what_a_node_says_of_where_it_runs_is_dropped(client: Any) -> None:
         )
         tf.multiply(x, variable, name="y")
 
-    graph_def = drawn(build)
+    graph_def = build_graph_def(build)
     for node in graph_def.node:
         node.device = "/job:elsewhere/task:7/device:TPU:3"
         node.attr["_class"].list.s.append(b"loc:@nowhere")
         if node.op == "VarHandleOp":
             node.attr["shared_name"].s, node.attr["container"].s = b"of somebody else", b"theirs"
-    answer = client.evaluate(loaded(graph_def), X, fetches=["y"])
+    answer = client.evaluate(load_graph(graph_def), X, fetches=["y"])
     np.testing.assert_array_equal(answer.outputs["y"], [3.0, -8.0])
 
 

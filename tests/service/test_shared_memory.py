@@ -22,7 +22,7 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import EngineLost
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.graph_defs import build_graph_def, placeholder
 
 _MEBIBYTE = 1024 * 1024
 _LIMIT = 1024 * _MEBIBYTE
@@ -64,7 +64,7 @@ def _graph() -> Any:
         x = placeholder("x", shape=(None,))
         tf.multiply(x, 2.0, name="y")
 
-    return drawn(build)
+    return build_graph_def(build)
 
 
 async def _ask(pool: EnginePool, kind: Kind, request: Any) -> bytes:

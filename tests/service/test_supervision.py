@@ -18,8 +18,8 @@ import gradrule as gr
 from tests.battery.processes import engines
 from tests.service import endless
 from tests.service.answers import refused
-from tests.service.corpus import CRASHES, HANGS, Bad
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.corpus import CRASHES, HANGS, HarmfulGraph
+from tests.service.graph_defs import build_graph_def, placeholder
 from tests.service.healthy import healthy_client
 from tests.service.refusals import provokes, sign
 from tests.service.servers import RunningServer, processor_s, running_server, wait_until
@@ -89,17 +89,19 @@ def wait_for_spare(server: RunningServer) -> set[int]:
     return wait_until(probe, "spare", 90)
 
 
-def evaluate(client: Any, graph: Any, bad: Bad, timeout: float, **changes: Any) -> Any:
+def evaluate(client: Any, graph: Any, bad: HarmfulGraph, timeout: float, **changes: Any) -> Any:
     return client.evaluate(graph, feeds={**bad.feeds, **changes}, fetches=["y"], timeout=timeout)
 
 
-def cases(corpus: tuple[Bad, ...], kinds: set[str]) -> Any:
+def cases(corpus: tuple[HarmfulGraph, ...], kinds: set[str]) -> Any:
     return pytest.mark.parametrize("bad", [pytest.param(b, id=b.name) for b in corpus if WHOLE or b.name in kinds])
 
 
 @provokes("ENGINE_CRASHED", "QUARANTINED")
 @cases(CRASHES, _KINDS_OF_CRASHES)
-def test_a_graph_that_kills_is_found_out_told_and_refused(supervised: RunningServer, own: Any, bad: Bad) -> None:
+def test_a_graph_that_kills_is_found_out_told_and_refused(
+    supervised: RunningServer, own: Any, bad: HarmfulGraph
+) -> None:
     graph = bad.build()
     with healthy_client(supervised.target):
         with refused(bad.told) as told:
@@ -120,7 +122,9 @@ def test_a_graph_that_kills_is_found_out_told_and_refused(supervised: RunningSer
 
 
 @cases(HANGS, _KINDS_OF_HANGS)
-def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(supervised: RunningServer, own: Any, bad: Bad) -> None:
+def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(
+    supervised: RunningServer, own: Any, bad: HarmfulGraph
+) -> None:
     before, graph = engine_pids(supervised), bad.build()
     with healthy_client(supervised.target):
         with pytest.raises(gr.errors.GradruleError) as told:
@@ -151,10 +155,10 @@ def test_a_second_overrun_is_the_last_for_a_while(supervised: RunningServer, own
 @provokes("MEMORY_EXCEEDED")
 def test_what_takes_too_much_memory_is_told_the_limit(supervised: RunningServer, own: Any) -> None:
     before = engine_pids(supervised)
-    zeros = drawn(lambda: tf.reduce_sum(tf.zeros([placeholder("n", tf.int64, [])]), name="y"))
+    zeros = build_graph_def(lambda: tf.reduce_sum(tf.zeros([placeholder("n", tf.int64, [])]), name="y"))
     with healthy_client(supervised.target):
         # What shapes tell is refused before it runs; what they do not, when there is no more to be had.
-        for graph, limit in ((zeros, "3 GiB"), (drawn(_doubled), str(3 * 1024**3))):
+        for graph, limit in ((zeros, "3 GiB"), (build_graph_def(_doubled), str(3 * 1024**3))):
             with refused("MEMORY_EXCEEDED") as told:
                 own.evaluate(graph, feeds={"n": np.int64(10_000_000_000)}, fetches=["y"])
             told.says(limit)
@@ -183,7 +187,7 @@ def _slow() -> Any:
         _, last = tf.while_loop(lambda i, _: i < 1_500_000, lambda i, value: (i + 1, value * 1.0), [0, x])
         tf.identity(last, name="y")
 
-    return drawn(build)
+    return build_graph_def(build)
 
 
 def test_engines_that_are_killed_from_outside_are_nobody_s_doing(supervised: RunningServer, own: Any) -> None:
@@ -221,7 +225,7 @@ def _chain(count: int, op: Any = tf.sin) -> Any:
             value = op(value)
         tf.identity(value, name="y")
 
-    return drawn(build)
+    return build_graph_def(build)
 
 
 def test_the_next_engine_has_the_programs_in_use_before_they_are_asked_for(supervised: RunningServer, own: Any) -> None:

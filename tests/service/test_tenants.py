@@ -20,7 +20,7 @@ from tests.service.answers import assert_close, refused, refused_raw
 from tests.service.guarded import Guarded
 from tests.service.refusals import X, provokes, sign
 from tests.service.servers import wait_until
-from tests.service.streams import opened, reason
+from tests.service.streams import error_reason, open_stream
 
 WORDS: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
 
@@ -215,17 +215,17 @@ def test_variables_of_one_name_are_each_session_s_own(ada: gr.Client, grace: gr.
 def test_a_handle_s_name_is_worth_nothing_to_others(ada: gr.Client, names: tuple[str, str], channels: Any) -> None:
     name = ada.compile(sign(), **WORDS, overrides={"Sign": "ste"}).name
     request = evaluate_pb2.EvaluateRequest(program=name, feeds=raw.feeds({"x": raw.tensor(X["x"])}))
-    with opened(channels(names[0])) as owner, opened(channels(names[1])) as thief:
+    with open_stream(channels(names[0])) as owner, open_stream(channels(names[1])) as thief:
         owner.send(1, forward=evaluate_pb2.ForwardRequest(evaluate=request))
         pull_back = evaluate_pb2.PullBackRequest(handle=owner.receive().forward.handle)
         thief.send(1, pull_back=pull_back)
-        assert reason(thief.receive()) == "HANDLE_EXPIRED"
+        assert error_reason(thief.receive()) == "HANDLE_EXPIRED"
         thief.send(2, close_handle=evaluate_pb2.CloseHandleRequest(handle=pull_back.handle))
         thief.receive()
         thief.send(3, forward=evaluate_pb2.ForwardRequest(evaluate=request))
-        assert reason(thief.receive()) == "PROGRAM_NOT_FOUND"
+        assert error_reason(thief.receive()) == "PROGRAM_NOT_FOUND"
         owner.send(2, pull_back=pull_back)
-        assert reason(owner.receive()) == ""
+        assert error_reason(owner.receive()) == ""
 
 
 def test_the_tenant_is_the_credential_s_whatever_a_request_says(
@@ -346,24 +346,24 @@ def test_a_tenant_s_streams_are_bounded(channels: Any) -> None:
     request = raw.request(raw.sign_graph())
     with ExitStack() as stack:
         for _ in range(8):
-            stream = stack.enter_context(opened(ada))
+            stream = stack.enter_context(open_stream(ada))
             stream.send(1, evaluate=request)
-            assert reason(stream.receive()) == ""
-        with opened(ada) as ninth, refused_raw("QUOTA_EXCEEDED") as refusal:
+            assert error_reason(stream.receive()) == ""
+        with open_stream(ada) as ninth, refused_raw("QUOTA_EXCEEDED") as refusal:
             ninth.send(1, evaluate=request)
             ninth.receive()
         refusal.says("--tenant-streams")
-        with opened(grace) as other:
+        with open_stream(grace) as other:
             other.send(1, evaluate=request)
-            assert reason(other.receive()) == ""
+            assert error_reason(other.receive()) == ""
     assert wait_until(lambda: takes_a_stream(ada, request) or None, "room for a stream")
 
 
 def takes_a_stream(channel: grpc.Channel, request: Any) -> bool:
-    with opened(channel) as stream:
+    with open_stream(channel) as stream:
         stream.send(1, evaluate=request)
         try:
-            return reason(stream.receive()) == ""
+            return error_reason(stream.receive()) == ""
         except grpc.RpcError:
             return False
 
@@ -372,7 +372,7 @@ def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None
     graph = raw.graph(raw.placeholder(), raw.node("y", "Neg", "x"))
     request = raw.request(graph, {"x": raw.tensor(np.ones(1_000_000, np.float32))})
     channel = channels("who does not read")
-    with opened(channel) as stream:
+    with open_stream(channel) as stream:
         for number in range(1, 9):
             stream.send(number, evaluate=request)
         wait_until(lambda: "was not read within" in guarded.running.log.read_text() or None, "the end of the stream")
@@ -385,9 +385,9 @@ def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None
     closed = threading.Event()
     channel.subscribe(lambda state: closed.set() if state is grpc.ChannelConnectivity.IDLE else None)
     assert closed.wait(60)
-    with opened(channels("who reads")) as stream:
+    with open_stream(channels("who reads")) as stream:
         stream.send(1, evaluate=request)
-        assert reason(stream.receive()) == ""
+        assert error_reason(stream.receive()) == ""
 
 
 # Whoever is greedy waits for themselves.
