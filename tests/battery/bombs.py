@@ -19,8 +19,8 @@ from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement
 from tests.battery.known import Healthy
-from tests.battery.processes import engines, forget_peak, holds, peak_bytes
 from tests.battery.serving import served
+from tests.processes import engines, peak_bytes, reset_peak, resources
 from tests.service.corpus import HarmfulGraph
 from tests.service.servers import RunningServer
 
@@ -76,8 +76,8 @@ async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGrap
 async def _sent(server: RunningServer, bad: HarmfulGraph) -> Went:
     await poison.calm(server, 1)
     data, pid = poison.request(bad), server.process.pid
-    before = holds(pid).resident_bytes
-    forget_peak(pid)
+    before = resources(pid).resident_bytes
+    reset_peak(pid)
     async with channel(server.target) as own:
         asking = asyncio.ensure_future(poison.ask(own, data, _DEADLINE_S))
         largest = 0
@@ -85,7 +85,7 @@ async def _sent(server: RunningServer, bad: HarmfulGraph) -> Went:
             await asyncio.sleep(_LOOK_S)
             for engine in engines(pid):
                 with contextlib.suppress(OSError):  # it has just ended
-                    largest = max(largest, holds(engine).resident_bytes)
+                    largest = max(largest, resources(engine).resident_bytes)
         judged = await asking
         number = len(data)
         answer: bytes = await own.unary_unary(poison.EVALUATE)(known.request(number), timeout=_DEADLINE_S)

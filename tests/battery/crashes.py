@@ -15,8 +15,8 @@ from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement
 from tests.battery.known import Healthy
-from tests.battery.processes import engines
 from tests.battery.serving import served
+from tests.processes import engines
 from tests.service.corpus import CRASHES, HarmfulGraph
 from tests.service.servers import RunningServer
 

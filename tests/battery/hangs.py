@@ -16,8 +16,8 @@ from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy
-from tests.battery.processes import working
 from tests.battery.serving import served
+from tests.processes import busy_processes
 from tests.service.corpus import HANGS, HarmfulGraph
 from tests.service.servers import RunningServer
 
@@ -85,12 +85,12 @@ async def _ended(server: RunningServer, bad: HarmfulGraph) -> Ended:
         deadline = loop.time() + DEADLINE_S
         asking = asyncio.ensure_future(poison.ask(own, data, None))
         ends_at, busy_at = deadline, 0.0
-        at_work = [working(watched)] * _LOOKS
+        at_work = [busy_processes(watched)] * _LOOKS
         while loop.time() < ends_at + _WATCH_S:
             await asyncio.sleep(_EVERY_S)
             if asking.done():
                 ends_at = min(ends_at, loop.time())
-            at_work = [*at_work[1:], working(watched)]
+            at_work = [*at_work[1:], busy_processes(watched)]
             if set.intersection(*at_work):
                 busy_at = loop.time()
         late_s = max(0.0, busy_at - ends_at)

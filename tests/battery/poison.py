@@ -16,7 +16,7 @@ from gradrule.v1 import evaluate_pb2
 from tests.battery import judging
 from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy, HealthyClient
-from tests.battery.processes import engines, working
+from tests.processes import busy_processes, engines
 from tests.service import raw
 from tests.service.corpus import HarmfulGraph
 from tests.service.servers import RunningServer
@@ -90,7 +90,7 @@ async def calm(server: RunningServer, count: int) -> list[int]:
         busy = Counter[int]()
         for _ in range(_LOOKS):
             await asyncio.sleep(_REST_S / _LOOKS)
-            busy.update(working(found))
+            busy.update(busy_processes(found))
         is_late = loop.time() > ends_at
         if is_late and len(found) < count:
             raise TimeoutError(f"{len(found)} engines after {_CALM_S:g} s, not {count}")

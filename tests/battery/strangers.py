@@ -31,11 +31,11 @@ import gradrule as gr
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.known import EVALUATE
-from tests.battery.processes import forget_peak, holds, peak_bytes
 from tests.battery.serving import data_folder, served
 from tests.benchmarks import attacks, work
 from tests.benchmarks.attacks import Answers
 from tests.benchmarks.usage import usage
+from tests.processes import peak_bytes, reset_peak, resources
 from tests.service import costly, raw
 from tests.service.servers import RunningServer
 
@@ -307,8 +307,8 @@ def _beside(server: RunningServer, tokens: Sequence[str], name: str, seconds: fl
             if attacker.stdout.readline().strip() != _READY:
                 return Answers(), Answers(), Did()
             front = server.process.pid
-            before, cpu_ns = holds(front).resident_bytes, usage(front).cpu_ns
-            forget_peak(front)
+            before, cpu_ns = resources(front).resident_bytes, usage(front).cpu_ns
+            reset_peak(front)
             with ThreadPoolExecutor(2) as threads:
                 tiny = threads.submit(attacks.program_calls, server.target, mine, seconds, ATTACKS[name].beside())
                 new = threads.submit(attacks.new_programs, server.target, mine, seconds)

@@ -23,7 +23,7 @@ EXCEEDED, LIMIT = "MEMORY_EXCEEDED", "LIMIT_EXCEEDED"
 
 @dataclass(frozen=True)
 class Bomb:
-    """Describes a graph with a result y. `reason`: the expected error reason; `words`: what the message must contain."""
+    """Describes a graph with a result y. `reason`: the expected error; `words`: what its message must contain."""
 
     build: Callable[[], bytes]
     feeds: Mapping[str, Any] = field(default_factory=dict)

@@ -8,17 +8,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import gradrule as gr
 from gradrule.common.fast_paths import VARIABLE
-from tests.battery.processes import engines
-
-T = TypeVar("T")
+from tests.processes import engines
+from tests.waiting import wait_until
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
@@ -79,29 +76,6 @@ class RunningServer:
         if engine is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engine, signal.SIGKILL)
-
-
-def resident_bytes(pid: int) -> int:
-    """Returns the resident memory of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def processor_s(pid: int) -> float:
-    """Returns the processor time that a process has used, without that of its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
-    """Polls `probe` and returns its first result that is not None."""
-    ends_at = time.monotonic() + timeout_s
-    while time.monotonic() < ends_at:
-        found = probe()
-        if found is not None:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"no {what} within {timeout_s:g} s")
 
 
 @contextlib.contextmanager

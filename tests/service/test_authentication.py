@@ -30,7 +30,8 @@ from tests.service.answers import refused, refused_raw
 from tests.service.certificates import Authority
 from tests.service.guarded import Guarded, token_command, unsigned_web_token
 from tests.service.refusals import X, provokes, sign
-from tests.service.servers import running_server, wait_until
+from tests.service.servers import running_server
+from tests.waiting import wait_until
 
 HOUR = datetime.timedelta(hours=1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
+from tests.processes import peak_bytes, reset_peak
 from tests.service import raw
 from tests.service.answers import refused, refused_raw
 from tests.service.bombs import BOMBS, HUGE, MESSAGES
@@ -50,16 +50,10 @@ def limited_client(limited: RunningServer, limited_channel: grpc.Channel) -> Ite
         yield connected
 
 
-def peak_bytes(server: RunningServer) -> int:
-    """The most memory that the front end has had since `forget_peak`."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
-
-
-def forget_peak(server: RunningServer) -> int:
-    """Starts measuring anew; what the front end has now."""
-    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
-    return peak_bytes(server)
+def start_measuring(server: RunningServer) -> int:
+    """Starts to measure the peak memory of the front end; returns its current memory in bytes."""
+    reset_peak(server.process.pid)
+    return peak_bytes(server.process.pid)
 
 
 @provokes("MEMORY_EXCEEDED", "LIMIT_EXCEEDED")
@@ -68,23 +62,23 @@ def test_bomb(limited: RunningServer, limited_client: Any, name: str) -> None:
     bomb = BOMBS[name]
     data = bomb.build()
     assert len(data) < 64 * 1024
-    before, started = forget_peak(limited), time.monotonic()
+    before, started = start_measuring(limited), time.monotonic()
     with refused(bomb.reason) as refusal:
         limited_client.evaluate(gr.Graph.from_bytes(data), bomb.feeds, fetches=["y"], timeout=PATIENCE_S)
     refusal.says(*bomb.words)
     assert time.monotonic() - started < PATIENCE_S
     sent = len(data) + sum(np.asarray(value).nbytes for value in bomb.feeds.values())
-    assert peak_bytes(limited) - before < FREE_BYTES + 10 * sent
+    assert peak_bytes(limited.process.pid) - before < FREE_BYTES + 10 * sent
 
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_message(limited: RunningServer, limited_channel: grpc.Channel, name: str) -> None:
     data = MESSAGES[name]()
-    before = forget_peak(limited)
+    before = start_measuring(limited)
     with refused_raw("LIMIT_EXCEEDED") as refusal:
         raw.send(limited_channel, "GradientService/Evaluate", data)
     refusal.says("--max-unpacking")
-    assert peak_bytes(limited) - before < FREE_BYTES + 10 * len(data)
+    assert peak_bytes(limited.process.pid) - before < FREE_BYTES + 10 * len(data)
 
 
 def test_figures_are_told(limited_client: Any) -> None:

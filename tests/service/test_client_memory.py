@@ -23,11 +23,12 @@ import gradrule as gr
 from gradrule._rpc import shared_memory
 from gradrule.common.memory_regions import Memory
 from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc, tensor_pb2
-from tests.battery.processes import engines
+from tests.processes import count_descriptors, engines, open_descriptors
 from tests.service.answers import refused_raw
 from tests.service.guarded import Guarded
 from tests.service.refusals import provokes
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_until
 
 _MEBIBYTE = 1 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -57,14 +58,8 @@ def check(result: Any, x: np.ndarray) -> None:
 
 
 def descriptors(pid: int) -> list[str]:
-    """What a process has open, of memory without a name and of sockets by which it came."""
-    found = []
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append(os.readlink(each))
-        except FileNotFoundError:
-            continue
-    return [name for name in found if "memfd:gradrule-client" in name]
+    """Returns the open descriptors of a process for memory of clients."""
+    return [name for name in open_descriptors(pid) if "memfd:gradrule-client" in name]
 
 
 def mapped(pid: int) -> int:
@@ -370,11 +365,11 @@ def test_what_is_no_sealed_memory_is_refused(
     hostile: Hostile, sharing: gr.Client, server: RunningServer, tmp_path: Path, kind: str
 ) -> None:
     make, message = NOT_MEMORY[kind]
-    before = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+    before = count_descriptors(server.process.pid)
     answer = hostile.hand_over(make(tmp_path))
     assert answer[:1] == b"\x01"
     assert message in answer[1:].decode()
-    wait_until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) <= before or None, "end of descriptors")
+    wait_until(lambda: count_descriptors(server.process.pid) <= before or None, "end of descriptors")
     x = values()
     check(compiled(sharing)(x=x), x)
 

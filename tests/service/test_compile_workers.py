@@ -17,11 +17,12 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2, graph_pb2
-from tests.battery.processes import children, forget_peak, peak_bytes
+from tests.processes import children, peak_bytes, processor_s, reset_peak, resident_bytes
 from tests.service import raw
 from tests.service.costly import chain, nested_calls, slow_to_select, tiny_fields
 from tests.service.guarded import Guarded
-from tests.service.servers import RunningServer, processor_s, resident_bytes, wait_until
+from tests.service.servers import RunningServer
+from tests.waiting import wait_until
 
 _FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
 _LARGE_BYTES = 32 << 20
@@ -123,7 +124,7 @@ def test_functions_that_call_each_other_take_no_memory_of_the_front_end(guarded:
     pid = guarded.running.process.pid
     data = evaluate_pb2.EvaluateRequest(spec=nested_calls()).SerializeToString()
     assert len(data) < 100_000
-    forget_peak(pid)
+    reset_peak(pid)
     before, used = peak_bytes(pid), processor_s(pid)
     calls = [attacker.start("GradientService/Evaluate", data, 60) for _ in range(4)]
     codes = {call.code() for call in calls}
@@ -161,7 +162,7 @@ def test_calls_that_name_one_large_graph_take_it_in_one_after_the_other(
     data = graph.SerializeToString()
     client.upload(data)
     pid = server.process.pid
-    forget_peak(pid)
+    reset_peak(pid)
     before = peak_bytes(pid)
     evaluate: Any = channel.unary_unary("/gradrule.v1.GradientService/Evaluate")
     request = evaluate_pb2.EvaluateRequest()

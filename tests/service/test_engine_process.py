@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -23,16 +23,12 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import EndReason, EngineLost, ProgramNotLoaded
+from tests.processes import count_descriptors
 from tests.service import endless
 from tests.service.shared_fork_server import SharedForkServer
+from tests.waiting import wait_for_condition
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-async def _until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 def _in(seconds: float) -> float:
@@ -111,7 +107,7 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
             await engine.call(Kind.RUN, b"", _in(1.0))
         assert refusal.value.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE
         assert refusal.value.retry_after_s
-        await _until(lambda: engine.pid)
+        await wait_for_condition(lambda: engine.pid)
         assert engine.generation == 3
         assert changes == [True, False, True]
         with pytest.raises(ProgramNotLoaded) as unknown_key:
@@ -157,7 +153,7 @@ async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overr
     with pytest.raises(EngineLost) as lost:
         await waiting
     assert not lost.value.is_blamable
-    await _until(lambda: engine.pid not in (None, first))
+    await wait_for_condition(lambda: engine.pid not in (None, first))
 
 
 async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -> None:
@@ -185,7 +181,7 @@ async def test_a_cancelled_call_goes_on_until_its_deadline_where_its_end_would_c
     hanging.cancel()
     await asyncio.sleep(1.2)
     assert (engine.pid == first) is bool(kept)
-    await _until(lambda: engine.pid not in (None, first), 30)
+    await wait_for_condition(lambda: engine.pid not in (None, first), 30)
 
 
 async def test_a_deadline_that_has_passed_sends_nothing(engine: Engine) -> None:
@@ -208,7 +204,7 @@ async def test_starting_is_tried_again_whatever_it_fails_with(
     monkeypatch.setattr(spares_module, "_RETRY_DELAY_S", 0.05)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
-    await _until(lambda: engine.generation == 3)
+    await wait_for_condition(lambda: engine.generation == 3)
     assert [record.exc_info is not None for record in caplog.records if "cannot be started" in record.message] == [
         True,
         True,
@@ -221,8 +217,8 @@ async def test_a_start_that_fails_leaves_no_file_open(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
     pool = _pool()
-    before = len(os.listdir("/proc/self/fd"))
+    before = count_descriptors()
     with pytest.raises(OSError, match="memory"):
         await pool.start()
     await pool.stop()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert count_descriptors() == before

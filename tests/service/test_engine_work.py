@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import threading
 import time
@@ -16,9 +15,11 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2_grpc, graph_pb2, tensor_pb2
+from tests.processes import no_free_descriptors
 from tests.service import endless, raw
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +136,9 @@ def test_a_server_without_file_descriptors_for_an_engine_gets_one_later(
     narrow: RunningServer, narrow_channel: grpc.Channel
 ) -> None:
     engine, pid = narrow.wait_for_engine(), narrow.process.pid
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) - 1, limits[1]))
-    try:
+    with no_free_descriptors(pid):
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: True if "cannot be started" in narrow.log.read_text() else None, "a failed start")
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     wait_for_another_engine(narrow, engine)
     with grpc.insecure_channel(narrow.target) as channel:
         raw.assert_healthy(channel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import resource
 import signal
 import socket
 import threading
@@ -22,12 +21,14 @@ import gradrule as gr
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error, reason_name
 from gradrule_server.front.error_status import status_code, to_status
+from tests.processes import no_free_descriptors
 from tests.service import endless, raw
 from tests.service.answers import refused, refused_raw
 from tests.service.graph_defs import build_graph, build_graph_def, placeholder
 from tests.service.health import wait_for_another_engine
 from tests.service.refusals import PROVOKED, X, fine, provokes, sign
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_until
 
 UNIT_LEVEL = {"INTERNAL"}
 """Reasons that nothing from outside can provoke: a fault of the server's own."""
@@ -198,15 +199,11 @@ def test_no_engine_can_be_started(small: RunningServer, small_channel: grpc.Chan
     # From now on a compile worker is there, which needs descriptors too.
     raw.assert_healthy(small_channel)
     engine, pid = small.wait_for_engine(), small.process.pid
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) - 1, limits[1]))
-    try:
+    with no_free_descriptors(pid):
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: True if "cannot be started" in small.log.read_text() else None, "a failed start")
         with refused_raw("ENGINE_UNAVAILABLE"):
             raw.evaluate(small_channel, raw.request(raw.sign_graph()))
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     wait_for_another_engine(small, engine)
     raw.assert_healthy(small_channel)
 

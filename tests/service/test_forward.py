@@ -24,8 +24,9 @@ from tests.service.answers import assert_close, refused
 from tests.service.graph_defs import build_graph_def, placeholder
 from tests.service.health import wait_for_another_engine
 from tests.service.refusals import provokes
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
 from tests.service.streams import error_reason, open_stream
+from tests.waiting import wait_until
 
 X = np.float32([-2.0, 0.5, 3.0])
 

@@ -16,14 +16,14 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import session_pb2
-from tests.battery.processes import engines
+from tests.processes import engines
 from tests.service import endless, raw
 from tests.service.answers import assert_close, refused
 from tests.service.corpus import CRASHES
 from tests.service.guarded import Guarded
 from tests.service.refusals import sign
-from tests.service.servers import wait_until
 from tests.service.streams import error_reason
+from tests.waiting import wait_until
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
 RUN_SESSION = "/gradrule.v1.SessionService/RunSession"

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from tests.battery.processes import has_ended
+from tests.processes import has_ended
 from tests.service import endless, raw, servers
 from tests.service.answers import assert_close, refused
 from tests.service.health import (
@@ -29,7 +29,8 @@ from tests.service.health import (
     recorded_health,
     wait_for_another_engine,
 )
-from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
+from tests.service.servers import RunningServer, running_server, serve_command, server_environment
+from tests.waiting import wait_until
 
 
 def refused_start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

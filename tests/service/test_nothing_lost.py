@@ -19,13 +19,8 @@ import pytest
 import gradrule as gr
 from tests.service.answers import assert_close, refused
 from tests.service.guarded import run_gradrule, token_command
-from tests.service.servers import (
-    RunningServer,
-    running_server,
-    serve_command,
-    server_environment,
-    wait_until,
-)
+from tests.service.servers import RunningServer, running_server, serve_command, server_environment
+from tests.waiting import wait_until
 
 # As a release without tenants wrote it: rules `Kept` and `Stays`, and a program `model` that was compiled when `Kept`
 # was still 3 * dy.

@@ -30,14 +30,8 @@ from tests.service.answers import refused
 from tests.service.collector import Collector, running_collector
 from tests.service.guarded import token_command
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import (
-    STOP_TIMEOUT_S,
-    RunningServer,
-    running_server,
-    serve_command,
-    server_environment,
-    wait_until,
-)
+from tests.service.servers import STOP_TIMEOUT_S, RunningServer, running_server, serve_command, server_environment
+from tests.waiting import wait_until
 
 _MARKS = itertools.count(1)
 

@@ -22,12 +22,13 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule.v1 import session_pb2
-from tests.battery.processes import engines
+from tests.processes import engines, resident_bytes
 from tests.service import raw
 from tests.service.answers import assert_close, refused
 from tests.service.refusals import provokes
-from tests.service.servers import RunningServer, resident_bytes, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
 from tests.service.streams import error_reason
+from tests.waiting import wait_until
 
 RNG = np.random.default_rng(7)
 X = RNG.normal(size=(16, 3)).astype(np.float32)

@@ -13,11 +13,13 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2
+from tests.processes import processor_s, resident_bytes
 from tests.service import endless, raw
 from tests.service.graph_defs import build_graph_def
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import RunningServer, processor_s, resident_bytes, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
 from tests.service.streams import RawStream, error_reason, open_stream
+from tests.waiting import wait_until
 
 
 @pytest.fixture

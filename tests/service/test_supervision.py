@@ -15,14 +15,15 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from tests.battery.processes import engines
+from tests.processes import engines, processor_s
 from tests.service import endless
 from tests.service.answers import refused
 from tests.service.corpus import CRASHES, HANGS, HarmfulGraph
 from tests.service.graph_defs import build_graph_def, placeholder
 from tests.service.healthy import healthy_client
 from tests.service.refusals import provokes, sign
-from tests.service.servers import RunningServer, processor_s, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_until
 
 _QUARANTINE_S = 5.0
 _LIMIT = "3GiB"

@@ -19,8 +19,8 @@ from tests.service import raw
 from tests.service.answers import assert_close, refused, refused_raw
 from tests.service.guarded import Guarded
 from tests.service.refusals import X, provokes, sign
-from tests.service.servers import wait_until
 from tests.service.streams import error_reason, open_stream
+from tests.waiting import wait_until
 
 WORDS: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
 
