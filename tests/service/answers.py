@@ -1,20 +1,30 @@
-"""Checks results and refusals."""
+"""Checks results and refusals, and records which test provokes which error reason."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 import numpy.typing as npt
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 import gradrule as gr
 
+Test = TypeVar("Test", bound=Callable[..., None])
+
 RECORDED: list[str] = []
 """Every reason that `refused` or `refused_raw` has seen, in order."""
+
+PROVOKED: dict[str, Callable[..., None]] = {}
+"""Reason → a test that provokes it at a real server."""
+
+keeps_engine = pytest.mark.usefixtures("same_engine")
+"""After the test the same engine still answers right."""
 
 
 class Refusal:
@@ -67,6 +77,23 @@ def refused_raw(reason: str) -> Iterator[Refusal]:
         RECORDED.append(reason)
     else:
         raise AssertionError(f"no {reason} was raised")
+
+
+def provokes(*reasons: str) -> Callable[[Test], Test]:
+    """Registers a test for error reasons and asserts that it met one of them."""
+
+    def enter(test: Test) -> Test:
+        @functools.wraps(test)
+        def proven(*args: Any, **kwargs: Any) -> None:
+            before = len(RECORDED)
+            test(*args, **kwargs)
+            assert set(reasons) & set(RECORDED[before:])
+
+        for reason in reasons:
+            PROVOKED[reason] = proven
+        return proven  # type: ignore[return-value]  # wraps keeps the signature
+
+    return enter
 
 
 def dense(gradient: Any) -> npt.NDArray[Any]:

@@ -11,6 +11,16 @@ import tensorflow as tf
 
 import gradrule as gr
 
+SIGN_FEEDS = {"x": [1.0, -2.0]}
+"""Feeds of `sign_graph`."""
+
+
+def sign_graph() -> gr.Graph:
+    """Returns the small graph y = sign(x)."""
+    g = gr.Graph()
+    g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
+    return g
+
 
 def build_graph_def(build: Callable[[], None]) -> Any:
     """Returns the GraphDef that `build` makes, with control flow of version 2."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import gradrule as gr
-from tests.service.refusals import sign
+from tests.service.graph_defs import sign_graph
 
 _PAUSE_S = 0.02
 _TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ class HealthyTraffic:
         if self.answers % 2:
             r = program.evaluate({"x": x}, timeout=_TIMEOUT_S)
         else:
-            r = client.evaluate(sign(), feeds={"x": x}, fetches=["y"], timeout=_TIMEOUT_S)
+            r = client.evaluate(sign_graph(), feeds={"x": x}, fetches=["y"], timeout=_TIMEOUT_S)
         assert r.outputs["y"].tolist() == np.sign(x).tolist()
         self.answers += 1
 
@@ -41,7 +41,7 @@ def healthy_client(target: str) -> Iterator[HealthyTraffic]:
     found = HealthyTraffic()
     stop = threading.Event()
     with gr.connect(target) as client:
-        program = client.compile(sign(), fetches=["y"])
+        program = client.compile(sign_graph(), fetches=["y"])
         found.ask(client, program)
         found.ask(client, program)
 

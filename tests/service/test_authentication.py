@@ -26,10 +26,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import gradrule as gr
 from tests.service import raw
-from tests.service.answers import refused, refused_raw
+from tests.service.answers import provokes, refused, refused_raw
 from tests.service.certificates import Authority
+from tests.service.graph_defs import SIGN_FEEDS, sign_graph
 from tests.service.guarded import Guarded, token_command, unsigned_web_token
-from tests.service.refusals import X, provokes, sign
 from tests.service.servers import running_server
 from tests.waiting import wait_until
 
@@ -55,7 +55,7 @@ def is_accepted(guarded: Guarded, token: str | None) -> bool:
 def test_valid_token_is_accepted(guarded: Guarded) -> None:
     token = guarded.new_token("ada")
     with guarded.connect(token=token) as client:
-        assert client.evaluate(sign(), feeds=X, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
+        assert client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
     assert token not in guarded.tokens.read_text()
 
 
@@ -65,7 +65,7 @@ def test_async_client_sends_its_token(guarded: Guarded) -> None:
             guarded.running.target, credentials=gr.tls(guarded.authority.file), token=guarded.web_token("ada")
         )
         async with client:
-            return await client.evaluate(sign(), feeds=X, fetches=["y"])
+            return await client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"])
 
     assert asyncio.run(call()).outputs["y"].tolist() == [1.0, -1.0]
 
@@ -79,9 +79,9 @@ def test_callers_without_credentials_learn_nothing(guarded: Guarded) -> None:
             calls: list[Callable[[gr.Client], object]] = [
                 lambda client: client.get_rule("ste"),
                 lambda client: client.get_rule("nothing"),
-                lambda client: client.evaluate(sign(), feeds=X, fetches=["y"]),
+                lambda client: client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"]),
                 lambda client: client.upload(b"bytes"),
-                lambda client: client.session(sign()).__enter__(),
+                lambda client: client.session(sign_graph()).__enter__(),
             ]
             for call in calls:
                 with refused("UNAUTHENTICATED") as refusal:
@@ -369,7 +369,7 @@ def test_client_certificates_and_renewal(tmp_path: Path) -> None:
             client.create_rule("Mine", "3 * dy")
         with connect(old, spiffe) as client:
             assert client.list_rules("user") == []
-            assert client.evaluate(sign(), feeds=X, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
+            assert client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
         with connect(old, cut_off) as client, refused("UNAUTHENTICATED"):
             client.list_rules("user")
         for nobody in (None, stranger):

@@ -12,14 +12,14 @@ from google.protobuf.message import Message
 
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2, tensor_pb2
 from tests.service import raw
-from tests.service.answers import refused, refused_raw
-from tests.service.refusals import X, fine, provokes, sign
+from tests.service.answers import keeps_engine, provokes, refused, refused_raw
+from tests.service.graph_defs import SIGN_FEEDS, sign_graph
 
 # Requests.
 
 
 @provokes("MALFORMED_REQUEST")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("data", [b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0fgarbage", b"\x00", os.urandom(4096)])
 @pytest.mark.parametrize(
     "method",
@@ -36,7 +36,7 @@ def test_garbage_bytes(channel: grpc.Channel, method: str, data: bytes) -> None:
     refusal.says(f"{method.rpartition('/')[2]}Request")
 
 
-@fine
+@keeps_engine
 @pytest.mark.parametrize(
     ("method", "field"),
     [
@@ -51,7 +51,7 @@ def test_empty_request(channel: grpc.Channel, method: str, field: str) -> None:
     assert field in f"{refusal.message} {refusal.fields}"
 
 
-@fine
+@keeps_engine
 @pytest.mark.parametrize("method", ["RuleService/ListRules", "ProgramService/ListPrograms"])
 def test_foreign_page_token(channel: grpc.Channel, method: str) -> None:
     message: Message = (
@@ -67,14 +67,14 @@ def test_foreign_page_token(channel: grpc.Channel, method: str) -> None:
 
 
 @provokes("INVALID_GRAPH")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("data", [b"no graph", b"\x0a\x05abc"])
 def test_bytes_that_are_no_graph(channel: grpc.Channel, data: bytes) -> None:
     with refused_raw("INVALID_GRAPH"):
         raw.evaluate(channel, raw.request(data))
 
 
-@fine
+@keeps_engine
 def test_shapes_that_do_not_fit(channel: grpc.Channel) -> None:
     shaped = [
         raw.node(
@@ -121,7 +121,7 @@ BAD_GRAPHS: list[tuple[str, graph_pb2.Graph, list[str]]] = [
 
 
 @provokes(*(reason for reason, _, _ in BAD_GRAPHS))
-@fine
+@keeps_engine
 @pytest.mark.parametrize(("reason", "graph", "words"), BAD_GRAPHS)
 def test_bad_graph(channel: grpc.Channel, reason: str, graph: graph_pb2.Graph, words: list[str]) -> None:
     for of in (graph, graph.SerializeToString()):
@@ -130,7 +130,7 @@ def test_bad_graph(channel: grpc.Channel, reason: str, graph: graph_pb2.Graph, w
         refusal.says(*words)
 
 
-@fine
+@keeps_engine
 def test_function_that_calls_itself(channel: grpc.Channel) -> None:
     signature = graph_pb2.OpSignature(
         name="again",
@@ -144,7 +144,7 @@ def test_function_that_calls_itself(channel: grpc.Channel) -> None:
     refusal.says("again")
 
 
-@fine
+@keeps_engine
 def test_all_problems_come_at_once(channel: grpc.Channel) -> None:
     graph = raw.graph(
         raw.placeholder(), raw.node("a", "Sgin", "x"), raw.node("b", "Sign", "lost"), raw.node("y", "Neg", "a")
@@ -160,7 +160,7 @@ def test_all_problems_come_at_once(channel: grpc.Channel) -> None:
 
 
 @provokes("INVALID_TENSOR")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("length", [0, 3, 7, 9, 400])
 def test_truncated_tensor(channel: grpc.Channel, length: int) -> None:
     value = raw.tensor([1.0, 2.0])
@@ -172,7 +172,7 @@ def test_truncated_tensor(channel: grpc.Channel, length: int) -> None:
     refusal.says("x")
 
 
-@fine
+@keeps_engine
 def test_feed_without_a_tensor(channel: grpc.Channel) -> None:
     message = raw.request(raw.sign_graph(), {})
     message.feeds.add(name="x")
@@ -181,31 +181,31 @@ def test_feed_without_a_tensor(channel: grpc.Channel) -> None:
 
 
 @provokes("UNKNOWN_TENSOR")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("words", [{"fetches": ["yy"]}, {"ys": ["yy"], "xs": ["x"]}, {"ys": ["y"], "xs": ["y:7"]}])
 def test_unknown_tensor(client: Any, words: dict[str, Any]) -> None:
     with refused("UNKNOWN_TENSOR") as refusal:
-        client.evaluate(sign(), feeds=X, **words)
+        client.evaluate(sign_graph(), feeds=SIGN_FEEDS, **words)
     refusal.says(next(iter(name for names in words.values() for name in names if name not in ("x", "y"))))
 
 
 @provokes("MISSING_FEED")
-@fine
+@keeps_engine
 def test_missing_feed(either: Any) -> None:
     with refused("MISSING_FEED") as refusal:
-        either.evaluate(sign(), feeds={}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={}, fetches=["y"])
     refusal.says("x", "float32")
 
 
 @provokes("UNKNOWN_FEED")
-@fine
+@keeps_engine
 def test_unknown_feed(either: Any) -> None:
     with refused("UNKNOWN_FEED") as refusal:
-        either.evaluate(sign(), feeds={"x": [1.0], "xx": [1.0]}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={"x": [1.0], "xx": [1.0]}, fetches=["y"])
     refusal.says("xx")
 
 
-@fine
+@keeps_engine
 def test_feed_twice(channel: grpc.Channel) -> None:
     message = raw.request(raw.sign_graph())
     message.feeds.add(name="x:0").value.inline_tensor.CopyFrom(raw.tensor([1.0]))
@@ -215,16 +215,16 @@ def test_feed_twice(channel: grpc.Channel) -> None:
 
 
 @provokes("FEED_DTYPE")
-@fine
+@keeps_engine
 def test_feed_of_wrong_dtype(either: Any) -> None:
     with refused("FEED_DTYPE") as refusal:
-        either.evaluate(sign(), feeds={"x": np.float64([1.0])}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={"x": np.float64([1.0])}, fetches=["y"])
     refusal.says("x", "float64", "float32")
 
 
 @provokes("FEED_SHAPE")
-@fine
+@keeps_engine
 def test_feed_of_wrong_shape(either: Any) -> None:
     with refused("FEED_SHAPE") as refusal:
-        either.evaluate(sign(), feeds={"x": np.ones((2, 2), np.float32)}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={"x": np.ones((2, 2), np.float32)}, fetches=["y"])
     refusal.says("x", "(2, 2)")

@@ -17,8 +17,7 @@ import gradrule as gr
 from gradrule._builder import blob_values
 from gradrule.v1 import blob_pb2, blob_pb2_grpc, program_pb2, rule_pb2, tensor_pb2
 from tests.service import raw
-from tests.service.answers import refused_raw
-from tests.service.refusals import fine, provokes
+from tests.service.answers import keeps_engine, provokes, refused_raw
 from tests.service.servers import RunningServer, running_server
 
 WEIGHTS = np.arange(6000, dtype=np.float32).reshape(2, 3000) / 1000
@@ -48,7 +47,7 @@ def blobs(channel: grpc.Channel) -> Any:
     return blob_pb2_grpc.BlobServiceStub(channel)
 
 
-@fine
+@keeps_engine
 def test_upload_and_find(blobs: Any) -> None:
     data = b"some bytes that nobody else has"
     name = name_of(data)
@@ -60,14 +59,14 @@ def test_upload_and_find(blobs: Any) -> None:
 
 
 @provokes("BLOB_MISMATCH")
-@fine
+@keeps_engine
 def test_bytes_that_are_not_what_was_announced(blobs: Any) -> None:
     with refused_raw("BLOB_MISMATCH") as refusal:
         blobs.UploadBlob(pieces(b"these bytes", "0" * 64))
     refusal.says(name_of(b"these bytes"))
 
 
-@fine
+@keeps_engine
 def test_uploads_that_make_no_sense(blobs: Any, channel: grpc.Channel) -> None:
     with refused_raw("MALFORMED_REQUEST"):
         blobs.UploadBlob(iter(()))
@@ -83,7 +82,7 @@ def test_uploads_that_make_no_sense(blobs: Any, channel: grpc.Channel) -> None:
         blobs.FindMissingBlobs(blob_pb2.FindMissingBlobsRequest(sha256=["w"]))
 
 
-@fine
+@keeps_engine
 def test_an_upload_that_breaks_off_leaves_nothing(server: RunningServer, blobs: Any) -> None:
     folder = server.data_dir / "registry" / "blobs"
 
@@ -108,7 +107,7 @@ def _blob_tensor(data: bytes, shape: list[int], dtype: Any = tensor_pb2.DT_FLOAT
 
 
 @provokes("BLOB_NOT_FOUND")
-@fine
+@keeps_engine
 def test_blobs_that_are_not_there(channel: grpc.Channel) -> None:
     message = raw.request(raw.sign_graph(), {})
     names = [name_of(f"never {number}".encode()) for number in range(2)]
@@ -123,7 +122,7 @@ def test_blobs_that_are_not_there(channel: grpc.Channel) -> None:
     refusal.says(names[1])
 
 
-@fine
+@keeps_engine
 def test_a_blob_as_a_feed_and_as_a_graph(blobs: Any, channel: grpc.Channel) -> None:
     values = np.array([-1.0, 2.0, 0.0], np.float32)
     graph = raw.sign_graph().SerializeToString()
@@ -147,7 +146,7 @@ def test_a_blob_as_a_feed_and_as_a_graph(blobs: Any, channel: grpc.Channel) -> N
             raw.evaluate(channel, message)
 
 
-@fine
+@keeps_engine
 def test_no_rule_s_graph_is_a_blob(channel: grpc.Channel) -> None:
     definition = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(blob_sha256="0" * 64))
     rule = rule_pb2.CreateRuleRequest(rule=rule_pb2.Rule(name="rules/Blob", definition=definition))
@@ -155,7 +154,7 @@ def test_no_rule_s_graph_is_a_blob(channel: grpc.Channel) -> None:
         raw.send(channel, "RuleService/CreateRule", rule.SerializeToString())
 
 
-@fine
+@keeps_engine
 def test_a_client_sends_large_values_and_graphs_by_itself(either: Any) -> None:
     weights = WEIGHTS + (1.0 if type(either).__name__ == "Client" else 2.0)
     g = model(weights)
@@ -170,7 +169,7 @@ def test_a_client_sends_large_values_and_graphs_by_itself(either: Any) -> None:
     assert either.explain(g, ys=["y"], xs=["w"]).findings == []
 
 
-@fine
+@keeps_engine
 def test_an_array_that_is_fed_again_travels_once(either: Any) -> None:
     g = gr.Graph()
     g.op("Sum", g.placeholder("x", "float32", [None]), [0], name="y")

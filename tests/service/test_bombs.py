@@ -14,10 +14,9 @@ import tensorflow as tf
 import gradrule as gr
 from tests.processes import peak_bytes, reset_peak
 from tests.service import raw
-from tests.service.answers import refused, refused_raw
+from tests.service.answers import provokes, refused, refused_raw
 from tests.service.bombs import BOMBS, HUGE, MESSAGES
 from tests.service.graph_defs import build_graph_def, placeholder
-from tests.service.refusals import provokes
 from tests.service.servers import RunningServer, running_server
 
 MEMORY_LIMIT = 4 << 30

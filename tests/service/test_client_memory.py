@@ -24,9 +24,8 @@ from gradrule._rpc import shared_memory
 from gradrule.common.memory_regions import Memory
 from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc, tensor_pb2
 from tests.processes import count_descriptors, engines, open_descriptors
-from tests.service.answers import refused_raw
+from tests.service.answers import provokes, refused_raw
 from tests.service.guarded import Guarded
-from tests.service.refusals import provokes
 from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_until
 

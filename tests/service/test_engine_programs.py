@@ -20,8 +20,7 @@ from gradrule.v1 import (
     rule_pb2_grpc,
 )
 from tests.service import raw
-from tests.service.answers import refused_raw
-from tests.service.refusals import fine
+from tests.service.answers import keeps_engine, refused_raw
 from tests.service.servers import running_server
 from tests.service.test_engine_work import chain
 
@@ -72,7 +71,7 @@ def test_an_engine_that_holds_one_program_runs_many(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [2000, 20_000, 10_000_000])
-@fine
+@keeps_engine
 def test_names_of_any_length_are_refused_for_what_they_are(channel: grpc.Channel, length: int) -> None:
     name = "ab" * (length // 2)
     started = time.monotonic()
@@ -84,7 +83,7 @@ def test_names_of_any_length_are_refused_for_what_they_are(channel: grpc.Channel
 
 
 @pytest.mark.parametrize("name", ["x:00", "x:01"])
-@fine
+@keeps_engine
 def test_a_feed_whose_output_is_written_with_zeros(channel: grpc.Channel, name: str) -> None:
     with refused_raw("UNKNOWN_FEED") as refusal:
         raw.evaluate(channel, raw.request(raw.sign_graph(), {name: raw.tensor([1.0])}))

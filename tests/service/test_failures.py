@@ -23,10 +23,9 @@ from gradrule_server.errors import error, reason_name
 from gradrule_server.front.error_status import status_code, to_status
 from tests.processes import no_free_descriptors
 from tests.service import endless, raw
-from tests.service.answers import refused, refused_raw
-from tests.service.graph_defs import build_graph, build_graph_def, placeholder
+from tests.service.answers import PROVOKED, keeps_engine, provokes, refused, refused_raw
+from tests.service.graph_defs import SIGN_FEEDS, build_graph, build_graph_def, placeholder, sign_graph
 from tests.service.health import wait_for_another_engine
-from tests.service.refusals import PROVOKED, X, fine, provokes, sign
 from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_until
 
@@ -81,7 +80,7 @@ def test_graph_that_is_too_large(small_channel: grpc.Channel) -> None:
 
 
 @provokes("PROGRAM_NOT_FOUND")
-@fine
+@keeps_engine
 def test_program_not_found(client: Any, channel: grpc.Channel) -> None:
     with refused("PROGRAM_NOT_FOUND") as refusal:
         client.program("programs/nowhere")
@@ -93,17 +92,17 @@ def test_program_not_found(client: Any, channel: grpc.Channel) -> None:
 
 
 @provokes("PROGRAM_EXISTS")
-@fine
+@keeps_engine
 def test_program_exists(either: Any) -> None:
-    first = either.compile(sign(), fetches=["y"], name="taken")
-    assert either.compile(sign(), fetches=["y"], name="taken").name == first.name == "programs/taken"
+    first = either.compile(sign_graph(), fetches=["y"], name="taken")
+    assert either.compile(sign_graph(), fetches=["y"], name="taken").name == first.name == "programs/taken"
     with refused("PROGRAM_EXISTS") as refusal:
-        either.compile(sign(), fetches=["x"], name="taken")
+        either.compile(sign_graph(), fetches=["x"], name="taken")
     refusal.says("taken")
 
 
 @provokes("EXECUTION_FAILED")
-@fine
+@keeps_engine
 def test_kernel_that_fails(either: Any) -> None:
     g = gr.Graph()
     g.op("FloorDiv", g.placeholder("x", "int32", []), g.placeholder("by", "int32", []), name="y")
@@ -124,7 +123,7 @@ def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
 @provokes("MESSAGE_TOO_LARGE")
 def test_message_that_is_too_large(small: RunningServer, small_channel: grpc.Channel) -> None:
     with gr.connect(small.target, shared_memory=False) as client, refused("MESSAGE_TOO_LARGE"):
-        client.evaluate(sign(), feeds={"x": np.zeros(600_000, np.float32)}, fetches=["y"])
+        client.evaluate(sign_graph(), feeds={"x": np.zeros(600_000, np.float32)}, fetches=["y"])
     raw.assert_healthy(small_channel)
 
 
@@ -244,7 +243,7 @@ def test_server_that_is_gone(tmp_path_factory: pytest.TempPathFactory) -> None:
         port = taken.getsockname()[1]
     started = time.monotonic()
     with gr.connect(f"127.0.0.1:{port}") as client, refused("UNAVAILABLE") as refusal:
-        client.evaluate(sign(), feeds=X, fetches=["y"], timeout=5.0)
+        client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"], timeout=5.0)
     assert time.monotonic() - started < 10
     assert refusal.error.code is grpc.StatusCode.UNAVAILABLE
 

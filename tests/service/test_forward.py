@@ -20,10 +20,9 @@ import gradrule as gr
 from gradrule._messages.error_status import error_from_status
 from gradrule.v1 import evaluate_pb2
 from tests.service import raw
-from tests.service.answers import assert_close, refused
+from tests.service.answers import assert_close, provokes, refused
 from tests.service.graph_defs import build_graph_def, placeholder
 from tests.service.health import wait_for_another_engine
-from tests.service.refusals import provokes
 from tests.service.servers import RunningServer, running_server
 from tests.service.streams import error_reason, open_stream
 from tests.waiting import wait_until

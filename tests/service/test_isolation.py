@@ -20,8 +20,8 @@ from tests.processes import engines
 from tests.service import endless, raw
 from tests.service.answers import assert_close, refused
 from tests.service.corpus import CRASHES
+from tests.service.graph_defs import sign_graph
 from tests.service.guarded import Guarded
-from tests.service.refusals import sign
 from tests.service.streams import error_reason
 from tests.waiting import wait_until
 
@@ -92,7 +92,7 @@ class Noticing:
                 self.rounds += 1
                 assert step(session) == self.rounds
                 assert_close(handle.vjp({"y": np.ones(2, np.float32)})["x"], np.float32([2, 4]))
-                r = self._client.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=60.0)
+                r = self._client.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"], timeout=60.0)
                 assert r.outputs["y"].tolist() == [1.0, 1.0]
             assert_close(session.read()["w"], np.full(2, -self.rounds, np.float32))
 
@@ -113,7 +113,7 @@ def test_a_storm_of_new_crashing_graphs_costs_neither_others_nor_the_tenant_s_ow
             with refused("ENGINE_CRASHED"):
                 ada.evaluate(crashing(number), feeds=CRASHES[0].feeds, fetches=["y"], timeout=60.0)
         # Its calls beside them are run again elsewhere.
-        assert ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, 1.0]
+        assert ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, 1.0]
         assert step(own) == 2
         rounds = noticing.rounds
         wait_until(lambda: noticing.rounds > rounds + 1 or others.done() or None, "another round")
@@ -127,7 +127,7 @@ def test_no_engine_works_for_two_tenants(
 ) -> None:
     with ada.session(counter()), grace.session(counter()):
         for client in (ada, grace):
-            client.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+            client.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"])
         found = [engines_of(name, sessions=sessions) for name in names for sessions in (False, True)]
         assert [len(pids) for pids in found] == [1, 1, 1, 1]
         assert len(set.union(*found)) == 4
@@ -140,13 +140,16 @@ def test_endless_loops_of_one_tenant_keep_no_other_waiting(
     names: tuple[str, str],
     channels: Callable[[str], grpc.Channel],
 ) -> None:
-    grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+    grace.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"])
     loops = [start_loop(channels(names[0])) for _ in range(_LOOPS)]
     # They have all threads once a call of the same tenant waits.
     with refused("DEADLINE_EXCEEDED"):
-        wait_until(lambda: ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=1.0) and None, "a call")
+        wait_until(lambda: ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"], timeout=1.0) and None, "a call")
     for _ in range(10):
-        assert grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=20.0).outputs["y"].tolist() == [1.0, 1.0]
+        assert grace.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"], timeout=20.0).outputs["y"].tolist() == [
+            1.0,
+            1.0,
+        ]
     assert not any(loop.done() for loop in loops), "the loops had ended: nothing is shown"
     for loop in loops:
         loop.cancel()
@@ -261,7 +264,7 @@ async def test_a_lost_session_is_told_to_asynchronous_clients_too(
 
 
 def test_the_kernel_ends_engines_before_the_server(guarded: Guarded, ada: gr.Client, names: tuple[str, str]) -> None:
-    ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+    ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"])
     server = guarded.running.process.pid
     scores = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (server, *engines(server))}
     assert all(score == 1000 for pid, score in scores.items() if pid != server)

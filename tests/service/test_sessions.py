@@ -24,8 +24,7 @@ import gradrule as gr
 from gradrule.v1 import session_pb2
 from tests.processes import engines, resident_bytes
 from tests.service import raw
-from tests.service.answers import assert_close, refused
-from tests.service.refusals import provokes
+from tests.service.answers import assert_close, provokes, refused
 from tests.service.servers import RunningServer, running_server
 from tests.service.streams import error_reason
 from tests.waiting import wait_until

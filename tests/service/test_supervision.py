@@ -17,11 +17,10 @@ import tensorflow as tf
 import gradrule as gr
 from tests.processes import engines, processor_s
 from tests.service import endless
-from tests.service.answers import refused
+from tests.service.answers import provokes, refused
 from tests.service.corpus import CRASHES, HANGS, HarmfulGraph
-from tests.service.graph_defs import build_graph_def, placeholder
+from tests.service.graph_defs import build_graph_def, placeholder, sign_graph
 from tests.service.healthy import healthy_client
-from tests.service.refusals import provokes, sign
 from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_until
 
@@ -119,7 +118,7 @@ def test_a_graph_that_kills_is_found_out_told_and_refused(
         name = next(iter(bad.feeds))
         with refused("QUARANTINED"):
             evaluate(own, graph, bad, 60.0, **{name: np.zeros_like(bad.feeds[name])})
-        assert own.evaluate(sign(), feeds={"x": [-2.0]}, fetches=["y"]).outputs["y"].tolist() == [-1.0]
+        assert own.evaluate(sign_graph(), feeds={"x": [-2.0]}, fetches=["y"]).outputs["y"].tolist() == [-1.0]
 
 
 @cases(HANGS, _KINDS_OF_HANGS)
@@ -216,7 +215,7 @@ def test_an_engine_that_falls_silent_is_ended(supervised: RunningServer, own: An
     # Both are asked whether they live; nothing runs on either.
     wait_until(lambda: None if before & engine_pids(supervised) else True, "an end of both", 20)
     wait_until(lambda: "answered nothing for" in server_log(supervised) or None, "a line in the log")
-    assert own.evaluate(sign(), feeds={"x": [2.0]}, fetches=["y"], timeout=60.0).outputs["y"].tolist() == [1.0]
+    assert own.evaluate(sign_graph(), feeds={"x": [2.0]}, fetches=["y"], timeout=60.0).outputs["y"].tolist() == [1.0]
 
 
 def _chain(count: int, op: Any = tf.sin) -> Any:
