@@ -10,8 +10,8 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from tests.service import bombs
-from tests.service.corpus import HarmfulGraph
 from tests.service.graph_defs import build_graph_def, placeholder
+from tests.service.harmful_graphs import HarmfulGraph
 
 
 def _sum(build: Callable[[], Any]) -> Callable[[], Any]:

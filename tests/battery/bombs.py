@@ -21,7 +21,7 @@ from tests.battery.judging import Judgement
 from tests.battery.known import Healthy
 from tests.battery.serving import served
 from tests.processes import engines, peak_bytes, reset_peak, resources
-from tests.service.corpus import HarmfulGraph
+from tests.service.harmful_graphs import HarmfulGraph
 from tests.service.servers import RunningServer
 
 TARGET = "a typed error each, the next request is answered; a healthy client sees 0 errors"

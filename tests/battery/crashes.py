@@ -17,7 +17,7 @@ from tests.battery.judging import Judgement
 from tests.battery.known import Healthy
 from tests.battery.serving import served
 from tests.processes import engines
-from tests.service.corpus import CRASHES, HarmfulGraph
+from tests.service.harmful_graphs import CRASHES, HarmfulGraph
 from tests.service.servers import RunningServer
 
 TARGET = "each gets a typed error that names the crash; a healthy client sees 0 errors"

@@ -18,7 +18,7 @@ from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy
 from tests.battery.serving import served
 from tests.processes import busy_processes
-from tests.service.corpus import HANGS, HarmfulGraph
+from tests.service.harmful_graphs import HANGS, HarmfulGraph
 from tests.service.servers import RunningServer
 
 TARGET = "engine gone ≤ 1 s after the deadline; a typed error; a healthy client sees 0 errors"

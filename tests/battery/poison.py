@@ -18,7 +18,7 @@ from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy, HealthyClient
 from tests.processes import busy_processes, engines
 from tests.service import raw
-from tests.service.corpus import HarmfulGraph
+from tests.service.harmful_graphs import HarmfulGraph
 from tests.service.servers import RunningServer
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"

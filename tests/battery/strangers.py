@@ -126,12 +126,12 @@ def _tiny_calls(client: gr.Client) -> Requests:
 
 
 def _endless_loops(client: gr.Client) -> Requests:
-    from tests.service import endless
+    from tests.service import loop_graphs
 
     request = evaluate_pb2.EvaluateRequest()
-    request.spec.graph.serialized = endless.graph_def().SerializeToString()
+    request.spec.graph.serialized = loop_graphs.endless().SerializeToString()
     request.spec.fetches.append("y")
-    request.feeds.add(name="x").value.inline_tensor.CopyFrom(raw.tensor(endless.STAYS))
+    request.feeds.add(name="x").value.inline_tensor.CopyFrom(raw.tensor(loop_graphs.ENDLESS))
     return itertools.repeat(request.SerializeToString())
 
 

@@ -58,8 +58,8 @@ from tests.battery.workload import WAYS, Load, Seen
 from tests.benchmarks.attacks import Answers
 from tests.policy import minimal
 from tests.processes import Resources, resources
-from tests.service.corpus import HarmfulGraph
 from tests.service.escape_graphs import ESCAPES
+from tests.service.harmful_graphs import HarmfulGraph
 from tests.service.servers import RunningServer
 
 CASES = 24

@@ -18,6 +18,9 @@ HUGE = 10**10
 LARGE = 100_000
 """Of a vector whose outer product with itself is as large."""
 
+_FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
+_INT32 = graph_pb2.AttrValue(type=tensor_pb2.DT_INT32)
+
 EXCEEDED, LIMIT = "MEMORY_EXCEEDED", "LIMIT_EXCEEDED"
 
 
@@ -71,45 +74,40 @@ def _many_tensors() -> Any:
     return tf.add_n([tf.raw_ops.Fill(dims=tf.constant([2**27], tf.int64), value=float(i)) for i in range(64)])
 
 
-def _one_value_constant() -> bytes:
-    """Makes a constant of one repeated value: 40 GB in 91 bytes."""
-    shape = tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=HUGE)])
+def large_constant(elements: int) -> bytes:
+    """Makes the sum of a constant of one repeated value: any number of elements in 91 bytes."""
+    shape = tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=elements)])
     value = tensor_pb2.Tensor(dtype=raw.DT_FLOAT, tensor_shape=shape, float_val=[1.0])
-    attrs = {"dtype": graph_pb2.AttrValue(type=raw.DT_FLOAT), "value": graph_pb2.AttrValue(tensor=value)}
-    zero = graph_pb2.Node(name="axis", op="Const")
-    zero.attr["dtype"].type = tensor_pb2.DT_INT32
-    zero.attr["value"].tensor.dtype = tensor_pb2.DT_INT32
-    zero.attr["value"].tensor.tensor_shape.dim.add(size=1)
-    zero.attr["value"].tensor.int_val.append(0)
-    graph = raw.graph(raw.node("c", "Const", **attrs), zero, raw.node("y", "Sum", "c", "axis"))
-    data: bytes = graph.SerializeToString()
+    attrs = {"dtype": _FLOAT, "value": graph_pb2.AttrValue(tensor=value)}
+    total = raw.node("y", "Sum", "c", "axis", T=_FLOAT, Tidx=_INT32)
+    data: bytes = raw.graph(raw.node("c", "Const", **attrs), _axis(rank=1), total).SerializeToString()
     return data
 
 
-def _many_outputs() -> bytes:
-    """Makes a node with ten million outputs."""
-    split = raw.node("s", "Split", "axis", "x", num_split=graph_pb2.AttrValue(i=10**7))
-    axis = graph_pb2.Node(name="axis", op="Placeholder", attr={"dtype": graph_pb2.AttrValue(type=tensor_pb2.DT_INT32)})
-    data: bytes = raw.graph(raw.placeholder(), axis, split, raw.node("y", "Identity", "s")).SerializeToString()
+def many_outputs(outputs: int) -> bytes:
+    """Makes a node with that many outputs."""
+    split = raw.node("s", "Split", "axis", "x", T=_FLOAT, num_split=graph_pb2.AttrValue(i=outputs))
+    result = raw.node("y", "Identity", "s", T=_FLOAT)
+    data: bytes = raw.graph(raw.placeholder(), _axis(rank=0), split, result).SerializeToString()
     return data
 
 
-def _doubling_calls() -> bytes:
-    """Makes thirty functions, each of which calls the next one twice: 10⁹ nodes."""
+def doubling_calls(depth: int) -> bytes:
+    """Makes functions, each of which calls the next one twice: 2 to the power of `depth` nodes."""
     graph = raw.graph(raw.placeholder())
     graph.node.append(_call("y", "f0", "x"))
-    for depth in range(30):
+    for level in range(depth):
         function = graph.library.function.add()
-        function.signature.name = f"f{depth}"
+        function.signature.name = f"f{level}"
         function.signature.input_arg.add(name="a", type=raw.DT_FLOAT)
         function.signature.output_arg.add(name="r", type=raw.DT_FLOAT)
-        if depth < 29:
-            inner = f"f{depth + 1}"
+        if level < depth - 1:
+            inner = f"f{level + 1}"
             function.node_def.extend([_call("b", inner, "a"), _call("c", inner, "b:output:0")])
             function.ret["r"] = "c:output:0"
         else:
-            function.node_def.append(raw.node("b", "Neg", "a", T=graph_pb2.AttrValue(type=raw.DT_FLOAT)))
-            function.ret["r"] = "b:y:0"
+            function.node_def.extend([raw.node("b", "Neg", "a", T=_FLOAT), raw.node("c", "Neg", "b:y:0", T=_FLOAT)])
+            function.ret["r"] = "c:y:0"
     data: bytes = graph.SerializeToString()
     return data
 
@@ -119,6 +117,14 @@ def _call(name: str, function: str, value: str) -> graph_pb2.Node:
     node.attr["Tin"].list.type.append(raw.DT_FLOAT)
     node.attr["Tout"].list.type.append(raw.DT_FLOAT)
     return node
+
+
+def _axis(rank: int) -> graph_pb2.Node:
+    """Makes the constant 0 as a scalar (rank 0) or a vector of one element (rank 1)."""
+    value = tensor_pb2.Tensor(dtype=tensor_pb2.DT_INT32, int_val=[0])
+    if rank:
+        value.tensor_shape.dim.add(size=1)
+    return raw.node("axis", "Const", dtype=_INT32, value=graph_pb2.AttrValue(tensor=value))
 
 
 _VECTOR = {"x": np.ones(LARGE, np.float32)}
@@ -172,9 +178,11 @@ BOMBS: Mapping[str, Bomb] = {
     "outer product, fed": Bomb(_sum(_outer), _VECTOR),
     "MatrixDiag, fed": Bomb(_sum(lambda: tf.linalg.diag(_x())), _VECTOR),
     # Detected in the graph itself.
-    "a constant of one value": Bomb(_one_value_constant, reason=LIMIT, words=("--max-constant-bytes",)),
-    "ten million outputs": Bomb(_many_outputs, _VECTOR, LIMIT, ("num_split", "1024", "--max-node-outputs")),
-    "calls that double": Bomb(_doubling_calls, _VECTOR, LIMIT, ("1000000", "--max-inlined-nodes")),
+    "a constant of one value": Bomb(lambda: large_constant(HUGE), reason=LIMIT, words=("--max-constant-bytes",)),
+    "ten million outputs": Bomb(
+        lambda: many_outputs(10**7), _VECTOR, LIMIT, ("num_split", "1024", "--max-node-outputs")
+    ),
+    "calls that double": Bomb(lambda: doubling_calls(30), _VECTOR, LIMIT, ("1000000", "--max-inlined-nodes")),
 }
 """Each takes more than 30 GB, where nothing stops it."""
 

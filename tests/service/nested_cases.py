@@ -18,10 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 import gradrule as gr
-from tests.service import nested_straight
+from tests.service import nested_reference
 from tests.service.nested_graphs import tensor_name
 from tests.service.nested_programs import BINARY, UNARY, Place, Program, generate, places
-from tests.service.nested_straight import Pull, ReferenceResult
+from tests.service.nested_reference import Pull, ReferenceResult
 
 CASES = 300
 REGISTERED = "NestedHalfWindow"
@@ -185,7 +185,7 @@ def case(number: int) -> Case:
         "k": np.int32(rng.randint(0, 3)),
     }
     found = places(program)
-    reached = nested_straight.evaluate(program, feeds, ys, xs, rule_of=lambda place: _own).asked
+    reached = nested_reference.evaluate(program, feeds, ys, xs, rule_of=lambda place: _own).asked
     return Case(
         number=number,
         program=program,
@@ -234,7 +234,7 @@ def _overrides(rng: random.Random, found: list[Place], reached: set[str]) -> lis
 def reference(number: int, *, overridden: bool = True) -> ReferenceResult:
     """Computes case `number` without functions, loops and branches; `overridden`: with its rules."""
     item = case(number)
-    return nested_straight.evaluate(
+    return nested_reference.evaluate(
         item.program,
         item.feeds,
         item.ys,

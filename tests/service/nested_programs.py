@@ -1,6 +1,6 @@
 """Generates random programs of nested functions, loops and branches as data; they alone define what runs where.
 
-`nested_graphs` builds them with TensorFlow's control flow, `nested_straight` computes them without it.
+`nested_graphs` builds them with TensorFlow's control flow, `nested_reference` computes them without it.
 """
 
 from __future__ import annotations

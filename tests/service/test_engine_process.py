@@ -24,7 +24,7 @@ from gradrule_server.link.process import ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import EndReason, EngineLost, ProgramNotLoaded
 from tests.processes import count_descriptors
-from tests.service import endless
+from tests.service import loop_graphs
 from tests.service.shared_fork_server import SharedForkServer
 from tests.waiting import wait_for_condition
 
@@ -63,7 +63,7 @@ async def engine(quick_starts: None) -> AsyncIterator[Engine]:
 
 
 async def _compile_endless(engine: Engine) -> None:
-    graph = endless.graph_def()
+    graph = loop_graphs.endless()
     request = link_pb2.CompileRequest(
         key="endless",
         graph=graph.SerializeToString(),
@@ -138,12 +138,12 @@ async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overr
     await _compile_endless(engine)
     first = engine.pid
     ends_at = _in(4.0)
-    hanging = [asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), ends_at)) for _ in range(2)]
+    hanging = [asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), ends_at)) for _ in range(2)]
     await asyncio.sleep(0.5)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await engine.call(Kind.RUN, _run(endless.ENDS), _in(0.5))
-    waiting = asyncio.create_task(engine.call(Kind.RUN, _run(endless.ENDS), _in(60)))
+            await engine.call(Kind.RUN, _run(loop_graphs.ENDS), _in(0.5))
+    waiting = asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDS), _in(60)))
     await asyncio.sleep(1.5)
     assert engine.pid == first
     await asyncio.sleep(max(0.0, ends_at - asyncio.get_running_loop().time()))
@@ -158,10 +158,10 @@ async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overr
 
 async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -> None:
     await _compile_endless(engine)
-    beside = asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), _in(60)))
+    beside = asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), _in(60)))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await engine.call(Kind.RUN, _run(endless.STAYS), _in(0.5))
+            await engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), _in(0.5))
     with pytest.raises(EngineLost) as lost:
         await beside
     assert lost.value.engine_end.reason is EndReason.OVERRUN
@@ -176,7 +176,7 @@ async def test_a_cancelled_call_goes_on_until_its_deadline_where_its_end_would_c
     await _compile_endless(engine)
     engine.add_kept(engine.generation, kept)
     first = engine.pid
-    hanging = asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), _in(4 if kept else 300)))
+    hanging = asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), _in(4 if kept else 300)))
     await asyncio.sleep(0.5)
     hanging.cancel()
     await asyncio.sleep(1.2)

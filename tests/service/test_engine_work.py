@@ -16,7 +16,7 @@ import pytest
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2_grpc, graph_pb2, tensor_pb2
 from tests.processes import no_free_descriptors
-from tests.service import endless, raw
+from tests.service import loop_graphs, raw
 from tests.service.health import wait_for_another_engine
 from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_until
@@ -44,9 +44,9 @@ def chain(count: int, op: str = "Neg", prefix: str = "n") -> graph_pb2.Graph:
 
 def endless_calls(server: RunningServer, channel: grpc.Channel, timeout: float) -> list[Any]:
     """Starts two calls that never end; returns them when the engine runs both, on its two threads."""
-    request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.ENDS)})
+    request = raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDS)})
     raw.evaluate(channel, request)
-    request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+    request = raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
     calls = [evaluate_pb2_grpc.GradientServiceStub(channel).Evaluate.future(request, timeout=timeout) for _ in range(2)]
     with gr.connect(server.target) as client:
         wait_until(lambda: sum(engine.running for engine in client.server_status().engines) == 2 or None, "two calls")

@@ -22,9 +22,9 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error, reason_name
 from gradrule_server.front.error_status import status_code, to_status
 from tests.processes import no_free_descriptors
-from tests.service import endless, raw
+from tests.service import loop_graphs, raw
 from tests.service.answers import PROVOKED, keeps_engine, provokes, refused, refused_raw
-from tests.service.graph_defs import SIGN_FEEDS, build_graph, build_graph_def, placeholder, sign_graph
+from tests.service.graph_defs import SIGN_FEEDS, build_graph, placeholder, sign_graph
 from tests.service.health import wait_for_another_engine
 from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_until
@@ -115,7 +115,7 @@ def test_kernel_that_fails(either: Any) -> None:
 def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
     engine = small.wait_for_engine()
     with gr.connect(small.target) as client, refused("DEADLINE_EXCEEDED"):
-        client.evaluate(endless.graph_def(), feeds={"x": endless.STAYS}, fetches=["y"], timeout=1.0)
+        client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=1.0)
     wait_for_another_engine(small, engine)
     raw.assert_healthy(small_channel)
 
@@ -132,7 +132,7 @@ class Background:
 
     def __init__(self, client: Any, timeout: float = 30.0) -> None:
         self.error: gr.errors.GradruleError | None = None
-        self._words = {"feeds": {"x": endless.STAYS}, "fetches": ["y"], "timeout": timeout}
+        self._words = {"feeds": {"x": loop_graphs.ENDLESS}, "fetches": ["y"], "timeout": timeout}
         self._client = client
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -140,7 +140,7 @@ class Background:
     def _run(self) -> None:
         while self.error is None:
             try:
-                self._client.evaluate(endless.graph_def(), **self._words)
+                self._client.evaluate(loop_graphs.endless(), **self._words)
             except gr.errors.OverloadedError:
                 continue  # Whoever looks whether the server is busy held its only place.
             except gr.errors.GradruleError as caught:
@@ -210,11 +210,11 @@ def test_no_engine_can_be_started(small: RunningServer, small_channel: grpc.Chan
 def test_calls_that_lose_their_engine_to_another_s_are_run_again(server: RunningServer, client: Any) -> None:
     """A call that overruns its deadline takes the engine with it; whoever is in that engine too notices nothing."""
     engine = server.wait_for_engine()
-    p = client.compile(endless.graph_def(), fetches=["y"])
-    slow = client.compile(_slow(), fetches=["y"])
+    p = client.compile(loop_graphs.endless(), fetches=["y"])
+    slow = client.compile(loop_graphs.counted(750_000), fetches=["y"])
     wanted = slow({"x": np.float32(3)}).outputs["y"]
     with futures.ThreadPoolExecutor() as pool:
-        hangs = pool.submit(p.evaluate, {"x": endless.STAYS}, timeout=1.0)
+        hangs = pool.submit(p.evaluate, {"x": loop_graphs.ENDLESS}, timeout=1.0)
         time.sleep(0.8)
         beside = [pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=60.0) for _ in range(3)]
         with refused("DEADLINE_EXCEEDED"):
@@ -223,17 +223,6 @@ def test_calls_that_lose_their_engine_to_another_s_are_run_again(server: Running
         assert not any(call.done() for call in beside), "one ended before its engine: nothing is shown"
         assert [call.result().outputs["y"] for call in beside] == [wanted] * 3
     wait_for_another_engine(server, engine)
-
-
-def _slow() -> Any:
-    """y = x after a loop of some seconds."""
-
-    def build() -> None:
-        x = placeholder("x", shape=())
-        _, last = tf.while_loop(lambda i, _: i < 750_000, lambda i, value: (i + 1, value * 1.0), [0, x])
-        tf.identity(last, name="y")
-
-    return build_graph_def(build)
 
 
 @provokes("UNAVAILABLE")

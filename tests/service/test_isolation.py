@@ -17,11 +17,11 @@ import pytest
 import gradrule as gr
 from gradrule.v1 import session_pb2
 from tests.processes import engines
-from tests.service import endless, raw
+from tests.service import loop_graphs, raw
 from tests.service.answers import assert_close, refused
-from tests.service.corpus import CRASHES
 from tests.service.graph_defs import sign_graph
 from tests.service.guarded import Guarded
+from tests.service.harmful_graphs import CRASHES
 from tests.service.streams import error_reason
 from tests.waiting import wait_until
 
@@ -157,7 +157,7 @@ def test_endless_loops_of_one_tenant_keep_no_other_waiting(
 
 def start_loop(channel: grpc.Channel) -> Any:
     """A call that never ends, until it is cancelled."""
-    request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+    request = raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
     return channel.unary_unary(EVALUATE).future(request.SerializeToString(), timeout=300)
 
 
@@ -169,18 +169,18 @@ def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
     channels: Callable[[str], grpc.Channel],
     is_cancelled: bool,
 ) -> None:
-    program = ada.compile(endless.graph_def(), fetches=["y"])
+    program = ada.compile(loop_graphs.endless(), fetches=["y"])
     with ada.session(counter()) as session:
         step(session)
         (before,) = engines_of(names[0])
         if is_cancelled:
             loop = start_loop(channels(names[0]))
             with refused("DEADLINE_EXCEEDED"):
-                program.evaluate({"x": endless.STAYS}, timeout=0.5)
+                program.evaluate({"x": loop_graphs.ENDLESS}, timeout=0.5)
             loop.cancel()
         else:
             with refused("DEADLINE_EXCEEDED"):
-                program.evaluate({"x": endless.STAYS}, timeout=1.0)
+                program.evaluate({"x": loop_graphs.ENDLESS}, timeout=1.0)
         wait_until(lambda: before not in engines_of(names[0]) or None, "the end of the engine that ran it")
         assert step(session) == 2
 
@@ -188,13 +188,13 @@ def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
 def test_a_session_that_opens_while_another_s_step_is_given_up_outlives_the_engine_of_that(
     ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
 ) -> None:
-    graph = gr.Graph.from_bytes(endless.graph_def().SerializeToString())
+    graph = gr.Graph.from_bytes(loop_graphs.endless().SerializeToString())
     graph.op("Sum", graph.variable("w", np.zeros(2, np.float32)), graph.constant([0]), name="loss")
     first = ada.session(graph)
     first.__enter__()
     (before,) = engines_of(names[0], sessions=True)
     with refused("DEADLINE_EXCEEDED"):
-        first.evaluate({"x": endless.STAYS}, fetches=["y"], timeout=0.3)
+        first.evaluate({"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=0.3)
     with ada.session(counter()) as second:
         assert before not in engines_of(names[0], sessions=True) or len(engines_of(names[0], sessions=True)) == 2
         step(second)

@@ -20,7 +20,7 @@ from gradrule_server.errors import GradruleError
 from tests.policy import minimal
 from tests.service import raw
 from tests.service.answers import keeps_engine, provokes, refused, refused_raw
-from tests.service.brought_graphs import graph_with_gradients
+from tests.service.custom_gradient_graphs import graph_with_gradients
 from tests.service.graph_defs import SIGN_FEEDS, build_graph, build_graph_def, load_graph, placeholder, sign_graph
 from tests.service.servers import RunningServer, running_server
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2
 from tests.processes import processor_s, resident_bytes
-from tests.service import endless, raw
+from tests.service import loop_graphs, raw
 from tests.service.graph_defs import build_graph_def
 from tests.service.health import wait_for_another_engine
 from tests.service.servers import RunningServer, running_server
@@ -33,7 +33,7 @@ def sign_of(value: float) -> evaluate_pb2.EvaluateRequest:
 
 
 def staying() -> evaluate_pb2.EvaluateRequest:
-    return raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+    return raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
 
 
 def await_rest(server: RunningServer) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule.v1 import override_pb2
-from tests.service.brought_graphs import graph_def_with_gradients
+from tests.service.custom_gradient_graphs import graph_def_with_gradients
 from tests.service.graph_defs import build_graph_def, placeholder
 from tests.unit.engine.second_order import twice, twice_locally
 

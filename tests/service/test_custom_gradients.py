@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused, statuses
-from tests.service.brought_graphs import custom_gradient_nodes, graph_def_with_gradients, graph_with_gradients
+from tests.service.custom_gradient_graphs import custom_gradient_nodes, graph_def_with_gradients, graph_with_gradients
 from tests.service.graph_defs import load_graph, placeholder
 
 X = np.float32([-2.0, 0.5, 3.0])

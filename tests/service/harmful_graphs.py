@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
+from tests.service import bombs
 from tests.service.graph_defs import build_graph_def, placeholder
 
 Feeds = Mapping[str, Any]
@@ -31,6 +32,10 @@ class HarmfulGraph:
 
 def _ops(build: Callable[[], tf.Tensor]) -> Callable[[], Any]:
     return lambda: build_graph_def(lambda: tf.identity(build(), name="y"))
+
+
+def _parsed(build: Callable[[], bytes]) -> Callable[[], Any]:
+    return lambda: tf_graph_pb2.GraphDef.FromString(build())
 
 
 def _unknown(name: str) -> tf.Tensor:
@@ -134,79 +139,17 @@ def _doubled_strings() -> tf.Tensor:
     return tf.strings.length(text)
 
 
-def large_constant(elements: int) -> tf_graph_pb2.GraphDef:
-    """Makes a constant with that many float32 elements in a few bytes, and its sum."""
-    graph = tf_graph_pb2.GraphDef()
-    constant = graph.node.add(name="c", op="Const")
-    constant.attr["dtype"].type = tf.float32.as_datatype_enum
-    value = constant.attr["value"].tensor
-    value.dtype = tf.float32.as_datatype_enum
-    value.tensor_shape.dim.add(size=elements)
-    value.float_val.append(1.0)
-    axis = graph.node.add(name="axis", op="Const")
-    axis.attr["dtype"].type = tf.int32.as_datatype_enum
-    axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([0], tf.int32))
-    total = graph.node.add(name="y", op="Sum", input=["c", "axis"])
-    total.attr["T"].type = tf.float32.as_datatype_enum
-    total.attr["Tidx"].type = tf.int32.as_datatype_enum
-    return graph
-
-
-def doubling_calls(depth: int) -> tf_graph_pb2.GraphDef:
-    """Makes functions, each of which calls the next one twice."""
-    graph = tf_graph_pb2.GraphDef()
-    dtype = tf.float32.as_datatype_enum
-    for number in range(depth):
-        function = graph.library.function.add()
-        signature = function.signature
-        signature.name = f"f{number}"
-        signature.input_arg.add(name="x", type=dtype)
-        signature.output_arg.add(name="y", type=dtype)
-        last = number == depth - 1
-        for step, source in (("a", "x"), ("b", "a:output:0" if not last else "a:y:0")):
-            if last:
-                node = function.node_def.add(name=step, op="Neg", input=[source])
-                node.attr["T"].type = dtype
-            else:
-                node = function.node_def.add(name=step, op="PartitionedCall", input=[source])
-                node.attr["Tin"].list.type.append(dtype)
-                node.attr["Tout"].list.type.append(dtype)
-                node.attr["f"].func.name = f"f{number + 1}"
-        function.ret["y"] = "b:output:0" if not last else "b:y:0"
-    x = graph.node.add(name="x", op="Placeholder")
-    x.attr["dtype"].type = dtype
-    y = graph.node.add(name="y", op="PartitionedCall", input=["x"])
-    y.attr["Tin"].list.type.append(dtype)
-    y.attr["Tout"].list.type.append(dtype)
-    y.attr["f"].func.name = "f0"
-    return graph
-
-
-def many_outputs(outputs: int) -> tf_graph_pb2.GraphDef:
-    """Makes a Split with that many outputs."""
-    graph = tf_graph_pb2.GraphDef()
-    x = graph.node.add(name="x", op="Placeholder")
-    x.attr["dtype"].type = tf.float32.as_datatype_enum
-    axis = graph.node.add(name="axis", op="Const")
-    axis.attr["dtype"].type = tf.int32.as_datatype_enum
-    axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(0, tf.int32))
-    node = graph.node.add(name="s", op="Split", input=["axis", "x"])
-    node.attr["T"].type = tf.float32.as_datatype_enum
-    node.attr["num_split"].i = outputs
-    y = graph.node.add(name="y", op="Identity", input=["s"])
-    y.attr["T"].type = tf.float32.as_datatype_enum
-    return graph
-
-
 _ONE = {"x": np.float32(1)}
 _HUNG = "DEADLINE_EXCEEDED"
 
 HANGS = (
     HarmfulGraph("While", _ops(_endless_loop), _ONE, told=_HUNG),
-    HarmfulGraph("Const", lambda: large_constant(1_100_000_000), told=_HUNG),
-    HarmfulGraph("calls", lambda: doubling_calls(22), _ONE, told="LIMIT_EXCEEDED"),
+    HarmfulGraph("Const", _parsed(lambda: bombs.large_constant(1_100_000_000)), told=_HUNG),
+    HarmfulGraph("calls", _parsed(lambda: bombs.doubling_calls(22)), _ONE, told="LIMIT_EXCEEDED"),
     HarmfulGraph("StringJoin", _ops(_doubled_strings), told=_HUNG),
-    HarmfulGraph("num_split", lambda: many_outputs(30_000_000), {"x": np.ones(30, np.float32)}, told=_HUNG),
+    HarmfulGraph(
+        "num_split", _parsed(lambda: bombs.many_outputs(30_000_000)), {"x": np.ones(30, np.float32)}, told=_HUNG
+    ),
 )
 """Each takes a process's time or memory without an end, unless something refuses it before.
 
