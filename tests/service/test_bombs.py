@@ -1,4 +1,4 @@
-"""Memory bombs: each a typed error that says what would be too much, and the next request is answered."""
+"""Requests that need too much memory get typed errors with the figures, and the next request works."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.service.servers import RunningServer, running_server
 
 MEMORY_LIMIT = 4 << 30
 FREE_BYTES = 64 << 20
-# Refusing must not take the time that running would.
+# A refusal must not take as long as running.
 PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose engines may take 4 GiB."""
+    """Returns a server with a memory limit of 4 GiB per engine."""
     flags = ("--memory-limit", str(MEMORY_LIMIT), "--device", "cpu")
     with running_server(tmp_path_factory.mktemp("limited"), flags) as running:
         yield running
@@ -35,7 +35,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 @pytest.fixture
 def limited_channel(limited: RunningServer) -> Iterator[grpc.Channel]:
-    """After the test the same engine answers right."""
+    """Returns a channel; checks after the test that the same engine still answers."""
     before = limited.wait_for_engine()
     with grpc.insecure_channel(limited.target) as opened:
         yield opened
@@ -57,7 +57,7 @@ def start_measuring(server: RunningServer) -> int:
 
 @provokes("MEMORY_EXCEEDED", "LIMIT_EXCEEDED")
 @pytest.mark.parametrize("name", BOMBS)
-def test_bomb(limited: RunningServer, limited_client: Any, name: str) -> None:
+def test_bomb_is_refused_and_takes_no_memory(limited: RunningServer, limited_client: Any, name: str) -> None:
     bomb = BOMBS[name]
     data = bomb.build()
     assert len(data) < 64 * 1024
@@ -71,7 +71,9 @@ def test_bomb(limited: RunningServer, limited_client: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_message(limited: RunningServer, limited_channel: grpc.Channel, name: str) -> None:
+def test_large_message_without_content_is_refused_and_takes_no_memory(
+    limited: RunningServer, limited_channel: grpc.Channel, name: str
+) -> None:
     data = MESSAGES[name]()
     before = start_measuring(limited)
     with refused_raw("LIMIT_EXCEEDED") as refusal:
@@ -80,15 +82,15 @@ def test_message(limited: RunningServer, limited_channel: grpc.Channel, name: st
     assert peak_bytes(limited.process.pid) - before < FREE_BYTES + 10 * len(data)
 
 
-def test_figures_are_told(limited_client: Any) -> None:
+def test_refusal_names_size_limit_op_and_shape(limited_client: Any) -> None:
     bomb = BOMBS["Fill, fed"]
     with refused("MEMORY_EXCEEDED") as refusal:
         limited_client.evaluate(gr.Graph.from_bytes(bomb.build()), bomb.feeds, fetches=["y"])
     refusal.says("37.3 GiB", "4 GiB", "(Fill)", f"[{HUGE}]")
 
 
-def test_what_fits_runs(limited_client: Any) -> None:
-    """The same graph refuses what is too much and runs what is not, whatever was asked of it before."""
+def test_same_graph_runs_for_sizes_that_fit(limited_client: Any) -> None:
+    """Refused and accepted sizes alternate."""
 
     def build() -> None:
         tf.identity(tf.reduce_sum(tf.fill(placeholder("n", tf.int64), 1.0)), name="y")

@@ -40,7 +40,7 @@ def stream_of(program: Any) -> Any:
     return getattr(program, "target", program)._client._sender._stream
 
 
-def test_calls_over_the_stream_are_answered_like_those_that_travel_alone(program: Any, server: RunningServer) -> None:
+def test_calls_over_the_stream_get_the_same_answers_as_unary_calls(program: Any, server: RunningServer) -> None:
     with gr.connect(server.target, stream=False) as client:
         alone = client.program(program.name)
         for number in range(8):
@@ -63,7 +63,7 @@ def test_calls_over_the_stream_are_answered_like_those_that_travel_alone(program
             assert second.request_id
 
 
-def test_a_feed_above_the_servers_limit_goes_in_chunks_by_itself(client: gr.Client) -> None:
+def test_feed_above_the_message_limit_is_sent_in_chunks(client: gr.Client) -> None:
     program = client.compile(squares(), ys=["loss"], xs=["x"])
     x = np.ones(66 * MIB // 4, np.float32)
     gradient = program.evaluate({"x": x}, timeout=120).gradients["x"]
@@ -72,7 +72,7 @@ def test_a_feed_above_the_servers_limit_goes_in_chunks_by_itself(client: gr.Clie
     program.delete()
 
 
-def test_chunks_both_ways(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_and_answers_travel_in_chunks(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradrule._rpc.call_routes.Routes.must_chunk", lambda self, size: size > MIB)
     x = np.arange(3 * MIB // 4 + 5, dtype=np.float32) % 100
     for _ in range(2):

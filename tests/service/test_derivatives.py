@@ -1,4 +1,4 @@
-"""Jacobian-vector products, Jacobians, Hessian-vector products and many pull-backs at once, beside local TensorFlow."""
+"""Jacobian-vector, Jacobian, Hessian-vector products and stacked pull-backs, compared with local TensorFlow."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ RNG = np.random.default_rng(9)
 
 @pytest.fixture(params=sorted(CASES))
 def case(request: pytest.FixtureRequest) -> Any:
-    """A function with a container inside."""
+    """Returns a function with control flow."""
     return CASES[request.param]
 
 
-def test_jacobian_vector_products(client: Any, case: Any) -> None:
+def test_jacobian_vector_products_equal_tensorflow(client: Any, case: Any) -> None:
     found = client.jvp(graph_for_function(case), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"])
     assert_close(found["y"], LocalDerivatives(case).jvp(VX, VW), rtol=RTOL)
 
 
-def test_jacobians(client: Any, case: Any) -> None:
+def test_jacobians_equal_tensorflow(client: Any, case: Any) -> None:
     found = client.jacobian(graph_for_function(case), FEEDS, ys=["y"], xs=["x", "w"])
     by_x, by_w = LocalDerivatives(case).jacobian()
     assert_close(found["y"]["x"], by_x, rtol=RTOL)
     assert_close(found["y"]["w"], by_w, rtol=RTOL)
 
 
-def test_hessian_vector_products(client: Any, case: Any) -> None:
+def test_hessian_vector_products_equal_tensorflow(client: Any, case: Any) -> None:
     found = client.hvp(graph_for_function(case), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"])
     by_x, by_w = LocalDerivatives(case).hvp(VX, VW)
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
 
 
-def test_many_pull_backs_at_once(client: Any, case: Any) -> None:
+def test_stacked_pull_backs_equal_tensorflow(client: Any, case: Any) -> None:
     found = client.evaluate(
         graph_for_function(case), FEEDS, ["y"], ys=["y"], xs=["x", "w"], grad_ys={"y": GRAD_YS}, stacked_grad_ys=True
     )
@@ -53,7 +53,7 @@ def test_many_pull_backs_at_once(client: Any, case: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [None, (None, 3), (None, None)])
-def test_shapes_that_are_not_known_before_running(client: Any, shape: Any) -> None:
+def test_derivatives_of_shapes_unknown_before_running(client: Any, shape: Any) -> None:
     def build() -> None:
         tf.identity(tf.sin(placeholder("x", shape=shape)) * placeholder("w", shape=shape), name="y")
 
@@ -66,7 +66,7 @@ def test_shapes_that_are_not_known_before_running(client: Any, shape: Any) -> No
     assert_close(client.hvp(graph, feeds, {"x": VX}, ys=["y"], xs=["x"])["x"], -np.sin(X) * W[:2] * VX)
 
 
-def test_a_program_is_asked_for_other_derivatives(either: Any) -> None:
+def test_one_program_computes_several_derivatives(either: Any) -> None:
     program = either.compile(graph_for_function(plain), fetches=["y"], ys=["y"], xs=["x", "w"])
     local = LocalDerivatives(plain)
     assert_close(program.jvp(FEEDS, {"x": VX, "w:0": VW})["y"], local.jvp(VX, VW), rtol=RTOL)
@@ -78,12 +78,12 @@ def test_a_program_is_asked_for_other_derivatives(either: Any) -> None:
     assert_close(program.hvp(FEEDS, {"x": VX})["w"], local.hvp(VX, 0 * VW)[1], rtol=RTOL)
     stacked = program.evaluate(FEEDS, grad_ys={"y": GRAD_YS}, stacked_grad_ys=True).gradients["x"]
     assert_close(stacked[2], local.gradients(GRAD_YS[2])[0], rtol=RTOL)
-    # And gradients are what it is for, before and after.
+    # Its gradients stay the same before and after.
     assert_close(program(FEEDS).gradients["x"], local.gradients(np.ones_like(X))[0], rtol=RTOL)
     program.delete()
 
 
-def test_derivatives_of_a_graph_on_both_clients(either: Any) -> None:
+def test_both_clients_compute_derivatives(either: Any) -> None:
     graph, local = graph_for_function(plain), LocalDerivatives(plain)
     assert_close(either.jvp(graph, FEEDS, {"x": VX}, ys=["y"], xs=["x"])["y"], local.jvp(VX, 0 * VW), rtol=RTOL)
     assert_close(either.jacobian(graph, FEEDS, ys=["y"], xs=["w"])["y"]["w"], local.jacobian()[1], rtol=RTOL)
@@ -91,11 +91,11 @@ def test_derivatives_of_a_graph_on_both_clients(either: Any) -> None:
 
 
 def layer(x: Any, w: Any) -> Any:
-    """Examples do not depend on one another."""
+    """Computes a layer whose examples are independent."""
     return tf.tanh(tf.matmul(x, w))
 
 
-def test_a_batched_jacobian(client: Any) -> None:
+def test_batch_jacobian(client: Any) -> None:
     by_x = client.jacobian(graph_for_function(layer), FEEDS, ys=["y"], xs=["x"], batched=True)["y"]["x"]
     with tf.GradientTape(persistent=True) as tape:
         x = tf.constant(X)
@@ -119,7 +119,7 @@ def test_per_example_gradients_are_the_jacobian_of_a_vector_of_losses(client: An
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_any_number_of_pull_backs(client: Any, count: int) -> None:
+def test_number_of_pull_backs_may_differ_between_calls(client: Any, count: int) -> None:
     grad_ys = np.ones((count, *X.shape), np.float32)
     found = client.evaluate(
         graph_for_function(plain), FEEDS, ys=["y"], xs=["x"], grad_ys={"y": grad_ys}, stacked_grad_ys=True
@@ -127,14 +127,14 @@ def test_any_number_of_pull_backs(client: Any, count: int) -> None:
     assert found.shape == (count, *X.shape)
 
 
-def test_the_jacobian_of_nothing(client: Any) -> None:
+def test_jacobian_of_an_empty_tensor(client: Any) -> None:
     found = client.jacobian(graph_for_function(layer), {"x": X[:0], "w": W}, ys=["y"], xs=["x", "w"])["y"]
     assert found["x"].shape == (0, 3, 0, 3)
     assert found["w"].shape == (0, 3, 3, 3)
 
 
 def embedding() -> gr.Graph:
-    """A lookup, whose gradient comes in slices."""
+    """Looks up rows; its gradient is sparse."""
 
     def build() -> None:
         table, ids = placeholder("table", shape=(5, 2)), placeholder("ids", tf.int32)
@@ -143,7 +143,7 @@ def embedding() -> gr.Graph:
     return build_graph(build)
 
 
-def test_slices_become_dense_where_many_are_stacked(client: Any) -> None:
+def test_stacked_sparse_gradients_are_dense(client: Any) -> None:
     table = RNG.normal(size=(5, 2)).astype(np.float32)
     feeds = {"table": table, "ids": np.int32([1, 3, 1])}
     grad_ys = RNG.normal(size=(2, 3, 2)).astype(np.float32)
@@ -157,7 +157,7 @@ def test_slices_become_dense_where_many_are_stacked(client: Any) -> None:
         assert_close(gradient, dense(one))
 
 
-def test_slices_differentiated_again(client: Any) -> None:
+def test_sparse_gradients_differentiated_again(client: Any) -> None:
     table = RNG.normal(size=(5, 2)).astype(np.float32)
     vector = RNG.normal(size=(5, 2)).astype(np.float32)
     feeds = {"table": table, "ids": np.int32([1, 3, 1])}
@@ -168,7 +168,7 @@ def test_slices_differentiated_again(client: Any) -> None:
     assert_close(pushed, (2 * table * vector)[[1, 3, 1]])
 
 
-def test_what_is_not_connected_and_what_has_no_derivatives(client: Any) -> None:
+def test_unconnected_and_not_differentiable_xs(client: Any) -> None:
     def build() -> None:
         x, n = placeholder("x"), placeholder("n", tf.int32)
         tf.square(x, name="y")
@@ -190,7 +190,7 @@ def test_what_is_not_connected_and_what_has_no_derivatives(client: Any) -> None:
     assert_close(zeros, np.zeros(2, np.float32))
 
 
-def test_stacks_of_ys_that_have_no_derivatives(client: Any) -> None:
+def test_stacked_grad_ys_of_ys_without_derivatives(client: Any) -> None:
     def build() -> None:
         x = placeholder("x")
         tf.argmax(x, name="i")
@@ -201,12 +201,12 @@ def test_stacks_of_ys_that_have_no_derivatives(client: Any) -> None:
     assert client.evaluate(graph, ys=["i"], grad_ys={"i": stack}, **asked).gradients["x"] is None
     found = client.evaluate(graph, ys=["i"], grad_ys={"i": stack}, unconnected_gradients="zero", **asked)
     assert_close(found.gradients["x"], np.zeros((3, 2), np.float32))
-    # A y without a grad_y gets ones in each.
+    # A y without a grad_y gets ones in each stack entry.
     found = client.evaluate(graph, ys=["i", "y"], grad_ys={"i": stack}, **asked)
     assert_close(found.gradients["x"], np.array([[2, 4]] * 3, np.float32))
 
 
-def test_stop_gradients_hold_in_every_differentiation(client: Any) -> None:
+def test_stop_gradients_apply_in_every_order(client: Any) -> None:
     def build() -> None:
         x = placeholder("x")
         tf.multiply(tf.square(x, name="s"), x, name="y")
@@ -219,7 +219,7 @@ def test_stop_gradients_hold_in_every_differentiation(client: Any) -> None:
     assert_close(client.hvp(graph, feeds, one, ys=["y"], xs=["x"])["x"], np.float32([18.0]))
 
 
-def test_an_intermediate_tensor_as_x_and_one_that_is_fed(client: Any) -> None:
+def test_xs_may_be_intermediate_or_fed_tensors(client: Any) -> None:
     def build() -> None:
         h = tf.sin(placeholder("x"), name="h")
         tf.square(h, name="y")
@@ -232,13 +232,13 @@ def test_an_intermediate_tensor_as_x_and_one_that_is_fed(client: Any) -> None:
         assert_close(client.jacobian(graph, feeds, ys=["y"], xs=["h"])["y"]["h"], [2 * h])
 
 
-def test_one_x_named_twice(client: Any) -> None:
+def test_x_may_be_named_twice(client: Any) -> None:
     found = client.jvp(graph_for_function(plain), FEEDS, {"x": VX}, ys=["y", "y:0"], xs=["x", "x:0"])
     wanted = LocalDerivatives(plain).jvp(VX, 0 * VW)
     assert_close(found["y"], wanted, rtol=RTOL)
 
 
-def test_complex_tensors(client: Any) -> None:
+def test_derivatives_of_complex_tensors(client: Any) -> None:
     def build() -> None:
         x = placeholder("x", tf.complex64)
         tf.multiply(x, x, name="z")
@@ -266,7 +266,7 @@ def test_complex_tensors(client: Any) -> None:
     assert_close(client.hvp(graph, feeds, {"x": tangent}, ys=["y"], xs=["x"])["x"], wanted, rtol=RTOL)
 
 
-def test_xs_in_groups(either: Any) -> None:
+def test_xs_in_groups_return_groups(either: Any) -> None:
     graph, local = graph_for_function(plain), LocalDerivatives(plain)
     xs = {"weights": ["w"], "inputs": "x", "all": ["x", "w:0"]}
     by_x, by_w = local.gradients(np.ones_like(X))

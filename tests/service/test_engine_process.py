@@ -1,4 +1,4 @@
-"""A real engine process, held as the front end holds it, without spares."""
+"""A real engine process, controlled as by the front end, without spares."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _in(seconds: float) -> float:
 
 
 def _pool(device: str = "cpu", **words: Any) -> EnginePool:
-    """One engine of two threads."""
+    """Returns a pool with one engine of two threads."""
     return EnginePool(ProcessOptions(device, 2), spares=0, **words)
 
 
@@ -49,13 +49,13 @@ async def fork_server() -> AsyncIterator[SharedForkServer]:
 
 @pytest.fixture
 def quick_starts(fork_server: SharedForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools fork their engines from one process."""
+    """Lets pools fork their engines from one shared process."""
     monkeypatch.setattr(spares_module, "ForkServer", lambda: fork_server)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(quick_starts: None) -> AsyncIterator[Engine]:
-    """An engine of two threads."""
+    """Returns an engine of two threads."""
     pool = _pool()
     await pool.start()
     yield pool.engines[0]
@@ -82,7 +82,7 @@ def _run(x: float) -> bytes:
 
 
 @pytest.mark.usefixtures("quick_starts")
-async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
+async def test_dead_engine_is_replaced_and_reported() -> None:
     changes: list[bool] = []
     lost = asyncio.Event()
 
@@ -100,7 +100,7 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
         first = engine.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        # The next engine is there within milliseconds, so polling could miss that there is none.
+        # The next engine starts within milliseconds, so polling could miss the time without one.
         async with asyncio.timeout(60):
             await lost.wait()
         with pytest.raises(GradruleError) as refusal:
@@ -124,17 +124,17 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
 
 
 @pytest.mark.usefixtures("quick_starts")
-async def test_a_device_that_is_not_there_refuses_the_start() -> None:
+async def test_missing_device_refuses_the_start() -> None:
     pool = _pool("gpu:7")
     with pytest.raises(EngineRefused, match=r"gpu:7.*--device cpu"):
         await pool.start()
     await pool.stop()
 
 
-async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overran_ends_the_engine(
+async def test_waiting_call_is_dropped_and_overrunning_call_ends_the_engine(
     engine: Engine,
 ) -> None:
-    """Two endless calls hold both threads; a third's deadline passes: only theirs are the engine's end."""
+    """Two endless calls occupy both threads; the deadline of a third passes: only theirs end the engine."""
     await _compile_endless(engine)
     first = engine.pid
     ends_at = _in(4.0)
@@ -156,7 +156,7 @@ async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overr
     await wait_for_condition(lambda: engine.pid not in (None, first))
 
 
-async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -> None:
+async def test_only_the_overrunning_call_is_blamed(engine: Engine) -> None:
     await _compile_endless(engine)
     beside = asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), _in(60)))
     with pytest.raises(TimeoutError):
@@ -169,7 +169,7 @@ async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-async def test_a_cancelled_call_goes_on_until_its_deadline_where_its_end_would_cost_others_what_is_kept(
+async def test_cancelled_call_runs_until_its_deadline_on_an_engine_with_state(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 1.5)
@@ -184,13 +184,13 @@ async def test_a_cancelled_call_goes_on_until_its_deadline_where_its_end_would_c
     await wait_for_condition(lambda: engine.pid not in (None, first), 30)
 
 
-async def test_a_deadline_that_has_passed_sends_nothing(engine: Engine) -> None:
+async def test_expired_call_is_not_sent(engine: Engine) -> None:
     with pytest.raises(GradruleError) as late:
         await engine.call(Kind.COMPILE, b"not looked at", _in(-1))
     assert late.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
 
 
-async def test_starting_is_tried_again_whatever_it_fails_with(
+async def test_start_is_retried_after_any_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start, failures = start_process, [OSError(errno.EMFILE, "Too many open files"), RuntimeError("odd")]
@@ -211,7 +211,7 @@ async def test_starting_is_tried_again_whatever_it_fails_with(
     ]
 
 
-async def test_a_start_that_fails_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_start_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_process(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 

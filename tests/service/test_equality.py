@@ -1,4 +1,4 @@
-"""Equality with local TensorFlow on generated graphs with random overrides, dtypes and shapes."""
+"""Generated graphs with random overrides, dtypes and shapes give the same results as local TensorFlow."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ SEEN: Counter[str] = Counter()
 
 
 def as_override(rule: Rule, **selectors: Any) -> gr.Override:
-    """The rule as gradrule takes it; optional, because a generated node need not lie on the path."""
+    """Returns the override; optional, because a generated node need not lie on the path."""
     return gr.Override(rule.expression if rule.op_rule else gr.Rule(rule.expression), optional=True, **selectors)
 
 
 def assert_equal(got: Any, wanted: Any, dtype: str) -> None:
-    """Same dtype, same shape, values as near as the dtype's rounding allows; NaN and infinity in the same places."""
+    """Compares dtype, shape and values within the dtype's rounding error; NaN and infinity must agree."""
     got = dense(got)
     assert got.dtype == np.asarray(wanted).dtype
     assert got.shape == np.shape(wanted)
     tolerance = (FLOATS | COMPLEX)[dtype]
     a, b = reference.numpy_of(got), reference.numpy_of(wanted)
-    # What matters is the error against the tensor's size: cancelled sums have no relative accuracy of their own.
+    # Compare errors with the tensor's largest value: cancelled sums have no relative accuracy.
     finite = np.abs(b[np.isfinite(b)])
     scale = max(1.0, float(finite.max())) if finite.size else 1.0
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
 
 
 def compare(client: Any, case: Case) -> None:
-    """One case through the server and through TensorFlow here."""
+    """Runs one case on the server and in local TensorFlow."""
     wanted = reference.evaluate(
         case.graph_def, case.feeds, ["y"], ["y"], case.xs, rules={node: rule.python for node, rule in case.overrides}
     )
@@ -64,14 +64,14 @@ def compare(client: Any, case: Case) -> None:
 
 @settings(max_examples=220, derandomize=True, deadline=None, database=None, suppress_health_check=QUICK)
 @given(case=cases())
-def test_generated_graphs(client: Any, case: Case) -> None:
+def test_generated_graphs_equal_tensorflow(client: Any, case: Case) -> None:
     compare(client, case)
 
 
-def test_generated_graphs_are_worth_something() -> None:
-    """The generator reaches every dtype and its rules are asked: a test of the test."""
+def test_generator_reaches_every_dtype_and_calls_rules() -> None:
+    """Tests the test."""
     if not SEEN:
-        pytest.skip("test_generated_graphs did not run")
+        pytest.skip("test_generated_graphs_equal_tensorflow did not run")
     assert SEEN["graphs"] >= 200
     assert SEEN["rules asked"] >= 150
     assert all(SEEN[dtype] >= 20 for dtype in FLOATS)
@@ -79,7 +79,7 @@ def test_generated_graphs_are_worth_something() -> None:
 
 @settings(max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=QUICK)
 @given(case=nested_cases())
-def test_generated_nested_graphs(client: Any, case: Nested) -> None:
+def test_generated_nested_graphs_equal_tensorflow(client: Any, case: Nested) -> None:
     rules = {node.name: case.rule.python for node in all_nodes(case.flat_def) if node.op == case.op_type}
     wanted = reference.evaluate(case.flat_def, {"x": case.feed}, ["y"], ["y"], ["x"], rules=rules)
     r = client.evaluate(
@@ -97,7 +97,7 @@ def test_generated_nested_graphs(client: Any, case: Nested) -> None:
 
 @settings(max_examples=20, derandomize=True, deadline=None, database=None, suppress_health_check=QUICK)
 @given(data=st.data(), dtype=st.sampled_from(sorted(COMPLEX)))
-def test_generated_complex_graphs(client: Any, data: st.DataObject, dtype: str) -> None:
+def test_generated_complex_graphs_equal_tensorflow(client: Any, data: st.DataObject, dtype: str) -> None:
     import tensorflow as tf
 
     ops = {"Square": tf.square, "Neg": tf.negative, "Identity": tf.identity, "Sin": tf.sin, "Conj": tf.math.conj}
