@@ -16,7 +16,7 @@ import pytest
 import gradrule as gr
 from gradrule.cli.main import main
 from tests.service.servers import RunningServer
-from tests.service.shell import Done, Shell, shell_in
+from tests.service.shell import CommandResult, Shell, shell_in
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_duplicate_feed_is_wrong_usage(shell: Shell) -> None:
 
 
 def test_health(shell: Shell, server: RunningServer) -> None:
-    assert shell("health") == Done(0, "SERVING\n", "")
+    assert shell("health") == CommandResult(0, "SERVING\n", "")
     assert shell("health", server.target).code == 0
     refused = shell("health", "127.0.0.1:1")
     assert (refused.code, refused.out) == (1, "")

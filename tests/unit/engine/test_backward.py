@@ -16,7 +16,7 @@ from gradrule_server.engine.runtime_checks import failed_check
 from gradrule_server.errors import GradruleError
 from tests.service.answers import assert_close
 from tests.service.derivative_cases import CASES, FEEDS, RTOL, VX, LocalDerivatives, X, graph_for_function
-from tests.service.graph_defs import placeholder
+from tests.service.graph_defs import build_graph, placeholder
 from tests.unit.engine.building import arguments, prepared, split
 
 XW = program_pb2.Vjp(ys=["y"], xs=["x", "w"])
@@ -59,13 +59,13 @@ def test_code_rules_and_their_params(op_type: str, rule: str) -> None:
 
 
 def test_forms_of_gradients_and_ys_without_grad_y() -> None:
-    def build_graph() -> None:
+    def build() -> None:
         table, ids, x = placeholder("table", shape=(5, 2)), placeholder("ids", tf.int32), placeholder("x")
         tf.square(tf.gather(table, ids), name="y")
         tf.square(x, name="z")
         tf.argmax(x, name="i")
 
-    graph = build_graph(build_graph)
+    graph = build_graph(build)
     program = prepared(graph, vjp=program_pb2.Vjp(ys=["i", "y"], xs=["table", "ids", "x"]))
     built = split(program)
     assert built.two_parts is not None
