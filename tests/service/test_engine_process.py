@@ -16,7 +16,7 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import engine as engine_module
-from gradrule_server.link import spares as spares_module
+from gradrule_server.link import process as process_module
 from gradrule_server.link.engine import Engine, EngineRefused
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
@@ -50,7 +50,7 @@ async def fork_server() -> AsyncIterator[SharedForkServer]:
 @pytest.fixture
 def quick_starts(fork_server: SharedForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets pools fork their engines from one shared process."""
-    monkeypatch.setattr(spares_module, "ForkServer", lambda: fork_server)
+    monkeypatch.setattr(process_module, "ForkServer", lambda: fork_server)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -200,8 +200,8 @@ async def test_start_is_retried_after_any_error(
             raise failures.pop()
         return await start(*args)
 
-    monkeypatch.setattr(spares_module, "start_process", failing)
-    monkeypatch.setattr(spares_module, "_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(process_module, "start_process", failing)
+    monkeypatch.setattr(process_module, "_RETRY_DELAY_S", 0.05)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
     await wait_for_condition(lambda: engine.generation == 3)
