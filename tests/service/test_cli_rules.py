@@ -15,7 +15,7 @@ from matplotlib import image
 import gradrule as gr
 from gradrule._builder.overrides import override_messages
 from gradrule.cli.main import build_parser
-from gradrule.cli.rules import examples
+from gradrule.cli.rules import rule_text
 from gradrule.cli.rules.checking import check
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
@@ -204,7 +204,7 @@ def test_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[gr.R
         shown += [word for info in rule.param_infos for word in (info.name, info.range)]
         assert all(word in text for word in shown), rule.name
         assert (rule.name in cards.curves) != ("no curve: " in text), rule.name
-        example = examples.of_rule(rule)
+        example = rule_text.rule_example(rule)
         assert example.python in text and example.shell in text
     assert {f"preset-{preset.name}" for preset in client.list_presets()} <= cards.texts.keys()
     drawable = [
@@ -217,7 +217,7 @@ def test_examples_of_the_gallery_are_valid(client: Any, builtins: list[gr.RuleIn
     """Examples in Python and in the shell are equivalent, and the server knows all their names."""
     parser = build_parser()
     presets = client.list_presets()
-    for example in [*map(examples.of_rule, builtins), *map(examples.of_preset, presets)]:
+    for example in [*map(rule_text.rule_example, builtins), *map(rule_text.preset_example, presets)]:
         given = eval(example.overrides, {"gr": gr})
         options = parser.parse_args(["evaluate", "graph.pb", *_words(example.flag)])
         typed = [*options.override, *options.preset]

@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from gradrule._messages.rpc_calls import NoGradient, UnconnectedGradients
-from gradrule.cli import overrides, values
-from gradrule.cli.failures import USAGE, CommandError
+from gradrule.cli import parsing
+from gradrule.cli.output import USAGE, CommandError
 
 if TYPE_CHECKING:
     from gradrule import Graph, Override, Preset
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PROGRAM_PREFIX = "programs/"
 
 
-class Words(TypedDict):
+class ProgramArguments(TypedDict):
     """Types the keyword arguments that `client.evaluate`, `explain` and `compile` share."""
 
     fetches: list[str]
@@ -29,24 +29,24 @@ class Words(TypedDict):
     rewrites: list[str]
 
 
-def add_words(parser: argparse.ArgumentParser) -> None:
+def add_program_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that define a program: tensors, overrides, presets and rewrites."""
-    group = add_ends(parser, fetch="tensor to return", stop_gradient="tensor to treat as a constant")
+    group = add_tensor_flags(parser, fetch="tensor to return", stop_gradient="tensor to treat as a constant")
     group.add_argument(
         "--override",
         metavar="SELECTOR=RULE",
-        type=overrides.override,
+        type=parsing.override,
         action="append",
         default=[],
         help="assigns a rule to nodes: Sign=ste_sign, Sign=ste_sign:clip=2, @activation=lrp_pass, "
         "'node:layer_*/Sign=NAME', 'regex:conv[0-9]+=NAME', scope:block=NAME, near_xs:Conv2D=NAME, "
         "pattern:MatMul+BiasAdd=NAME, 'region:x,w>y=NAME', region:FUNCTION=NAME, 'Sign=expr:0.5 * dy'; conditions "
-        f"joined by & must all hold ({', '.join(overrides.CONDITIONS)}); the first match wins; may be repeated",
+        f"joined by & must all hold ({', '.join(parsing.CONDITIONS)}); the first match wins; may be repeated",
     )
     group.add_argument(
         "--preset",
         metavar="NAME[:PARAM=VALUE,…]",
-        type=overrides.preset,
+        type=parsing.preset,
         action="append",
         default=[],
         help="a named list of overrides; all other overrides have priority: epsilon_plus, epsilon_plus:eps=1e-4 "
@@ -60,10 +60,10 @@ def add_words(parser: argparse.ArgumentParser) -> None:
         choices=("error", "default", "pass", "zero"),
         help="how to treat an op on the path that has no gradient [default: error]",
     )
-    add_rewrites(group)
+    add_rewrite_flag(group)
 
 
-def add_ends(parser: argparse.ArgumentParser, **more: str) -> Any:
+def add_tensor_flags(parser: argparse.ArgumentParser, **more: str) -> Any:
     """Adds the flags for ys, xs, upstream gradients, and `more` tensors (flag: help text); returns their group."""
     group = parser.add_argument_group("program")
     texts = {"y": "tensor to differentiate", "x": "tensor to differentiate with respect to", **more}
@@ -73,7 +73,7 @@ def add_ends(parser: argparse.ArgumentParser, **more: str) -> Any:
     group.add_argument(
         "--grad-y",
         metavar="Y=VALUE",
-        type=values.grad_y,
+        type=parsing.grad_y,
         action="append",
         default=[],
         help="upstream gradient of a y: a .npy file, inline [1, 2], or tensor:NAME; may be repeated",
@@ -81,7 +81,7 @@ def add_ends(parser: argparse.ArgumentParser, **more: str) -> Any:
     return group
 
 
-def add_rewrites(group: Any) -> None:
+def add_rewrite_flag(group: Any) -> None:
     """Adds the flag `--rewrite`."""
     group.add_argument(
         "--rewrite",
@@ -92,33 +92,33 @@ def add_rewrites(group: Any) -> None:
     )
 
 
-def add_feeds(group: Any) -> None:
+def add_feed_flag(group: Any) -> None:
     """Adds the flag `--feed`."""
     group.add_argument(
         "--feed",
         metavar="NAME=VALUE",
-        type=values.feed,
+        type=parsing.feed,
         action="append",
         default=[],
         help="x=FILE.npy, x=FILE.npz:KEY, 'x=[1, 2.5]', or FILE.npz for all its arrays; may be repeated",
     )
 
 
-def add_call(parser: argparse.ArgumentParser) -> None:
+def add_value_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for the values of one call: feeds and params."""
     group = parser.add_argument_group("values")
-    add_feeds(group)
+    add_feed_flag(group)
     group.add_argument(
         "--param",
         metavar="LABEL.PARAM=VALUE",
-        type=values.call_param,
+        type=parsing.call_param,
         action="append",
         default=[],
         help="value of a rule's param, by the override's op type, glob or scope; may be repeated",
     )
 
 
-def words(options: argparse.Namespace) -> Words:
+def program_arguments(options: argparse.Namespace) -> ProgramArguments:
     """Returns the keyword arguments of `client.evaluate` that the flags give."""
     return {
         "fetches": options.fetch,
@@ -159,7 +159,7 @@ def load_graph(path: str) -> Graph:
     return gr.load(path)
 
 
-def refuse_words(options: argparse.Namespace) -> None:
+def refuse_program_flags(options: argparse.Namespace) -> None:
     """Raises `CommandError` for flags that a compiled program does not accept because it fixes them."""
     given = [
         flag
