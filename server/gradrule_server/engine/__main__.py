@@ -25,7 +25,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
 
-from gradrule_server.link import fork_protocol
+from gradrule_server.link import fork_server
 from gradrule_server.link.system_calls import set_process_name
 
 # Shown by `ps` and `top`; the kernel keeps 15 characters.
@@ -58,15 +58,15 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     while True:
-        request = fork_protocol.receive_request(control)
+        request = fork_server.receive_request(control)
         if request is None:
             return 0
         try:
             pid = _fork_engine(request, control, run_engine)
         except OSError as cause:
-            fork_protocol.send_failure(control, cause)
+            fork_server.send_failure(control, cause)
         else:
-            fork_protocol.send_pid(control, pid)
+            fork_server.send_pid(control, pid)
         finally:
             request.close()
 
@@ -107,7 +107,7 @@ def _check_single_thread() -> None:
         raise RuntimeError(f"importing TensorFlow started {count - 1} threads; only one thread can fork engines")
 
 
-def _fork_engine(request: fork_protocol.Request, control: socket.socket, run: _RunEngine) -> int:
+def _fork_engine(request: fork_server.ForkRequest, control: socket.socket, run: _RunEngine) -> int:
     """Forks an engine whose parent is the front end, which waits for its exit code; returns its pid.
 
     An intermediate process forks the engine and ends at once. The kernel then makes the front end the engine's parent
@@ -133,7 +133,7 @@ def _fork_engine(request: fork_protocol.Request, control: socket.socket, run: _R
 
 
 def _fork_again(
-    request: fork_protocol.Request, control: socket.socket, pipe: tuple[int, int], run: _RunEngine
+    request: fork_server.ForkRequest, control: socket.socket, pipe: tuple[int, int], run: _RunEngine
 ) -> NoReturn:
     """Forks the engine, writes its pid or the negative error number to the pipe, and ends."""
     reading, writing = pipe
