@@ -22,6 +22,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
+from gradrule_server.concurrency import TenantLocks
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
@@ -36,7 +37,6 @@ from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rule_entries import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
-from gradrule_server.tenant_locks import TenantLocks
 
 _log = logging.getLogger(__name__)
 
