@@ -224,7 +224,7 @@ class Engine:
         payload: bytes | Sequence[bytes],
         ends_at: float,
         recorder: OutcomeRecorder | None = None,
-        on_ask: Callable[[EngineRequest, bytes], None] | None = None,
+        on_question: Callable[[EngineRequest, bytes], None] | None = None,
         batch_key: BatchKey | None = None,
         memory: MemoryUse | None = None,
     ) -> bytes:
@@ -235,7 +235,7 @@ class Engine:
             payload: Its payload, whole or in parts.
             ends_at: Loop time of the deadline.
             recorder: Records what the request does to the engine.
-            on_ask: Called with each question of the engine.
+            on_question: Called with each question of the engine.
             batch_key: Requests of one key may run together.
             memory: The client's memory that the request uses.
 
@@ -246,8 +246,8 @@ class Engine:
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
         request = self.submit(kind, payload, recorder, batch_key=batch_key, memory=memory)
-        if on_ask is not None:
-            request.on_ask = functools.partial(on_ask, request)
+        if on_question is not None:
+            request.on_question = functools.partial(on_question, request)
         try:
             return await request.answer
         except asyncio.CancelledError:

@@ -11,7 +11,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import check_blob_name, missing_blobs
 from gradrule_server.preparation.rule_lookup import ResolvedRule, read_rule
 
-Ask = Callable[[link_pb2.Question], link_pb2.Told]
+Ask = Callable[[link_pb2.Question], link_pb2.Answer]
 """Sends a question to the front end and returns its answer."""
 
 _BATCH_NAMES = 500
@@ -112,7 +112,7 @@ def _lacks_definition(rule: rule_pb2.Rule) -> bool:
     return rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
 
 
-def _raise_fault(answer: link_pb2.Told) -> link_pb2.Told:
+def _raise_fault(answer: link_pb2.Answer) -> link_pb2.Answer:
     """Returns the answer, or raises the error in it."""
     if answer.HasField("fault"):
         raise error_from_fault(answer.fault)
