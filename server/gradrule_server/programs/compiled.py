@@ -10,7 +10,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import NodeLimits
 from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.rules import Param
-from gradrule_server.rules.param_table import BoundParams, ParamTable
+from gradrule_server.rules.params import BoundParams, ParamTable
 
 
 @dataclass(frozen=True, slots=True)
