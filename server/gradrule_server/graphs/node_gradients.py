@@ -77,7 +77,7 @@ class NodeGradients:
             if not self._is_foreign(gradient_name) and self.differentiates and gradient_name not in self._unknown:
                 self._unknown.add(gradient_name)
                 message = f"Node {quote(name)} wants the rule {quote(gradient_name)} ({GRADIENT_ATTR}): {known.message}"
-                self.findings.add(Reason.ERROR_REASON_UNKNOWN_RULE, message, name)
+                self.findings.add(known.reason, message, name)
             return None
         match = Match(known, name, node.op, function, gradient_name, node.op, -1, differentiable)
         match.set_custom_gradient(custom_gradient)

@@ -22,7 +22,7 @@ from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import prepare
-from gradrule_server.preparation.rule_lookup import ResolvedRule
+from gradrule_server.preparation.references import ResolvedRule
 from gradrule_server.rules import RuleContent
 from tests.service.graph_defs import loaded
 from tests.service.nested_cases import REGISTERED, REGISTERED_EXPRESSION, case
