@@ -14,7 +14,7 @@ from gradrule.v1.override_pb2 import Selector
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, Reason, error
 from gradrule_server.graphs import OverrideSpec
-from gradrule_server.graphs.name_patterns import compile_regex, glob_regex
+from gradrule_server.graphs.selectors import compile_regex, glob_regex
 from tests.unit.graphs.helpers import (
     call,
     expand,
