@@ -15,7 +15,7 @@ from matplotlib import image
 import gradrule as gr
 from gradrule._builder.overrides import override_messages
 from gradrule.cli.main import build_parser
-from gradrule.cli.rules import examples
+from gradrule.cli.rules import rule_text
 from gradrule.cli.rules.checking import check
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
@@ -202,7 +202,7 @@ def test_the_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[
         shown += [word for info in rule.param_infos for word in (info.name, info.range)]
         assert all(word in text for word in shown), rule.name
         assert (rule.name in cards.curves) != ("no curve: " in text), rule.name
-        example = examples.of_rule(rule)
+        example = rule_text.rule_example(rule)
         assert example.python in text and example.shell in text
     assert {f"preset-{preset.name}" for preset in client.list_presets()} <= cards.texts.keys()
     drawable = [
@@ -215,7 +215,7 @@ def test_the_examples_are_right(client: Any, builtins: list[gr.RuleInfo]) -> Non
     """The examples in Python and in the shell mean the same, and the server knows all names in them."""
     parser = build_parser()
     presets = client.list_presets()
-    for example in [*map(examples.of_rule, builtins), *map(examples.of_preset, presets)]:
+    for example in [*map(rule_text.rule_example, builtins), *map(rule_text.preset_example, presets)]:
         given = eval(example.overrides, {"gr": gr})
         options = parser.parse_args(["evaluate", "graph.pb", *_words(example.flag)])
         typed = [*options.override, *options.preset]
