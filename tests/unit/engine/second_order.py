@@ -59,7 +59,7 @@ def twice(
         given = {name: tf.constant(value, tf.float64) for name, value in (params or {}).items()}
         rules: list[BoundRule] = []
         for rule in request.rules:
-            content = build._content(rule)
+            content = build._read_content(rule)
             assert content is not None
             rules.append(GraphRule(rule.name, content, {param.name: given[param.name] for param in content.params}))
         differentiation = Differentiation(

@@ -1,4 +1,4 @@
-"""Deadlines: which requests are cancelled, and with which error."""
+"""Tests deadlines, checks at intervals, and limits of the time in which answers are read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.front.timers import Deadlines
+from gradrule_server.front.time_limits import Deadlines, WatchedWriter
+
+MIB = 1 << 20
 
 
 async def work(deadlines: Deadlines, seconds: float, takes_s: float) -> str:
@@ -91,3 +93,35 @@ async def test_deadlines_work_after_an_idle_time() -> None:
     # The timer of the first one runs out, and nothing is left to wait for.
     await asyncio.sleep(0.05)
     assert await work(deadlines, 0.02, 60) == "DEADLINE_EXCEEDED"
+
+
+class Client:
+    """Reads `bytes_per_s`; whether it was found not to read."""
+
+    def __init__(self, bytes_per_s: float, stall_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.is_stalled = False
+        self.writer = WatchedWriter(self._read, stall_s, self._stalled)
+
+    async def _read(self, data: bytes) -> None:
+        await asyncio.sleep(len(data) / self.bytes_per_s)
+
+    def _stalled(self) -> None:
+        self.is_stalled = True
+
+
+@pytest.mark.parametrize(("size", "stalls"), [(MIB, False), (1000, True)])
+async def test_large_message_gets_more_time(size: int, stalls: bool) -> None:
+    client = Client(bytes_per_s=size / 0.5, stall_s=0.1)
+    await client.writer.write(bytes(size))
+    assert client.is_stalled is stalls
+    client.writer.close()
+
+
+async def test_small_message_after_a_large_one_gets_no_more_time() -> None:
+    client = Client(bytes_per_s=1e9, stall_s=0.1)
+    await client.writer.write(bytes(10 * MIB))
+    client.bytes_per_s = 1000.0
+    await client.writer.write(bytes(1000))
+    assert client.is_stalled
+    client.writer.close()

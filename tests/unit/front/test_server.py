@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradrule_server.front.tls import CertificateError, Certificates
+from gradrule_server.front.server import CertificateError, Certificates
 from tests.service.certificates import Authority
 
 
