@@ -75,7 +75,7 @@ def test_commands_in_contributing_exist() -> None:
 
 
 def named_modules(page: Path) -> set[str]:
-    """The modules of the server that a page names in code style: `engine.feed_plan`."""
+    """The modules of the server that a page names in code style: `engine.arguments`."""
     packages = [path.parent.name for path in (ROOT / "server/gradrule_server").glob("*/__init__.py")]
     return set(re.findall(rf"`((?:{'|'.join(packages)})\.[a-z_.]+)`", page.read_text(encoding="utf-8")))
 

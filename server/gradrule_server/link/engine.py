@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
-from gradrule_server.link.engine_request import ConnectionLost, EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import jit_refusal
-from gradrule_server.link.process import EngineProcess, EngineRefused
+from gradrule_server.link.process import EngineProcess, EngineRefused, Spares
+from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest
 from gradrule_server.link.shared_memory import MemoryUse
-from gradrule_server.link.spares import Spares
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import (
     EndReason,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import compile_payload, unload_payload
+from gradrule_server.link.request_scheduler import EngineRequest
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.recovery.endings import lost_before_start

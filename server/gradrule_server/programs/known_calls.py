@@ -18,9 +18,9 @@ from gradrule.common.wire_format import MalformedError, fields, read_varint, var
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
-from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import CallShape, RunTemplate, canonical
+from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_known_call

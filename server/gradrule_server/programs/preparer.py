@@ -24,10 +24,10 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import CallShape, fault_message, shape_message
 from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.request_scheduler import EngineRequest
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.recovery.call_recovery import CallRecovery, ProcessWords

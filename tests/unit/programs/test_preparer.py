@@ -13,9 +13,9 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import CallShape
+from gradrule_server.link.request_scheduler import EngineRequest
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.programs.preparer import Preparer, RegistryLookup
