@@ -1,4 +1,4 @@
-"""Graphs that bring the gradients of their functions along, as a client that traces TensorFlow makes them."""
+"""Builds graphs with embedded custom gradients, as a client that traces TensorFlow makes them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops
 
 import gradrule as gr
-from tests.service.graph_defs import loaded, nodes
+from tests.service.graph_defs import all_nodes, load_graph
 
 Outcome = Any
 _numbers = itertools.count()
 
 
-class Drawing:
-    """A graph that is being drawn. `custom_gradient` takes the place of TensorFlow's and leaves a region behind."""
+class CustomGradientBuilder:
+    """Builds a graph. `custom_gradient` replaces TensorFlow's decorator and leaves a region in the graph."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, function_pb2.FunctionDef] = {}
         self._inner: dict[str, function_pb2.FunctionDef] = {}
 
     def custom_gradient(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """As `tf.custom_gradient`, without variables."""
+        """Wraps a function like `tf.custom_gradient`, without variables."""
 
         def call(*args: Any) -> Any:
             xs = [tf.convert_to_tensor(arg) for arg in args]
@@ -46,7 +46,7 @@ class Drawing:
         return call
 
     def _trace(self, name: str, xs: Sequence[Any], ys: Sequence[Any], backward: Callable[..., Any]) -> list[Any]:
-        """Makes the gradient a function of the library; returns what it needs besides the region's inputs."""
+        """Adds the gradient to the function library; returns the tensors it needs besides the region's inputs."""
         graph = func_graph.FuncGraph(name)
         with graph.as_default():
             dys = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in ys]
@@ -80,8 +80,8 @@ class Drawing:
         self.gradients[name] = _renamed(definition, variables, list(results))
         return further
 
-    def finish(self, graph_def: Any) -> Any:
-        """The GraphDef with its gradients."""
+    def add_gradients(self, graph_def: Any) -> Any:
+        """Returns the GraphDef with its gradient functions."""
         there = {function.signature.name for function in graph_def.library.function}
         for name, function in {**self._inner, **self.gradients}.items():
             if name not in there:
@@ -91,22 +91,22 @@ class Drawing:
         return graph_def
 
 
-def brought(build: Callable[[Callable[..., Any]], None]) -> gr.Graph:
-    """The graph that `build` draws with the `custom_gradient` that it is given."""
-    return loaded(brought_def(build))
+def graph_with_gradients(build: Callable[[Callable[..., Any]], None]) -> gr.Graph:
+    """Returns the graph that `build` makes with the `custom_gradient` it receives."""
+    return load_graph(graph_def_with_gradients(build))
 
 
-def brought_def(build: Callable[[Callable[..., Any]], None]) -> Any:
-    """Its GraphDef."""
-    drawing = Drawing()
+def graph_def_with_gradients(build: Callable[[Callable[..., Any]], None]) -> Any:
+    """Returns the GraphDef that `build` makes with the `custom_gradient` it receives."""
+    drawing = CustomGradientBuilder()
     with tf.Graph().as_default() as graph:
         build(drawing.custom_gradient)
-    return drawing.finish(graph.as_graph_def())
+    return drawing.add_gradients(graph.as_graph_def())
 
 
-def knots(graph_def: Any) -> list[Any]:
-    """All nodes that pass on a region's results."""
-    return [node for node in nodes(graph_def) if "_gradrule_outputs" in node.attr]
+def custom_gradient_nodes(graph_def: Any) -> list[Any]:
+    """Returns all nodes that hold the results of a region."""
+    return [node for node in all_nodes(graph_def) if "_gradrule_outputs" in node.attr]
 
 
 def _here(tensors: Sequence[Any]) -> list[Any]:
@@ -115,7 +115,7 @@ def _here(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _renamed(definition: Any, variables: list[str], results: list[str]) -> Any:
-    """The function with the names of a rule's variables and results."""
+    """Returns the function with the names of a rule's variables and results."""
     renamed = function_pb2.FunctionDef()
     renamed.CopyFrom(definition)
     old = [arg.name for arg in definition.signature.input_arg]

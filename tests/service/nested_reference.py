@@ -1,4 +1,4 @@
-"""The same program without functions, loops and branches: one op after the other, each with its rule, and a tape."""
+"""Computes a nested program without functions, loops and branches: op by op with its rule, on a gradient tape."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Pull = Callable[..., Any]
 
 
 @dataclass
-class Straight:
-    """What comes out. asked: places whose rule was called, constructs: how often each kind of construct ran."""
+class ReferenceResult:
+    """Holds the results. asked: places whose rule was called; constructs: executions of each kind of construct."""
 
     values: dict[str, Any]
     gradients: dict[str, Any]
@@ -53,10 +53,10 @@ class _Run:
         for statement in block.statements:
             value = self._statement(statement, inner, path)
             if block is self.program.top:
-                # A tensor of its own even where a loop makes no turn.
+                # Make a new tensor even if a loop makes no iteration.
                 value = tf.identity(value)
                 if statement.name in self.watched:
-                    # Also where it depends on no x: gradients are asked with respect to it.
+                    # Watch it even if it depends on no x: gradients with respect to it are requested.
                     self.tape.watch(value)
                 self.tops[statement.name] = value
                 value = tf.stop_gradient(value) if statement.name in self.stopped else value
@@ -119,7 +119,7 @@ class _Run:
 
 
 def _chosen(branch: Branch, value: Any, k: int) -> int:
-    """TensorFlow takes the last branch where there is none of that number."""
+    """Returns the branch that runs; TensorFlow takes the last one for an index out of range."""
     if branch.by == "sum":
         return 0 if value.numpy().sum() > branch.limit else 1
     index = k if branch.by == "fed" else int(np.abs(value.numpy()).sum())
@@ -131,8 +131,8 @@ def _sum(values: Sequence[Any]) -> Any:
 
 
 def _own(compute: Callable[..., Any], xs: Sequence[Any], dy: Any) -> list[Any]:
-    """The gradients of the op itself, by a tape of their own. Zeros where there are none."""
-    # One tensor may come in twice.
+    """Computes the gradients of the op itself with another tape; zeros where there are none."""
+    # One tensor may be two inputs.
     xs = [tf.identity(x) for x in xs]
     with tf.GradientTape() as tape:
         tape.watch(xs)
@@ -150,8 +150,8 @@ def evaluate(
     rule_of: Callable[[Place], Pull | None] = lambda place: None,
     grad_ys: Mapping[str, Any] | None = None,
     stopped: frozenset[str] = frozenset(),
-) -> Straight:
-    """Values of the top level by name (results as y0, …), gradients by x. ys, xs, stopped: names of the top level."""
+) -> ReferenceResult:
+    """Returns top-level values by name (results as y0, …) and gradients by x; ys, xs, stopped are top-level names."""
     env = {name: tf.constant(value) for name, value in feeds.items()}
     with tf.GradientTape() as tape:
         for name in env.keys() & set(xs):
@@ -166,4 +166,4 @@ def evaluate(
     ]
     found = tape.gradient(targets, [run.tops[name] for name in xs], upstream)
     gradients = {x: None if value is None else np.asarray(value) for x, value in zip(xs, found, strict=True)}
-    return Straight({name: np.asarray(value) for name, value in run.tops.items()}, gradients, run.asked)
+    return ReferenceResult({name: np.asarray(value) for name, value in run.tops.items()}, gradients, run.asked)

@@ -1,4 +1,4 @@
-"""Requests of few bytes that cost whoever reads them much."""
+"""Makes small requests that are expensive to read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
 
 
 def chain(nodes: int) -> graph_pb2.Graph:
-    """A placeholder and nodes one after the other."""
+    """Makes a placeholder and a chain of nodes."""
     graph = graph_pb2.Graph()
     graph.node.add(name="n0", op="Placeholder", attr={"dtype": _FLOAT})
     for index in range(1, nodes):
@@ -18,7 +18,7 @@ def chain(nodes: int) -> graph_pb2.Graph:
 
 
 def slow_to_select() -> program_pb2.ProgramSpec:
-    """A program whose overrides look at each of many nodes, for minutes."""
+    """Makes a program whose overrides check every node: compiling takes minutes."""
     spec = program_pb2.ProgramSpec(fetches=["n29999"])
     spec.graph.serialized = chain(30_000).SerializeToString()
     spec.vjp.ys.append("n29999")
@@ -31,7 +31,7 @@ def slow_to_select() -> program_pb2.ProgramSpec:
 
 
 def nested_calls() -> program_pb2.ProgramSpec:
-    """Ten kilobytes of functions that call each other twice: 200,000 nodes."""
+    """Makes 10 kB of functions that call each other twice: 200,000 nodes."""
     graph = graph_pb2.Graph()
     for level in range(12):
         function = graph.library.function.add()
@@ -63,5 +63,5 @@ def nested_calls() -> program_pb2.ProgramSpec:
 
 
 def tiny_fields() -> bytes:
-    """An EvaluateRequest of four million fields, a few kilobytes once compressed."""
+    """Makes an EvaluateRequest of four million fields: a few kilobytes when compressed."""
     return b"\x30\x01" * 3_990_000

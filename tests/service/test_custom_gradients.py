@@ -1,4 +1,4 @@
-"""Gradients that a graph brings along: what `tf.custom_gradient` left in it, and what overrides make of it."""
+"""Custom gradients embedded in a graph by `tf.custom_gradient`, and overrides of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused, statuses
-from tests.service.brought_graphs import brought, brought_def, knots
-from tests.service.graph_defs import loaded, placeholder
+from tests.service.custom_gradient_graphs import custom_gradient_nodes, graph_def_with_gradients, graph_with_gradients
+from tests.service.graph_defs import load_graph, placeholder
 
 X = np.float32([-2.0, 0.5, 3.0])
 
 
 @contextlib.contextmanager
-def told(reason: str, text: str) -> Iterator[None]:
-    """The block is refused for this reason, in words that hold the text."""
+def is_refused(reason: str, text: str) -> Iterator[None]:
+    """Asserts that the block is refused for this reason with a message that contains the text."""
     with refused(reason) as refusal:
         yield
     refusal.says(text)
@@ -29,18 +29,18 @@ def told(reason: str, text: str) -> Iterator[None]:
 Build = Callable[[Callable[..., Any], Sequence[Any]], Any]
 
 
-def uploaded(build: Build, count: int = 1) -> gr.Graph:
-    """`build(custom_gradient, xs)` as a graph of placeholders x0, x1, … and the result y."""
-    return brought(lambda custom_gradient: drawn_with(custom_gradient, build, count))
+def graph_of(build: Build, count: int = 1) -> gr.Graph:
+    """Builds `build(custom_gradient, xs)` as a graph of placeholders x0, x1, … and the result y."""
+    return graph_with_gradients(lambda custom_gradient: gradients_on_server(custom_gradient, build, count))
 
 
-def drawn_with(custom_gradient: Callable[..., Any], build: Build, count: int) -> None:
+def gradients_on_server(custom_gradient: Callable[..., Any], build: Build, count: int) -> None:
     xs = [placeholder(f"x{index}", shape=(None,)) for index in range(count)]
     tf.identity(build(custom_gradient, xs), name="y")
 
 
-def locally(build: Build, *values: Any) -> list[Any]:
-    """Gradients of the sum of what `build` makes with TensorFlow's own `custom_gradient`."""
+def gradients_in_tensorflow(build: Build, *values: Any) -> list[Any]:
+    """Computes gradients of the sum of what `build` makes with TensorFlow's own `custom_gradient`."""
     xs = [tf.constant(value) for value in values]
     with tf.GradientTape() as tape:
         tape.watch(xs)
@@ -50,8 +50,8 @@ def locally(build: Build, *values: Any) -> list[Any]:
 
 def assert_same(client: Any, build: Build, *values: Any) -> Any:
     names = [f"x{index}" for index in range(len(values))]
-    r = client.evaluate(uploaded(build, len(values)), dict(zip(names, values, strict=True)), ys=["y"], xs=names)
-    for name, wanted in zip(names, locally(build, *values), strict=True):
+    r = client.evaluate(graph_of(build, len(values)), dict(zip(names, values, strict=True)), ys=["y"], xs=names)
+    for name, wanted in zip(names, gradients_in_tensorflow(build, *values), strict=True):
         assert (r.gradients[name] is None) == (wanted is None)
         if wanted is not None:
             assert_close(r.gradients[name], wanted)
@@ -69,7 +69,7 @@ def spike(custom_gradient: Callable[..., Any]) -> Callable[..., Any]:
     return spike_fn
 
 
-def test_a_function_with_a_gradient_of_its_own(either: Any) -> None:
+def test_function_with_a_custom_gradient(either: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         return 3 * spike(custom_gradient)(2 * xs[0])
 
@@ -127,7 +127,7 @@ def test_several_results_and_an_integer_argument(client: Any) -> None:
     assert_same(client, build, X, np.float32([4.0, 5.0, 6.0]))
 
 
-def test_results_as_variables_and_a_gradient_that_is_not_there(client: Any) -> None:
+def test_gradient_that_uses_results_and_returns_none(client: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         @custom_gradient
         def root(x: Any, z: Any) -> Any:
@@ -155,7 +155,7 @@ def test_a_constant_gradient(client: Any) -> None:
     assert_close(assert_same(client, build, X).gradients["x0"], np.float32([100, 100, 100]))
 
 
-def test_in_a_call(client: Any) -> None:
+def test_custom_gradient_in_a_function(client: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         @tf.function(autograph=False)
         def inner(x: Any) -> Any:
@@ -172,7 +172,7 @@ def test_in_a_call(client: Any) -> None:
     assert all("/" in resolution.node for resolution in r.overrides)
 
 
-def test_in_a_loop(client: Any) -> None:
+def test_custom_gradient_in_a_loop(client: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         def step(n: Any, v: Any, total: Any) -> Any:
             fired = spike(custom_gradient)(v - 0.5)
@@ -183,7 +183,7 @@ def test_in_a_loop(client: Any) -> None:
     assert_same(client, build, np.float32([-0.3, 0.3, 0.7]))
 
 
-def test_in_a_branch(client: Any) -> None:
+def test_custom_gradient_in_a_branch(client: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         x = xs[0]
         return tf.cond(tf.reduce_sum(x) > 0, lambda: 2 * spike(custom_gradient)(x), lambda: x * x)
@@ -192,7 +192,7 @@ def test_in_a_branch(client: Any) -> None:
     assert_same(client, build, -X)
 
 
-def test_calls_loops_and_branches_in_the_gradient_itself(client: Any) -> None:
+def test_gradient_that_contains_calls_loops_and_branches(client: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         @tf.function(autograph=False)
         def halved(v: Any) -> Any:
@@ -212,14 +212,14 @@ def test_calls_loops_and_branches_in_the_gradient_itself(client: Any) -> None:
     assert_same(client, build, -X)
 
 
-def test_a_gradient_for_a_plain_op(client: Any) -> None:
+def test_custom_gradient_of_a_single_op(client: Any) -> None:
     def build(custom_gradient: Any) -> None:
         tf.identity(spike(custom_gradient)(placeholder("x")), name="y")
 
-    graph_def = brought_def(build)
+    graph_def = graph_def_with_gradients(build)
     name = graph_def.library.registered_gradients[0].registered_op_type
     graph_def.node.add(name="s", op="Sign", input=["x"]).attr["_gradient_op_type"].s = name.encode()
-    r = client.evaluate(loaded(graph_def), {"x": X}, ys=["s"], xs=["x"])
+    r = client.evaluate(load_graph(graph_def), {"x": X}, ys=["s"], xs=["x"])
     assert_close(r.gradients["x"], 1 / (1 + np.abs(X)) ** 2)
     assert (r.overrides[0].rule, r.overrides[0].op_type) == (name, "Sign")
 
@@ -232,8 +232,8 @@ def two_spikes(custom_gradient: Any, xs: Any) -> Any:
     return 3 * inner(xs[0]) + tf.sin(spike(custom_gradient)(xs[0]))
 
 
-def test_an_override_of_the_region_by_name(either: Any) -> None:
-    g = uploaded(two_spikes)
+def test_region_is_overridden_by_name(either: Any) -> None:
+    g = graph_of(two_spikes)
     rule = gr.Rule("scale * x * dy", params=["scale"])
     override = gr.Override(rule, region="spike_fn", params={"scale": 2.0})
     r = either.evaluate(g, {"x0": X}, ys=["y"], xs=["x0"], overrides=[override])
@@ -258,25 +258,25 @@ def softened(custom_gradient: Any, xs: Any) -> Any:
     return soft(tf.sin(xs[0]), xs[1])
 
 
-def test_default_goes_through_the_inside(client: Any) -> None:
+def test_default_rule_of_a_region_differentiates_its_nodes(client: Any) -> None:
     def plain(_: Any, xs: Any) -> Any:
         return tf.nn.relu(tf.exp(tf.sin(xs[0])) * xs[1])
 
     z = np.float32([1.0, -1.0, 2.0])
     feeds = {"x0": X, "x1": z}
-    g = uploaded(softened, 2)
+    g = graph_of(softened, 2)
     assert_same(client, softened, X, z)
     r = client.evaluate(g, feeds, ys=["y"], xs=["x0", "x1"], overrides=[gr.Override("default", region="soft")])
-    for name, wanted in zip(("x0", "x1"), locally(plain, X, z), strict=True):
+    for name, wanted in zip(("x0", "x1"), gradients_in_tensorflow(plain, X, z), strict=True):
         assert_close(r.gradients[name], wanted)
-    # Then overrides of what is inside hold.
+    # Overrides of the nodes inside then apply.
     overrides = [gr.Override("default", region="soft"), gr.Override("ste", op_type="Relu")]
     r = client.evaluate(g, feeds, ys=["y"], xs=["x1"], overrides=overrides)
     assert_close(r.gradients["x1"], np.exp(np.sin(X)))
 
 
-def test_a_rule_can_use_the_gradient_through_the_inside(client: Any) -> None:
-    g = uploaded(softened, 2)
+def test_rule_of_a_region_can_use_the_default_gradient(client: Any) -> None:
+    g = graph_of(softened, 2)
     z = np.float32([1.0, -1.0, 2.0])
     rule = gr.Rule("(2 * default, default1)")
     r = client.evaluate(g, {"x0": X, "x1": z}, ys=["y"], xs=["x0", "x1"], overrides=[gr.Override(rule, region="soft")])
@@ -286,17 +286,17 @@ def test_a_rule_can_use_the_gradient_through_the_inside(client: Any) -> None:
 
 
 def test_nodes_inside_are_off_the_path(client: Any) -> None:
-    g = uploaded(softened, 2)
+    g = graph_of(softened, 2)
     feeds = {"x0": X, "x1": X}
     inside = gr.Override(gr.Rule("1000 * dy"), op_type="Relu", optional=True)
     r = client.evaluate(g, feeds, ys=["y"], xs=["x0"], overrides=[inside])
-    assert_close(r.gradients["x0"], locally(softened, X, X)[0])
+    assert_close(r.gradients["x0"], gradients_in_tensorflow(softened, X, X)[0])
     assert {resolution.status for resolution in r.overrides if resolution.op_type == "Relu"} == {"off_path"}
-    with told("INACTIVE_OVERRIDE", "off the path"):
+    with is_refused("INACTIVE_OVERRIDE", "off the path"):
         client.evaluate(g, feeds, ys=["y"], xs=["x0"], overrides={"Relu": "ste"})
 
 
-def test_positions_and_patterns_pass_a_region_by(client: Any) -> None:
+def test_positions_and_patterns_count_a_region_as_one_node(client: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         @custom_gradient
         def f(x: Any) -> Any:
@@ -304,41 +304,41 @@ def test_positions_and_patterns_pass_a_region_by(client: Any) -> None:
 
         return tf.sin(f(tf.nn.relu(xs[0])))
 
-    g = uploaded(build)
+    g = graph_of(build)
     double = gr.Rule("2 * dy")
     last = gr.Override(double, op_type="Relu", position="nearest_ys")
     r = client.evaluate(g, {"x0": X}, ys=["y"], xs=["x0"], overrides=[last])
     assert_close(r.gradients["x0"], 2 * 5 * np.cos(np.maximum(X, 0)))
-    # The outer Relu is alone in feeding the region, which counts as one node.
+    # Only the outer Relu feeds the region, which counts as one node.
     through = [gr.Override("default", region="f"), gr.Override(double, pattern=("Relu", "Relu"))]
     r = client.evaluate(g, {"x0": X}, ys=["y"], xs=["x0"], overrides=through)
     assert [len(resolution.nodes) for resolution in r.overrides if resolution.nodes] == [2]
 
 
-def test_an_op_override_of_the_node_sees_the_region(client: Any) -> None:
-    g = uploaded(softened, 2)
+def test_override_by_op_type_applies_to_the_region(client: Any) -> None:
+    g = graph_of(softened, 2)
     override = gr.Override(gr.Rule("(x * dy, None)"), op_type="IdentityN")
     r = client.evaluate(g, {"x0": X, "x1": X}, ys=["y"], xs=["x0", "x1"], overrides=[override])
     assert_close(r.gradients["x0"], np.sin(X) * np.cos(X))
     assert r.gradients["x1"] is None
 
 
-def test_a_region_that_is_not_there(client: Any) -> None:
-    g = uploaded(two_spikes)
-    with told("UNMATCHED_OVERRIDE", "'spike_fn'"):
+def test_override_of_an_unknown_region_is_refused(client: Any) -> None:
+    g = graph_of(two_spikes)
+    with is_refused("UNMATCHED_OVERRIDE", "'spike_fn'"):
         client.evaluate(g, {"x0": X}, ys=["y"], xs=["x0"], overrides=[gr.Override("ste", region="spike_f")])
-    plain = uploaded(lambda _, xs: tf.sin(xs[0]))
-    with told("UNMATCHED_OVERRIDE", "none"):
+    plain = graph_of(lambda _, xs: tf.sin(xs[0]))
+    with is_refused("UNMATCHED_OVERRIDE", "none"):
         client.evaluate(plain, {"x0": X}, ys=["y"], xs=["x0"], overrides=[gr.Override("ste", region="f")])
-    with told("INVALID_OVERRIDE", "op_type"):
+    with is_refused("INVALID_OVERRIDE", "op_type"):
         both = gr.Override("ste", region="spike_fn", op_type="IdentityN")
         client.evaluate(g, {"x0": X}, ys=["y"], xs=["x0"], overrides=[both])
 
 
 def broken(change: Callable[[Any], None]) -> gr.Graph:
-    graph_def = brought_def(lambda custom_gradient: drawn_with(custom_gradient, softened, 2))
+    graph_def = graph_def_with_gradients(lambda custom_gradient: gradients_on_server(custom_gradient, softened, 2))
     change(graph_def)
-    return loaded(graph_def)
+    return load_graph(graph_def)
 
 
 def _no_function(graph_def: Any) -> None:
@@ -346,11 +346,11 @@ def _no_function(graph_def: Any) -> None:
 
 
 def _no_registration(graph_def: Any) -> None:
-    for node in knots(graph_def):
+    for node in custom_gradient_nodes(graph_def):
         node.attr["_gradient_op_type"].s = b"CustomGradient-7"
 
 
-def _form_of_tensorflow(graph_def: Any) -> None:
+def _registration_like_tensorflow(graph_def: Any) -> None:
     signature = graph_def.library.function[0].signature
     function = graph_def.library.function[0]
     for arg in signature.input_arg:
@@ -360,15 +360,15 @@ def _form_of_tensorflow(graph_def: Any) -> None:
 
 
 def _too_many_results(graph_def: Any) -> None:
-    knots(graph_def)[0].attr["_gradrule_outputs"].i = 40
+    custom_gradient_nodes(graph_def)[0].attr["_gradrule_outputs"].i = 40
 
 
 def _no_counts(graph_def: Any) -> None:
-    del knots(graph_def)[0].attr["_gradrule_inputs"]
+    del custom_gradient_nodes(graph_def)[0].attr["_gradrule_inputs"]
 
 
-def _gradient_of_what_is_no_input(graph_def: Any) -> None:
-    knots(graph_def)[0].attr["_gradrule_inputs"].i = 1
+def _gradient_for_a_non_input(graph_def: Any) -> None:
+    custom_gradient_nodes(graph_def)[0].attr["_gradrule_inputs"].i = 1
 
 
 def _on_another_op(graph_def: Any) -> None:
@@ -398,21 +398,21 @@ def _calls_itself(graph_def: Any) -> None:
     [
         (_no_function, "INVALID_GRAPH", "'elsewhere'"),
         (_no_registration, "FOREIGN_GRADIENT", "gr.trace"),
-        (_form_of_tensorflow, "FOREIGN_GRADIENT", "gr.load"),
+        (_registration_like_tensorflow, "FOREIGN_GRADIENT", "gr.load"),
         (_too_many_results, "INVALID_GRAPH", "_gradrule_outputs"),
         (_no_counts, "INVALID_GRAPH", "_gradrule_inputs"),
         (_on_another_op, "INVALID_GRAPH", "IdentityN"),
-        (_gradient_of_what_is_no_input, "RULE_ARITY", "dx1"),
+        (_gradient_for_a_non_input, "RULE_ARITY", "dx1"),
         (_other_types, "RULE_NOT_APPLICABLE", "float64"),
         (_calls_itself, "GRAPH_CYCLE", "themselves"),
     ],
 )
-def test_what_does_not_fit_is_told(client: Any, change: Callable[[Any], None], reason: str, text: str) -> None:
-    with told(reason, text):
+def test_invalid_custom_gradient_is_refused(client: Any, change: Callable[[Any], None], reason: str, text: str) -> None:
+    with is_refused(reason, text):
         client.evaluate(broken(change), {"x0": X, "x1": X}, ys=["y"], xs=["x0", "x1"])
 
 
-def test_statuses_of_what_is_not_asked(client: Any) -> None:
+def test_status_of_an_override_off_the_path(client: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         return tf.sin(xs[0]) + 0 * tf.stop_gradient(spike(custom_gradient)(xs[0]))
 
@@ -420,26 +420,26 @@ def test_statuses_of_what_is_not_asked(client: Any) -> None:
     assert list(statuses(r).values()) == ["off_path"]
 
 
-def test_programs_keep_what_their_graph_brought(client: Any) -> None:
+def test_compiled_programs_keep_custom_gradients(client: Any) -> None:
     def build(custom_gradient: Any, xs: Any) -> Any:
         return 3 * spike(custom_gradient)(2 * xs[0])
 
-    g = uploaded(build)
+    g = graph_of(build)
     first = client.compile(g, ys=["y"], xs=["x0"])
     assert first.digests.program == client.compile(g, ys=["y"], xs=["x0"]).digests.program
-    assert_close(first(x0=X).gradients["x0"], locally(build, X)[0])
+    assert_close(first(x0=X).gradients["x0"], gradients_in_tensorflow(build, X)[0])
 
 
-def test_a_rule_with_the_rule_for_its_own_gradient(either: Any) -> None:
+def test_rule_with_a_rule_for_its_own_gradient(either: Any) -> None:
     inner = gr.Rule("each(dy0)", params={"b": 3.0})
     gradient = gr.Rule("(b * dy * x2, None, dy * y)", params={"b": 2.0}, gradient=inner)
     created = either.create_rule("SoftSign", "dy * exp(x)", gradient=gradient)
     try:
-        told = either.get_rule("SoftSign")
-        assert told.digest == created.digest
-        assert told.gradient is not None and told.gradient.gradient is not None
-        assert told.gradient.expression == "(b * dy * x2, None, dy * y)"
-        assert told.params == {"b": 2.0}
+        is_refused = either.get_rule("SoftSign")
+        assert is_refused.digest == created.digest
+        assert is_refused.gradient is not None and is_refused.gradient.gradient is not None
+        assert is_refused.gradient.expression == "(b * dy * x2, None, dy * y)"
+        assert is_refused.params == {"b": 2.0}
         g = gr.Graph()
         g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
         r = either.evaluate(g, {"x": X}, ys=["y"], xs=["x"], overrides={"Sign": "SoftSign"})
