@@ -9,9 +9,8 @@ from gradrule.common.fast_paths import disabled_paths
 from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, InFlightLimits
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
-from gradrule_server.front.server import ConnectionSettings
+from gradrule_server.front.server import Certificates, ConnectionSettings
 from gradrule_server.front.tenants import SharedResources, Tenants
-from gradrule_server.front.tls import Certificates
 from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwt_verifier import JwtVerifier
@@ -21,8 +20,8 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.system_memory import available_memory, memory_share
 from gradrule_server.operations.operations import OperationsSettings
-from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
-from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
+from gradrule_server.operations.status import CacheStatus, QueueStatus, Sources
+from gradrule_server.operations.status import Quarantined as QuarantinedStatus
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp

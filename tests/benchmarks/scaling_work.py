@@ -106,7 +106,7 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     from gradrule_server import graphs
     from gradrule_server.link.messages import CallShape
     from gradrule_server.preparation.prepare import prepare
-    from gradrule_server.preparation.rule_lookup import SnapshotLookup
+    from gradrule_server.preparation.references import SnapshotRuleLookup
     from gradrule_server.registry.blobs import BlobStore
 
     spec = program_pb2.ProgramSpec(fetches=["y"])
@@ -114,7 +114,7 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     spec.vjp.ys.append("y")
     spec.vjp.xs.append("x")
     spec.overrides.add(definition={"expression": RULE}).selector.op_type = "Sign"
-    lookup, found = SnapshotLookup(b""), []
+    lookup, found = SnapshotRuleLookup(b""), []
     store = BlobStore(folder / "blobs", 0)
     result = {
         "check and expand": measured(lambda: found.append(prepare(spec, CallShape(), lookup, graphs.Limits(), store))),
@@ -133,7 +133,7 @@ def _runs(call: Callable[[], object]) -> dict[str, dict[str, float]]:
 def engine(folder: Path) -> dict[str, dict[str, float]]:
     """What the engine does with what the front end sends."""
     from gradrule_server.engine.build import build
-    from gradrule_server.engine.tf_config import configure_optimizer
+    from gradrule_server.engine.process import configure_optimizer
     from gradrule_server.link.v1 import link_pb2
 
     configure_optimizer()

@@ -13,15 +13,15 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
-from gradrule_server.engine.blobs import BlobReader, VariableCache
-from gradrule_server.engine.build import BuiltProgram, build, describe
-from gradrule_server.engine.forward_runs import ForwardRuns
-from gradrule_server.engine.jit.background import JitCompiler
-from gradrule_server.engine.large_tensors import cut_large_tensors
+from gradrule_server.engine.build import build
+from gradrule_server.engine.describe import describe
+from gradrule_server.engine.jit import JitCompiler
+from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
 from gradrule_server.engine.memory import memory_error
-from gradrule_server.engine.run import run
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.run import ForwardRuns, run
 from gradrule_server.engine.sessions import Sessions
-from gradrule_server.engine.shared_memory import AttachedMemories
+from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.messages import fault_message
@@ -56,10 +56,10 @@ class EngineService:
         self._device = device
         self._disabled_fast_paths = disabled_fast_paths
         self._programs: dict[str, BuiltProgram] = {}
-        self._sessions = Sessions(self._reader, self._variable_cache, self._program, device)
+        self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, device)
         self._forward_runs = ForwardRuns(self._reader)
         self._memories = memories or AttachedMemories(None)
-        self._batches = BatchRunner(frames, self._reader, self._memories, self._program, self._answering)
+        self._batches = BatchRunner(frames, self._reader, self._memories, self._find_program, self._answering)
         self._on_worker = on_worker
         self._is_worker = False
         self._preparation = PreparationService(frames, lambda folder, name: blobs.for_folder(folder).read(name))
@@ -108,10 +108,12 @@ class EngineService:
         if frame.kind is Kind.TOLD:
             self._preparation.deliver_answer(frame)
             return
-        payload, contents = cut_large_tensors(frame.kind, frame.payload)
+        payload, contents = frame.payload, NO_LARGE_TENSORS
+        if not isinstance(payload, bytes):
+            payload, contents = cut_large_tensors(frame.kind, payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)
-            answer = run(self._program(request.key), request, contents, self._reader, self._memories)
+            answer = run(self._find_program(request.key), request, contents, self._reader, self._memories)
             self._frames.send(Kind.RAN, frame.request_id, answer)
         elif frame.kind is Kind.DETACH:
             self._memories.detach(bytes(payload))
@@ -125,7 +127,7 @@ class EngineService:
                 self._jit.report_dropped(key)
         elif frame.kind is Kind.FORWARD:
             forward = link_pb2.ForwardRequest.FromString(payload)
-            kept = self._forward_runs.forward(self._program(forward.run.key), forward, contents, self._device)
+            kept = self._forward_runs.forward(self._find_program(forward.run.key), forward, contents, self._device)
             self._frames.send(Kind.RAN, frame.request_id, kept.SerializeToString())
         elif frame.kind is Kind.PULL_BACK:
             gradients = self._forward_runs.pull_back(link_pb2.PullBackRequest.FromString(payload), contents)
@@ -142,7 +144,7 @@ class EngineService:
         else:
             raise DecodeError(f"an engine takes no {frame.kind.name}")
 
-    def _program(self, key: str) -> BuiltProgram:
+    def _find_program(self, key: str) -> BuiltProgram:
         built = self._programs.get(key)
         if built is None:
             message = f"the engine holds no program {key!r}"

@@ -1,8 +1,8 @@
 """Accepts memory that clients on this host share, and finds it again for their calls.
 
-An authenticated caller gets two keys, and connects with them to a Unix socket of the server (docs/shared-memory.md).
-The memory belongs to the tenant of that call, and the server keeps it until the socket closes. The kernel closes the
-socket when either process ends.
+An authenticated caller gets two keys, and connects with them to a Unix socket of the server
+(docs/guide/shared-memory.md). The memory belongs to the tenant of that call, and the server keeps it until the socket
+closes. The kernel closes the socket when either process ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Protocol
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.arriving_requests import ByteCounter
-from gradrule_server.front.blocking_threads import BlockingThreads
+from gradrule_server.front.admission import ByteCounter
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory_connections import (
     KEY_BYTES,
+    BlockingThreads,
     Handshake,
     Keys,
     MemoryConnection,

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule.v1 import override_pb2
-from tests.service.brought_graphs import brought_def
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.custom_gradient_graphs import graph_def_with_gradients
+from tests.service.graph_defs import build_graph_def, placeholder
 from tests.unit.engine.second_order import twice, twice_locally
 
 X = np.float32([-1.5, 0.5, 2.0])
@@ -23,15 +23,16 @@ Custom = Callable[..., Any]
 
 
 def assert_same(build: Callable[[Custom, Any], Any], reference: Callable[[Any], Any] | None = None) -> list[Any]:
-    """The graph that brings its gradients along gives what TensorFlow gives where they are functions of Python.
+    """Compares a graph with embedded gradients to TensorFlow with the same gradients as Python functions.
 
-    `reference`: the same by other means, for TensorFlow cannot nest them in calls, loops and branches.
+    `reference`: the same function written without custom gradients, which TensorFlow cannot nest in calls, loops and
+    branches.
     """
 
     def draw(custom_gradient: Custom) -> None:
         tf.identity(build(custom_gradient, placeholder("x", shape=(3,))), name="y")
 
-    got = twice(brought_def(draw).SerializeToString(), {"x": X}, "y", DY, SEED)
+    got = twice(graph_def_with_gradients(draw).SerializeToString(), {"x": X}, "y", DY, SEED)
     wanted = twice_locally(reference or (lambda x: build(tf.custom_gradient, x)), [X], DY, SEED)
     assert [value is None for value in got] == [value is None for value in wanted]
     for value, expected in zip(got, wanted, strict=True):
@@ -41,7 +42,7 @@ def assert_same(build: Callable[[Custom, Any], Any], reference: Callable[[Any], 
 
 
 def fused(custom_gradient: Custom) -> Callable[[Any], Any]:
-    """The nested example of TensorFlow's page: a fused op whose gradient has a gradient of its own."""
+    """Returns the nested example of TensorFlow's documentation: a fused op whose gradient has its own gradient."""
 
     @custom_gradient
     def op_with_fused_backprop(x: Any) -> Any:
@@ -65,14 +66,14 @@ def fused(custom_gradient: Custom) -> Callable[[Any], Any]:
 
 
 def jet(v: Any, value: Any, first: Any, second: Any) -> Any:
-    """A function of plain ops that has, where v is, this value and these derivatives."""
+    """Computes, with plain ops, a function that has this value and these derivatives at v."""
     away = v - tf.stop_gradient(v)
     value, first, second = map(tf.stop_gradient, (value, first, second))
     return value + first * away + second * away * away / 2
 
 
 def fused_jet(v: Any) -> Any:
-    """What `fused` does."""
+    """Computes the same as `fused`, with plain ops."""
     return jet(v, v**3, 7 * v**2, 11 * v)
 
 
@@ -159,7 +160,7 @@ def sign_graph() -> bytes:
     def build() -> None:
         tf.identity(2 * tf.raw_ops.Sign(x=3 * placeholder("x", shape=(3,))), name="y")
 
-    found: bytes = drawn(build).SerializeToString()
+    found: bytes = build_graph_def(build).SerializeToString()
     return found
 
 

@@ -16,7 +16,7 @@ import pytest
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
-from gradrule_server.link import spares as spares_module
+from gradrule_server.link import process as process_module
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.pool import EnginePool
@@ -24,7 +24,8 @@ from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs import loaded as loaded_module
-from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
+from gradrule_server.programs.engine_cache import Load, Loadable
+from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter
@@ -323,7 +324,7 @@ async def test_program_whose_compilation_ended_an_engine_is_not_loaded_again(
 ) -> None:
     """A spare replaces the process before the callers learn that the load failed."""
     starter = Starter()
-    monkeypatch.setattr(spares_module, "start_process", starter)
+    monkeypatch.setattr(process_module, "start_process", starter)
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     pool = EnginePool(ProcessOptions("cpu", 4), engines=1, spares=1, heartbeat_s=0)
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
@@ -455,18 +456,34 @@ async def test_endless_load_ends_the_engine_although_calls_wait(
     assert all(isinstance(end, BaseException) for end in await asyncio.gather(*waiting, return_exceptions=True))
 
 
+class LoopClock:
+    """The clock of the running event loop, which a test moves forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        real_time, self._ahead_s = loop.time, 0.0
+        monkeypatch.setattr(loop, "time", lambda: real_time() + self._ahead_s)
+
+    async def advance(self, seconds: float) -> None:
+        """Moves the clock forward, and runs what is due then."""
+        self._ahead_s += seconds
+        # A timer that is due may set another one that is due as well.
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
 async def test_time_limit_of_a_load_begins_when_it_starts(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
+    clock, limit_s = LoopClock(monkeypatch), engine_cache_module._LOAD_S
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     engine.submit(Kind.COMPILE, b"long")
     with loaded.hold(program("b"), ends_at=0.0) as waits:
-        await asyncio.sleep(0.3)
+        await clock.advance(10 * limit_s)
         engine.answer(b"long", Kind.COMPILED)
         assert waits.work.started_at is not None
-        await asyncio.sleep(0.05)
+        await clock.advance(limit_s / 2)
         assert not engine.fake.is_killed
-        await asyncio.sleep(0.1)
+        await clock.advance(limit_s)
         assert not engine.is_ready
 
 
