@@ -55,7 +55,7 @@ def _requests(graph: Any, words: Words) -> list[link_pb2.CompileRequest]:
 def _description(built: BuiltProgram) -> dict[str, Any]:
     return {
         "statuses": built.statuses,
-        "defaulted": built.defaulted,
+        "default_gradient_nodes": built.default_gradient_nodes,
         "without": [item.SerializeToString() for item in built.without_gradient],
         "made": built.made,
         "layout": built.layout,
