@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule._builder.names import UniqueNames, glob
+from gradrule._builder.names import UniqueNames, glob_pattern
 from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
 
@@ -284,7 +284,7 @@ def test_find() -> None:
     ],
 )
 def test_globs(pattern: str, name: str, matches: bool) -> None:
-    assert bool(glob(pattern).fullmatch(name)) == matches
+    assert bool(glob_pattern(pattern).fullmatch(name)) == matches
 
 
 def test_a_loaded_graph_keeps_its_bytes_and_can_be_extended() -> None:
