@@ -49,7 +49,7 @@ class AsyncClientBase:
         self._transfer = transfer
         self._timeout = timeout
         routes = Routes(use_stream=stream)
-        self._memory = SharedMemory(is_upload=shared_memory)
+        self._memory = SharedMemory(is_enabled=shared_memory)
         self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, self._closed)
         self.target = target
 
