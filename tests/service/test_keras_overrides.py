@@ -235,3 +235,16 @@ def test_layers_off_the_path_are_errors_unless_optional(client: Any, tmp_path: P
     # Of a class one layer on the path is enough.
     result = client.evaluate(model, overrides=gr.keras.overrides(graph, {(layers.Conv2D, "Relu"): "ste"}), **words)
     assert {row.status for row in result.overrides} == {"active", "off_path"}
+
+
+def test_classes_with_hundreds_of_layers(client: Any) -> None:
+    """The names of these layers together are far longer than a regular expression may be."""
+    x = inputs = keras.Input((4,), name="x")
+    for number in range(120):
+        x = layers.ReLU(name=f"a_rather_long_name_of_a_layer_{number}")(layers.Dense(4)(x))
+    graph = gr.from_keras(keras.Model(inputs, x))
+    for key in (layers.ReLU, (layers.ReLU, "Relu")):
+        explanation = client.explain(
+            graph, ys=list(graph.outputs), xs="x", overrides=gr.keras.overrides(graph, {key: "guided_relu"})
+        )
+        assert len(explanation.overrides) == 120

@@ -36,6 +36,8 @@ def matched(client: Any, *overrides: Any, graph: gr.Graph | None = None, xs: Any
     ("conditions", "nodes"),
     [
         ({"node_regex": "block[0-9]+/[ac]"}, {"block1/a", "block2/c"}),
+        ({"node": ["block1/a", "block2/*", "none"]}, {"block1/a", "block2/c"}),
+        ({"node": ["**"], "op_type": "Tanh"}, {"block1/b"}),
         ({"node_regex": "block1/.*", "op_type": "Tanh"}, {"block1/b"}),
         ({"op_type": "@activation"}, {"block1/a", "block1/b", "block2/c", "side"}),
         ({"op_type": "@activation", "scope": "block1"}, {"block1/a", "block1/b"}),
@@ -63,6 +65,12 @@ def test_conditions(either: Any, conditions: dict[str, Any], nodes: set[str]) ->
     ("conditions", "reason", "says"),
     [
         ({"node_regex": "a("}, "INVALID_OVERRIDE", "missing )"),
+        (
+            {"node": ["b*"] + [f"{number}*" for number in range(1000)]},
+            "INVALID_OVERRIDE",
+            "1001 of its nodes are globs",
+        ),
+        ({"node": ["block1", "blok2"]}, "UNMATCHED_OVERRIDE", "named 'block1' or like 1 other names"),
         ({"node_regex": "block"}, "UNMATCHED_OVERRIDE", "as a whole"),
         ({"op_type": "@activations"}, "UNKNOWN_OP_TYPE", "'@activation'"),
         ({"op_type": "@convolution"}, "UNMATCHED_OVERRIDE", "Conv2D"),

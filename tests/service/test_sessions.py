@@ -160,6 +160,17 @@ def test_sparse_gradients_update_only_their_rows(client: Any) -> None:
         assert_close(s.read()["table"], expected, rtol=1e-5)
 
 
+def test_results_go_by_aliases(either: Any) -> None:
+    graph = linear()
+    graph.aliases.update(rows="x", total="loss")
+    with either.session(graph) as s:
+        r = s.evaluate({"rows": X, "t": T}, ["total"], ys="total", xs=["rows"])
+        assert (list(r.outputs), list(r.gradients)) == (["total"], ["rows"])
+        step = s.step({"rows": X, "t": T}, "total", gr.optimizers.SGD(0.1), fetches=["total"])
+        assert list(step.outputs) == ["total"]
+        assert step.outputs["loss"] == step.outputs["total"] == step.loss == r.outputs["total"]
+
+
 def test_what_the_graph_assigns_is_kept(client: Any) -> None:
     """A moving average, as batch normalisation has one, and a counter."""
 

@@ -348,3 +348,72 @@ def test_several_variables_in_containers(either: Any) -> None:
     graph = gr.trace(fn, SPEC)
     assert set(graph.variables) == {"w", "b", "scale"}
     assert_as_local(either, graph, fn, X, {"w": w, "b": b, "scale": scale})
+
+
+# Outputs that are intermediate tensors.
+
+
+def features_and_score(x: Any) -> Any:
+    h = tf.tanh(2.0 * x)
+    return {"h": h, "y": tf.reduce_sum(h**3)}
+
+
+def test_an_alias_is_the_tensor_itself(either: Any) -> None:
+    graph = gr.trace(features_and_score, SPEC)
+    h = np.tanh(2 * X)
+    r = either.evaluate(graph, {"x": X}, ["h"], ys="y", xs=["h", "x"])
+    assert_close(r.outputs["h"], h)
+    np.testing.assert_allclose(r.gradients["h"], 3 * h**2, rtol=1e-5)
+    np.testing.assert_allclose(r.gradients["x"], 6 * h**2 * (1 - h**2), rtol=1e-4, atol=1e-6)
+    fed = either.evaluate(graph, {"x": X, "h": np.ones_like(X)}, ["y", "h"])
+    assert_close(fed.outputs["y"], np.float32(X.size))
+    stopped = either.evaluate(graph, {"x": X}, ys="y", xs="x", stop_gradients="h")
+    assert stopped.gradients["x"] is None
+
+
+def test_grad_cam_of_a_submodel_in_both_modes(client: Any) -> None:
+    layers = keras.layers
+    image = keras.Input((6, 6, 2), name="image")
+    conv = layers.Conv2D(3, 3, name="conv")(image)
+    y = layers.Dense(2, name="score")(
+        layers.GlobalAveragePooling2D()(layers.BatchNormalization(name="norm")(conv) ** 2)
+    )
+    model = keras.Model(image, [conv, y])
+    x = np.random.default_rng(3).normal(size=(4, 6, 6, 2)).astype(np.float32)
+    # Training assigns moving averages, which depend on the convolution.
+    for training in (False, True):
+        graph = gr.from_keras(model, training=training)
+        with tf.GradientTape() as tape:
+            features, score = model(x, training=training)
+        r = client.evaluate(graph, {"image": x}, ["score"], ys="score", xs="conv")
+        np.testing.assert_allclose(r.gradients["conv"], tape.gradient(score, features), rtol=1e-4, atol=1e-6)
+
+
+def test_moving_averages_change_with_the_output(client: Any) -> None:
+    image = keras.Input((3,), name="x")
+    norm = keras.layers.BatchNormalization(name="norm")(image)
+    graph = gr.from_keras(keras.Model(image, [norm, keras.layers.Dense(1, name="y")(norm)]), training=True)
+    with client.session(graph) as session:
+        before = dict(session.read())
+        session.evaluate({"x": X}, ["y"])
+        after = session.read()
+    assert {name for name in before if not np.array_equal(before[name], after[name])} == {
+        "norm/moving_mean", "norm/moving_variance",
+    }  # fmt: skip
+
+
+def test_overrides_do_not_select_identities_that_tracing_added(either: Any) -> None:
+    @tf.function
+    def inner(x: Any) -> Any:
+        return tf.cond(tf.reduce_sum(x) > 1e9, lambda: tf.sin(x), lambda: 2.0 * x)
+
+    graph = gr.trace(lambda x: {"y": inner(tf.identity(x, name="mine")), "same": x}, SPEC)
+    r = either.evaluate(graph, {"x": X}, ys="y", xs="x", overrides={"Identity": "gradient_reversal"})
+    np.testing.assert_allclose(r.gradients["x"], np.full_like(X, -2.0))
+    assert set(rules_by_node(r)) == {"mine"}
+    everywhere = gr.Override("gradient_reversal", node="**", op_type="Identity")
+    r = either.evaluate(graph, {"x": X}, ys="y", xs="x", overrides=[everywhere])
+    assert set(rules_by_node(r)) == {"mine"}
+    named = gr.Override("gradient_reversal", node=graph.tensor("same").node)
+    r = either.evaluate(graph, {"x": X}, ys="same", xs="x", overrides=[named])
+    np.testing.assert_allclose(r.gradients["x"], -np.ones_like(X))

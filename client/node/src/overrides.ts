@@ -41,6 +41,8 @@ export interface Conditions {
   readonly opType?: string;
   /** Exact name, a glob (`*` and `?` do not match `/`, `**` does), or a handle of the node. */
   readonly node?: string | Output;
+  /** Exact names, globs and handles; the node must match one of them. */
+  readonly nodes?: readonly (string | Output)[];
   /** Regular expression (RE2) that must match the whole name. */
   readonly nodeRegex?: string;
   /** Name scope: nodes whose names start with `scope/`. */
@@ -99,6 +101,7 @@ const OVERRIDE_PROPERTIES = [
   "rule",
   "opType",
   "node",
+  "nodes",
   "nodeRegex",
   "scope",
   "position",
@@ -187,6 +190,7 @@ function selectorMessage(conditions: Conditions, where: string, graph: Graph | u
     nodeRegex: text(conditions.nodeRegex, "nodeRegex", where),
     scope: text(conditions.scope, "scope", where),
   });
+  if (conditions.nodes !== undefined) selector.nodes = nodeNames(conditions.nodes, where, graph);
   if (position !== undefined) selector.position = positionMessage(position, where);
   if (pattern !== undefined) selector.pattern = checkedPattern(pattern, where);
   if (dtype !== undefined) {
@@ -226,6 +230,15 @@ function positionMessage(position: Position, where: string): PositionMessage {
   }
   throw invalid(
     `position of ${where} is ${listChoices(Object.keys(NEAREST))}, or an integer, not ${formatValue(position)}.`,
+  );
+}
+
+function nodeNames(nodes: readonly (string | Output)[], where: string, graph: Graph | undefined): string[] {
+  if (!Array.isArray(nodes) || nodes.length === 0) {
+    throw invalid(`nodes of ${where} is a list of names and handles, not ${formatValue(nodes)}.`);
+  }
+  return nodes.map((node: string | Output) =>
+    node instanceof Output ? nodeNameOfHandle(node, graph) : text(node, "nodes", where, "a string or a handle"),
   );
 }
 

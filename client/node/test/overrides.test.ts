@@ -55,6 +55,7 @@ test("each condition selects the nodes that it says", async () => {
   const g = tower();
   const a = g.get("block1/a");
   const rows: [Omit<Override, "rule">, string[]][] = [
+    [{ nodes: ["block1/a", "block2/*"] }, ["block1/a", "block2/c"]],
     [{ nodeRegex: "block[0-9]+/[ac]" }, ["block1/a", "block2/c"]],
     [{ opType: "@activation" }, ["block1/a", "block1/b", "block2/c", "side"]],
     [{ opType: "@activation", scope: "block1" }, ["block1/a", "block1/b"]],

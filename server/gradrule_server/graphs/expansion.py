@@ -181,12 +181,13 @@ class _Expansion:
         """
         copy, resolver = self._copy, self._resolver
         self._context = self._resolution_context()
-        checks = len(resolver.matchers) * len(copy.candidates)
+        patterns = sum(matcher.pattern_count for matcher in resolver.matchers)
+        checks = patterns * len(copy.candidates)
         if checks > self._limits.selections:
             for matcher in resolver.matchers:
                 matcher.faulty = True
             message = (
-                f"{len(resolver.matchers)} overrides would each be checked against {len(copy.candidates)} nodes, "
+                f"{patterns} overrides and globs would each be checked against {len(copy.candidates)} nodes, "
                 f"{checks} checks in all; "
                 f"{self._limits.selections} is the most (--max-selections). Select more nodes with fewer overrides."
             )

@@ -29,6 +29,10 @@ GRADIENT_ATTR = "_gradient_op_type"
 OUTPUTS_ATTR = "_gradrule_outputs"
 INPUTS_ATTR = "_gradrule_inputs"
 REGION_ATTR = "_gradrule_region"
+
+# Attribute of nodes that tracing added; overrides select them only by their exact names.
+ADDED_ATTR = "_gradrule_added"
+
 CUSTOM_GRADIENT_ATTRS = frozenset({OUTPUTS_ATTR, INPUTS_ATTR, REGION_ATTR})
 
 CALLS = ops_with("call")

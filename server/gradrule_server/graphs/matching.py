@@ -15,7 +15,7 @@ from gradrule.common.dtypes import dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Finding, Findings, Reason, quote, similar_name_hint
-from gradrule_server.graphs.ir import Node
+from gradrule_server.graphs.ir import ADDED_ATTR, Node
 from gradrule_server.graphs.selectors import ANY_TEXT, OverrideMatcher, compile_regex, op_types_of, re2_options
 
 # Cached pattern combinations; the limit keeps hostile graphs from filling the memory.
@@ -55,6 +55,8 @@ class SelectorIndex:
         found = self._op_types.matching(node.op_type) & self._dtypes.matching(node.outputs[0] if node.outputs else 0)
         if found and self._attrs:
             found &= self._attrs_of(node.attrs)
+        if found and ADDED_ATTR in node.attrs:
+            found &= self.names.naming(name)
         return found and found & self.names.match(name)
 
     def _attrs_of(self, attrs: Mapping[str, AttrValue]) -> int:
@@ -69,7 +71,7 @@ class SelectorIndex:
 
 
 class NameIndex:
-    """Matches public names against the scope, node and node_regex of all selectors."""
+    """Matches public names against the scope, node names and node_regex of all selectors."""
 
     def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
         self._scopes = _Lookup()
@@ -78,37 +80,40 @@ class NameIndex:
         with_pattern: list[list[int]] = [[], []]
         for number, matcher in enumerate(matchers):
             self._scopes.add(number, (matcher.prefix,) if matcher.prefix else None)
-            self._exact.add(number, (matcher.exact,) if matcher.exact else None)
-            for place, pattern in enumerate((matcher.glob, matcher.regex)):
-                if pattern:
+            self._exact.add(number, matcher.exact if matcher.exact or matcher.globs else None)
+            for place, patterns in enumerate((matcher.globs, (matcher.regex,))):
+                for pattern in filter(None, patterns):
                     numbers.setdefault(pattern, len(numbers))
                     with_pattern[place].append(number)
         self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
         self._patterns = PatternSet(list(numbers)) if numbers else None
-        # Selectors without a glob, and those without a node_regex. For each pattern: the selectors that have it as
-        # glob, and those that have it as node_regex.
-        all_selectors = (1 << len(matchers)) - 1
-        self._free = (all_selectors & ~_bits(with_pattern[0]), all_selectors & ~_bits(with_pattern[1]))
+        # Selectors without a node_regex. For each pattern: the selectors that have it as glob, and those that have it
+        # as node_regex.
+        self._without_regex = ~_bits(with_pattern[1])
         self._by_pattern = [[0, 0] for _ in numbers]
         for number, matcher in enumerate(matchers):
-            for place, pattern in enumerate((matcher.glob, matcher.regex)):
-                if pattern:
+            for place, patterns in enumerate((matcher.globs, (matcher.regex,))):
+                for pattern in filter(None, patterns):
                     self._by_pattern[numbers[pattern]][place] |= 1 << number
         self._kept: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def match(self, name: str) -> int:
         """Returns the selectors that match the name."""
-        first, second = self._matching(name)
-        return self._scope(name) & self._exact.matching(name) & first & second
+        globs, regex = self._matching(name)
+        return self._scope(name) & (self._exact.matching(name) | globs) & regex
+
+    def naming(self, name: str) -> int:
+        """Returns the selectors that contain the exact name."""
+        return self._exact.requiring(name)
 
     def conditions(self, name: str) -> tuple[int, int, int]:
-        """Returns the selectors whose scope matches a name, those whose `node` matches it, and those that match it.
+        """Returns the selectors whose scope matches a name, those whose node names match it, and those that match it.
 
-        The last need scope, `node` and `node_regex` to match.
+        The last need scope, node names and `node_regex` to match.
         """
-        scope, (first, second) = self._scope(name), self._matching(name)
-        node = self._exact.matching(name) & first
-        return scope, node, scope & node & second
+        scope, (globs, regex) = self._scope(name), self._matching(name)
+        node = self._exact.matching(name) | globs
+        return scope, node, scope & node & regex
 
     def _scope(self, name: str) -> int:
         """Returns the selectors whose scope contains the name."""
@@ -120,13 +125,13 @@ class NameIndex:
         return found
 
     def _matching(self, name: str) -> tuple[int, int]:
-        """Returns the selectors whose glob matches the name or is absent, and the same for node_regex."""
+        """Returns the selectors with a glob that matches the name, and those whose node_regex matches or is absent."""
         if self._patterns is None:
-            return -1, -1
+            return 0, -1
         matching = self._patterns.matching(name)
         found = self._kept.get(matching)
         if found is None:
-            glob, regex = self._free
+            glob, regex = 0, self._without_regex
             for number in matching:
                 glob |= self._by_pattern[number][0]
                 regex |= self._by_pattern[number][1]
@@ -265,9 +270,11 @@ class UnmatchedOverrides:
         if selector.scope and not in_scope:
             hint = suggest(lambda: similar_name_hint(selector.scope, self._scopes(matcher)))
             return f"no node {kind}has a name that starts with {quote(matcher.prefix)}.{hint}"
-        if selector.node and not named:
-            hint = suggest(lambda: similar_name_hint(selector.node, self._names_of(matcher)))
-            return f"no node {kind}is named {quote(selector.node)}.{hint}"
+        first = selector.node or next(iter(selector.nodes), "")
+        if first and not named:
+            hint = suggest(lambda: similar_name_hint(first, self._names_of(matcher)))
+            more = f" or like {len(selector.nodes) - 1} other names" if len(selector.nodes) > 1 else ""
+            return f"no node {kind}is named {quote(first)}{more}.{hint}"
         if not matched:
             if selector.node_regex:
                 return f"no node {kind}has a name that {quote(selector.node_regex)} matches as a whole."

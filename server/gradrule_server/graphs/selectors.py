@@ -38,9 +38,10 @@ OWN_GRADIENT = -1
 # Groups that need more than the op type: whether an add is a sum or a bias depends on the xs, and whether a comparison
 # is a step depends on the next op.
 _PATH_DEPENDENT = frozenset({STEP, BIAS, SUM})
-_LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
+_LOCAL = frozenset({"op_type", "node", "nodes", "scope", "node_regex"})
 _ALONE = frozenset({"region", "region_name"})
 _MAX_PATTERN = 32
+_MAX_GLOBS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,9 @@ class OverrideMatcher:
         words: The words of its pattern, or its op type.
         op_types: Op types of the selected node, or of the last node of a chain; None: any.
         prefix: Prefix of public names, from `scope`.
-        exact: The required public name; empty: any.
-        glob: RE2 expression for the public name, from `node`; empty: none.
+        exact: Public names, from `node` or `nodes`.
+        globs: RE2 expressions for the public name, from `node` or `nodes`. If there are exact names or globs, the node
+            must match one of them.
         regex: RE2 expression for the public name, from `node_regex`; empty: none.
         match_count: Number of matches.
         faulty: Whether a finding about the override was added.
@@ -147,8 +149,8 @@ class OverrideMatcher:
     words: tuple[str, ...]
     op_types: frozenset[str] | None
     prefix: str
-    exact: str
-    glob: str
+    exact: frozenset[str]
+    globs: tuple[str, ...]
     regex: str
     match_count: int = 0
     faulty: bool = False
@@ -163,6 +165,11 @@ class OverrideMatcher:
     def accepts_calls(self) -> bool:
         """Whether it can match whole calls, which have only a name and an op type before inlining."""
         return all(entry.name in _LOCAL for entry, _ in self.spec.selector.ListFields())
+
+    @property
+    def pattern_count(self) -> int:
+        """Number of patterns that each node's name is matched against; at least 1."""
+        return max(1, len(self.globs))
 
     @property
     def is_chain(self) -> bool:
@@ -210,9 +217,17 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
     words = tuple(word for word in words if word)
     for word in words:
         _check_word(word, spec, library, findings)
-    for text in (selector.node, selector.node_regex):
-        if len(text) > MAX_PATTERN:
-            invalid(f"its node pattern is longer than {MAX_PATTERN} characters.")
+    if {"node", "nodes"} <= given:
+        invalid("node cannot be given with nodes: add it to nodes.")
+    names = (selector.node,) if selector.node else tuple(selector.nodes)
+    globs = tuple(dict.fromkeys(filter(is_glob, names)))
+    if not all(names):
+        invalid("one of its nodes is an empty name.")
+    if len(globs) > _MAX_GLOBS:
+        invalid(f"{len(globs)} of its nodes are globs; {_MAX_GLOBS} is the most.")
+        return None
+    if any(len(text) > MAX_PATTERN for text in (*globs, selector.node, selector.node_regex)):
+        invalid(f"its node pattern is longer than {MAX_PATTERN} characters.")
     regex = selector.node_regex if len(selector.node_regex) <= MAX_PATTERN else ""
     try:
         compile_regex(regex)
@@ -220,8 +235,8 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
         invalid(f"node_regex {quote(regex)} is not a regular expression (RE2): {cause}.")
     prefix = selector.scope.rstrip("/") + "/" if selector.scope else ""
     op_types = op_types_of(words[-1]) if words else None
-    exact, glob = ("", glob_regex(selector.node)) if is_glob(selector.node) else (selector.node, "")
-    return OverrideMatcher(spec, words, op_types, prefix, exact, glob, regex)
+    exact = frozenset(names).difference(globs)
+    return OverrideMatcher(spec, words, op_types, prefix, exact, tuple(map(glob_regex, globs)), regex)
 
 
 def _is_place(position: override_pb2.Position) -> bool:

@@ -257,7 +257,7 @@ def _default_label(selector: override_pb2.Selector) -> str:
         or selector.node_regex
         or "+".join(selector.pattern)
         or selector.region_name
-        or next(iter(selector.region.outputs), "")
+        or next(iter((*selector.region.outputs, *selector.nodes)), "")
     )
 
 

@@ -19,6 +19,7 @@ SELECTORS: dict[str, dict[str, object]] = {
     "op:Sign": {"op_type": "Sign"},
     "@activation": {"op_type": "@activation"},
     "node:layer/*": {"node": "layer/*"},
+    "nodes:a/Relu+b/*": {"node": ["a/Relu", "b/*"]},
     "regex:conv[0-9]+(_1)?": {"node_regex": "conv[0-9]+(_1)?"},
     "scope:block": {"scope": "block"},
     "pattern:MatMul+BiasAdd": {"pattern": ["MatMul", "BiasAdd"]},
@@ -201,8 +202,8 @@ def test_maps(text: str, label: str, expected: list[gr.Override | gr.Preset]) ->
         (parsing.override, "Sign=", "expected OP_TYPE=RULE"),
         (
             parsing.override,
-            "nodes:a/*=ste",
-            "'nodes' is no selector; expected one of op, node, regex, scope, pattern",
+            "nodez:a/*=ste",
+            "'nodez' is no selector; expected one of op, node, nodes, regex, scope, pattern",
         ),
         (parsing.override, "node:=ste", "nothing is selected"),
         (parsing.override, "Sign&op:Relu=ste", "op_type is given twice"),

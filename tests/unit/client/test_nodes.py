@@ -64,6 +64,8 @@ def test_overrides_take_nodes() -> None:
     [
         ({"node": 3}, r"node of an override is a string or a node of a graph, not 3"),
         ({"node": graph().tensor("y")}, "node of an override"),
+        ({"node": []}, "node of an override"),
+        ({"node": ["a", 3]}, r"not \['a', 3\]; or a list of these"),
         ({"op_type": graph().node("y")}, "op_type of an override is a string"),
         ({"scope": ["a"]}, "scope"),
         ({"op_type": "Sign", "label": 1}, "label"),

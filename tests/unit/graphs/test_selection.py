@@ -66,6 +66,7 @@ Conditions = Callable[[int], dict[str, Any]]
 KINDS: dict[str, Conditions] = {
     "node_regex": lambda number: {"node_regex": f"s{number}/(n3|none)"},
     "glob": lambda number: {"node": f"s{number}/n?"},
+    "nodes": lambda number: {"nodes": [f"s{number}/n1", f"s{number}/n3", f"s{number}/*5"]},
     "name": lambda number: {"node": f"s{number}/n1"},
     "scope": lambda number: {"scope": f"s{number}"},
     "attrs": lambda number: {"attrs": {"T": AttrValue(type=Dt.DT_HALF if number % 2 else Dt.DT_FLOAT)}},
@@ -243,7 +244,11 @@ def fits(conditions: Selector, item: Node, behind: dict[str, set[str]]) -> bool:
     return (
         (not conditions.op_type or item.op == conditions.op_type)
         and item.name.startswith(f"{conditions.scope}/" if conditions.scope else "")
-        and (not conditions.node or re.fullmatch(conditions.node.replace("*", "[^/]*"), item.name) is not None)
+        and all(
+            any(re.fullmatch(name.replace("*", "[^/]*"), item.name) for name in names)
+            for names in ([conditions.node], conditions.nodes)
+            if any(names)
+        )
         and (not conditions.node_regex or re.fullmatch(conditions.node_regex, item.name) is not None)
         and all(item.attr[name] == value for name, value in conditions.attrs.items() if name in item.attr)
         and (not conditions.depends_on or any(name in behind[item.name] for name in conditions.depends_on))
@@ -324,6 +329,7 @@ def selectors(draw: st.DrawFn) -> dict[str, Any]:
         optional={
             "scope": st.sampled_from(["p", "p/q", "none"]),
             "node": st.sampled_from(["*", "p/*", "*/*/*", f"n{number}", "*1"]),
+            "nodes": st.lists(st.sampled_from(["p/*", "n1", "p/n2", "*3", "none"]), min_size=1, max_size=3),
             "node_regex": st.sampled_from([".*", "p/.*", "[^/]*", ".*[0-4]"]),
             "depends_on": st.lists(st.sampled_from(["x", "first", "second"]), min_size=1, max_size=2),
             "attrs": st.just({"T": FLOAT}),
@@ -332,6 +338,8 @@ def selectors(draw: st.DrawFn) -> dict[str, Any]:
         },
     )
     found: dict[str, Any] = draw(conditions)
+    if "nodes" in found:
+        found.pop("node", None)
     if draw(st.booleans()):
         found["op_type"] = draw(st.sampled_from([*OPS, "AddV2"]))
     else:

@@ -107,7 +107,8 @@ class Override:
     Args:
         rule: a registered rule's name, a `Rule`, or `default`, which exempts the nodes from later overrides.
         op_type: selector: op type, or a group such as `@activation`, `@linear`, `@step`.
-        node: selector: name, `Node`, or glob (`*` and `?` match within a part between slashes, `**` across slashes).
+        node: selector: name, `Node`, or glob (`*` and `?` match within a part between slashes, `**` across slashes);
+            or several of these, of which one must match.
         node_regex: selector: RE2 expression for the whole name.
         scope: selector: nodes whose names start with `scope/`.
         position: selector: `nearest_xs`, `nearest_ys`, or an index among the nodes on the path, counted from the xs;
@@ -144,7 +145,7 @@ class Override:
         rule: RuleLike,
         *,
         op_type: str | None = None,
-        node: str | Node | None = None,
+        node: str | Node | Iterable[str | Node] | None = None,
         node_regex: str | None = None,
         scope: str | None = None,
         position: Position | int | None = None,
@@ -161,8 +162,11 @@ class Override:
     ) -> None:
         if not isinstance(rule, str | Rule):
             raise InvalidOverrideError(f"an override takes a rule's name or a gr.Rule, not {type(rule).__name__}")
+        names: list[str] = []
         if isinstance(node, Node):
             node = node.name
+        elif not isinstance(node, str | None):
+            names, node = _node_names(node), None
         texts = {"op_type": op_type, "node": node, "node_regex": node_regex, "scope": scope, "label": label}
         for word, text in texts.items():
             if not isinstance(text, str | None):
@@ -173,6 +177,7 @@ class Override:
         selector = override_pb2.Selector(
             op_type=op_type or "", node=node or "", node_regex=node_regex or "", scope=scope or ""
         )
+        selector.nodes.extend(names)
         if position is not None:
             selector.position.CopyFrom(_position(position))
         if pattern is not None:
@@ -268,8 +273,18 @@ def label_of(message: override_pb2.GradientOverride) -> str:
         or selector.node_regex
         or "+".join(selector.pattern)
         or selector.region_name
-        or next(iter(selector.region.outputs), "")
+        or next(iter((*selector.region.outputs, *selector.nodes)), "")
     )
+
+
+def _node_names(nodes: Any) -> list[str]:
+    several = isinstance(nodes, Iterable) and not isinstance(nodes, TensorHandle)
+    names = [node.name if isinstance(node, Node) else node for node in nodes] if several else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise InvalidOverrideError(
+            f"the node of an override is a string or a node of a graph, not {nodes!r}; or a list of these"
+        )
+    return names
 
 
 def _order(order: Order) -> Order:

@@ -113,14 +113,17 @@ class SessionBase:
             raise InvalidOptimizerError(f"an optimiser is one of gradrule.optimizers, not {type(optimizer).__name__}")
         names_given = call_arguments.names_of(variables, self._graph) or self._trainable()
         loss_name = call_arguments.name_of_tensor(loss, self._graph)
-        names = call_arguments.names_of(fetches, self._graph)
+        given = call_arguments.flat_list(fetches)
+        tensors = call_arguments.names_of(given, self._graph)
+        # Results have the names that the caller gave.
+        names = [name if isinstance(name, str) else tensor for name, tensor in zip(given, tensors, strict=True)]
         call = self._call(feeds, params)
         request = session_pb2.StepRequest(
             feeds=call.feeds,
             loss=loss_name,
             optimizer=optimizer.message(),
             variables=names_given,
-            fetches=[loss_name, *names],
+            fetches=[loss_name, *tensors],
             params=call.params,
         )
 
@@ -128,7 +131,7 @@ class SessionBase:
             loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
             return StepResult(
                 loss_value,
-                ByName(dict(zip(names, outputs, strict=True))),
+                ByName(dict(zip(names, outputs, strict=True)), call_arguments.aliases_of(self._graph)),
                 answer.step,
                 call_results.timings(answer.timings),
                 call_results.resolutions(answer.overrides),
@@ -160,9 +163,10 @@ class SessionBase:
         for y, value in values.items():
             request_messages.add_named_tensor(request, "grad_ys", y, value, self._type_of)
         blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
+        aliases = call_arguments.given_aliases(self._graph, arguments)
 
         def decode(answer: evaluate_pb2.EvaluateResponse) -> call_results.Result:
-            return call_results.result(answer.SerializeToString())
+            return call_results.result(answer.SerializeToString(), aliases=aliases)
 
         return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode, blobs)
 

@@ -15,7 +15,9 @@ from gradrule._builder.graph_lookup import GRADIENT_ATTR
 from gradrule._builder.names import UniqueNames
 from gradrule._tracing import tf_private
 from gradrule._tracing.bodies import Body, Definition, Library, output_slots
+from gradrule._tracing.function_names import name_functions_by_use
 from gradrule._tracing.gradients import attach_gradients, drop_unused
+from gradrule._tracing.returned import return_tensors_directly
 from gradrule._tracing.signatures import add_aliases, node_name
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import Detail, UnsupportedError
@@ -133,6 +135,7 @@ def assembled(
     library = Library(Body(definition, graph, list(arguments)))
     attach_gradients(library)
     drop_unused(library)
+    return_tensors_directly(library)
     externals = [external for external, _ in tf_private.captures(graph)]
     outer = dict(zip(arguments[len(input_names) :], externals, strict=True))
     variables, constants = split_captures({**outer, **library.root_captures}, library)
@@ -198,6 +201,7 @@ class _Top:
             for slot, count in output_slots(node, self._library):
                 slots[slot] = first
                 first += count
+        returned = {text.partition(":")[0] for text in self._root.ret.values()}
         for node in self._root.node_def:
             copy = result.node.add()
             copy.CopyFrom(node)
@@ -205,7 +209,8 @@ class _Top:
             del copy.input[:]
             copy.input.extend(map(self._flat, node.input))
             _clean(copy)
-            _state_shapes(copy, node.name, graph)
+            if node.name in returned:
+                _state_shapes(copy, graph.get_operation_by_name(node.name))
         self.outputs = [self._flat(self._root.ret[output.name]) for output in self._root.signature.output_arg]
         self._write_library(result)
         return result
@@ -243,13 +248,14 @@ class _Top:
         for registered, gradient in sorted(self._library.gradients.items()):
             if gradient in needed:
                 result.library.registered_gradients.add(gradient_func=gradient, registered_op_type=registered)
+        name_functions_by_use(result, self._library.gradients.values())
 
 
-def _state_shapes(node: node_def_pb2.NodeDef, name: str, graph: Any) -> None:
+def _state_shapes(node: node_def_pb2.NodeDef, op: Any) -> None:
     """Stores the shapes of an output's node, so that the graph has them without TensorFlow."""
-    if any(tensor.op.name == name for tensor in graph.outputs):
-        for tensor in graph.get_operation_by_name(name).outputs:
-            node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
+    del node.attr["_output_shapes"].list.shape[:]
+    for tensor in op.outputs:
+        node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
 
 
 def _clean(node: node_def_pb2.NodeDef) -> None:

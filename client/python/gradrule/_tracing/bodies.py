@@ -111,6 +111,11 @@ class Body:
         self.nodes[node.name] = node
         return node
 
+    def remove_node(self, node: Node) -> None:
+        """Removes a node that nothing uses."""
+        del self.nodes[node.name]
+        self.definition.node_def.remove(node)
+
     def add_argument(self, tensor: Any, requested: str) -> str:
         """Adds an argument of a tensor's type at the end; returns its name."""
         signature = self.definition.signature

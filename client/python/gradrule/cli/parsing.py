@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"-?\d+")
 _PARAM = re.compile(r"[A-Za-z_]\w*")
 _OPENING, _CLOSING = "([{", ")]}"
 CONDITIONS = (
-    "op", "node", "regex", "scope", "pattern", "region", "near_xs", "near_ys", "position", "dtype", "rank",
+    "op", "node", "nodes", "regex", "scope", "pattern", "region", "near_xs", "near_ys", "position", "dtype", "rank",
     "depends_on", "attr", "order",
 )  # fmt: skip
 """Kinds of conditions: the words before the colon."""
@@ -221,6 +221,8 @@ def _condition(text: str, whole: str) -> dict[str, Any]:
             return {"op_type": rest}
         case "node" | "scope":
             return {kind: rest}
+        case "nodes":
+            return {"node": _words(rest, "+", whole)}
         case "regex":
             return {"node_regex": rest}
         case "pattern":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -183,7 +182,7 @@ def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Overr
         elif _is_pair(key):
             where = _scopes(_calls(key[0], _layers_of(graph)))
             ops = {"op_type": key[1]} if isinstance(key[1], str) else {"pattern": key[1]}
-            made.append(Override(rule, node_regex=where, **ops, **common))
+            made.append(Override(rule, node=where, **ops, **common))
         else:
             calls = [call for call in _calls(key, _layers_of(graph)) if id(call) not in taken]
             taken.update(map(id, calls))
@@ -215,9 +214,10 @@ def _of_calls(
             "returns its input, as Dropout does in inference; there is no gradient to override"
         )
     if rule == "default":
-        return [Override(rule, node_regex=_either(node for subgraph in subgraphs for node in subgraph.nodes), **common)]
-    single = [subgraph.nodes[0] for subgraph in subgraphs if subgraph.is_op]
-    made = [Override(rule, node_regex=_either(single), **common)] if single else []
+        exempt = dict.fromkeys(node for subgraph in subgraphs for node in subgraph.nodes)
+        return [Override(rule, node=exempt, **common)]
+    single = dict.fromkeys(subgraph.nodes[0] for subgraph in subgraphs if subgraph.is_op)
+    made = [Override(rule, node=single, **common)] if single else []
     regions = {(subgraph.inputs, subgraph.outputs): None for subgraph in subgraphs if not subgraph.is_op}
     return made + [Override(rule, region=Region(inputs, outputs), **common) for inputs, outputs in regions]
 
@@ -299,14 +299,14 @@ def _is_pair(key: Any) -> bool:
     return all(word.startswith("@") or op_definitions.find(word) is not None for word in words)
 
 
-def _scopes(calls: Iterable[LayerCall]) -> str:
-    """Returns a regex for nodes in the scopes of layers. Inside functions, the call's name precedes the scope."""
-    words = {f"{'(?:.*/)?' if not call.outputs else ''}{re.escape(call.path)}/.*": None for call in calls}
-    return "|".join(words)
-
-
-def _either(nodes: Iterable[str]) -> str:
-    return "|".join(dict.fromkeys(map(re.escape, nodes)))
+def _scopes(calls: Iterable[LayerCall]) -> list[str]:
+    """Returns globs for nodes in the scopes of layers. Inside functions, the call's name precedes the scope."""
+    found: dict[str, None] = {}
+    for call in calls:
+        found[f"{call.path}/**"] = None
+        if not call.outputs:
+            found[f"**/{call.path}/**"] = None
+    return list(found)
 
 
 def _graph_of(model: Any) -> Graph:

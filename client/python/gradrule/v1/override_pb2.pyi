@@ -166,8 +166,10 @@ class Selector(google.protobuf.message.Message):
     """Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
 
     Nodes in functions, loop bodies and branches have names such as `call/inner`. A call, a loop or a branch is a node too: if a
-    selector matches it, the rule applies to it as a whole, and overrides of nodes inside it have no effect. Only op_type, node,
+    selector matches it, the rule applies to it as a whole, and overrides of nodes inside it have no effect. Only op_type, node, nodes,
     node_regex and scope can select a call itself; the other conditions apply to the nodes inside it.
+
+    A node with the attribute `_gradrule_added` was added when a Python function was traced. Only its exact name selects it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -202,6 +204,7 @@ class Selector(google.protobuf.message.Message):
     ATTRS_FIELD_NUMBER: builtins.int
     DEPENDS_ON_FIELD_NUMBER: builtins.int
     REGION_NAME_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
     op_type: builtins.str
     """Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An
     Add is in `@bias` if one operand does not depend on the xs, otherwise in `@sum`. UNKNOWN_OP_TYPE if neither TensorFlow nor the
@@ -249,6 +252,12 @@ class Selector(google.protobuf.message.Message):
     def depends_on(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Tensors, `node` or `node:output`; the node must depend on at least one of them."""
 
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs. `node` cannot be set
+        as well; INVALID_OVERRIDE otherwise.
+        """
+
     def __init__(
         self,
         *,
@@ -264,9 +273,10 @@ class Selector(google.protobuf.message.Message):
         attrs: collections.abc.Mapping[builtins.str, gradrule.v1.graph_pb2.AttrValue] | None = ...,
         depends_on: collections.abc.Iterable[builtins.str] | None = ...,
         region_name: builtins.str = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_rank", b"_rank", "position", b"position", "rank", b"rank", "region", b"region"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attrs", b"attrs", "depends_on", b"depends_on", "dtype", b"dtype", "node", b"node", "node_regex", b"node_regex", "op_type", b"op_type", "pattern", b"pattern", "position", b"position", "rank", b"rank", "region", b"region", "region_name", b"region_name", "scope", b"scope"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attrs", b"attrs", "depends_on", b"depends_on", "dtype", b"dtype", "node", b"node", "node_regex", b"node_regex", "nodes", b"nodes", "op_type", b"op_type", "pattern", b"pattern", "position", b"position", "rank", b"rank", "region", b"region", "region_name", b"region_name", "scope", b"scope"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 global___Selector = Selector
@@ -352,7 +362,7 @@ class GradientOverride(google.protobuf.message.Message):
     """Name of a registered rule (UNKNOWN_RULE if there is none), or `default` for the op's own gradient, to make an exception."""
     label: builtins.str
     """Name of the override in param values of calls and in answers. Default: the first that is set of op type, node, scope, regular
-    expression, pattern (joined with `+`), name of the preset, and the region's first output.
+    expression, pattern (joined with `+`), name of the preset, the region's first output, and the first of `nodes`.
     """
     optional: builtins.bool
     """True: it is not an error if the override matches no node on the path."""

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
+from gradrule.v1 import graph_pb2
 from tests.unit.client.tracing.interpreter import Interpreter
 
 SPEC = ("float32", [3])
@@ -73,6 +74,80 @@ def test_aliases_of_results(fn: Any, names: list[str]) -> None:
     graph = gr.trace(fn, SPEC)
     assert sorted(graph.outputs) == names
     assert all(spec.shape == (3,) for spec in graph.outputs.values())
+
+
+def test_aliases_name_the_returned_tensors_themselves() -> None:
+    counter = tf.Variable(0.0, name="counter")
+
+    def fn(x: Any) -> Any:
+        h = tf.tanh(x)
+        # An assignment that depends on h: it runs with y, which is computed after it.
+        counter.assign_add(tf.reduce_sum(h))
+        return {"h": h, "y": tf.identity(h * counter), "x_again": x}
+
+    graph = gr.trace(fn, SPEC)
+    assert {alias: graph.tensor(alias).node.op_type for alias in graph.aliases} == {
+        "h": "Tanh", "y": "Identity", "x_again": "Identity",
+    }  # fmt: skip
+    added = [node.name for node in graph.find("Identity") if "_gradrule_added" in node.attrs]
+    assert added == [graph.tensor("x_again").node.name]
+    assert graph.outputs["h"].shape == (3,)
+
+
+def test_assignments_after_the_only_result_still_run_with_it() -> None:
+    counter = tf.Variable(0.0, name="counter")
+
+    def fn(x: Any) -> Any:
+        h = tf.tanh(x)
+        counter.assign_add(tf.reduce_sum(h))
+        return h
+
+    graph = gr.trace(fn, SPEC)
+    (output,) = graph.aliases.values()
+    assert graph.node(output).inputs == ("Tanh", "^NoOp")
+    assert graph.node("NoOp").inputs == ("^AssignAddVariableOp",)
+
+
+def test_identities_of_nested_functions_loops_and_branches_are_marked() -> None:
+    @tf.function
+    def inner(x: Any) -> Any:
+        return tf.cond(x[0] > 0, lambda: tf.sin(x), lambda: tf.cos(x))
+
+    graph = gr.trace(lambda x: inner(tf.identity(x, name="mine")), SPEC)
+    message = graph_pb2.Graph.FromString(graph.to_bytes())
+    bodies = [message.node, *(function.node_def for function in message.library.function)]
+    identities = [node for body in bodies for node in body if node.op == "Identity"]
+    assert [node.name for node in identities if not node.attr["_gradrule_added"].b] == ["mine"]
+
+
+def function_from_scratch(weight: Any) -> Any:
+    """Makes functions that call functions, loops and branches, as a model does whenever it is traced."""
+
+    def sine(x: Any) -> Any:
+        return tf.sin(x) * weight
+
+    # The name of an op type.
+    sine.__name__ = "Relu"
+    function = tf.function(sine)
+
+    def fn(x: Any) -> Any:
+        looped = tf.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, function(v) + x), (0, x))[1]
+        return function(tf.cond(x[0] > 0, lambda: function(looped), lambda: tf.map_fn(lambda v: v * weight, x)))
+
+    return fn
+
+
+def test_the_same_function_gives_the_same_graph_each_time() -> None:
+    weight = tf.Variable(2.0, name="weight")
+    first, second = (gr.trace(function_from_scratch(weight), SPEC) for _ in range(2))
+    assert first.to_bytes() == second.to_bytes()
+    value, (gradient,) = Interpreter(first).gradients_of("output", ["x"], {"x": X})
+    with tf.GradientTape() as tape:
+        x = tf.constant(X)
+        tape.watch(x)
+        local = function_from_scratch(weight)(x)
+    np.testing.assert_allclose(value, local, rtol=1e-6)
+    np.testing.assert_allclose(gradient, tape.gradient(local, x), rtol=1e-5)
 
 
 def test_results_named_like_inputs_and_variables() -> None:
