@@ -345,3 +345,17 @@ def test_batches_of_any_size_share_one_program(client: Any) -> None:
         assert remote(X[:size]).shape == (size, 2)
     assert len(client.list_programs()) == before + 1
     remote.release()
+
+
+def test_variables_without_keras_are_refused_while_fitting(client: Any) -> None:
+    class Scale(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.scale = tf.Variable(2.0, name="scale")
+
+        def call(self, x: Any) -> Any:
+            return self.scale * x
+
+    model = keras.Sequential([keras.Input((3,)), gr.keras.RemoteLayer(Scale(), client), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(gr.errors.UnsupportedError, match="scale"):
+        model.fit(np.ones((4, 3), np.float32), np.ones((4, 1), np.float32), verbose=0)

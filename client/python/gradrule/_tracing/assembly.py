@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,19 @@ class Variable:
         node.attr["container"].s = b""
 
 
-def split_captures(captured: Mapping[str, Any], library: Library) -> tuple[dict[str, Variable], dict[str, Any]]:
-    """Returns variables and constants by top-level argument. Raises `UnsupportedError` for other captures."""
+def split_captures(
+    captured: Mapping[str, Any], library: Library, paths: Mapping[Hashable, str]
+) -> tuple[dict[str, Variable], dict[str, Any]]:
+    """Returns variables and constants by top-level argument.
+
+    Args:
+        captured: Captured tensors by top-level argument.
+        library: The functions that use them.
+        paths: Names of variables by identity of the handle; TensorFlow's names hold for other variables.
+
+    Raises:
+        UnsupportedError: A capture is neither a variable nor a constant.
+    """
     known = _known_variables(library)
     made: dict[Any, Variable] = {}
     variables: dict[str, Variable] = {}
@@ -70,7 +81,7 @@ def split_captures(captured: Mapping[str, Any], library: Library) -> tuple[dict[
             try:
                 if key not in made:
                     name, trainable = known.get(key, (argument, True))
-                    made[key] = _variable(tensor, name, trainable)
+                    made[key] = _variable(tensor, paths.get(key, name), trainable)
                 variables[argument] = made[key]
             except _NotVariableError as cause:
                 refused.append(Detail(UnsupportedError.REASON, _refusal(library, argument, str(cause)), node=argument))
@@ -95,10 +106,7 @@ def _variable(handle: Any, name: str, trainable: bool) -> Variable:
 
 
 def _known_variables(library: Library) -> dict[Any, tuple[str, bool]]:
-    """Returns the names of the function graphs' variables, and whether they are trainable, by handle.
-
-    Keras names them by their paths.
-    """
+    """Returns the names of the function graphs' variables, and whether they are trainable, by handle."""
     found = {}
     for body in library.bodies.values():
         for variable in getattr(body.graph, "variables", ()):
@@ -117,7 +125,11 @@ def _refusal(library: Library, argument: str, why: str) -> str:
 
 
 def assembled(
-    graph: Any, input_names: Sequence[str], aliases: Sequence[str], calls: Sequence[TracedCall] = ()
+    graph: Any,
+    input_names: Sequence[str],
+    aliases: Sequence[str],
+    calls: Sequence[TracedCall] = (),
+    paths: Mapping[Hashable, str] | None = None,
 ) -> Graph:
     """Converts a function graph to a `Graph`.
 
@@ -126,6 +138,7 @@ def assembled(
         input_names: Names of the first inputs; the other inputs are captures.
         aliases: Aliases of the outputs.
         calls: Calls of layers, which become `Graph.layers`.
+        paths: Names of variables by identity of the handle, instead of TensorFlow's names.
 
     Raises:
         UnsupportedError: The function captures a value that cannot be sent, or a gradient cannot be converted.
@@ -138,7 +151,7 @@ def assembled(
     return_tensors_directly(library)
     externals = [external for external, _ in tf_private.captures(graph)]
     outer = dict(zip(arguments[len(input_names) :], externals, strict=True))
-    variables, constants = split_captures({**outer, **library.root_captures}, library)
+    variables, constants = split_captures({**outer, **library.root_captures}, library, paths or {})
     definitions = {name: body.definition for name, body in library.bodies.items()}
     ordinary = [name for name, body in library.bodies.items() if library.runs_forward(body)]
     handles_to_values(definitions, library.gradients, ordinary, library.unique_gradient)

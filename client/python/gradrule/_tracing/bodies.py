@@ -163,7 +163,8 @@ class Library:
             raise UnsupportedError(f"function {name!r}, which a node of {user.graph.name!r} calls, is missing")
         definition = Definition()
         definition.CopyFrom(function.definition)
-        return Body(definition, function.graph, [argument.name for argument in definition.signature.input_arg])
+        arguments = [argument.name for argument in definition.signature.input_arg]
+        return Body(definition, tf_private.graph_of(function, user.graph), list(arguments))
 
     def runs_forward(self, body: Body) -> bool:
         """Returns whether a function is reachable from the top level by calls; others run only in gradients."""

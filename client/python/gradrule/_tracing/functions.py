@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -47,6 +47,7 @@ def of_concrete(
     names: Mapping[int, str] | None = None,
     aliases: Sequence[str] | None = None,
     calls: Sequence[TracedCall] = (),
+    paths: Mapping[Hashable, str] | None = None,
 ) -> Graph:
     """Returns the graph of a ConcreteFunction.
 
@@ -55,6 +56,7 @@ def of_concrete(
         names: names of inputs by index, instead of the arguments' names.
         aliases: one per output tensor, instead of the names in the output structure.
         calls: calls of layers that were recorded during tracing.
+        paths: names of variables by identity of the handle, instead of TensorFlow's names.
 
     Raises:
         UnsupportedError: the function captures values that are chosen when it is called.
@@ -67,7 +69,8 @@ def of_concrete(
     input_names = _input_names(function)
     for index, name in (names or {}).items():
         input_names[index] = name
-    return assembled(graph, input_names, list(aliases) if aliases is not None else _output_aliases(function), calls)
+    outputs = list(aliases) if aliases is not None else _output_aliases(function)
+    return assembled(graph, input_names, outputs, calls, paths)
 
 
 def _input_names(function: Any) -> list[str]:

@@ -112,7 +112,9 @@ def from_keras(model: Any, specs: Sequence[Any] = (), *, training: bool = False)
         function = concrete(call, given, {})
     names = _names(model, given)
     aliases = _output_names(model, function.structured_outputs)
-    return of_concrete(function, dict(enumerate(names)), aliases, calls)
+    # Variables of layers in subclassed layers have TensorFlow names without the layers between.
+    paths = {tf_private.identity_of(variable.value.handle): variable.path for variable in model.variables}
+    return of_concrete(function, dict(enumerate(names)), aliases, calls, paths)
 
 
 def load(path: Path) -> Graph:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import func_graph, op_def_registry, ops
+from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.util import nest, tf_decorator
 
@@ -36,8 +36,17 @@ def registered_gradient(name: str) -> Callable[..., Any] | None:
 
 
 def function_in(graph: Any, name: str) -> Any:
-    """Returns the function that nodes of the graph call by this name, with `graph` and `definition`, or None."""
+    """Returns the function that nodes of the graph call by this name, with a `definition`, or None."""
     return graph._get_function(name)
+
+
+def graph_of(function: Any, user: Any) -> Any:
+    """Returns the function graph of what `function_in` returned; `user` is the graph that calls the function."""
+    if hasattr(function, "graph"):
+        return function.graph
+    # A function in the style of TensorFlow 1, as in tf.nn.ctc_loss, has a definition only.
+    with user.as_default():
+        return function_def_to_graph.function_def_to_graph(function.definition)
 
 
 def definition_of(graph: Any, name: str) -> function_pb2.FunctionDef:
@@ -94,7 +103,9 @@ def is_loaded_gradient(function: Callable[..., Any]) -> bool:
 
 def read_variable(handle: Any, dtype: Any) -> Any:
     """Returns the value of a variable's handle as an array."""
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
+    # init_scope: a RemoteLayer is traced while Keras traces the training step.
+    with tf.init_scope():
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
 
 
 def _has_closure(function: Any) -> bool:

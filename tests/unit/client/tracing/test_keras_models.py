@@ -166,3 +166,31 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
         gr.load(tmp_path / "none.keras")
     with pytest.raises(gr.errors.InvalidGraphError, match="no Keras model"):
         gr.from_keras(keras.layers.Dense(2))
+
+
+class Block(keras.layers.Layer):  # type: ignore[misc]
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.first, self.second = keras.layers.Dense(3, name="a"), keras.layers.Dense(3, name="b")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+class Blocks(keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="blocks")
+        self.blocks = [Block("one"), Block("two")]
+
+    def call(self, x: Any) -> Any:
+        return self.blocks[0](self.blocks[1](x))
+
+
+def test_variables_of_nested_layers_have_the_names_of_keras() -> None:
+    model = Blocks()
+    model(np.ones((1, 3), np.float32))
+    graph = gr.from_keras(model, ("float32", [None, 3]))
+    assert {name: value.tolist() for name, value in graph.variables.items()} == {
+        variable.path: variable.numpy().tolist() for variable in model.variables
+    }
+    assert "blocks/two/a/kernel" in graph.variables

@@ -150,6 +150,23 @@ def test_the_same_function_gives_the_same_graph_each_time() -> None:
     np.testing.assert_allclose(gradient, tape.gradient(local, x), rtol=1e-5)
 
 
+def test_functions_in_the_style_of_tensorflow_1() -> None:
+    """The loop of `tf.nn.ctc_loss` consists of such functions."""
+    labels = np.array([[1, 2, 2], [3, 1, 0]], np.int32)
+    logits = np.random.default_rng(4).normal(size=(2, 6, 5)).astype(np.float32)
+
+    def losses(x: Any) -> Any:
+        return tf.nn.ctc_loss(labels, x, [3, 2], [6, 5], logits_time_major=False, blank_index=0)
+
+    graph = gr.trace(losses, ("float32", logits.shape))
+    assert any(node.op_type == "While" for node in graph.find())
+    expected = losses(logits).numpy()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        definition = tf.compat.v1.GraphDef.FromString(graph.to_bytes())
+        (output,) = tf.import_graph_def(definition, {"x": logits}, [graph.tensor("output").name])
+        np.testing.assert_allclose(session.run(output), expected, rtol=1e-5)
+
+
 def test_results_named_like_inputs_and_variables() -> None:
     weight = tf.Variable(2.0, name="weight")
     graph = gr.trace(lambda x: {"x": x * weight, "weight": weight + 1.0, "output_x": -x}, SPEC)
