@@ -99,7 +99,7 @@ def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             numbers = [float(number) for number in re.findall(r"-?\d+\.\d*", told)]
             assert numbers == np.ravel(eval(statement, scope)).tolist()
             seen += 1
-    assert seen == 3
+    assert seen == 4
 
 
 def test_overrides_are_ones_that_a_server_knows(client: Any) -> None:

@@ -223,7 +223,8 @@ class _Top:
             copy.input.extend(map(self._flat, node.input))
             _clean(copy)
             if node.name in returned:
-                _state_shapes(copy, graph.get_operation_by_name(node.name))
+                count = sum(number for _, number in output_slots(node, self._library))
+                _state_shapes(copy, graph.get_operation_by_name(node.name), count)
         self.outputs = [self._flat(self._root.ret[output.name]) for output in self._root.signature.output_arg]
         self._write_library(result)
         return result
@@ -264,11 +265,16 @@ class _Top:
         name_functions_by_use(result, self._library.gradients.values())
 
 
-def _state_shapes(node: node_def_pb2.NodeDef, op: Any) -> None:
-    """Stores the shapes of an output's node, so that the graph has them without TensorFlow."""
-    del node.attr["_output_shapes"].list.shape[:]
-    for tensor in op.outputs:
-        node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
+def _state_shapes(node: node_def_pb2.NodeDef, op: Any, count: int) -> None:
+    """Stores the shapes of an output's node, so that the graph has them without TensorFlow.
+
+    Tracing may have added outputs, which loops and regions pass through; their shapes are unknown.
+    """
+    shapes = node.attr["_output_shapes"].list.shape
+    del shapes[:]
+    shapes.extend(tensor.shape.as_proto() for tensor in op.outputs)
+    for _ in range(count - len(op.outputs)):
+        shapes.add(unknown_rank=True)
 
 
 def _clean(node: node_def_pb2.NodeDef) -> None:
