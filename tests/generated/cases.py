@@ -1,0 +1,246 @@
+"""Numbered cases: a random graph, a derivative of it, and overrides that mostly select something on the path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradrule.v1.tensor_pb2 import Dt
+from tests.generated.expanded import FLOATS, Body, Call, Expanded, Item, Node, expand
+from tests.generated.programs import BINARY, EXAMPLES, SHAPE, SIZE, UNARY, generate
+from tests.generated.requests import Override, Request
+from tests.generated.resolution import GROUPS
+from tests.generated.rules import DEFAULT, REGISTERED, RULES, WRONG_ARITY, Rule
+
+KINDS = ("vjp", "stacked", "jacobian", "batched", "hvp")
+MADE = frozenset({"Tanh", "Sigmoid", "Relu", "Sin", "Floor"})
+"""Op types that no gradient and no rule here makes, so that an order="all" for all of them means known nodes."""
+
+
+def case(number: int) -> Request:
+    """The request of a case; the same whenever and wherever it is made."""
+    return _Cases(random.Random(number)).request()
+
+
+class _Cases:
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def request(self) -> Request:
+        rng = self._rng
+        graph = generate(rng, rng.choice([0, 1, 1, 2]))
+        expanded = expand(graph)
+        kind = rng.choices(KINDS, [50, 10, 8, 12, 20])[0]
+        vectors = [node.name for node in expanded.top.nodes if self._is_vector(node)]
+        calls = [item for item in expanded.top.items if isinstance(item, Call) and not item.around]
+        inner = [name for name in vectors if "/" not in name and name not in ("x", "w", "y")]
+        inner += [call.name for call in calls]
+        xs = rng.choice([["x"], ["x", "w"], ["x"]]) + rng.sample(inner, rng.choice([0, 0, 0, 1]) if inner else 0)
+        ys = ["y"] + [name for name in rng.sample(inner, rng.choice([0, 0, 1]) if inner else 0) if name not in xs]
+        free = [name for name in inner if name not in xs + ys and name in {node.name for node in expanded.top.nodes}]
+        stopped = rng.sample(free, 1) if free and rng.random() < 0.12 else []
+        if rng.random() < 0.15:
+            self._carry(graph, expanded)
+            expanded = expand(graph)
+        rank = 3 if kind == "stacked" else 2
+        upstream = {y: self._array(rank) for y in ys if rng.random() < 0.4 or kind == "stacked"}
+        overrides = self._overrides(expanded, kind, [*ys, *xs])
+        params: dict[str, dict[str, float]] = {}
+        labels = [override.shown_label for override in overrides]
+        for override in overrides:
+            if override.params and rng.random() < 0.3 and labels.count(override.shown_label) == 1:
+                params[override.shown_label] = {name: rng.choice([0.5, 1.75, 3.0]) for name in override.params}
+        return Request(
+            graph,
+            {"x": self._array(2), "w": self._array(2), "k": np.int32(rng.randint(0, 3))},
+            ys,
+            xs,
+            kind,
+            overrides,
+            upstream if kind in ("vjp", "stacked") else {},
+            {x: self._array(2) for x in xs} if kind == "hvp" else {},
+            stopped,
+            params,
+        )
+
+    def _array(self, rank: int) -> Any:
+        shape = (2, *SHAPE) if rank == 3 else SHAPE
+        return np.array([self._rng.gauss(0, 1) for _ in range(int(np.prod(shape)))]).reshape(shape)
+
+    def _is_vector(self, node: Node) -> bool:
+        """Whether a node gives one vector."""
+        return node.dtypes == [Dt.DT_DOUBLE] and node.op not in ("Const", "_Arg")
+
+    def _carry(self, graph: Any, expanded: Expanded) -> None:
+        """Lets some nodes of one op type name a rule themselves, as `gradient_override_map` does."""
+        rng = self._rng
+        nodes = [node for body in (graph.node, *(f.node_def for f in graph.library.function)) for node in body]
+        candidates = [node for node in nodes if node.op in UNARY and node.attr["T"].type == Dt.DT_DOUBLE]
+        if candidates:
+            op = rng.choice(candidates).op
+            rule = rng.choice([REGISTERED, "Identity", "default"])
+            for node in candidates:
+                if node.op == op and rng.random() < 0.7:
+                    node.attr["_gradient_op_type"].s = rule.encode()
+
+    def _overrides(self, expanded: Expanded, kind: str, kept: Sequence[str]) -> list[Override]:
+        rng = self._rng
+        floats = [
+            item
+            for item in expanded.items
+            if isinstance(item, Call) or (isinstance(item, Node) and item.dtypes[0] in FLOATS and item.inputs)
+        ]
+        made = []
+        for _ in range(rng.choice([1, 1, 2, 2, 3, 4])):
+            override = self._override(expanded, floats, kind)
+            if override is not None:
+                made.append(override)
+        return made
+
+    def _override(self, expanded: Expanded, floats: list[Item], kind: str) -> Override | None:
+        rng = self._rng
+        item = rng.choice([*floats, *[one for one in floats if one.around]])
+        how = rng.choices(
+            ["type", "node", "last", "glob", "scope", "regex", "position", "depends", "dtype", "chain", "region", "all"],
+            [14, 14, 8, 8, 8, 4, 12, 8, 5, 12, 12, 2],
+        )[0]
+        given = self._conditions(expanded, item, how)
+        if given is None:
+            return None
+        rule = self._rule(item, given, kind)
+        order = kind == "hvp" and rng.random() < 0.4 and self._may_be_all(given, item, rule)
+        return Override(
+            rule,
+            label=f"label{rng.randint(0, 99)}" if rng.random() < 0.4 or rule.params else None,
+            optional=rng.random() < 0.5,
+            every_order=order,
+            params=dict(rule.params),
+            **given,
+        )
+
+    def _may_be_all(self, given: dict[str, Any], item: Item, rule: Rule) -> bool:
+        """Whether order="all" means nodes that are known here: no nodes that only TensorFlow's gradients make."""
+        single = isinstance(item, Node) and not item.bodies and not {"region", "pattern"} & given.keys()
+        if not single or given.get("op_type", "").startswith("@"):
+            return False
+        return set(given) != {"op_type"} or given["op_type"] in MADE
+
+    def _conditions(self, expanded: Expanded, item: Item, how: str) -> dict[str, Any] | None:
+        rng = self._rng
+        path, _, last = item.name.rpartition("/")
+        groups = [group for group, ops in GROUPS.items() if item.op in ops and group != "@step"]
+        op_type = rng.choice([item.op, *groups])
+        if item.op == "AddV2" and rng.random() < 0.4:
+            op_type = rng.choice(["@bias", "@sum"])
+        if item.op == "Cast" and rng.random() < 0.7:
+            op_type = "@step"
+        maybe_type = {"op_type": op_type} if rng.random() < 0.5 else {}
+        if how == "type":
+            return {"op_type": op_type}
+        if how == "node":
+            return {"node": item.name}
+        if how == "last":
+            return {"node": f"**/{last}" if path else last, **maybe_type}
+        if how == "glob":
+            return {"node": rng.choice([f"{path}/*" if path else "*", f"{item.name.split('/')[0]}/**"]), **maybe_type}
+        if how == "all":
+            return {"node": "**", **maybe_type}
+        if how == "regex":
+            return {"node_regex": rng.choice([rf"{item.name[:-1]}.", r"(.*/)?op\d*[02468]"]), **maybe_type}
+        if how == "scope":
+            parts = path.split("/")
+            return {"scope": "/".join(parts[: rng.randint(1, len(parts))]), **maybe_type} if path else None
+        if how == "position":
+            more = {"op_type": op_type} if rng.random() < 0.8 or not path else {"scope": path}
+            return {"position": rng.choice(["nearest_xs", "nearest_ys", 0, 1, -1, -2]), **more}
+        if how == "depends":
+            names = [one.name for one in expanded.items if isinstance(one, Node) and self._is_vector(one)]
+            return {"depends_on": tuple(rng.sample(names, rng.choice([1, 1, 2]) if names[1:] else 1)), "op_type": op_type}
+        if how == "dtype":
+            return {"dtype": rng.choice([Dt.DT_DOUBLE, Dt.DT_FLOAT, Dt.DT_FLOAT]), **maybe_type}
+        return self._chain(item) if how == "chain" else self._region(item)
+
+    def _chain(self, item: Item) -> dict[str, Any] | None:
+        """The op types of nodes one behind the other, up to the item."""
+        if not isinstance(item, Node):
+            return None
+        words, node = [item.op], item
+        for _ in range(self._rng.choice([1, 1, 2])):
+            before = [node.body.nodes[ref[0]] for ref in node.inputs if ref[0] >= node.body.arguments]
+            before = [one for one in before if one.op not in ("Const", "Placeholder")]
+            if not before:
+                break
+            node = self._rng.choice(before)
+            words.insert(0, node.op)
+        return {"pattern": tuple(words)} if len(words) > 1 or self._rng.random() < 0.2 else None
+
+    def _region(self, item: Item) -> dict[str, Any] | None:
+        """From tensors some nodes before an item to the item."""
+        rng = self._rng
+        if not isinstance(item, Node):
+            return None
+        body, inputs = item.body, {(item.index, 0)}
+        for _ in range(rng.randint(1, 4)):
+            if not inputs:
+                return None
+            ref = rng.choice(sorted(inputs))
+            node = body.nodes[ref[0]]
+            if ref[0] >= body.arguments and node.op not in ("Placeholder", "Const"):
+                inputs.remove(ref)
+                inputs.update(one for one in node.inputs if body.dtype(one) in FLOATS)
+        names = [_tensor_name(body, ref) for ref in sorted(inputs) if body.nodes[ref[0]].op != "Const"]
+        outputs = [item.name]
+        if rng.random() < 0.1:
+            outputs.append(rng.choice([node.name for node in body.nodes]))
+        return {"region": (tuple(names), tuple(outputs))} if names else None
+
+    def _rule(self, item: Item, given: dict[str, Any], kind: str) -> Rule:
+        rng = self._rng
+        draw = rng.random()
+        if draw < 0.22:
+            return DEFAULT
+        if draw < 0.24:
+            return WRONG_ARITY
+        arities = {"any"}
+        is_group = not {"op_type", "node", "pattern", "region"} & given.keys() or "*" in given.get("node", "")
+        if "op_type" in given and given["op_type"] not in ("@bias",):
+            is_group = False
+        if given.get("op_type") == "@step" or given.get("op_type") == "@activation":
+            arities |= {"one"}
+        elif is_group:
+            pass
+        elif "region" in given:
+            inputs, outputs = given["region"]
+            arities |= {"like"} if len(outputs) == 1 else set()
+            if len(inputs) == 1 and len(outputs) == 1:
+                arities |= {"one"}
+        elif "pattern" in given:
+            words = given["pattern"]
+            if words[0] in UNARY and set(words) <= {*UNARY}:
+                arities |= {"one"}
+            elif words[0] in UNARY and words[-1] not in ("Cast", "IdentityN"):
+                arities |= {"like"}
+        elif item.op in UNARY:
+            arities |= {"one", "like"}
+        elif item.op in BINARY:
+            arities |= {"two", "like"}
+        elif item.op == "PartitionedCall":
+            arities |= {"like"}
+        elif item.op == "IdentityN":
+            arities |= {"same"}
+        rules = [rule for rule in RULES if rule.arity in arities and not rule.is_default]
+        if kind == "batched":
+            rules = [rule for rule in rules if rule.per_sample and not ("StatelessWhile" == item.op)]
+        chosen = rng.choice([rule.arity for rule in rules])
+        return rng.choice([rule for rule in rules if rule.arity == chosen])
+
+
+def _tensor_name(body: Body, ref: tuple[int, int]) -> str:
+    name = body.nodes[ref[0]].name
+    return f"{name}:{ref[1]}" if ref[1] else name
+
+
+__all__ = ["EXAMPLES", "SIZE", "case"]
