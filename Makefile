@@ -51,8 +51,8 @@ test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these
 test-general: $(VENV)/.installed ## run the tests of calls with every fast path off (docs/guide/operating.md); ARGS selects other files
 	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)
 
-test-models: $(VENV)/.installed ## compare whole models with local TensorFlow; writes docs/model-comparison.md
-	$(VENV)/bin/python -m pytest tests/models --models-page docs/model-comparison.md $(ARGS)
+test-models: $(VENV)/.installed ## compare whole models with local TensorFlow; writes docs/reference/model-comparison.md
+	$(VENV)/bin/python -m pytest tests/models --models-page docs/reference/model-comparison.md $(ARGS)
 
 test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the libraries that they come from; writes tests/peers/results.json
 	$(PEERS)/bin/python -m tests.peers.reference out/peers
@@ -104,7 +104,7 @@ bench-quick: $(VENV)/.installed ## fail if a ratio is worse than the recorded on
 battery: $(VENV)/.installed ## try to break servers, for hours; ARGS="--scale 0.01" runs a sample; prints JSON on the last line
 	$(VENV)/bin/python -m tests.battery $(ARGS)
 
-scaling: $(VENV)/.installed ## measure compile time and memory from 1,000 to 100,000 nodes; writes docs/scaling.md
+scaling: $(VENV)/.installed ## measure compile time and memory from 1,000 to 100,000 nodes; writes docs/reference/scaling.md
 	$(VENV)/bin/python tests/benchmarks/scaling.py $(ARGS)
 
 gpu-wheels: ## download what gpu-check installs to WHEELS=folder, for a machine without a network

@@ -28,21 +28,22 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "server/gradrule_server/policy/ops.tsv"
 PAGE = ROOT / "docs/reference/ops.md"
 
-_INTRODUCTION = """# Which ops run
+_INTRODUCTION = """# Allowed ops
 
-A graph is a program from a caller, so a server runs only the ops that were reviewed and allowed: {allowed} of
-TensorFlow's {total} ops. Other ops are refused with `OP_NOT_ALLOWED`; the error lists all of a graph, each with its
-node, its category and what to do instead. Nodes that no result needs are ignored, such as savers and summaries of
-exported graphs. An op that a new release of TensorFlow adds or changes is denied until it is reviewed. This applies to
-ops at the top level, in functions, loops and branches, in gradients that are part of a graph, and in rules that are
-graphs. The engine checks the graph that it is about to run, with its gradients, against the same table again.
+A graph is a program of its sender. A server therefore runs only ops that were reviewed and allowed: {allowed} of
+TensorFlow's {total} ops. It refuses all others with `OP_NOT_ALLOWED`. The error lists all refused ops of the graph
+with node, category and an alternative. Nodes that no result needs are ignored, for example the savers and summaries of
+exported graphs. An op that a TensorFlow release adds or changes is denied until it is reviewed.
 
-`gradrule serve --trust full` allows all ops: the operator then trusts every caller, who can read and write files and
-use the network as far as the engine can. Ops that gradrule does not support (datasets, tables, queues, Python
+The same table applies to ops at the top level, in functions, loops and branches, in gradients that are part of a graph,
+and in rules that are graphs. The engine also checks the final graph, with its gradients, before it runs.
+
+`gradrule serve --trust full` allows all ops. The operator then trusts every caller: a caller can read and write files
+and use the network as far as the engine can. Ops that gradrule does not support (datasets, tables, queues, Python
 functions) are still refused, with `UNSUPPORTED_OP`.
 
-With every setting, devices in a graph are ignored, and names of containers, shared names and attributes that begin with
-`_` are removed, except those that gradrule reads itself.
+In every mode, devices in a graph are ignored, and names of containers, shared names and attributes that begin with `_`
+are removed, except those that gradrule reads itself.
 
 This page is generated from `server/gradrule_server/policy/ops.tsv` by `make op-policy`.
 """

@@ -1,7 +1,7 @@
 """Writes docs/reference/rules.md from the registry of rules and presets and the comparison with other libraries.
 
 python tools/generate_reference.py            # writes docs/reference/rules.md
-python tools/generate_reference.py --check    # exit code 1 where the committed file differs
+python tools/generate_reference.py --check    # exit code 1 if the committed file differs
 """
 
 from __future__ import annotations
@@ -30,22 +30,26 @@ TARGET = ROOT / "docs/reference/rules.md"
 PEERS = ROOT / "tests/peers/results.json"
 
 _HEAD = """\
-# The rules
+# Rules that ship with gradrule
 
-Written by `make docs` from the registry; `gradrule rules gallery DIR` makes a page of it with curves, and
-`gradrule rules show NAME` tells one rule.
+This page is generated from the server's catalogue by `make docs`. `gradrule rules gallery DIR` draws every rule, and
+`gradrule rules show NAME` describes one.
 
-In formulas `x` is the op's input, `y` its output, `dy` the upstream gradient and `default` the op's own gradient; the
-[language](expression-language.md) is defined elsewhere. `vjp(v)` is the op's own gradient of its input for the upstream
-gradient `v`, `vjp(v; W)` the same with other weights, and `op(x; W)` the op; `pos` and `neg` are the positive and the
-negative part, `st(v)` is `v + eps` or `v - eps`, away from 0. A param without a value must be given. **True** marks
-rules that are the true gradient of their ops, up to single points; all others mean to be something else. **S**: samples
-are independent of each other.
+Notation of the formulas:
+
+- `x` is the op's input, `y` its output, `dy` the upstream gradient, `default` the op's own gradient. The functions are
+  those of the [expression language](expression-language.md).
+- `vjp(v)` is the op's own gradient of its input for the upstream gradient `v`; `vjp(v; W)` is the same with weights
+  `W`. `op(x; W)` is the op with input `x` and weights `W`.
+- `pos(v)` and `neg(v)` are the positive and the negative part. `st(v)` is `v + eps` for `v >= 0`, otherwise `v - eps`.
+
+A param without a value is required. **True**: the rule is the true gradient of its ops, except at single points; all
+other rules differ from it on purpose. **S** (per sample): the gradient of an example does not depend on other examples.
 """
 
 
 def rules() -> list[rule_infos.RuleInfo]:
-    """All builtin rules, as clients see them."""
+    """Returns all builtin rules, as clients get them."""
     found: list[rule_infos.RuleInfo] = []
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
@@ -61,12 +65,12 @@ def rules() -> list[rule_infos.RuleInfo]:
 
 
 def presets() -> list[rule_infos.PresetInfo]:
-    """All presets, as clients see them."""
+    """Returns all presets, as clients get them."""
     return [rule_infos.preset_info(preset_message(preset)) for preset in PRESETS]
 
 
 def reference(peers: dict[str, Any] | None) -> str:
-    """The page."""
+    """Returns the text of docs/reference/rules.md."""
     order = list(FAMILIES)
     ordered = sorted(rules(), key=lambda rule: (order.index(rule.family), rule.name))
     parts = [_HEAD]
@@ -74,9 +78,10 @@ def reference(peers: dict[str, Any] | None) -> str:
         parts.append(f"\n## {FAMILIES[family]}\n\n")
         parts.append(_table(("rule", "dx", "params", "for", "source", ""), map(_rule_row, members)))
         parts.append(_notes(rule for rule in ordered if rule.family == family))
-    parts.append("\n## Presets: named lists of overrides\n\n")
+    parts.append("\n## Presets\n\n")
     parts.append(
-        "`gr.Preset(NAME, …)` in a list of overrides, `--preset NAME` in the shell. Overrides before them win.\n\n"
+        "A preset is a named list of overrides: `gr.Preset(NAME, …)` in a list of overrides, `--preset NAME` in the "
+        "shell. Other overrides take precedence over those of a preset.\n\n"
     )
     parts.append(_table(("preset", "overrides", "params", "what it is", "source"), map(_preset_row, presets())))
     if peers is not None:
@@ -111,12 +116,13 @@ def _params(infos: Sequence[rule_infos.ParamInfo]) -> str:
 
 
 def _peers(results: dict[str, Any]) -> str:
-    """Rules by library: how many settings agree and how far they are apart; then each that does not, and why."""
+    """Returns the comparison by rule and library, then each setting that does not agree, with the reason."""
     rows: list[dict[str, Any]] = results["rows"]
     parts = ["\n## Compared with other libraries\n\n"]
     parts.append(
-        "By `make test-peers`, in an environment of its own. A setting is a rule with params, on tensors or a network. "
-        "The difference is the largest of an element that agrees, relative to the library's.\n\n"
+        "`make test-peers` compares the rules with other libraries. A setting is a rule with values of its params, "
+        "applied to tensors or a network. The columns float64 and float32 show the largest relative difference of an "
+        "element in settings that agree.\n\n"
     )
     key = lambda row: (row["rule"], row["peer"], row["peer_version"])  # noqa: E731
     table = []
@@ -133,7 +139,7 @@ def _peers(results: dict[str, Any]) -> str:
         if not row["agrees"]:
             differing.setdefault((row["rule"], row["peer"], row["what"], row["status"]), row["note"])
     if differing:
-        parts.append("\n### Where they do not agree\n\n")
+        parts.append("\n### Settings that do not agree\n\n")
         lines = [[*entry, note] for entry, note in differing.items()]
         parts.append(_table(("rule", "library", "setting", "", "why"), lines))
     return "".join(parts)
@@ -155,12 +161,12 @@ def _cell(value: str) -> str:
 
 
 def _code(value: str) -> str:
-    """As code; text with backticks of its own is fenced by two."""
+    """Returns Markdown code; two backticks enclose text that contains backticks."""
     return f"`` {value} ``" if "`" in value else f"`{value}`"
 
 
 def peer_results() -> dict[str, Any] | None:
-    """What `make test-peers` left; None where it has not been run."""
+    """Returns the results that `make test-peers` wrote; None if it has not been run."""
     if not PEERS.exists():
         return None
     found: dict[str, Any] = json.loads(PEERS.read_text(encoding="utf-8"))
@@ -169,7 +175,7 @@ def peer_results() -> dict[str, Any] | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Writes docs/reference/rules.md from the registry.")
-    parser.add_argument("--check", action="store_true", help="only compare with the file that is there")
+    parser.add_argument("--check", action="store_true", help="only compare with the committed file")
     options = parser.parse_args()
     page = reference(peer_results())
     if options.check:

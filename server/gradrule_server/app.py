@@ -13,13 +13,13 @@ import threading
 from gradrule.common import op_definitions
 from gradrule_server import assembly
 from gradrule_server.front.authentication import CallerAuthenticator
-from gradrule_server.front.heap import keep_freed_memory
 from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
 from gradrule_server.front.server import GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.system_memory import keep_freed_memory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
 from gradrule_server.periodic import PeriodicChecks
@@ -27,7 +27,7 @@ from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import BLOBS
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
-from gradrule_server.settings import Settings, is_loopback
+from gradrule_server.settings import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def _log_warnings(settings: Settings, greeting: link_pb2.Greeting, tenants: Tena
     _log.info("the sandbox of engines enforces: %s", ", ".join(greeting.sandbox))
     if greeting.sandbox_missing:
         _log.warning("the sandbox of engines lacks %s", ", ".join(greeting.sandbox_missing))
-    if settings.is_open and not is_loopback(settings.host):
+    if settings.is_open and not settings.is_local:
         _log.warning(
             "the server listens on %s and asks for no credentials: everybody who can reach it may run graphs",
             settings.host,

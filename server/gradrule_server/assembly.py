@@ -21,8 +21,8 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.system_memory import available_memory, memory_share
 from gradrule_server.operations.operations import OperationsSettings
-from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
-from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
+from gradrule_server.operations.status import CacheStatus, QueueStatus, Sources
+from gradrule_server.operations.status import Quarantined as QuarantinedStatus
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.warm_up import FILE_NAME, WarmUp

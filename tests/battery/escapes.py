@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from gradrule_server.engine.sandbox import landlock
+from gradrule_server.engine.sandbox import landlock_version
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.serving import data_folder
 from tests.service.escape_graphs import ESCAPES, Escape
@@ -47,7 +47,7 @@ def judge(cases: Sequence[Case], confined: bool, reached: set[str], free: set[st
         cases=len(cases),
         failures=findings.count,
         met=not findings.count,
-        details={"reached": len(reached), "reached_without": len(free), "landlock": landlock.version()},
+        details={"reached": len(reached), "reached_without": len(free), "landlock": landlock_version()},
         findings=findings.lines,
     )
 
@@ -55,7 +55,7 @@ def judge(cases: Sequence[Case], confined: bool, reached: set[str], free: set[st
 def _reached(scale: Scale, sandbox: str, cases: Sequence[Case]) -> tuple[bool, set[str]]:
     with _prisoner(scale, sandbox) as prisoner:
         reached = {_name((escape, place)) for escape, place in cases if prisoner.attempt(escape, place)}
-        return landlock.version() > 0, reached
+        return landlock_version() > 0, reached
 
 
 @contextlib.contextmanager

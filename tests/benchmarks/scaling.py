@@ -2,7 +2,7 @@
 
 Every part is measured in a process of its own, in processor time. Beside gradrule's parts stands TensorFlow on the same
 graph without gradrule: what grows faster than the graph there cannot grow slower here. Prints a table and, as its last
-line, one JSON object; writes docs/scaling.md.
+line, one JSON object; writes docs/reference/scaling.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DOC = ROOT / "docs" / "scaling.md"
+DOC = ROOT / "docs/reference/scaling.md"
 SIZES = (1_000, 10_000, 100_000)
 KINDS = {"mlp": "layers in a row", "functions": "calls of one function"}
 BAR = 1.15
@@ -160,7 +160,7 @@ def machine() -> str:
 
 
 def document(rows: Sequence[Row], sizes: Sequence[int], load: float) -> str:
-    """docs/scaling.md."""
+    """docs/reference/scaling.md."""
     lines = [
         "# Compile time and memory by size of graph",
         "",
@@ -207,7 +207,9 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="without the 100,000 nodes; docs/scaling.md is left alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="without the 100,000 nodes; docs/reference/scaling.md is left alone"
+    )
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one stage [default: 900]")
     options = parser.parse_args(arguments)
     from gradrule.cli import output

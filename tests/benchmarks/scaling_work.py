@@ -132,7 +132,7 @@ def _runs(call: Callable[[], object]) -> dict[str, dict[str, float]]:
 def engine(folder: Path) -> dict[str, dict[str, float]]:
     """What the engine does with what the front end sends."""
     from gradrule_server.engine.build import build
-    from gradrule_server.engine.tf_config import configure_optimizer
+    from gradrule_server.engine.process import configure_optimizer
     from gradrule_server.link.v1 import link_pb2
 
     configure_optimizer()

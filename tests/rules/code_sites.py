@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine.code_rules import CODE_RULES
-from gradrule_server.engine.code_rules.common import RuleTarget
+from gradrule_server.engine.code_rules.target import RuleTarget
 from tests.rules.code_cases import SALT, Case
 from tests.rules.code_layers import Array, Build
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import engine as engine_module
-from gradrule_server.link import spares as spares_module
+from gradrule_server.link import process as process_module
 from gradrule_server.link.engine import Engine, EngineRefused
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
@@ -54,7 +54,7 @@ async def fork_server() -> AsyncIterator[SharedForkServer]:
 @pytest.fixture
 def quick_starts(fork_server: SharedForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools fork their engines from one process."""
-    monkeypatch.setattr(spares_module, "ForkServer", lambda: fork_server)
+    monkeypatch.setattr(process_module, "ForkServer", lambda: fork_server)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -204,8 +204,8 @@ async def test_starting_is_tried_again_whatever_it_fails_with(
             raise failures.pop()
         return await start(*args)
 
-    monkeypatch.setattr(spares_module, "start_process", failing)
-    monkeypatch.setattr(spares_module, "_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(process_module, "start_process", failing)
+    monkeypatch.setattr(process_module, "_RETRY_DELAY_S", 0.05)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
     await _until(lambda: engine.generation == 3)

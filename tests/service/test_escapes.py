@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.engine.sandbox import landlock
+from gradrule_server.engine.sandbox import landlock_version
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
@@ -123,7 +123,7 @@ class Prisoner:
 @pytest.fixture(scope="module", params=["on", "off"])
 def prisoner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prisoner]:
     """One that is confined, then one that is not."""
-    if request.param == "on" and landlock.version() == 0:
+    if request.param == "on" and landlock_version() == 0:
         pytest.skip("this kernel has no Landlock")
     made = Prisoner(tmp_path_factory.mktemp(request.param), request.param)
     yield made

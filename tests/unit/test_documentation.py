@@ -75,7 +75,7 @@ def test_commands_in_contributing_exist() -> None:
 
 
 def named_modules(page: Path) -> set[str]:
-    """The modules of the server that a page names in code style: `engine.feed_plan`."""
+    """The modules of the server that a page names in code style: `engine.arguments`."""
     packages = [path.parent.name for path in (ROOT / "server/gradrule_server").glob("*/__init__.py")]
     return set(re.findall(rf"`((?:{'|'.join(packages)})\.[a-z_.]+)`", page.read_text(encoding="utf-8")))
 
@@ -91,6 +91,12 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
         folder = ROOT / "server/gradrule_server" / package
         in_face = module in (folder / "__init__.py").read_text(encoding="utf-8")
         assert in_face or (folder / f"{module}.py").exists() or (folder / module).is_dir(), name
+
+
+def test_every_page_of_docs_is_in_a_folder() -> None:
+    """A reader looks in guide/ (how to use it), reference/ (to look something up) or design/ (why it is so)."""
+    assert not list((ROOT / "docs").glob("*.md"))
+    assert {path.name for path in (ROOT / "docs").iterdir()} == {"design", "guide", "reference"}
 
 
 def test_every_guide_is_linked_from_the_readme() -> None:

@@ -2,11 +2,15 @@
 
 Imports TensorFlow once, then forks one engine for each request on the socket `fd`: a fork takes milliseconds, an import
 seconds. A request holds the engine's flags and descriptors. `gradrule_server.link.fork_server` sends the requests.
+
+TensorFlow imports Keras, and Keras imports optional libraries if they are installed. Engines use none of them, and
+some fail in the sandbox (matplotlib needs a writable folder), so they are refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -15,15 +19,22 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import NoReturn
 
-from gradrule_server.engine.unused_libraries import without_libraries
-from gradrule_server.link import fork_protocol
+from gradrule_server.link import fork_server
 from gradrule_server.link.system_calls import set_process_name
 
 # Shown by `ps` and `top`; the kernel keeps 15 characters.
 _FORK_SERVER_NAME, _ENGINE_NAME = "gradrule-forker", "gradrule-engine"
+
+_UNUSED_LIBRARIES = frozenset(
+    {"IPython", "PIL", "h5py", "jax", "matplotlib", "pandas", "pydot", "scipy", "sklearn", "torch"}
+)
+_KERAS = "keras.src"
 
 _RunEngine = Callable[[Sequence[str], int, Sequence[int]], int]
 
@@ -40,24 +51,53 @@ def main() -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # TensorFlow's import fails if it finds no writable folder for temporary files.
     tempfile.tempdir = os.devnull
-    with without_libraries():
+    with without_unused_libraries():
         from gradrule_server.engine.process import run_engine
     _check_single_thread()
     # Imported objects are never garbage. The collector does not write to frozen objects, so engines share their pages.
     gc.collect()
     gc.freeze()
     while True:
-        request = fork_protocol.receive_request(control)
+        request = fork_server.receive_request(control)
         if request is None:
             return 0
         try:
-            answer = _fork_engine(request, control, run_engine)
+            pid = _fork_engine(request, control, run_engine)
         except OSError as cause:
-            fork_protocol.send_failure(control, cause)
+            fork_server.send_failure(control, cause)
         else:
-            fork_protocol.send_pid(control, answer)
+            fork_server.send_pid(control, pid)
         finally:
             request.close()
+
+
+class _UnusedLibraryFinder(MetaPathFinder):
+    """Reports unused libraries as not installed."""
+
+    def __init__(self) -> None:
+        self.refuses_keras = True
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Raises `ModuleNotFoundError` for a refused module; None leaves it to the other finders."""
+        if fullname in _UNUSED_LIBRARIES or (fullname == _KERAS and self.refuses_keras):
+            raise ModuleNotFoundError(f"engines do not use {fullname}", name=fullname)
+        return None
+
+
+@contextlib.contextmanager
+def without_unused_libraries() -> Iterator[None]:
+    """Refuses imports of libraries that engines do not use: Keras within the context, the others from now on.
+
+    Only the optimizers of sessions need Keras. They import it with their first step.
+    """
+    finder = _UnusedLibraryFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.refuses_keras = False
 
 
 def _check_single_thread() -> None:
@@ -67,7 +107,7 @@ def _check_single_thread() -> None:
         raise RuntimeError(f"importing TensorFlow started {count - 1} threads; only one thread can fork engines")
 
 
-def _fork_engine(request: fork_protocol.Request, control: socket.socket, run: _RunEngine) -> int:
+def _fork_engine(request: fork_server.ForkRequest, control: socket.socket, run: _RunEngine) -> int:
     """Forks an engine whose parent is the front end, which waits for its exit code; returns its pid.
 
     An intermediate process forks the engine and ends at once. The kernel then makes the front end the engine's parent
@@ -75,12 +115,12 @@ def _fork_engine(request: fork_protocol.Request, control: socket.socket, run: _R
     """
     reading, writing = os.pipe()
     try:
-        between = os.fork()
-        if between == 0:
+        intermediate = os.fork()
+        if intermediate == 0:
             _fork_again(request, control, (reading, writing), run)
         os.close(writing)
         writing = -1
-        os.waitpid(between, 0)
+        os.waitpid(intermediate, 0)
         answer = os.read(reading, 64)
     finally:
         os.close(reading)
@@ -88,12 +128,12 @@ def _fork_engine(request: fork_protocol.Request, control: socket.socket, run: _R
             os.close(writing)
     pid = int(answer or b"0")
     if pid <= 0:
-        raise OSError(-pid, os.strerror(-pid)) if pid else OSError("the process between ended")
+        raise OSError(-pid, os.strerror(-pid)) if pid else OSError("the intermediate process ended")
     return pid
 
 
 def _fork_again(
-    request: fork_protocol.Request, control: socket.socket, pipe: tuple[int, int], run: _RunEngine
+    request: fork_server.ForkRequest, control: socket.socket, pipe: tuple[int, int], run: _RunEngine
 ) -> NoReturn:
     """Forks the engine, writes its pid or the negative error number to the pipe, and ends."""
     reading, writing = pipe

@@ -1,29 +1,137 @@
-"""Reads the arguments of a built function from a request."""
+"""Reads the arguments of a built function from a request: usual calls by a plan, others tensor by tensor."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from gradrule.common import tensor_codec, tensor_packing
+from gradrule.common import tensor_packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
-from gradrule_server.engine.blobs import BlobReader
-from gradrule_server.engine.graph_call import as_array
-from gradrule_server.engine.large_tensors import LargeTensors
-from gradrule_server.engine.program import BuiltProgram, Input
+from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, LargeTensors
+from gradrule_server.engine.program import BuiltProgram, Input, as_array
+from gradrule_server.engine.tensor_sources import BlobReader, read_tensor
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import FREE_BYTES
 from gradrule_server.rules import read_param_value
 
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
-"""Values by name; the bytes of a large one apart."""
+"""Values by name, each with the bytes that were cut out of it, or None."""
 _Value: TypeAlias = "np.ndarray | tf.Tensor"
-_NONE_APART: LargeTensors = MappingProxyType({})
+_NO_STATE: Mapping[str, tf.Tensor] = MappingProxyType({})
+
+
+class _Slot(NamedTuple):
+    """One argument: its position, the type and shape that it requires, and the NumPy type of its bytes."""
+
+    position: int
+    dtype_number: int
+    shape: tuple[int | None, ...] | None
+    dtype: np.dtype[Any]
+    is_required: bool
+
+
+class FeedPlan:
+    """Reads the arguments of usual calls fast: all values are tensors with bytes, of the right type and shape.
+
+    Prepared once per program, by the names that calls use. Thread-safe. is_enabled: False leaves all calls to
+    `ArgumentReader`.
+    """
+
+    def __init__(self, built: BuiltProgram, *, is_enabled: bool = True) -> None:
+        self._max_rank = built.max_rank
+        self._template: list[Any] = []
+        self._required = 0
+        self._fields: list[tuple[str, dict[str, _Slot]]] = []
+        directions = "tangents" if built.kind == evaluate_pb2.DERIVATIVE_JVP else "vectors"
+        for field, inputs in (("feeds", built.inputs), ("grad_ys", built.grad_ys), (directions, built.directions)):
+            slots = {item.name.removesuffix(":0"): self._slot(item) for item in inputs}
+            if field == "feeds":
+                slots |= {alias: slots[name.removesuffix(":0")] for alias, name in built.aliases.items()}
+            slots |= {f"{name}:0": slot for name, slot in slots.items() if ":" not in name}
+            if slots:
+                self._fields.append((field, slots))
+        self._params = {}
+        for param in built.params:
+            self._params[param.rule, param.name] = len(self._template)
+            self._template.append(None)
+        self._required += len(self._params)
+        # The general reader checks that stacked values have the same length.
+        self._is_usable = is_enabled and not built.stacked
+
+    def _slot(self, item: Input) -> _Slot:
+        position, is_required = len(self._template), item.default is None
+        self._template.append(None if item.default is None else as_array(item.default))
+        self._required += is_required
+        shape = None if item.shape.rank is None else tuple(item.shape.as_list())
+        # NumPy cannot read strings from bytes.
+        dtype = np.dtype(item.dtype.base_dtype.as_numpy_dtype)
+        return _Slot(position, item.dtype.base_dtype.as_datatype_enum, shape, dtype, is_required)
+
+    def is_default(self, position: int, array: Any) -> bool:
+        """Returns whether an argument is the default of its input."""
+        return self._template[position] is not None and array is self._template[position]
+
+    def arrays(
+        self, call: evaluate_pb2.EvaluateRequest, params: Iterable[link_pb2.ParamSetting], contents: LargeTensors
+    ) -> Sequence[Any] | None:
+        """Returns the arguments as NumPy arrays; None for an unusual call, which may be valid.
+
+        The arrays may share the memory of `call` and `contents`.
+        """
+        if not self._is_usable:
+            return None
+        values, missing = list(self._template), self._required
+        for field, slots in self._fields:
+            for index, item in enumerate(getattr(call, field)):
+                slot = slots.get(item.name)
+                if slot is None or values[slot.position] is not self._template[slot.position]:
+                    return None
+                array = self._array(item.value.inline_tensor, slot, contents, (field, index))
+                if array is None:
+                    return None
+                values[slot.position] = array
+                missing -= slot.is_required
+        for setting in params:
+            position = self._params.get((setting.rule, setting.name))
+            if position is not None:
+                if not setting.value.HasField("number"):
+                    return None
+                values[position] = np.array(setting.value.number)
+                missing -= 1
+        return None if missing else values
+
+    def _array(self, message: Any, slot: _Slot, contents: Mapping[Any, memoryview], key: tuple[str, int]) -> Any:
+        """Returns a view of the tensor's bytes as an array; None if the tensor is unusual."""
+        if message.dtype != slot.dtype_number or slot.dtype.hasobject:
+            return None
+        tensor_shape = message.tensor_shape
+        if tensor_shape.unknown_rank:
+            return None
+        shape = tuple([dim.size for dim in tensor_shape.dim])
+        content = (contents.get(key) if contents else None) or message.tensor_content
+        if shape != slot.shape and not _fits(shape, slot.shape):
+            return None
+        if not content or len(content) != math.prod(shape) * slot.dtype.itemsize or len(shape) > self._max_rank:
+            return None
+        return np.frombuffer(content, slot.dtype).reshape(shape)
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...] | None) -> bool:
+    if min(shape, default=0) < 0:
+        return False
+    if wanted is None:
+        return True
+    return len(shape) == len(wanted) and all(map(_fits_size, shape, wanted))
+
+
+def _fits_size(size: int, wanted: int | None) -> bool:
+    return wanted is None or size == wanted
 
 
 class ArgumentReader:
@@ -41,8 +149,8 @@ class ArgumentReader:
         built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
-        state: Mapping[str, tf.Tensor] | None = None,
-        contents: LargeTensors = _NONE_APART,
+        state: Mapping[str, tf.Tensor] = _NO_STATE,
+        contents: LargeTensors = NO_LARGE_TENSORS,
     ) -> list[tf.Tensor]:
         """Returns the arguments of the built function as tensors.
 
@@ -67,12 +175,12 @@ class ArgumentReader:
         built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
-        contents: LargeTensors = _NONE_APART,
+        contents: LargeTensors = NO_LARGE_TENSORS,
     ) -> Sequence[Any]:
         """Returns the arguments of the built function as NumPy arrays, which may share the memory of the request."""
         values = built.feed_plan.arrays(call, params, contents)
         if values is None:
-            given = self._values(built, call, params, None, contents)
+            given = self._values(built, call, params, _NO_STATE, contents)
             values = [as_array(value) if isinstance(value, tf.Tensor) else value for value in given]
         if built.memory_check is not None:
             built.memory_check.check(values)
@@ -83,38 +191,31 @@ class ArgumentReader:
         built: BuiltProgram,
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
-        state: Mapping[str, tf.Tensor] | None,
+        state: Mapping[str, tf.Tensor],
         contents: LargeTensors,
     ) -> list[_Value]:
+        feeds = _rename_aliases(_by_name(call.feeds, "feeds", contents, built), built)
         return [
-            *self._fed(
-                _renamed(_by_name(call.feeds, "feeds", contents, built.max_unpacking), built),
-                built.inputs,
-                built.unused,
-                state or {},
-                built.max_rank,
-                what="feed",
-                field="feeds",
-            ),
-            *self._grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked, built=built),
-            *self._directions(call, built, contents),
-            *_params(built, params),
+            *self._read(feeds, built.inputs, built, what="feed", field="feeds", unused=built.unused, state=state),
+            *self._read_grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked, built=built),
+            *self._read_directions(call, built, contents),
+            *_read_params(built, params),
         ]
 
     def grad_ys(
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
-        contents: LargeTensors = _NONE_APART,
+        contents: LargeTensors = NO_LARGE_TENSORS,
         *,
         stacked: bool,
         built: BuiltProgram,
     ) -> list[tf.Tensor]:
         """Returns upstream gradients; stacked ones have the same size on axis 0. `built`: gives the limits."""
-        values = self._grad_ys(given, inputs, contents, stacked=stacked, built=built)
+        values = self._read_grad_ys(given, inputs, contents, stacked=stacked, built=built)
         return [_as_tensor(value, item.dtype) for value, item in zip(values, inputs, strict=True)]
 
-    def _grad_ys(
+    def _read_grad_ys(
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
@@ -125,7 +226,8 @@ class ArgumentReader:
     ) -> list[_Value]:
         if stacked:
             inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
-        tensors = self._given(given, inputs, contents, built, what="grad_y", field="grad_ys")
+        by_name = _by_name(given, "grad_ys", contents, built)
+        tensors = self._read(by_name, inputs, built, what="grad_y", field="grad_ys")
         if stacked and len({int(tensor.shape[0]) for tensor in tensors}) > 1:
             sizes = ", ".join(f"{item.name!r}: {tensor.shape[0]}" for item, tensor in zip(inputs, tensors, strict=True))
             raise error(
@@ -135,48 +237,35 @@ class ArgumentReader:
             )
         return tensors
 
-    def _directions(
+    def _read_directions(
         self, call: evaluate_pb2.EvaluateRequest, built: BuiltProgram, contents: LargeTensors
     ) -> list[_Value]:
         is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
         what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
-        return self._given(given, built.directions, contents, built, what=what, field=field)
+        return self._read(_by_name(given, field, contents, built), built.directions, built, what=what, field=field)
 
-    def _given(
+    def _read(
         self,
-        given: Sequence[tensor_pb2.NamedTensor],
+        by_name: _Given,
         inputs: Sequence[Input],
-        contents: LargeTensors,
         built: BuiltProgram,
         *,
         what: str,
         field: str,
-    ) -> list[_Value]:
-        by_name, unused = _by_name(given, field, contents, built.max_unpacking), [False] * len(inputs)
-        return self._fed(by_name, inputs, unused, {}, built.max_rank, what=what, field=field)
-
-    def _fed(
-        self,
-        by_name: _Given,
-        inputs: Sequence[Input],
-        unused: Sequence[bool],
-        state: Mapping[str, tf.Tensor],
-        max_rank: int,
-        *,
-        what: str,
-        field: str,
+        unused: Sequence[bool] = (),
+        state: Mapping[str, tf.Tensor] = _NO_STATE,
     ) -> list[_Value]:
         """Returns the given values in the order of `inputs`. Reports all their faults in one error."""
         findings: list[Finding] = []
         tensors: list[_Value] = []
-        for item, is_unused in zip(inputs, unused, strict=True):
+        for item, is_unused in zip(inputs, unused or [False] * len(inputs), strict=True):
             value = by_name.get(item.name.removesuffix(":0"))
             default = state.get(item.name, item.default)
             if value is None and default is not None:
                 tensors.append(default)
                 continue
             if value is None and is_unused:
-                tensors.append(_nothing(item))
+                tensors.append(_unused_value(item))
                 continue
             if value is None:
                 wanted = f"{item.dtype.name} of shape {item.shape}"
@@ -190,69 +279,12 @@ class ArgumentReader:
                 )
                 continue
             try:
-                tensors.append(self._tensor(*value, item, max_rank, what, field))
+                tensors.append(read_tensor(*value, item, built.max_rank, self._blobs, what, field))
             except GradruleError as cause:
                 findings += cause.findings
         if findings:
             raise GradruleError(findings)
         return tensors
-
-    def _tensor(
-        self,
-        value: tensor_pb2.TensorSource,
-        content: memoryview | None,
-        item: Input,
-        max_rank: int,
-        what: str,
-        field: str,
-    ) -> np.ndarray:
-        source = value.WhichOneof("source")
-        if source not in ("inline_tensor", "blob"):
-            fault = "lies in shared memory, which this request does not use" if source else "holds no tensor"
-            raise error(
-                errors_pb2.ERROR_REASON_INVALID_TENSOR,
-                f"{what} {item.name!r} {fault}",
-                node=item.name,
-                field=field,
-            )
-        packed = value.inline_tensor.packed if value.inline_tensor.HasField("packed") else None
-        inline = value.inline_tensor if packed is None else packed
-        message = value.blob if source == "blob" else inline
-        if message.dtype != item.dtype.base_dtype.as_datatype_enum:
-            raise error(
-                errors_pb2.ERROR_REASON_FEED_DTYPE,
-                f"{what} {item.name!r} is {_dtype_name(message.dtype)}, but the tensor is {item.dtype.name}",
-                node=item.name,
-                field=field,
-            )
-        where = f"{what} {item.name!r}"
-        shape = message.tensor_shape if isinstance(message, tensor_pb2.Tensor) else message.shape
-        if len(shape.dim) > max_rank:
-            raise error(
-                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"{where} has rank {len(shape.dim)}; {max_rank} is the most (--max-rank)",
-                node=item.name,
-                field=field,
-            )
-        if packed is not None:
-            # The shape is checked first: a tensor of a wrong shape is not unpacked.
-            _check_shape(tuple(dim.size for dim in shape.dim), item, where, field)
-        array = (
-            self._blobs.array(value.blob, where, field) if source == "blob" else _array(inline, content, where, field)
-        )
-        _check_shape(array.shape, item, where, field)
-        return array
-
-
-def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) -> None:
-    """Raises FEED_SHAPE if an input does not take values of the shape."""
-    if not item.shape.is_compatible_with(shape):
-        raise error(
-            errors_pb2.ERROR_REASON_FEED_SHAPE,
-            f"{where} has shape {shape}, but the tensor has {item.shape}",
-            node=item.name,
-            field=field,
-        )
 
 
 def _as_tensor(value: _Value, dtype: tf.DType) -> tf.Tensor:
@@ -260,21 +292,23 @@ def _as_tensor(value: _Value, dtype: tf.DType) -> tf.Tensor:
     return value if isinstance(value, tf.Tensor) else tf.constant(value, dtype)
 
 
-def _nothing(item: Input) -> np.ndarray:
+def _unused_value(item: Input) -> np.ndarray:
     """Returns a value for an input on which no result depends."""
     shape = [size or 0 for size in item.shape] if item.shape.rank else []
     dtype = np.dtype(item.dtype.as_numpy_dtype)
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 
-def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: LargeTensors, max_unpacking: int) -> _Given:
+def _by_name(
+    given: Sequence[tensor_pb2.NamedTensor], field: str, contents: LargeTensors, built: BuiltProgram
+) -> _Given:
     """Returns values by name. Raises LIMIT_EXCEEDED if packed ones would take too much memory unpacked."""
     values = [(item.value, contents.get((field, index))) for index, item in enumerate(given)]
     packed = [
         (source.inline_tensor.packed, content) for source, content in values if source.inline_tensor.HasField("packed")
     ]
     if packed:
-        _check_unpacking(packed, field, max_unpacking)
+        _check_unpacking(packed, field, built.max_unpacking)
     return {item.name.removesuffix(":0"): value for item, value in zip(given, values, strict=True)}
 
 
@@ -297,7 +331,7 @@ def _check_unpacking(
         )
 
 
-def _renamed(by_name: _Given, built: BuiltProgram) -> _Given:
+def _rename_aliases(by_name: _Given, built: BuiltProgram) -> _Given:
     """Returns feeds by the names of inputs. Raises UNKNOWN_FEED if one input is fed under two of its names."""
     if built.aliases.keys().isdisjoint(by_name):
         return by_name
@@ -313,25 +347,7 @@ def _renamed(by_name: _Given, built: BuiltProgram) -> _Given:
     return renamed
 
 
-def _array(
-    message: tensor_pb2.Tensor | tensor_pb2.PackedTensor, content: memoryview | None, what: str, field: str
-) -> np.ndarray:
-    try:
-        if isinstance(message, tensor_pb2.PackedTensor):
-            return tensor_packing.unpack(message, content=content)
-        return tensor_codec.to_numpy(message, content=content)
-    except ValueError as cause:
-        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
-
-
-def _params(built: BuiltProgram, settings: Iterable[link_pb2.ParamSetting]) -> list[_Value]:
+def _read_params(built: BuiltProgram, settings: Iterable[link_pb2.ParamSetting]) -> list[_Value]:
     given: Mapping[tuple[int, str], rule_pb2.ParamValue] = {(item.rule, item.name): item.value for item in settings}
     read = [read_param_value(given[param.rule, param.name], param.name, "params") for param in built.params]
     return [np.asarray(value, np.float64) for value in read]
-
-
-def _dtype_name(dtype: int) -> str:
-    try:
-        return str(tf.as_dtype(dtype).name)
-    except TypeError:
-        return f"of unknown type {dtype}"

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.checks import MAX_ANSWER_BYTES, check_ops, require_bytes, require_same
 from gradrule_server.engine.derivatives import (
     DENSE,
     NOT_DIFFERENTIABLE,
@@ -27,8 +28,6 @@ from gradrule_server.engine.derivatives import (
     checked_upstream,
 )
 from gradrule_server.engine.differentiation import Differentiation
-from gradrule_server.engine.op_checks import check_ops
-from gradrule_server.engine.runtime_checks import MAX_ANSWER_BYTES, require_bytes, require_same
 from gradrule_server.errors import error
 
 Row = Callable[[tf.Tensor], Sequence[tf.Tensor]]
@@ -277,7 +276,7 @@ class TwoPartProgram:
 
         grad_ys: upstream gradients by the index of the y, of its type; a y without one gets ones. stacked: all of them
         have one more axis in front, of the same size. Raises INVALID_DERIVATIVE. TensorFlow raises the error of a
-        failed check if a shape differs from that of the y (FEED_SHAPE, see `runtime_checks.failed_check`).
+        failed check if a shape differs from that of the y (FEED_SHAPE, see `checks.failed_check`).
         """
         fed, ys = self._backward.fed, self._backward.ys
         given = [grad_ys[index] for index in fed if index in grad_ys]

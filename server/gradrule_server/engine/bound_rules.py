@@ -11,10 +11,10 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules import CODE_RULES
-from gradrule_server.engine.code_rules.common import Gradient, RuleTarget
+from gradrule_server.engine.code_rules.target import Gradient, RuleTarget
 from gradrule_server.engine.graph_import import replay
-from gradrule_server.engine.runtime_checks import checked_gradient
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.policy.op_traits import ops_with

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.arguments import FeedPlan
 from gradrule_server.engine.backward import TwoPartProgram
-from gradrule_server.engine.feed_plan import FeedPlan
-from gradrule_server.engine.gradient_cache import GradientCache
-from gradrule_server.engine.graph_call import graph_call
+from gradrule_server.engine.checks import check_ops
 from gradrule_server.engine.graph_import import tensor_name
-from gradrule_server.engine.memory_check import MemoryCheck
-from gradrule_server.engine.memory_estimate import bytes_of, estimate_need
-from gradrule_server.engine.op_checks import check_ops
-from gradrule_server.engine.program import BuiltProgram, Input, ParamInput
+from gradrule_server.engine.memory import MemoryCheck
+from gradrule_server.engine.program import BuiltProgram, Input, ParamInput, create_graph_call, shape_from
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
 from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue import BUILTINS
+
+if TYPE_CHECKING:
+    from gradrule_server.engine.describe import GradientCache
 
 _SMALL_OPS = 256
 # The executor of the calling thread does not run the control flow that these become.
@@ -119,7 +119,8 @@ def _build(
     built.function = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
     if not request.trusted:
         check_ops(built.function.graph)
-    built.memory_check = MemoryCheck(built.function, request.memory_limit)
+    memory_check = MemoryCheck(built.function, request.memory_limit)
+    built.memory_check = memory_check if memory_check.depends_on_call else None
     returned = {id(tensor) for tensor in built.function.graph.outputs}
     arguments = built.function.graph.inputs[: len(built.inputs)]
     built.small = "calling-thread" not in disabled_fast_paths and _is_small(built.function.graph)
@@ -129,8 +130,8 @@ def _build(
         built.layout = built.two_parts.layout
     else:
         may_use_session = device.startswith("CPU") and "sessions" not in disabled_fast_paths
-        built.call = graph_call(built.function, single_threaded=built.small, may_use_session=may_use_session)
-        built.feed_plan = FeedPlan(built, is_used="feed-plans" not in disabled_fast_paths)
+        built.call = create_graph_call(built.function, single_threaded=built.small, may_use_session=may_use_session)
+        built.feed_plan = FeedPlan(built, is_enabled="feed-plans" not in disabled_fast_paths)
         built.writer = ResponseWriter(built, [tensor.dtype for tensor in built.function.graph.outputs], device)
     return built
 
@@ -183,56 +184,3 @@ def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: 
         # This graph never runs, so its labels may stay.
         tensors = import_tensors(graph_def, feeds, names, [])
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-
-
-def shape_from(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
-    """Returns the shape that a message describes."""
-    return tf.TensorShape(None if shape.unknown_rank else [None if dim.size < 0 else dim.size for dim in shape.dim])
-
-
-__all__ = ["BuiltProgram", "Input", "ParamInput", "build", "shape_from"]
-
-
-_VJP = (evaluate_pb2.DERIVATIVE_UNSPECIFIED, evaluate_pb2.DERIVATIVE_VJP)
-
-
-def describe(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor], device: str) -> BuiltProgram:
-    """Returns the program as `build` does, but without its function; raises the same errors.
-
-    The whole program is built if gradients are differentiated again, if they are a function of their own, or if the
-    program might not fit into memory.
-    """
-    if request.derivative in _VJP and not request.stacked_grad_ys and not request.split:
-        built = _described(request, values)
-        if built is not None:
-            return built
-    return build(request, values, device)
-
-
-def _described(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor]) -> BuiltProgram | None:
-    """Returns the program without its function; None if it might not fit into memory."""
-    graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
-    functions = tf_private.add_functions(graph_def.library)
-    try:
-        graph = tf_private.RecordingGraph()
-        with graph.as_default():
-            gradient_cache = GradientCache(graph, graph_def)
-            built, trace = start_build(request, graph_def, values, gradient_cache)
-            arguments = [
-                tf.compat.v1.placeholder(spec.dtype, spec.shape, spec.name) for spec in function_arguments(built)
-            ]
-            with tf_private.sums_made_by(gradient_cache.sum):
-                outputs = trace.run(arguments)
-        if not request.trusted:
-            check_ops(graph)
-        if request.memory_limit and _most_bytes(graph, outputs) > request.memory_limit:
-            return None
-        return built
-    finally:
-        tf_private.remove_functions(functions)
-
-
-def _most_bytes(graph: tf_private.RecordingGraph, outputs: Sequence[tf.Tensor]) -> int:
-    """Returns the bytes of all tensors of the program; reused gradients count each time."""
-    repeated = sum(bytes_of(tensor) for op in graph.made for tensor in op.outputs)
-    return estimate_need(graph, outputs, sys.maxsize).size + repeated

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.checks import require_same_shape
 from gradrule_server.engine.differentiation import Differentiation, DifferentiationStage
-from gradrule_server.engine.runtime_checks import require_same
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import error
 
@@ -116,17 +116,7 @@ def checked_upstream(
             f"{where} has shape {grad_y.shape}, but the y has {y.tensor.shape}",
             field=field,
         )
-    return same_shape(grad_y, y.tensor, where, shape)
-
-
-def same_shape(value: tf.Tensor, like: tf.Tensor, where: str, shape: tf.Tensor | None = None) -> tf.Tensor:
-    """Returns `value`, with a check at run time that it has the shape of `like`; FEED_SHAPE if not."""
-    if value.shape.is_fully_defined() and like.shape.is_fully_defined():
-        return value
-    wanted = tf.shape(like) if shape is None else shape
-    checked = require_same(value, tf.shape(value), wanted, errors_pb2.ERROR_REASON_FEED_SHAPE, where)
-    checked.set_shape(like.shape)
-    return checked
+    return require_same_shape(grad_y, y.tensor, errors_pb2.ERROR_REASON_FEED_SHAPE, where, shape)
 
 
 Directions = Sequence[tf.Tensor | None]
@@ -240,7 +230,7 @@ def _with_directions(
     request: DifferentiationRequest, directions: Directions, what: str
 ) -> list[tuple[NamedTensor, tf.Tensor]]:
     return [
-        (x, same_shape(direction, x.tensor, f"{what} of {x.name!r}"))
+        (x, require_same_shape(direction, x.tensor, errors_pb2.ERROR_REASON_FEED_SHAPE, f"{what} of {x.name!r}"))
         for x, direction in zip(request.xs, directions, strict=True)
         if direction is not None
     ]

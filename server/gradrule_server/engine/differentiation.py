@@ -12,21 +12,23 @@ import contextlib
 import contextvars
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
-from gradrule_server.engine.code_rules.common import Gradient, RuleTarget, salt_for
-from gradrule_server.engine.gradient_cache import GradientCache
+from gradrule_server.engine.checks import checked_gradient
+from gradrule_server.engine.code_rules.target import Gradient, RuleTarget, ops_between, salt_for
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
-from gradrule_server.engine.runtime_checks import checked_gradient
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
+
+if TYPE_CHECKING:
+    from gradrule_server.engine.describe import GradientCache
 
 MARK_ATTR = "_gradrule_mark"
 
@@ -58,7 +60,7 @@ class DifferentiationStage(enum.Enum):
 
 
 class Differentiation:
-    """Gives TensorFlow the gradients of nodes while one program is built, and records the nodes that it asked for.
+    """Returns the gradients of nodes to TensorFlow while one program is built, and records the requested nodes.
 
     Only the first differentiation is recorded. `made`: rules for nodes that gradients make, by op type. `again`: the
     gradients will be differentiated again. `gradient_cache`: reuses gradients of similar nodes; None builds all.
@@ -147,7 +149,7 @@ class Differentiation:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
         if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
-            # The gradient of a subgraph's IdentityN goes on through the nodes of the subgraph.
+            # The gradient of a subgraph's IdentityN continues through the nodes of the subgraph.
             return self._own_gradient(op, dys, mark.node)
         if mark.rule == _FOREIGN_GRADIENT:
             raise error(
@@ -162,7 +164,11 @@ class Differentiation:
         rule = self._rules[mark.rule]
         if self._gradient_cache is not None and rule.is_local and not outputs:
             return self._gradient_cache.gradients(
-                op, dys, mark.rule, lambda: rule.gradients(self._op_target(op, mark.node), list(dys)), self._noted_count
+                op,
+                dys,
+                mark.rule,
+                lambda: rule.gradients(self._op_target(op, mark.node), list(dys)),
+                self._report_count,
             )
         target = self._subgraph_target(op, mark) if outputs else self._op_target(op, mark.node)
         upstream = list(dys)[: len(target.outputs)]
@@ -261,7 +267,7 @@ class Differentiation:
 
         def find_ops() -> Sequence[tf.Operation]:
             # The input of a step is a difference that no other node of the forward graph uses.
-            return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _ops_between(xs, ys)
+            return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else ops_between(xs, ys)
 
         def own_gradients(dys: Sequence[Gradient]) -> Sequence[Gradient]:
             # TensorFlow would take a missing upstream gradient as ones.
@@ -310,7 +316,7 @@ class Differentiation:
             )
         if self._gradient_cache is not None:
             return self._gradient_cache.gradients(
-                op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function), self._noted_count
+                op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function), self._report_count
             )
         return self._registered(op, dys, node, function)
 
@@ -355,7 +361,7 @@ class Differentiation:
             gradients[first] = checked_gradient(dy, op.inputs[first], rule="pass", node=node, index=first)
         return gradients
 
-    def _noted_count(self) -> int:
+    def _report_count(self) -> int:
         """Returns the number of nodes without a gradient so far."""
         return len(self._without_gradient)
 
@@ -376,25 +382,6 @@ _current: contextvars.ContextVar[Differentiation] = contextvars.ContextVar("diff
 
 def _is_differentiable(value: tf.Tensor) -> bool:
     return bool(value.dtype.is_floating or value.dtype.is_complex)
-
-
-def _ops_between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """Returns the ops on the paths from the tensors `xs` to the tensors `ys`, producers before consumers."""
-    border = {x.ref() for x in xs}
-    reaches: dict[tf.Operation, bool] = {}
-    order: list[tf.Operation] = []
-    pending = [(y.op, False) for y in ys]
-    while pending:
-        op, ready = pending.pop()
-        if ready:
-            reaches[op] = any(value.ref() in border or reaches.get(value.op, False) for value in op.inputs)
-            if reaches[op]:
-                order.append(op)
-        elif op not in reaches:
-            reaches[op] = False
-            pending.append((op, True))
-            pending += [(value.op, False) for value in op.inputs if value.ref() not in border]
-    return order
 
 
 @tf.RegisterGradient(tf_private.GRADIENT_NAME)

@@ -1,19 +1,45 @@
-"""Limits the engine's memory, and measures the memory of tensors."""
+"""Limits the engine's memory: that of the process, and before a run that of a program and of each call."""
 
 from __future__ import annotations
 
+import math
 import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
+from tensorflow.core.framework import node_def_pb2
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.graph_import import label_varying
+from gradrule_server.engine.memory_estimate import MemoryNeed, estimate_need, static_bytes
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.policy.op_traits import input_numbers
+
+# Inputs that decide how large an output is, by op: a call may feed them.
+_SIZES = input_numbers("size_inputs")
+# Inputs that hold sizes have few elements; larger inputs are not read.
+_MAX_SIZE_ELEMENTS = 64
+# Size of the largest common element type.
+_ELEMENT_BYTES = 16
+# Larger constants are replaced by placeholders: only their shapes matter.
+_LARGE_CONSTANT = 4096
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+# Number of results that are kept.
+_MAX_RESULTS = 256
+
+_Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+# Shape and values; no values if there are too many.
+_Value: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+_Key: TypeAlias = tuple[_Shapes, tuple[_Value, ...]]
 
 
-class _Bound:
+class _ProcessLimit:
     """The memory limit of this process."""
 
     bytes = 0
@@ -24,7 +50,7 @@ def limit_memory(limit: int) -> None:
 
     What is reserved and never used (stacks, heaps of threads) does not count.
     """
-    _Bound.bytes = limit
+    _ProcessLimit.bytes = limit
     if not limit:
         return
     reserved = max(0, _status("VmData") - _status("RssAnon"))
@@ -37,9 +63,9 @@ def limit_memory(limit: int) -> None:
 
 def memory_error(what: str) -> GradruleError:
     """Returns the error MEMORY_EXCEEDED with the limit in its text."""
-    least = f"{_Bound.bytes} bytes (--memory-limit)" if _Bound.bytes else "the machine's memory"
+    limit = f"{_ProcessLimit.bytes} bytes (--memory-limit)" if _ProcessLimit.bytes else "the machine's memory"
     return error(
-        errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the program takes more than the engine has, {least}: {what}"
+        errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the program takes more than the engine has, {limit}: {what}"
     )
 
 
@@ -53,73 +79,173 @@ def _status(field: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-# Types that TensorFlow saves, frequent ones first: a variant does not show the type that it holds, so all are tried.
-_HELD = (
-    tf.float32,
-    tf.variant,
-    tf.int32,
-    tf.bool,
-    tf.float64,
-    tf.int64,
-    tf.float16,
-    tf.bfloat16,
-    tf.complex64,
-    tf.complex128,
-    tf.int8,
-    tf.uint8,
-    tf.int16,
-    tf.uint16,
-    tf.uint32,
-    tf.uint64,
-)
-_STRING_BYTES = 24
-"""Bytes of a string besides its characters."""
+class MemoryCheck:
+    """Checks the calls of one built function against the memory limit. Thread-safe.
 
+    limit: bytes; 0: none. Raises MEMORY_EXCEEDED at once if the program cannot fit with any feeds.
+    """
 
-def saved_bytes(saved: Sequence[tf.Tensor]) -> int:
-    """Returns the bytes of eager tensors. A list counts as its first item times its length."""
-    return sum(_bytes_of(tensor) for tensor in saved)
+    def __init__(self, function: Any, limit: int) -> None:
+        self._function = function
+        self._limit = limit
+        # Shapes and values of calls that fit.
+        self._fitting: dict[_Key, None] = {}
+        # The same with sizes rounded up to powers of two, which most calls have in common.
+        self._fitting_rounded: dict[_Key, None] = {}
+        self._shape_inputs: list[int] = []
+        self._value_inputs: list[int] = []
+        if limit:
+            graph = function.graph
+            self._refuse(estimate_need(graph, function.outputs, limit))
+            self._ops = len(graph.get_operations())
+            self._value_inputs = [index for index, item in enumerate(graph.inputs) if _leads_to_size(item)]
+            self._shape_inputs = [
+                index
+                for index, item in enumerate(graph.inputs)
+                if item.shape.num_elements() is None and index not in self._value_inputs
+            ]
 
+    @property
+    def depends_on_call(self) -> bool:
+        """Whether the memory that is needed depends on the arguments of a call."""
+        return bool(self._shape_inputs or self._value_inputs)
 
-def _bytes_of(tensor: tf.Tensor) -> int:
-    if tensor.dtype == tf.variant:
-        return sum(_bytes_in(tensor, index) for index in range(tensor.shape.num_elements()))
-    size = int(tensor.shape.num_elements())
-    if tensor.dtype == tf.string:
-        return size * _STRING_BYTES + int(tf.reduce_sum(tf.strings.length(tensor)))
-    return size * int(tensor.dtype.size)
+    def check(self, arguments: Sequence[Any]) -> None:
+        """Raises MEMORY_EXCEEDED if a call with these arguments, tensors or NumPy arrays, cannot fit."""
+        shapes = tuple([tuple(arguments[index].shape) for index in self._shape_inputs])
+        values = tuple([_value_of(arguments[index]) for index in self._value_inputs])
+        if (shapes, values) in self._fitting:
+            return
+        if not self._surely_fits(shapes, values):
+            self._check(shapes, values)
+        _add_result(self._fitting, (shapes, values))
 
+    def _check(self, shapes: _Shapes, values: tuple[_Value, ...]) -> None:
+        rounded = tuple(tuple(map(_round_up, shape)) for shape in shapes)
+        if (rounded, values) in self._fitting_rounded:
+            return
+        # If larger arguments fit, these fit. If they do not, or contradict the graph, the exact arguments are checked.
+        need = self._need(rounded, values)
+        if need is not None and need.size <= self._limit:
+            _add_result(self._fitting_rounded, (rounded, values))
+            return
+        need = self._need(shapes, values)
+        if need is not None:
+            self._refuse(need)
 
-def _bytes_in(tensor: tf.Tensor, index: int) -> int:
-    """Returns the bytes of one variant: a list or an optional; 0 for anything else."""
-    variant = tf.reshape(tensor, [-1])[index] if tensor.shape.rank else tensor
-    try:
-        length = int(tf.raw_ops.TensorListLength(input_handle=variant))
-    except tf.errors.InvalidArgumentError:
-        return _bytes_of_optional(variant)
-    if not length:
-        return 0
-    for dtype in _HELD:
-        try:
-            first = tf.raw_ops.TensorListGetItem(input_handle=variant, index=0, element_shape=-1, element_dtype=dtype)
-        except tf.errors.InvalidArgumentError:
-            continue
-        return length * _bytes_of(first)
-    return 0
+    def _surely_fits(self, shapes: _Shapes, values: Iterable[_Value]) -> bool:
+        """Returns whether the call fits even if each op made outer products of all tensors of unknown size."""
+        elements = 1 + sum(map(math.prod, shapes))
+        for shape, numbers in values:
+            elements = (elements + math.prod(shape)) * math.prod(max(abs(number), 1) for number in numbers)
+        return bool(_ELEMENT_BYTES * self._ops * elements**2 <= self._limit)
 
+    def _need(self, shapes: _Shapes, values: tuple[_Value, ...]) -> MemoryNeed | None:
+        """Returns the memory need for arguments of these shapes and values; None if they contradict the function."""
+        inputs = [tensor.op.name for tensor in self._function.graph.inputs]
+        known = {inputs[index]: shape for index, shape in zip(self._shape_inputs, shapes, strict=True)}
+        given = {inputs[index]: value for index, value in zip(self._value_inputs, values, strict=True)}
+        graph_def = _without_weights(self._function.graph)
+        for node in graph_def.node:
+            if node.name in known:
+                _set_shape(node, known[node.name])
+            elif node.name in given:
+                _set_value(node, *given[node.name])
+        # This graph never runs, so its labels may stay.
+        label_varying(graph_def)
+        results = [tensor.name for tensor in self._function.outputs]
+        with tf.Graph().as_default() as graph:
+            try:
+                tensors = tf.import_graph_def(graph_def, return_elements=results, name="")
+            except ValueError:
+                # The shapes contradict each other: the call itself fails with a better message.
+                return None
+            return estimate_need(graph, tensors, self._limit)
 
-def _bytes_of_optional(variant: tf.Tensor) -> int:
-    try:
-        if not tf.raw_ops.OptionalHasValue(optional=variant):
-            return 0
-    except tf.errors.InvalidArgumentError:
-        return 0
-    for dtype in _HELD:
-        try:
-            (value,) = tf.raw_ops.OptionalGetValue(
-                optional=variant, output_types=[dtype], output_shapes=[tf.TensorShape(None)]
+    def _refuse(self, need: MemoryNeed) -> None:
+        if need.size > self._limit:
+            raise error(
+                errors_pb2.ERROR_REASON_MEMORY_EXCEEDED,
+                f"running this would take about {_format_bytes(need.size)}; an engine has {_format_bytes(self._limit)} "
+                f"(--memory-limit). The largest tensor is {need.where}: {_format_bytes(need.largest)}",
             )
-        except tf.errors.InvalidArgumentError:
+
+
+def _add_result(results: dict[_Key, None], key: _Key) -> None:
+    if len(results) >= _MAX_RESULTS:
+        results.clear()
+    results[key] = None
+
+
+def _without_weights(graph: tf.Graph) -> tf_graph_pb2.GraphDef:
+    """Returns the graph with its functions as a message, with placeholders in place of large constants."""
+    made = tf_graph_pb2.GraphDef(versions=graph.graph_def_versions)
+    functions: dict[str, None] = {}
+    for op in graph.get_operations():
+        if op.type == "Const" and static_bytes(op.outputs[0]) > _LARGE_CONSTANT:
+            node = made.node.add(name=op.name, op="Placeholder")
+            node.attr["dtype"].type = op.outputs[0].dtype.as_datatype_enum
+            _set_shape(node, tuple(op.outputs[0].shape))
             continue
-        return _bytes_of(value)
-    return 0
+        node = made.node.add()
+        node.CopyFrom(op.node_def)
+        functions.update(dict.fromkeys(tf_private.functions_named(node)))
+    made.library.function.extend(tf_private.functions_reached(functions))
+    return made
+
+
+def _set_shape(node: node_def_pb2.NodeDef, shape: Sequence[int]) -> None:
+    node.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
+
+
+def _set_value(node: node_def_pb2.NodeDef, shape: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    """Replaces an argument of known value by a constant, so that TensorFlow infers shapes from it."""
+    if len(numbers) != math.prod(shape):
+        _set_shape(node, shape)
+        return
+    dtype = tf.as_dtype(node.attr["dtype"].type)
+    value = tf.make_tensor_proto(np.array(numbers, dtype.as_numpy_dtype).reshape(shape), dtype, shape)
+    node.op = "Const"
+    node.attr.clear()
+    node.attr["dtype"].type = dtype.as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(value)
+
+
+def _leads_to_size(tensor: tf.Tensor) -> bool:
+    """Returns whether values of an argument, or integers computed from them, decide the size of a tensor."""
+    if not tensor.dtype.is_integer:
+        return False
+    seen: set[str] = set()
+    pending = [tensor]
+    while pending:
+        current = pending.pop()
+        if current.name in seen:
+            continue
+        seen.add(current.name)
+        for op in current.consumers():
+            if any(taken is current for taken in _sizes_of(op)):
+                return True
+            pending += [output for output in op.outputs if output.dtype.is_integer]
+    return False
+
+
+def _sizes_of(op: tf.Operation) -> list[tf.Tensor]:
+    numbers = _SIZES.get(op.type)
+    return [] if numbers is None else [op.inputs[number] for number in numbers]
+
+
+def _value_of(argument: Any) -> _Value:
+    shape = tuple(argument.shape)
+    few = math.prod(shape) <= _MAX_SIZE_ELEMENTS
+    return shape, tuple(map(int, np.asarray(argument).flat)) if few else ()
+
+
+def _round_up(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 1 else size
+
+
+def _format_bytes(size: int) -> str:
+    for unit, name in _UNITS:
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size} bytes"

@@ -1,4 +1,4 @@
-"""Estimates from shapes the least memory that a program takes, so that programs that cannot fit are refused.
+"""Estimates from shapes the least memory that a program takes, and measures the memory of eager tensors.
 
 The estimate of a graph is the sum of its inputs, constants and results, and of the other tensors that exist at the same
 time, at the worst moment, if ops run depth first, which takes less memory than TensorFlow's own order. It is a lower
@@ -21,7 +21,8 @@ from gradrule_server.policy.op_traits import ops_with, trait_values
 
 _VIEWS: Mapping[str, int] = {op: int(value) for op, value in trait_values("view").items() if value != "each"}
 _VIEWS_EACH = ops_with("view", "each")
-_ASK_SHAPES = ops_with("reads_shape")
+_SHAPE_OPS = ops_with("reads_shape")
+# Bytes of a string besides its characters.
 _STRING_BYTES = 24
 
 # A tensor: number of its op, number among the op's outputs.
@@ -48,7 +49,7 @@ class _Node:
     controls: list[int]
     sizes: list[int]
     views: Sequence[int]
-    asks_shapes: bool
+    reads_shapes: bool
     extra: int
 
 
@@ -62,11 +63,13 @@ class _Graph:
 
 
 def estimate_need(graph: tf.Graph, results: Sequence[tf.Tensor], enough: int) -> MemoryNeed:
-    """Returns the memory that running a graph takes. `enough`: a need up to this many bytes is not made precise."""
-    return _Reader(enough).need(graph, results)
+    """Returns the memory that running a graph takes. `enough`: a need of at most this many bytes is only bounded."""
+    return _Estimator(enough).need(graph, results)
 
 
-class _Reader:
+class _Estimator:
+    """Estimates a graph and, once for each set of argument shapes, its functions."""
+
     def __init__(self, enough: int) -> None:
         self._enough = enough
         self._functions: dict[tuple[str, str], MemoryNeed] = {}
@@ -86,15 +89,15 @@ class _Reader:
         all_sizes: list[list[int]] = []
         extras: list[int] = []
         for op in ops:
-            sizes = [bytes_of(tensor) for tensor in op.outputs]
+            sizes = [static_bytes(tensor) for tensor in op.outputs]
             largest = max(sizes, default=0)
             if largest > need.largest:
-                need.largest, need.where = largest, _described(op, op.outputs[sizes.index(largest)])
+                need.largest, need.where = largest, _describe(op, op.outputs[sizes.index(largest)])
             all_sizes.append(sizes)
-            extras.append(self._inside(op, need) if tf_private.runs_functions(op.type) else 0)
+            extras.append(self._function_bytes(op, need) if tf_private.runs_functions(op.type) else 0)
         return all_sizes, extras
 
-    def _inside(self, op: tf.Operation, need: MemoryNeed) -> int:
+    def _function_bytes(self, op: tf.Operation, need: MemoryNeed) -> int:
         """Returns the bytes inside an op's functions: the largest of a loop, the smallest of branches."""
         taken = []
         shapes = tf_private.argument_shapes(op)
@@ -107,7 +110,7 @@ class _Reader:
             if inside.largest > need.largest:
                 need.largest, need.where = inside.largest, inside.where
             around = [*op.inputs, *op.outputs]
-            taken.append(max(inside.size - sum(map(bytes_of, around)), 0))
+            taken.append(max(inside.size - sum(map(static_bytes, around)), 0))
         return (min if tf_private.is_branch(op) else max)(taken, default=0)
 
 
@@ -123,8 +126,8 @@ def _structure(
     for number, (op, sizes, extra) in enumerate(zip(ops, all_sizes, extras, strict=True)):
         controls = [numbers[control.name] for control in op.control_inputs]
         inputs = [place(tensor) for tensor in op.inputs]
-        asks_shapes = op.type in _ASK_SHAPES
-        read.nodes.append(_Node(inputs, controls, sizes, _views(op.type, len(sizes)), asks_shapes, extra))
+        reads_shapes = op.type in _SHAPE_OPS
+        read.nodes.append(_Node(inputs, controls, sizes, _views(op.type, len(sizes)), reads_shapes, extra))
         if op.type in ("Placeholder", "Const"):
             read.lasting.add(number)
     read.results = [place(tensor) for tensor in results]
@@ -139,14 +142,15 @@ def _views(op_type: str, outputs: int) -> Sequence[int]:
 
 
 def _peak(graph: _Graph) -> int:
+    """Returns the most bytes that exist at one time if the nodes run depth first."""
     nodes = graph.nodes
     roots = _roots(graph)
     order = _order(graph)
-    # The number of reads to come, for each piece of memory.
+    # Number of later reads of each piece of memory.
     uses: dict[_Place, int] = {}
     for number in order:
         node = nodes[number]
-        if not node.asks_shapes:
+        if not node.reads_shapes:
             for ref in node.inputs:
                 uses[roots[ref]] = uses.get(roots[ref], 0) + 1
     for ref in graph.results:
@@ -154,7 +158,7 @@ def _peak(graph: _Graph) -> int:
     now = most = sum(sum(nodes[number].sizes) for number in order if number in graph.lasting)
     for number in order:
         node = nodes[number]
-        ending = [] if node.asks_shapes else [roots[ref] for ref in node.inputs]
+        ending = [] if node.reads_shapes else [roots[ref] for ref in node.inputs]
         free = 0
         for root in ending:
             uses[root] -= 1
@@ -202,7 +206,7 @@ def _visit(graph: _Graph, starts: Sequence[int], *, with_controls: bool) -> list
     return list(done)
 
 
-def bytes_of(tensor: tf.Tensor) -> int:
+def static_bytes(tensor: tf.Tensor) -> int:
     """Returns the bytes of a tensor; 0 if its shape or type is not known."""
     elements = tensor.shape.num_elements()
     if elements is None or tensor.dtype in (tf.variant, tf.resource):
@@ -210,6 +214,76 @@ def bytes_of(tensor: tf.Tensor) -> int:
     return int(elements) * (_STRING_BYTES if tensor.dtype == tf.string else int(tensor.dtype.size))
 
 
-def _described(op: tf.Operation, tensor: tf.Tensor) -> str:
+def _describe(op: tf.Operation, tensor: tf.Tensor) -> str:
     name, dtype = op.name.removeprefix(IMPORT_SCOPE), tensor.dtype.base_dtype.name
     return f"{name!r} ({op.type}), {dtype} of shape {list(tensor.shape)}"
+
+
+# Types that TensorFlow saves, frequent ones first. A variant does not report the type of its items, so all are tried.
+_VARIANT_ITEM_DTYPES = (
+    tf.float32,
+    tf.variant,
+    tf.int32,
+    tf.bool,
+    tf.float64,
+    tf.int64,
+    tf.float16,
+    tf.bfloat16,
+    tf.complex64,
+    tf.complex128,
+    tf.int8,
+    tf.uint8,
+    tf.int16,
+    tf.uint16,
+    tf.uint32,
+    tf.uint64,
+)
+
+
+def saved_bytes(saved: Sequence[tf.Tensor]) -> int:
+    """Returns the bytes of eager tensors. A list counts as its first item times its length."""
+    return sum(_eager_bytes(tensor) for tensor in saved)
+
+
+def _eager_bytes(tensor: tf.Tensor) -> int:
+    if tensor.dtype == tf.variant:
+        return sum(_variant_bytes(tensor, index) for index in range(tensor.shape.num_elements()))
+    size = int(tensor.shape.num_elements())
+    if tensor.dtype == tf.string:
+        return size * _STRING_BYTES + int(tf.reduce_sum(tf.strings.length(tensor)))
+    return size * int(tensor.dtype.size)
+
+
+def _variant_bytes(tensor: tf.Tensor, index: int) -> int:
+    """Returns the bytes of one variant: a list or an optional; 0 for anything else."""
+    variant = tf.reshape(tensor, [-1])[index] if tensor.shape.rank else tensor
+    try:
+        length = int(tf.raw_ops.TensorListLength(input_handle=variant))
+    except tf.errors.InvalidArgumentError:
+        return _optional_bytes(variant)
+    if not length:
+        return 0
+    for dtype in _VARIANT_ITEM_DTYPES:
+        try:
+            first = tf.raw_ops.TensorListGetItem(input_handle=variant, index=0, element_shape=-1, element_dtype=dtype)
+        except tf.errors.InvalidArgumentError:
+            continue
+        return length * _eager_bytes(first)
+    return 0
+
+
+def _optional_bytes(variant: tf.Tensor) -> int:
+    try:
+        if not tf.raw_ops.OptionalHasValue(optional=variant):
+            return 0
+    except tf.errors.InvalidArgumentError:
+        return 0
+    for dtype in _VARIANT_ITEM_DTYPES:
+        try:
+            (value,) = tf.raw_ops.OptionalGetValue(
+                optional=variant, output_types=[dtype], output_shapes=[tf.TensorShape(None)]
+            )
+        except tf.errors.InvalidArgumentError:
+            continue
+        return _eager_bytes(value)
+    return 0

@@ -1,4 +1,9 @@
-"""Runs an engine process after its fork: enters the sandbox, sends its greeting, then serves frames."""
+"""Runs an engine process after its fork: enters the sandbox, configures TensorFlow, sends a greeting, serves frames.
+
+A program computes each op of its graph and of its rules as it is written, so floats are not regrouped. TensorFlow's
+graph optimizer keeps the passes that only remove, move or inline ops. The executor, not the optimizer, computes ops
+whose inputs are all constant.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,16 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import tensorflow as tf
+
 from gradrule.common import op_definitions
 from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.blobs import BlobReader
+from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.memory import limit_memory
-from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
+from gradrule_server.engine.sandbox import SandboxRefused, enter_sandbox
 from gradrule_server.engine.service import EngineService, tensorflow_version
-from gradrule_server.engine.shared_memory import AttachedMemories
-from gradrule_server.engine.tf_config import DeviceRefused, choose_device, configure_optimizer
+from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.framing import LINK_VERSION, FrameSocket, Kind, MainCalls, serve_frames
 from gradrule_server.link.shared_memory import ReceivedMemories
@@ -35,7 +41,7 @@ _REFUSED_EXIT_CODE = 3
 _WORKER_NAME = "gradrule-worker"
 
 _log = logging.getLogger(__name__)
-# The largest value there is: the kernel ends engines before any other process, whatever the server's own value is.
+# The largest value: the kernel ends engines before any other process.
 _OOM_SCORE_ADJ = 1000
 
 
@@ -53,11 +59,11 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         The exit code: 0 once the socket was closed, 3 if the engine cannot run as requested, 1 after another error.
     """
     options = _parse(flags)
-    _be_first_to_end()
+    _raise_oom_score()
     frames = FrameSocket(socket.socket(fileno=link), Arenas.from_descriptors(arenas[1], arenas[0]) if arenas else None)
     memories = AttachedMemories(ReceivedMemories(socket.socket(fileno=arenas[2])) if arenas else None)
     try:
-        sandbox = enter(options.sandbox, options.blobs)
+        sandbox = enter_sandbox(options.sandbox, options.blobs)
         device = choose_device(options.device)
     except (SandboxRefused, DeviceRefused) as refusal:
         greeting = link_pb2.Greeting(link_version=LINK_VERSION, refusal=str(refusal))
@@ -94,7 +100,42 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     return 0
 
 
-def _be_first_to_end() -> None:
+class DeviceRefused(Exception):
+    """The requested device does not exist; the message lists the devices."""
+
+
+def choose_device(wanted: str) -> str:
+    """Selects the device `auto` (the first GPU, else the CPU), `cpu` or `gpu:N`; returns its name, such as `CPU:0`."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        tf.config.set_visible_devices([], "GPU")
+        return "CPU:0"
+    index = 0 if wanted == "auto" else int(wanted.removeprefix("gpu:"))
+    if index >= len(gpus):
+        there = f"TensorFlow sees {len(gpus)} GPUs" if gpus else "TensorFlow sees no GPU"
+        raise DeviceRefused(f"device {wanted!r} was asked for, but {there}; use --device cpu or --device auto")
+    tf.config.set_visible_devices([gpus[index]], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)
+    return f"GPU:{index}"
+
+
+_PASSES_THAT_CHANGE_RESULTS = (
+    # Regroups operands to bring constants together: (x + 1e8) - 1e8 becomes x, and x / 3 becomes x * (1 / 3).
+    "constant_folding",
+    # Regroups the operands of AddN, and makes argmin of a relu another index (tensorflow issues 118374, 118675).
+    "arithmetic_optimization",
+    # Makes maximum(2 * v, v) a LeakyRelu of slope 2, which computes the minimum (tensorflow issue 116436); replaces
+    # swish, mish and batch normalization by ops that round in another way.
+    "remapping",
+)
+
+
+def configure_optimizer() -> None:
+    """Turns off, for the whole process, the passes that change results. Sessions use these options too."""
+    tf.config.optimizer.set_experimental_options(dict.fromkeys(_PASSES_THAT_CHANGE_RESULTS, False))
+
+
+def _raise_oom_score() -> None:
     """Makes the kernel end engines before the front end when memory runs out: only an engine can be replaced."""
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -18,13 +18,9 @@ from gradrule.common.tensor_packing import Packing, pack
 from gradrule.common.wire_format import prefix, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine.derivatives import DENSE, SPARSE, UNCONNECTED, WIDTHS
-from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.shared_memory import AnswerArea, placed_tensor
+from gradrule_server.engine.large_tensors import AnswerArea
+from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.link.framing import Buffer
-
-if TYPE_CHECKING:
-    from gradrule_server.engine.program import BuiltProgram
-
 
 _EvaluateResponse = evaluate_pb2.EvaluateResponse
 _Timings = evaluate_pb2.Timings
@@ -118,7 +114,7 @@ class ResponseWriter:
         for index, (number, result, offset) in enumerate(zip(self._numbers, results, placed, strict=True)):
             size = int(result.nbytes)
             heads.append(_head(number, result.shape, size))
-            shared.append(None if offset is None else placed_tensor(number, result.shape, offset, size))
+            shared.append(None if offset is None else _placed(number, result.shape, offset, size))
             if offset is not None:
                 contents[index] = b""
         before, rest = self._encoded(heads, list(map(len, contents)), shared)
@@ -264,6 +260,13 @@ def _head(number: int, shape: Sequence[int], size: int) -> bytes:
     message.dtype = number  # type: ignore[assignment]
     content = prefix(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER, size)
     return message.SerializeToString() + content
+
+
+def _placed(number: int, shape: Sequence[int], offset: int, size: int) -> bytes:
+    """Returns the encoded reference to a result that was written into shared memory."""
+    message = tensor_pb2.SharedMemoryTensor(offset=offset, size_bytes=size, shape=tensor_codec.shape_message(shape))
+    message.dtype = number  # type: ignore[assignment]
+    return message.SerializeToString()
 
 
 def _content(array: Any) -> Buffer:

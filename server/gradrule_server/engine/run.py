@@ -1,10 +1,16 @@
-"""Runs a built program: from the request's tensors to the bytes of the answer."""
+"""Runs built programs, whole or in two parts: from the request's tensors to the bytes of the answer.
+
+The two parts are a forward run, whose saved tensors are kept, and later any number of pull-backs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -18,19 +24,26 @@ from gradrule.common.tensor_packing import Packing
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.large_tensors import LargeTensors
-from gradrule_server.engine.program import BuiltProgram
-from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS
-from gradrule_server.engine.runtime_checks import MAX_ANSWER_BYTES
-from gradrule_server.engine.shared_memory import AnswerArea, AttachedMemories
-from gradrule_server.engine.tf_errors import translate_errors
+from gradrule_server.engine.backward import TwoPartProgram
+from gradrule_server.engine.checks import MAX_ANSWER_BYTES
+from gradrule_server.engine.derivatives import WIDTHS
+from gradrule_server.engine.large_tensors import AnswerArea, AttachedMemories, LargeTensors
+from gradrule_server.engine.memory_estimate import saved_bytes
+from gradrule_server.engine.program import Arrays, BuiltProgram, Input, shape_from
+from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS, write_gradient, write_tensor
+from gradrule_server.engine.tf_errors import TENSORFLOW_ERRORS, translate_error
 from gradrule_server.errors import error
 from gradrule_server.link.framing import Buffer
 from gradrule_server.link.v1 import link_pb2
 
+_T = TypeVar("_T")
 
-def packing_of(message: tensor_pb2.Packing) -> tensor_packing.Packing | None:
+_COMPILED = evaluate_pb2.EvaluateResponse(jit=True).SerializeToString()
+# Number of released names that are remembered: a run that ends after its release is not kept.
+_MAX_RELEASED = 4096
+
+
+def read_packing(message: tensor_pb2.Packing) -> tensor_packing.Packing | None:
     """Returns how the tensors of an answer are packed; None: they are not. Raises MALFORMED_REQUEST."""
     try:
         return tensor_packing.packing_of(message)
@@ -38,11 +51,6 @@ def packing_of(message: tensor_pb2.Packing) -> tensor_packing.Packing | None:
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"answer_packing: {cause}", field="answer_packing"
         ) from cause
-
-
-T = TypeVar("T")
-
-_COMPILED = evaluate_pb2.EvaluateResponse(jit=True).SerializeToString()
 
 
 def run(
@@ -58,16 +66,21 @@ def run(
     """
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
-    contents, answer_area = memories.open(call, contents)
+    answer_area = None
+    if call.HasField("shared_memory"):
+        contents, answer_area = memories.open(call, contents)
     if request.blob_folder:
         reader = reader.for_folder(request.blob_folder)
-    packing = packing_of(call.answer_packing) if call.HasField("answer_packing") else None
-    arrays = translate_errors(lambda: reader.arrays(built, call, request.params, contents))
-    jit = built.jit
-    if jit is None:
-        results = translate_errors(lambda: built.call(arrays))
-        return respond(built, results, request.received_ns, started, packing=packing, answer_area=answer_area)
-    results, is_compiled = translate_errors(lambda: jit.run(arrays))
+    packing = read_packing(call.answer_packing) if call.HasField("answer_packing") else None
+    is_compiled = False
+    try:
+        arrays = reader.arrays(built, call, request.params, contents)
+        if built.jit is None:
+            results = built.call(arrays)
+        else:
+            results, is_compiled = built.jit.run(arrays)
+    except TENSORFLOW_ERRORS as cause:
+        raise translate_error(cause) from cause
     parts = respond(built, results, request.received_ns, started, packing=packing, answer_area=answer_area)
     if is_compiled:
         parts.append(_COMPILED)
@@ -86,7 +99,7 @@ def respond(
 ) -> list[Buffer]:
     """Returns the parts of the `EvaluateResponse` with the results of a run. Raises MESSAGE_TOO_LARGE.
 
-    `packing`: how results are packed. `room`: where large results are written instead, if they are not packed.
+    `packing`: how results are packed. `answer_area`: takes large results that are not packed, as far as they fit.
     """
     _check_bytes(built.writer.size_of(results))
     queue_ns = max(0, started_ns - received_ns)
@@ -102,10 +115,13 @@ def set_timings(timings: evaluate_pb2.Timings, received_ns: int, started_ns: int
     timings.run.FromNanoseconds(time.monotonic_ns() - started_ns)
 
 
-def execute(built: BuiltProgram, function: Callable[[], T]) -> T:
-    """Returns what a function of a program returns; small ones run on this thread. Raises as `translated`."""
+def execute(built: BuiltProgram, function: Callable[[], _T]) -> _T:
+    """Returns what a function of a program returns; a small program runs on this thread. Translates errors."""
     with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
-        return translate_errors(function)
+        try:
+            return function()
+        except TENSORFLOW_ERRORS as cause:
+            raise translate_error(cause) from cause
 
 
 def check_size(results: Iterable[tf.Tensor]) -> None:
@@ -127,3 +143,100 @@ def _size_of(tensor: tf.Tensor) -> int:
         return sum(len(value) for value in np.asarray(tensor.numpy(), object).flat)
     size: int = tensor.shape.num_elements()
     return size * (NARROW_INT_BYTES if tensor.dtype.name in NARROW_INTS else tensor.dtype.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardRun:
+    built: BuiltProgram
+    two_parts: TwoPartProgram
+    saved: Sequence[tf.Tensor]
+
+
+class ForwardRuns:
+    """Keeps the saved tensors of forward runs, by handle, until the front end releases them. Thread-safe."""
+
+    def __init__(self, reader: ArgumentReader) -> None:
+        self._reader = reader
+        self._runs: dict[str, _ForwardRun] = {}
+        self._released: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def forward(
+        self, built: BuiltProgram, request: link_pb2.ForwardRequest, contents: LargeTensors, device: str
+    ) -> link_pb2.ForwardReply:
+        """Runs the forward part of a program. `contents`: bytes of tensors that were cut out of the request."""
+        if built.two_parts is None:
+            raise AssertionError("the program was not built in two parts")
+        started = time.monotonic_ns()
+        call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
+        two_parts = built.two_parts
+        reader = self._reader.for_folder(request.run.blob_folder)
+        packing = read_packing(call.answer_packing)
+        outputs, saved = execute(
+            built, lambda: two_parts.forward(reader.arguments(built, call, request.run.params, contents=contents))
+        )
+        check_size(outputs)
+        response = evaluate_pb2.EvaluateResponse(device=device)
+        for name, value in zip(built.outputs, outputs, strict=True):
+            write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
+        set_timings(response.timings, request.run.received_ns, started)
+        kept_bytes = saved_bytes(saved)
+        with self._lock:
+            if request.handle in self._released:
+                del self._released[request.handle]
+            else:
+                self._runs[request.handle] = _ForwardRun(built, two_parts, saved)
+        return link_pb2.ForwardReply(response=response.SerializeToString(), kept_bytes=kept_bytes)
+
+    def pull_back(self, request: link_pb2.PullBackRequest, contents: LargeTensors) -> evaluate_pb2.PullBackResponse:
+        """Runs the backward part; returns gradients. Raises HANDLE_EXPIRED if the handle is unknown."""
+        started = time.monotonic_ns()
+        with self._lock:
+            forward_run = self._runs.get(request.handle)
+        if forward_run is None:
+            message = f"the engine keeps nothing under the handle {request.handle!r}; run forward again"
+            raise error(errors_pb2.ERROR_REASON_HANDLE_EXPIRED, message, field="handle")
+        two_parts = forward_run.two_parts
+        call = evaluate_pb2.PullBackRequest.FromString(request.request)
+        stacked = call.stacked_grad_ys
+        packing = read_packing(call.answer_packing)
+        grad_ys = self._read_grad_ys(call, contents, forward_run.built, self._reader.for_folder(request.blob_folder))
+        gradients = execute(forward_run.built, lambda: two_parts.backward(forward_run.saved, grad_ys, stacked=stacked))
+        check_size(gradients)
+        response = evaluate_pb2.PullBackResponse()
+        rest = iter(gradients)
+        for (x,), form in two_parts.stacked_layout if stacked else two_parts.layout:
+            write_gradient(response.gradients.add(x=x), form, [next(rest) for _ in range(WIDTHS[form])], packing)
+        set_timings(response.timings, request.received_ns, started)
+        return response
+
+    def release(self, name: str) -> None:
+        """Releases a forward run, even one that has not ended yet."""
+        with self._lock:
+            if self._runs.pop(name, None) is None:
+                self._released[name] = None
+                while len(self._released) > _MAX_RELEASED:
+                    self._released.popitem(last=False)
+
+    @staticmethod
+    def _read_grad_ys(
+        call: evaluate_pb2.PullBackRequest, contents: LargeTensors, built: BuiltProgram, reader: ArgumentReader
+    ) -> dict[int, tf.Tensor]:
+        """Returns upstream gradients by the index of their y. Raises INVALID_DERIVATIVE for any other name."""
+        ys = {_short_name(spec.name): index for index, spec in enumerate(built.specs["ys"])}
+        given = [_short_name(item.name) for item in call.grad_ys]
+        for name in given:
+            if name not in ys or given.count(name) > 1:
+                why = "twice" if name in ys else f"which is none of the ys: {', '.join(ys)}"
+                raise error(
+                    errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r} {why}", field="grad_ys"
+                )
+        specs = [built.specs["ys"][ys[name]] for name in given]
+        inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape)) for spec in specs]
+        tensors = reader.grad_ys(call.grad_ys, inputs, contents, stacked=call.stacked_grad_ys, built=built)
+        return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
+
+
+def _short_name(name: str) -> str:
+    """Returns the short name of a tensor: `y` for `y:0`."""
+    return name.removesuffix(":0")

@@ -13,15 +13,15 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
-from gradrule_server.engine.blobs import BlobReader, VariableCache
-from gradrule_server.engine.build import BuiltProgram, build, describe
-from gradrule_server.engine.forward_runs import ForwardRuns
-from gradrule_server.engine.jit.background import JitCompiler
-from gradrule_server.engine.large_tensors import cut_large_tensors
+from gradrule_server.engine.build import build
+from gradrule_server.engine.describe import describe
+from gradrule_server.engine.jit import JitCompiler
+from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
 from gradrule_server.engine.memory import memory_error
-from gradrule_server.engine.run import run
+from gradrule_server.engine.program import BuiltProgram
+from gradrule_server.engine.run import ForwardRuns, run
 from gradrule_server.engine.sessions import Sessions
-from gradrule_server.engine.shared_memory import AttachedMemories
+from gradrule_server.engine.tensor_sources import BlobReader, VariableCache
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.messages import fault_message
@@ -108,7 +108,9 @@ class EngineService:
         if frame.kind is Kind.TOLD:
             self._preparation.deliver_answer(frame)
             return
-        payload, contents = cut_large_tensors(frame.kind, frame.payload)
+        payload, contents = frame.payload, NO_LARGE_TENSORS
+        if not isinstance(payload, bytes):
+            payload, contents = cut_large_tensors(frame.kind, payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)
             answer = run(self._program(request.key), request, contents, self._reader, self._memories)

@@ -14,13 +14,13 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.blobs import VariableCache
 from gradrule_server.engine.derivatives import DENSE, SPARSE, WIDTHS
 from gradrule_server.engine.large_tensors import LargeTensors
-from gradrule_server.engine.memory import saved_bytes
+from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.response_writer import write_derivatives, write_tensor
-from gradrule_server.engine.run import check_size, execute, packing_of, set_timings
+from gradrule_server.engine.run import check_size, execute, read_packing, set_timings
+from gradrule_server.engine.tensor_sources import VariableCache
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
@@ -103,7 +103,7 @@ class Sessions:
             gc.collect()
 
     def _read(self, session: _Session, request: link_pb2.SessionRead, reply: link_pb2.SessionReply) -> None:
-        names, packing = request.variables, packing_of(request.packing)
+        names, packing = request.variables, read_packing(request.packing)
         missing = [name for name in names if name not in session.values]
         if missing:
             shown = ", ".join(map(repr, missing))
@@ -128,7 +128,7 @@ class Sessions:
         built = self._program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
         reader = self._reader.for_folder(request.run.blob_folder)
-        packing = packing_of(call.answer_packing)
+        packing = read_packing(call.answer_packing)
         results = execute(
             built,
             lambda: list(built.function(*reader.arguments(built, call, request.run.params, session.values, contents))),

@@ -1,17 +1,15 @@
-"""Translates TensorFlow's errors into gradrule's, with node names as in the uploaded graph."""
+"""Translates TensorFlow's errors into gradrule's errors, with node names as in the uploaded graph."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TypeVar
 
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.memory import memory_error
-from gradrule_server.engine.runtime_checks import failed_check
-from gradrule_server.errors import error
+from gradrule_server.errors import GradruleError, error
 
 _STACK = re.compile(
     r"^Graph execution error:\s*|Detected at node .*?\(most recent call last\):\n|<stack traces unavailable>\n"
@@ -49,18 +47,16 @@ def out_of_memory(cause: tf.errors.OpError) -> bool:
     return isinstance(cause, tf.errors.ResourceExhaustedError) and _NO_MEMORY.search(cause.message) is not None
 
 
-T = TypeVar("T")
+TENSORFLOW_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
+"""Errors that TensorFlow raises when a graph runs."""
 
 
-def translate_errors(function: Callable[[], T]) -> T:
-    """Calls a function; translates TensorFlow's errors: a failed check's own, MEMORY_EXCEEDED, or EXECUTION_FAILED."""
-    try:
-        return function()
-    except (tf.errors.OpError, UnicodeDecodeError) as cause:
-        message = error_message(cause)
-        found = failed_check(message)
-        if found is not None:
-            raise found from cause
-        if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
-            raise memory_error(clean_message(message)) from cause
-        raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, clean_message(message)) from cause
+def translate_error(cause: Exception) -> GradruleError:
+    """Returns the error for one of `TENSORFLOW_ERRORS`: of a failed check, MEMORY_EXCEEDED, or EXECUTION_FAILED."""
+    message = error_message(cause)
+    failed = failed_check(message)
+    if failed is not None:
+        return failed
+    if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
+        return memory_error(clean_message(message))
+    return error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, clean_message(message))

@@ -11,13 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
-from tensorflow.core.protobuf import config_pb2
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 
-from gradrule_server.engine.tf_config import limit_to_cpu_passes
 from gradrule_server.policy.op_traits import ops_with
 
 GRADIENT_NAME = "gradrule"
@@ -160,7 +159,7 @@ def session_call(
     """
     # The options of functions, so that sessions compute the same results.
     config = context.context().config
-    limit_to_cpu_passes(config.graph_options.rewrite_options)
+    _limit_to_cpu_passes(config.graph_options.rewrite_options)
     if single_threaded:
         config.experimental.executor_type = "SINGLE_THREADED_EXECUTOR"
     session = tf.compat.v1.Session(graph=graph, config=config)
@@ -171,6 +170,13 @@ def session_call(
         target=[op.name for op in getattr(graph, "control_outputs", ())],
     )
     return session._make_callable_from_options(options), session.close
+
+
+def _limit_to_cpu_passes(rewrites: rewriter_config_pb2.RewriterConfig) -> None:
+    """Turns off the passes that help GPUs only, and the second round, which improves almost nothing."""
+    rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    rewrites.layout_optimizer = rewriter_config_pb2.RewriterConfig.OFF
+    rewrites.meta_optimizer_iterations = rewriter_config_pb2.RewriterConfig.ONE
 
 
 class RecordingGraph(func_graph.FuncGraph):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
@@ -21,13 +22,15 @@ from gradrule_server.engine.derivatives import (
     vjp,
 )
 from gradrule_server.engine.differentiation import Differentiation
-from gradrule_server.engine.gradient_cache import GradientCache
 from gradrule_server.engine.graph_import import IMPORT_SCOPE, import_graph, remove_labels, tensor_name
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import RuleContent
+
+if TYPE_CHECKING:
+    from gradrule_server.engine.describe import GradientCache
 
 _SCOPE = "reference"
 

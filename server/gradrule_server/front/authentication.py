@@ -12,7 +12,7 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Context, observe_call
 from gradrule_server.front.error_status import abort
 from gradrule_server.identity import ANONYMOUS, Authenticator, Principal, unauthenticated
-from gradrule_server.operations.observer import Observer
+from gradrule_server.operations.request_record import Observer
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 CreateHandler: TypeAlias = "Callable[[Principal | None], Handler]"

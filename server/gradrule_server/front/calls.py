@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from gradrule_server.operations.observer import ObservedRequest, Observer
-from gradrule_server.operations.request_record import REQUEST_ID
+from gradrule_server.operations.request_record import REQUEST_ID, ObservedRequest, Observer
 
 if TYPE_CHECKING:
     from gradrule_server.front.tenants import Tenant

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gradrule_server.front.heap import HeapTrimmer
 from gradrule_server.front.sockets import Address, Peer, Socket, Sockets, parse_peer
 from gradrule_server.front.unread_answers import read_timeout
-from gradrule_server.operations.rate_limiter import RateLimiter
+from gradrule_server.link.system_memory import HeapTrimmer
+from gradrule_server.operations.log_writing import RateLimiter
 
 T = TypeVar("T")
 

@@ -48,8 +48,7 @@ from gradrule_server.front.timers import Deadline, Deadlines, IntervalChecks
 from gradrule_server.front.unread_answers import UnreadAnswer, read_timeout
 from gradrule_server.identity import Principal
 from gradrule_server.operations.audit import record_registration
-from gradrule_server.operations.observer import ObservedRequest, Observer
-from gradrule_server.operations.request_record import RequestRecord
+from gradrule_server.operations.request_record import ObservedRequest, Observer, RequestRecord
 from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
 from gradrule_server.tenant_locks import TenantLocks
 

@@ -22,7 +22,6 @@ from gradrule_server.identity import require_admin
 from gradrule_server.link.messages import finding_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.forward_handles import StreamHandles
-from gradrule_server.programs.rule_sampling import sample_rule
 from gradrule_server.registry.rule_entries import preset_message, rule_message
 from gradrule_server.rules import has_graph
 from gradrule_server.rules.catalogue.presets import PRESETS
@@ -83,10 +82,7 @@ class RuleServicer:
         return rule_pb2.DeleteRuleResponse()
 
     async def sample(self, call: Call[link_pb2.RawSampleRuleRequest]) -> rule_pb2.SampleRuleResponse:
-        tenant = call.tenant
-        return await sample_rule(
-            call.request, call.raw, tenant.rules, tenant.program_service, call.received_ns, call.ends_at
-        )
+        return await call.tenant.program_service.sample_rule(call.request, call.raw, call.received_ns, call.ends_at)
 
     async def list_presets(self, call: Call[rule_pb2.ListPresetsRequest]) -> rule_pb2.ListPresetsResponse:
         return rule_pb2.ListPresetsResponse(presets=map(preset_message, PRESETS))

@@ -1,8 +1,8 @@
 """Accepts memory that clients on this host share, and finds it again for their calls.
 
-An authenticated caller gets two keys, and connects with them to a Unix socket of the server (docs/shared-memory.md).
-The memory belongs to the tenant of that call, and the server keeps it until the socket closes. The kernel closes the
-socket when either process ends.
+An authenticated caller gets two keys, and connects with them to a Unix socket of the server
+(docs/guide/shared-memory.md). The memory belongs to the tenant of that call, and the server keeps it until the socket
+closes. The kernel closes the socket when either process ends.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from gradrule.v1 import errors_pb2
 from gradrule_server.front.admission import InFlight
 from gradrule_server.limits import QUOTA_RESOURCES
-from gradrule_server.operations.sources import TenantUsage
+from gradrule_server.operations.status import TenantUsage
 from gradrule_server.policy import Limits
 from gradrule_server.programs.forward_handles import HandleManager
 from gradrule_server.programs.loaded import LoadedPrograms

@@ -1,8 +1,8 @@
 """Authenticates callers: maps a token or a client certificate to a principal. Imports no gRPC."""
 
-from gradrule_server.identity.authenticator import Authenticator
 from gradrule_server.identity.principal import (
     ANONYMOUS,
+    Authenticator,
     Principal,
     check_tenant,
     denied,

@@ -19,7 +19,7 @@ from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
     from gradrule_server.link.arena import Chunk
-    from gradrule_server.link.engine_request import EngineRequest
+    from gradrule_server.link.request_scheduler import EngineRequest
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,9 @@ from google.protobuf.message import DecodeError
 
 from gradrule_server.link.arena import Arenas, ArenaTransfers
 from gradrule_server.link.batching import Batch, Batches, BatchKey, JitState
-from gradrule_server.link.engine_request import ConnectionLost, EngineRequest
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header, unpack_place
 from gradrule_server.link.messages import read_fault
-from gradrule_server.link.request_scheduler import RequestScheduler
+from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest, RequestScheduler
 from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel, shared_memory_lost
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.crash_history import OutcomeRecorder

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
-from gradrule_server.link.engine_request import ConnectionLost, EngineRequest
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import jit_refusal
-from gradrule_server.link.process import EngineProcess, EngineRefused
+from gradrule_server.link.process import EngineProcess, EngineRefused, Spares
+from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest
 from gradrule_server.link.shared_memory import MemoryUse
-from gradrule_server.link.spares import Spares
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import (
     EndReason,
@@ -244,7 +243,7 @@ class Engine:
     async def call(
         self,
         kind: Kind,
-        payload: bytes,
+        payload: bytes | Sequence[bytes],
         ends_at: float,
         recorder: OutcomeRecorder | None = None,
         on_ask: Callable[[EngineRequest, bytes], None] | None = None,
@@ -255,7 +254,7 @@ class Engine:
 
         Args:
             kind: The kind of its frame.
-            payload: Its payload.
+            payload: Its payload, whole or in parts.
             ends_at: Loop time of the deadline.
             recorder: Records what the request does to the engine.
             on_ask: Called with each question of the engine.

@@ -1,30 +1,45 @@
-"""Starts engine processes through the fork server, a process that has imported TensorFlow and forks itself."""
+"""Forks engine processes from the fork server, a process that has imported TensorFlow, and logs their stderr.
+
+The front end sends requests on a socket that keeps message boundaries. A request holds the engine's flags, separated by
+NUL, and its descriptors: the link's socket, stderr, and optionally the two arenas and the socket that passes on the
+memory of clients. The answer is the pid of the engine, or a negative error number.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import re
 import signal
 import site
+import socket
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from socket import socket
 
-from gradrule_server.link import fork_protocol
-from gradrule_server.link.stderr import FatalMessage, log_stderr
 from gradrule_server.link.system_calls import adopt_orphans
-from gradrule_server.recovery.endings import end_from_exit
+from gradrule_server.recovery.endings import end_from_exit, fatal_message
 
 _log = logging.getLogger(__name__)
+
+# Of stderr: bytes that are read at a time, and of a line that are kept.
+_CHUNK_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 4 * 1024
+# TensorFlow logs at severity INFO while it is imported, regardless of its settings.
+_INFORMATION = re.compile(r"I\d{4} [\d:.]+ |WARNING: All log messages before absl::InitializeLog")
+
+# Sizes of the messages on the control socket.
+_MAX_REQUEST_BYTES = 64 * 1024
+_MAX_ANSWER_BYTES = 64
+_MAX_DESCRIPTORS = 5
 
 # The first answer takes as long as the import of TensorFlow, which may be long on a busy machine.
 _ANSWER_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
-
 
 # Variables of Python and the libraries, and the settings of TensorFlow and CUDA.
 _INHERITED = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
@@ -55,6 +70,123 @@ _XLA_FLAGS = (
     # The fast versions of maximum and minimum drop NaN.
     "--xla_cpu_enable_fast_min_max=false",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRequest:
+    """A request to fork one engine. The descriptors belong to the request."""
+
+    flags: Sequence[str]
+    link: int
+    stderr: int
+    arenas: Sequence[int]
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        for fd in (self.link, self.stderr, *self.arenas):
+            os.close(fd)
+
+
+def _make_control_sockets() -> tuple[socket.socket, socket.socket]:
+    """Returns the two ends of a new socket. Raises `OSError`."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _send_request(control: socket.socket, flags: Sequence[str], descriptors: Sequence[int]) -> None:
+    """Requests an engine. Raises `OSError` if the fork server is gone."""
+    socket.send_fds(control, ["\0".join(flags).encode()], list(descriptors))
+
+
+def receive_request(control: socket.socket) -> ForkRequest | None:
+    """Waits for the next request. Returns None when the front end has closed the socket."""
+    data, descriptors, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS)
+    if not data:
+        return None
+    link, stderr, *arenas = descriptors
+    return ForkRequest(data.decode().split("\0"), link, stderr, arenas)
+
+
+def send_pid(control: socket.socket, pid: int) -> None:
+    """Answers with the pid of the engine."""
+    control.send(str(pid).encode())
+
+
+def send_failure(control: socket.socket, cause: OSError) -> None:
+    """Answers that the operating system could not start a process."""
+    control.send(str(-(cause.errno or errno.EAGAIN)).encode())
+
+
+def _parse_answer(answer: bytes) -> int:
+    """Returns the pid. Raises `OSError` if no engine could be forked."""
+    pid = int(answer)
+    if pid < 0:
+        raise OSError(-pid, os.strerror(-pid))
+    return pid
+
+
+class LineSplitter:
+    """Splits a stream of bytes into lines. What exceeds `limit` bytes of a line is dropped."""
+
+    def __init__(self, limit: int = _MAX_LINE_BYTES) -> None:
+        self._limit = limit
+        self._current = b""
+        self._dropped = 0
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """Returns the lines that end within the chunk."""
+        *complete, rest = chunk.split(b"\n")
+        lines = []
+        for part in complete:
+            self._add(part)
+            lines.append(self._take())
+        self._add(rest)
+        return lines
+
+    def end(self) -> list[str]:
+        """Returns the last line, if it has no line break."""
+        return [self._take()] if self._current else []
+
+    def _add(self, part: bytes) -> None:
+        kept = part[: self._limit - len(self._current)]
+        self._current += kept
+        self._dropped += len(part) - len(kept)
+
+    def _take(self) -> str:
+        text = self._current.decode(errors="replace").rstrip()
+        if self._dropped:
+            text += f"… ({self._dropped} bytes more)"
+        self._current, self._dropped = b"", 0
+        return text
+
+
+@dataclass(slots=True)
+class FatalMessage:
+    """The first fatal error that an engine logged; `text` is empty if there was none."""
+
+    text: str = ""
+
+    def check_line(self, line: str) -> None:
+        """Keeps the message if the line is the first fatal error."""
+        if not self.text:
+            self.text = fatal_message(line)
+
+
+async def log_stderr(stream: asyncio.StreamReader, name: str, fatal: FatalMessage) -> None:
+    """Logs the stderr of the process `name` until it ends. Never stops reading: a full pipe would block the process.
+
+    fatal: Receives the first fatal error.
+    """
+    lines = LineSplitter()
+
+    def log(line: str) -> None:
+        fatal.check_line(line)
+        _log.log(logging.DEBUG if _INFORMATION.match(line) else logging.INFO, "%s: %s", name, line)
+
+    while chunk := await stream.read(_CHUNK_BYTES):
+        for line in lines.feed(chunk):
+            log(line)
+    for line in lines.end():
+        log(line)
 
 
 class ForkServerEnded(Exception):
@@ -94,7 +226,7 @@ class _Running:
     """The process of the fork server, and its control socket."""
 
     process: asyncio.subprocess.Process
-    control: socket
+    control: socket.socket
     fatal_message: FatalMessage
     stderr: asyncio.Task[None]
 
@@ -123,7 +255,7 @@ class ForkServer:
 
         Args:
             flags: The engine's command line.
-            descriptors: Passed to the engine, see `fork_protocol`; they still belong to the caller.
+            descriptors: Passed to the engine, see `ForkRequest`; they still belong to the caller.
 
         Raises:
             ForkServerEnded: The fork server could not start, or ended before it answered.
@@ -159,7 +291,7 @@ class ForkServer:
                 if not answer:
                     self._running = None
                     raise await _failure(running, has_ended=answer is not None)
-                return ForkedProcess(fork_protocol.parse_answer(answer))
+                return ForkedProcess(_parse_answer(answer))
         finally:
             for fd in descriptors:
                 os.close(fd)
@@ -203,7 +335,7 @@ def engine_environment() -> dict[str, str]:
 async def _start() -> _Running:
     """Starts the process, which reads requests once it has imported TensorFlow. Raises `OSError`."""
     adopt_orphans()
-    ours, theirs = fork_protocol.make_pair()
+    ours, theirs = _make_control_sockets()
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -229,8 +361,8 @@ async def _start() -> _Running:
 async def _exchange(running: _Running, flags: Sequence[str], descriptors: Sequence[int]) -> bytes | None:
     """Returns the answer; empty if the process has ended, None if it takes too long."""
     try:
-        fork_protocol.send_request(running.control, flags, descriptors)
-        reading = asyncio.get_running_loop().sock_recv(running.control, fork_protocol.MAX_ANSWER_BYTES)
+        _send_request(running.control, flags, descriptors)
+        reading = asyncio.get_running_loop().sock_recv(running.control, _MAX_ANSWER_BYTES)
         return await asyncio.wait_for(reading, _ANSWER_TIMEOUT_S)
     except ConnectionError:
         return b""

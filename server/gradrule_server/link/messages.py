@@ -1,14 +1,20 @@
-"""Converts errors and call shapes to messages between front end and engine, and back."""
+"""Builds the messages between front end and engine, and converts errors and call shapes to messages and back.
+
+Payloads come in parts: large bytes, such as the tensors of a call, are not copied into messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
+from gradrule.common.wire_format import prefix
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
+
+_REQUEST = link_pb2.RunRequest.REQUEST_FIELD_NUMBER
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,133 @@ def error_from_fault(fault: link_pb2.Fault) -> GradruleError:
     )
 
 
+def compile_payload(request: bytes, key: str) -> Sequence[bytes]:
+    """Returns the payload of a COMPILE frame. `request`: bytes of a `CompileRequest`, whose key is replaced."""
+    # Concatenating messages merges them; the last key is used.
+    return request, link_pb2.CompileRequest(key=key).SerializeToString()
+
+
+def describing(request: bytes) -> bytes:
+    """Returns a `CompileRequest`, as bytes, after which the engine describes the program and does not keep it."""
+    return request + link_pb2.CompileRequest(describe_only=True).SerializeToString()
+
+
+def unload_payload(key: str) -> bytes:
+    """Returns the payload of an UNLOAD frame. `key`: the program's key in the engine."""
+    return link_pb2.UnloadRequest(key=key).SerializeToString()
+
+
+def release_payload(handle: str) -> bytes:
+    """Returns the payload of a RELEASE or END_SESSION frame. `handle`: name of the handle or session."""
+    return link_pb2.ReleaseRequest(handle=handle).SerializeToString()
+
+
+@dataclass(slots=True, eq=False)
+class RunTemplate:
+    """Builds the payloads of RUN frames of one program with equal params: only values and times differ.
+
+    Attributes:
+        settings: Bytes of a `RunRequest` with params and blob folder.
+    """
+
+    settings: bytes
+    _head: bytes = field(default=b"", init=False)
+    _size: int = field(default=-1, init=False)
+    _prefix: bytes = field(default=b"", init=False)
+
+    @classmethod
+    def create(cls, params: Iterable[link_pb2.ParamSetting], blob_folder: str) -> RunTemplate:
+        """Returns a template. `blob_folder`: as in `RunRequest`."""
+        return cls(link_pb2.RunRequest(params=params, blob_folder=blob_folder).SerializeToString())
+
+    def set_key(self, key: str) -> None:
+        """Sets the program's key in the engine that runs the next calls."""
+        self._head = self.settings + link_pb2.RunRequest(key=key).SerializeToString()
+
+    def payload(self, received_ns: int, values: bytes) -> Sequence[bytes]:
+        """Returns the payload for one call.
+
+        Args:
+            received_ns: When the call was received, CLOCK_MONOTONIC.
+            values: Bytes of an `EvaluateRequest` with the call's tensors.
+        """
+        if self._size != len(values):
+            self._size, self._prefix = len(values), prefix(_REQUEST, len(values))
+        return self._head, link_pb2.RunRequest(received_ns=received_ns).SerializeToString(), self._prefix, values
+
+
+def forward_payload(run: Sequence[bytes], handle: str) -> Sequence[bytes]:
+    """Returns the payload of a FORWARD frame. `run`: a `RunRequest`. `handle`: name of the tensors that are kept."""
+    rest = link_pb2.ForwardRequest(handle=handle).SerializeToString()
+    return *_field(link_pb2.ForwardRequest.RUN_FIELD_NUMBER, run), rest
+
+
+def pull_back_payload(handle: str, received_ns: int, request: bytes, blob_folder: str) -> Sequence[bytes]:
+    """Returns the payload of a PULL_BACK frame. `request`: bytes of a `gradrule.v1.PullBackRequest`."""
+    rest = link_pb2.PullBackRequest(handle=handle, received_ns=received_ns, blob_folder=blob_folder)
+    return rest.SerializeToString(), *_field(link_pb2.PullBackRequest.REQUEST_FIELD_NUMBER, (request,))
+
+
+def session_payload(
+    session: str,
+    action: Sequence[bytes],
+    *,
+    max_bytes: int,
+    max_bytes_setting: str,
+    blob_folder: str,
+    deadline_ns: int,
+) -> Sequence[bytes]:
+    """Returns the payload of a SESSION frame; see `SessionRequest`.
+
+    Args:
+        session: Name of the session.
+        action: The result of `session_run`, `session_assign` or `session_read`.
+        max_bytes: Most bytes that the session may have.
+        max_bytes_setting: The flag of the setting that limits `max_bytes`.
+        blob_folder: Folder of the caller's blobs.
+        deadline_ns: Time after which the action changes nothing, CLOCK_MONOTONIC.
+    """
+    head = link_pb2.SessionRequest(
+        session=session,
+        max_bytes=max_bytes,
+        max_bytes_setting=max_bytes_setting,
+        blob_folder=blob_folder,
+        deadline_ns=deadline_ns,
+    )
+    return head.SerializeToString(), *action
+
+
+def session_assign(variables: Iterable[link_pb2.BoundVariable], *, opens: bool) -> Sequence[bytes]:
+    """Returns the part of a `SessionRequest` that sets variables. `opens`: whether it starts the session."""
+    assign = link_pb2.SessionAssign(variables=variables, opens=opens)
+    return (link_pb2.SessionRequest(assign=assign).SerializeToString(),)
+
+
+def session_read(names: Iterable[str], packing: tensor_pb2.Packing | None) -> Sequence[bytes]:
+    """Returns the part of a `SessionRequest` that reads variables. `packing`: how their values are encoded."""
+    read = link_pb2.SessionRead(variables=names, packing=packing)
+    return (link_pb2.SessionRequest(read=read).SerializeToString(),)
+
+
+def session_run(run: Sequence[bytes], store: Iterable[str], optimizer: session_pb2.Optimizer | None) -> Sequence[bytes]:
+    """Returns the part of a `SessionRequest` that runs a program.
+
+    Args:
+        run: A `RunRequest`.
+        store: Variables that are set to the outputs.
+        optimizer: Applies the gradients to their variables; None: the answer holds the gradients.
+    """
+    rest = link_pb2.SessionRun(store=store, optimizer=optimizer).SerializeToString()
+    whole = (*_field(link_pb2.SessionRun.RUN_FIELD_NUMBER, run), rest)
+    return _field(link_pb2.SessionRequest.RUN_FIELD_NUMBER, whole)
+
+
 def jit_refusal(digest: str) -> bytes:
     """Returns the payload of a JIT_NOTICE that forbids XLA to compile a program."""
     notice = link_pb2.JitNotice(key=digest, outcome=link_pb2.JitNotice.OUTCOME_REFUSED)
     return notice.SerializeToString()
+
+
+def _field(number: int, parts: Sequence[bytes]) -> Sequence[bytes]:
+    """Returns parts of a message as one field of another message."""
+    return prefix(number, sum(map(len, parts))), *parts

@@ -12,8 +12,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, Use
 from gradrule_server.link.monitor import EngineMonitor
-from gradrule_server.link.process import ProcessOptions
-from gradrule_server.link.spares import Spares
+from gradrule_server.link.process import ProcessOptions, Spares
 from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.workers import CompileWorkers

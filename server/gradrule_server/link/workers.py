@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from gradrule_server.link.engine import Engine, Use
-from gradrule_server.link.spares import Spares
+from gradrule_server.link.process import Spares
 
 # Metrics leave out engines with this index.
 _WORKER = -2

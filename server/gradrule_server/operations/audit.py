@@ -18,9 +18,8 @@ from pathlib import Path
 from google.protobuf.message import Message
 
 from gradrule.v1 import blob_pb2, program_pb2, rule_pb2
-from gradrule_server.operations.log_writing import DroppedCount, LineHandler
+from gradrule_server.operations.log_writing import DroppedCount, LineHandler, RateLimiter
 from gradrule_server.operations.logs import JsonFormatter, fields, truncated
-from gradrule_server.operations.rate_limiter import RateLimiter
 from gradrule_server.operations.request_record import Registration, RequestRecord, current
 
 REFUSALS = frozenset(

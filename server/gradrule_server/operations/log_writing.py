@@ -1,4 +1,7 @@
-"""Writes lines of logs on a separate thread, so that a slow disk or an unread pipe does not block requests."""
+"""Writes lines of logs on a separate thread, and limits the rate of lines that clients cause.
+
+A slow disk or an unread pipe must not block requests, and no client may fill a disk.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import io
 import logging
 import os
 import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import TextIO
 
 # Lines that may wait to be written, of a few KiB each at most: enough for a disk that stalls for some seconds.
 _CAPACITY = 10_000
+# Keys that a rate limiter remembers.
+_MAX_KEYS = 1000
 
 
 class DroppedCount:
@@ -142,3 +151,54 @@ class _FormattingQueueHandler(QueueHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Counts a line that could not be formatted as dropped."""
         self._dropped.add()
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    filled_at: float
+    dropped: int = 0
+
+
+class RateLimiter:
+    """Limits lines by key, a tenant for example, with one token bucket for each; remembers at most 1,000 keys.
+
+    Args:
+        per_second: Lines per second in the long run.
+        burst: Lines at once.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._burst = burst
+        self._clock = clock
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._dropped_of_removed_keys = 0
+
+    def allow(self, key: str = "") -> bool:
+        """Returns whether a line may be written now; counts it as dropped if not."""
+        now = self._clock()
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            if len(self._buckets) >= _MAX_KEYS:
+                _, removed = self._buckets.popitem(last=False)
+                self._dropped_of_removed_keys += removed.dropped
+            bucket = self._buckets[key] = _Bucket(self._burst, now)
+        else:
+            self._buckets.move_to_end(key)
+        bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.filled_at) * self._per_second)
+        bucket.filled_at = now
+        if bucket.tokens < 1:
+            bucket.dropped += 1
+            return False
+        bucket.tokens -= 1
+        return True
+
+    def take_dropped(self) -> int:
+        """Returns how many lines were dropped since the last call."""
+        dropped = self._dropped_of_removed_keys + sum(bucket.dropped for bucket in self._buckets.values())
+        self._dropped_of_removed_keys = 0
+        for bucket in self._buckets.values():
+            bucket.dropped = 0
+        return dropped

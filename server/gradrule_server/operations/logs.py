@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from gradrule_server.operations.log_writing import LineHandler
-from gradrule_server.operations.rate_limiter import RateLimiter
+from gradrule_server.operations.log_writing import LineHandler, RateLimiter
 from gradrule_server.operations.request_record import OK, RequestRecord, current
 
 Format = Literal["auto", "json", "text"]

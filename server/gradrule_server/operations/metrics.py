@@ -1,4 +1,4 @@
-"""Collects the metrics for Prometheus: counters of ended requests, and gauges that are read from the sources.
+"""Collects the metrics for Prometheus, and serves them: `GET /metrics` over HTTP/1.1, nothing else.
 
 docs/guide/operating.md lists all metrics; a test compares. Labels have few values: RPCs, reasons, engines, caches, and
 a limited number of tenants; the others are counted as `other`.
@@ -6,19 +6,36 @@ a limited number of tenants; the others are counted as `other`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+import bisect
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from gradrule_server.limits import REPORTED_RESOURCES
-from gradrule_server.operations.counters import EventLoopCounter, EventLoopHistogram
+from gradrule_server.link.engine import EngineStatus
 from gradrule_server.operations.request_record import UNKNOWN_TENANT, RequestRecord
-from gradrule_server.operations.sources import EngineStatus, Snapshot, WorkerStatus
+from gradrule_server.operations.status import Snapshot, WorkerStatus
+
+_log = logging.getLogger(__name__)
+
+Labels = tuple[str, ...]
 
 OTHER = "other"
 MAX_TENANTS = 50
+
+# Limits of the page that serves the metrics.
+_MAX_HEAD_BYTES = 16 * 1024
+_MAX_CONNECTIONS = 32
+_TIMEOUT_S = 10.0
+_TEXT = "text/plain; charset=utf-8"
 
 _DURATION_BUCKETS_S = (
     0.0005,
@@ -52,6 +69,76 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "engine_resident_bytes": ("Memory of the engine's process.", lambda engine: engine.resident_bytes),
     "engine_uptime_seconds": ("Seconds since the engine's process became ready.", lambda engine: engine.uptime_s),
 }
+
+
+class EventLoopCounter:
+    """A counter that one thread increases, without a lock; readers on other threads copy the values first.
+
+    A request adds to a dozen counters, and prometheus_client's own counters lock on each call.
+
+    Args:
+        name: The metric's name without `_total`.
+        text: Its description.
+        labels: Names of its labels; `add` takes their values in this order.
+    """
+
+    def __init__(self, name: str, text: str, *labels: str) -> None:
+        self._name = name
+        self._text = text
+        self._labels = labels
+        self._counts: dict[Labels, float] = {} if labels else {(): 0.0}
+
+    def add(self, *labels: str, by: float = 1.0) -> None:
+        """Increases the counter of these label values."""
+        counts = self._counts
+        counts[labels] = counts.get(labels, 0.0) + by
+
+    def metric(self) -> Metric:
+        """Returns the values for Prometheus."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, count in self._counts.copy().items():
+            family.add_metric(labels, count)
+        return family
+
+
+class EventLoopHistogram:
+    """A histogram, see `EventLoopCounter`.
+
+    Args:
+        name: The metric's name.
+        text: Its description.
+        bounds: Upper bounds of the buckets, ascending; larger values are counted in one more bucket.
+        labels: Names of its labels; `add` takes their values in this order.
+    """
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = tuple(bounds)
+        self._labels = labels
+        self._counts: dict[Labels, list[float]] = {} if labels else {(): self._zeros()}
+
+    def add(self, value: float, *labels: str) -> None:
+        """Adds a value to the bucket that it belongs to."""
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._counts[labels] = self._zeros()
+        counts[bisect.bisect_left(self._bounds, value)] += 1
+        counts[-1] += value
+
+    def metric(self) -> Metric:
+        """Returns the values for Prometheus, whose buckets include all smaller values."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, own in self._counts.copy().items():
+            *counts, total = own.copy()
+            buckets = list(zip(names, itertools.accumulate(counts), strict=True))
+            family.add_metric(labels, buckets, total)
+        return family
+
+    def _zeros(self) -> list[float]:
+        """Returns counts for all buckets, followed by the sum of the values."""
+        return [0.0] * (len(self._bounds) + 2)
 
 
 class TenantLabels:
@@ -210,3 +297,81 @@ def _counter(name: str, text: str, *labels: str) -> EventLoopCounter:
 
 def _histogram(name: str, text: str, *labels: str) -> EventLoopHistogram:
     return EventLoopHistogram(f"gradrule_{name}", text, _DURATION_BUCKETS_S, *labels)
+
+
+class MetricsPage:
+    """Serves the metrics of a registry, without TLS and credentials; on a loopback address by default.
+
+    prometheus_client's own server starts a thread for each connection without a limit or a time-out, and serves any
+    path.
+
+    Args:
+        registry: What to serve.
+        refresh: Called on the event loop before each response.
+    """
+
+    def __init__(self, registry: CollectorRegistry, refresh: Callable[[], None]) -> None:
+        self._registry = registry
+        self._refresh = refresh
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int) -> None:
+        """Binds the address and starts to serve. Raises `OSError` if the address is in use."""
+        try:
+            self._server = await asyncio.start_server(self._accept, host, port, limit=_MAX_HEAD_BYTES)
+        except OSError as cause:
+            raise OSError(f"cannot serve metrics on {host}:{port}: {cause}") from cause
+
+    async def stop(self) -> None:
+        """Stops serving, and closes open connections."""
+        if self._server is not None:
+            self._server.close()
+            for task in self._connections:
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            await self._server.wait_closed()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            writer.close()
+            return
+        task = asyncio.create_task(self._serve(reader, writer), name="metrics")
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers one request, and closes the connection."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(await self._answer(head))
+                await writer.drain()
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as cause:
+            _log.debug("a request for the metrics was not finished: %r", cause)
+        except Exception:
+            _log.exception("a request for the metrics failed")
+            with contextlib.suppress(ConnectionError):
+                writer.write(_response("500 Internal Server Error", _TEXT, b"the server failed\n"))
+        finally:
+            writer.close()
+
+    async def _answer(self, head: bytes) -> bytes:
+        first, *lines = head.decode("latin-1").split("\r\n")
+        method, _, rest = first.partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if method != "GET":
+            return _response("405 Method Not Allowed", _TEXT, b"only GET\n", "Allow: GET")
+        if path != "/metrics":
+            return _response("404 Not Found", _TEXT, b"metrics are at /metrics\n")
+        accept = next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("accept:")), "")
+        encode, content_type = choose_encoder(accept)
+        self._refresh()
+        # Encoding thousands of lines takes long, so it must not block the event loop.
+        body = await asyncio.to_thread(encode, self._registry)
+        return _response("200 OK", content_type, body)
+
+
+def _response(status: str, content_type: str, body: bytes, *more: str) -> bytes:
+    lines = (f"HTTP/1.1 {status}", f"Content-Type: {content_type}", f"Content-Length: {len(body)}", *more)
+    return "\r\n".join((*lines, "Connection: close", "", "")).encode("latin-1") + body

@@ -13,13 +13,11 @@ from gradrule_server.operations import audit
 from gradrule_server.operations.audit import AuditLog
 from gradrule_server.operations.log_writing import BackgroundWriter
 from gradrule_server.operations.logs import AccessLog
-from gradrule_server.operations.observer import Observer, Sink
-from gradrule_server.operations.sources import Sources, take_snapshot
-from gradrule_server.operations.status import server_status
+from gradrule_server.operations.request_record import Observer, Sink
+from gradrule_server.operations.status import Sources, server_status, take_snapshot
 
 if TYPE_CHECKING:
-    from gradrule_server.operations.metrics import Metrics
-    from gradrule_server.operations.metrics_page import MetricsPage
+    from gradrule_server.operations.metrics import Metrics, MetricsPage
     from gradrule_server.operations.tracing import Tracing
 
 _REPORT_DROPPED_S = 10.0
@@ -97,7 +95,7 @@ class Operations:
         self._reporting = asyncio.create_task(self._keep_reporting_dropped(), name="operations")
         self._reporting.add_done_callback(_report_failure)
         if self._metrics is not None:
-            from gradrule_server.operations.metrics_page import MetricsPage
+            from gradrule_server.operations.metrics import MetricsPage
 
             self._page = MetricsPage(self._metrics.registry, self._refresh_metrics)
             await self._page.start(self._settings.metrics_host, self._settings.metrics_port)

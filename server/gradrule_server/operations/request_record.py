@@ -1,24 +1,29 @@
-"""Records what is known of the current request, from any code of the server.
+"""Records each request, and passes its record to the sinks that count, log or export it when it ends.
 
-The record is in a context variable, which the tasks and threads of a request inherit. Outside of requests (starting the
-server, warming engines) the functions that record do nothing.
+The record of the current request is in a context variable, which the tasks and threads of a request inherit. Outside of
+requests (starting the server, warming engines) the functions that record do nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+import logging
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple
+from types import MappingProxyType, TracebackType
+from typing import NamedTuple, Self
 
 from gradrule.common import wire_format
 from gradrule.v1 import evaluate_pb2
+from gradrule_server.errors import GradruleError, reason_name
+
+_log = logging.getLogger(__name__)
 
 OK = "OK"
 UNKNOWN_TENANT = ""
@@ -175,23 +180,6 @@ def current() -> RequestRecord | None:
     return _current.get()
 
 
-def set_current(request: RequestRecord) -> Token[RequestRecord | None]:
-    """Makes this the current request, until `reset_current` is called with the returned token."""
-    return _current.set(request)
-
-
-def reset_current(token: Token[RequestRecord | None]) -> None:
-    """Restores the request that was current before `set_current`."""
-    _current.reset(token)
-
-
-def record_tenant(tenant: str, principal: str = "") -> None:
-    """Records the caller of the current request."""
-    request = _current.get()
-    if request is not None:
-        request.tenant, request.principal = tenant, principal
-
-
 def record_cache_lookup(cache: str, *, is_hit: bool) -> None:
     """Records a look-up in a cache by the current request."""
     request = _current.get()
@@ -256,14 +244,14 @@ def part_of_stream(stream: RequestRecord, kind: str, received_ns: int) -> Reques
 
 def record_run(response: bytes, sent_ns: int) -> None:
     """Records an engine's encoded `EvaluateResponse`. `sent_ns`: when the request was sent to the engine."""
-    request = current()
+    request = _current.get()
     if request is not None:
         request.record_engine_run(sent_ns, lambda: _engine_run(response, EVALUATE_TIMINGS, EVALUATE_DEVICE))
 
 
 def record_known_call(response: bytes, sent_ns: int) -> None:
     """Records the same of a call that found its program in both caches."""
-    request = current()
+    request = _current.get()
     if request is not None:
         request.hits = _HITS_OF_KNOWN_CALL
         request.record_engine_run(sent_ns, lambda: _engine_run(response, EVALUATE_TIMINGS, EVALUATE_DEVICE))
@@ -271,7 +259,7 @@ def record_known_call(response: bytes, sent_ns: int) -> None:
 
 def record_pull_back(response: bytes, sent_ns: int) -> None:
     """Records an engine's encoded `PullBackResponse`. `sent_ns`: when the request was sent to the engine."""
-    request = current()
+    request = _current.get()
     if request is not None:
         request.record_engine_run(sent_ns, lambda: _engine_run(response, PULL_BACK_TIMINGS))
 
@@ -292,3 +280,75 @@ def read_fields(message: bytes, numbers: tuple[int, ...]) -> dict[int, bytes]:
     """
     found = wire_format.fields(message, 0, len(message))
     return {number: bytes(message[start:end]) for number, start, end in found if number in numbers}
+
+
+Sink = Callable[[RequestRecord], None]
+
+
+class Observer:
+    """Starts the record of every request. Without sinks the record only serves as the current request."""
+
+    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+        self._sinks = tuple(sinks)
+
+    def rpc(
+        self, rpc: str, metadata: Iterable[tuple[str, str | bytes]] | None, peer: Callable[[], str]
+    ) -> ObservedRequest:
+        """Starts the record of an RPC, `GradientService/Evaluate` for example."""
+        return ObservedRequest(from_metadata(rpc, metadata, peer, time.monotonic_ns()), self._sinks)
+
+    def part(self, kind: str) -> ObservedRequest:
+        """Starts the record of a request within the current stream."""
+        received_ns = time.monotonic_ns()
+        stream = _current.get()
+        if stream is None:
+            return ObservedRequest(from_metadata(kind, (), str, received_ns), self._sinks)
+        return ObservedRequest(part_of_stream(stream, kind, received_ns), self._sinks)
+
+
+class ObservedRequest:
+    """Context manager that makes `request` the current request, and passes it to the sinks at the end.
+
+    An exception that leaves the context determines the reason that is recorded.
+    """
+
+    __slots__ = ("_sinks", "_token", "request")
+
+    def __init__(self, request: RequestRecord, sinks: tuple[Sink, ...]) -> None:
+        self.request = request
+        self._sinks = sinks
+        self._token: Token[RequestRecord | None] | None = None
+
+    def __enter__(self) -> Self:
+        self._token = _current.set(self.request)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, cause: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        request = self.request
+        request.ended_ns = time.monotonic_ns()
+        if cause is not None:
+            request.reason, request.message = _reason_and_message(request, cause)
+        try:
+            for sink in self._sinks:
+                sink(request)
+        except Exception:
+            # The caller must get the response even if a sink fails.
+            _log.exception("a request could not be recorded")
+        finally:
+            # Free the engine's response: timers that were set during the request still reference the record.
+            request.read_engine_run = None
+            if self._token is not None:
+                _current.reset(self._token)
+
+
+def _reason_and_message(request: RequestRecord, cause: BaseException) -> tuple[str, str]:
+    if isinstance(cause, GradruleError):
+        return reason_name(cause.reason), cause.message
+    if isinstance(cause, asyncio.CancelledError):
+        if request.is_stream:
+            # Callers end streams by cancelling them.
+            return OK, ""
+        return "CANCELLED", "the caller gave the request up"
+    return "INTERNAL", type(cause).__name__

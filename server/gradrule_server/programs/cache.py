@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.messages import CallShape
-from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_cache_lookup
-from gradrule_server.programs.call_structure import CallStructure
-from gradrule_server.programs.compiled import RunnableProgram
-from gradrule_server.programs.engine_cache import Load
-from gradrule_server.recovery.crash_history import HistoryRecorder
+from gradrule_server.programs.compiler import RunnableProgram
 
 _MAX_DIGESTS = 1024
-# Structures of calls, of at most 16 KiB each and mostly of a hundred bytes.
-_MAX_CALLS = 1024
 
 
 class StoredKey(NamedTuple):
@@ -47,54 +39,17 @@ class SessionKey(NamedTuple):
 ProgramKey: TypeAlias = StoredKey | InlineKey | SessionKey
 
 
-@dataclass(slots=True, eq=False)
-class KnownCall:
-    """What running a stored program for calls of one structure needs.
-
-    Attributes:
-        key: The program's key in the cache.
-        program: The program.
-        settings: Bytes of a `RunRequest` with params and blob folder, without the call.
-        recorder: Records what the program does to engines.
-        may_batch: Whether such calls may run together with others.
-        used_at: Loop time at which the use was last recorded.
-        load: The program in the engine that ran the last call; `head` and `batch_key` belong to it.
-        head: Bytes of a `RunRequest` without the call.
-        batch_key: Key of the calls that it may run together with; None: it runs alone.
-        request_size: Bytes of the last request.
-        prefix: Tag and length before a request of `request_size` bytes.
-    """
-
-    key: StoredKey
-    program: RunnableProgram
-    settings: bytes
-    recorder: HistoryRecorder
-    may_batch: bool = True
-    used_at: float = 0.0
-    load: Load | None = None
-    head: bytes = b""
-    batch_key: BatchKey | None = None
-    request_size: int = -1
-    prefix: bytes = b""
-
-    def set_load(self, load: Load) -> None:
-        """Sets the engine that runs the next calls."""
-        self.load = load
-        self.head = self.settings + link_pb2.RunRequest(key=load.engine_key).SerializeToString()
-        self.batch_key = BatchKey(load.engine_key, self.settings) if self.may_batch else None
-
-
 class ProgramCache:
-    """The programs that were used last, and what known calls of them need."""
+    """The programs that were used last by calls and sessions of one tenant."""
 
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._programs: OrderedDict[ProgramKey, tuple[RunnableProgram, int]] = OrderedDict()
-        self._calls: OrderedDict[CallStructure, KnownCall] = OrderedDict()
-        self._structures: dict[StoredKey, set[CallStructure]] = {}
         self._bytes = 0
         self._revision = 0
+        self.on_removed: Callable[[StoredKey], None] = lambda key: None
+        """Called with the key of each stored program that was dropped."""
 
     @property
     def held_bytes(self) -> int:
@@ -115,22 +70,9 @@ class ProgramCache:
         self._programs.move_to_end(key)
         return found[0]
 
-    def get_call(self, structure: CallStructure) -> KnownCall | None:
-        """Returns what calls of a structure need; None if they are unknown or their program was dropped."""
-        return self._calls.get(structure)
-
-    def put_call(self, structure: CallStructure, call: KnownCall) -> None:
-        """Adds what calls of a structure need, until their program is dropped; drops the least recently used calls."""
-        self._remove_call(structure)
-        self._calls[structure] = call
-        self._structures.setdefault(call.key, set()).add(structure)
-        if len(self._calls) > _MAX_CALLS:
-            self._remove_call(next(iter(self._calls)))
-
-    def mark_call_used(self, structure: CallStructure, call: KnownCall) -> None:
-        """Marks calls of a structure, and their program, as used."""
-        self._programs.move_to_end(call.key)
-        self._calls.move_to_end(structure)
+    def mark_used(self, key: ProgramKey) -> None:
+        """Marks a cached program as used."""
+        self._programs.move_to_end(key)
 
     def recent(self) -> Iterator[tuple[ProgramKey, RunnableProgram]]:
         """Returns the programs, most recently used first."""
@@ -176,16 +118,7 @@ class ProgramCache:
             _, size = self._programs.pop(key)
             self._bytes -= size
             if isinstance(key, StoredKey):
-                for structure in list(self._structures.get(key, ())):
-                    self._remove_call(structure)
-
-    def _remove_call(self, structure: CallStructure) -> None:
-        call = self._calls.pop(structure, None)
-        if call is not None:
-            same = self._structures[call.key]
-            same.remove(structure)
-            if not same:
-                del self._structures[call.key]
+                self.on_removed(key)
 
 
 class SpecDigests:

@@ -1,28 +1,82 @@
-"""Compiles programs: a compile worker prepares them, an engine loads them, a worker describes them."""
+"""Compiles programs: a compile worker prepares them, an engine loads them, a worker describes them.
+
+A `RunnableProgram` is the result: what the front end needs to run the program.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
+from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.messages import CallShape
+from gradrule_server.link.messages import CallShape, describing
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import timing_compilation
-from gradrule_server.policy import Limits
-from gradrule_server.programs.compiled import CompiledProgram, RunnableProgram, join_compiled
-from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.preparer import Prepared, Preparer
-from gradrule_server.programs.worker_questions import RegistryLookup
+from gradrule_server.policy import Limits, NodeLimits
+from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.preparer import Prepared, Preparer, RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.rules import Param
+from gradrule_server.rules.param_table import BoundParams, ParamTable
 from gradrule_server.tenant_locks import TenantLocks
 
 _LARGE_BYTES = 8 << 20
 # Suffix of the key of a program that an engine describes and does not keep.
 _DESCRIBED = "?describe"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """A compiled program.
+
+    Attributes:
+        key: The program's digest.
+        program: Bytes of the `Program` message, without a name.
+        tail: Bytes that end each answer to a call that holds the program.
+        digests_tail: Bytes that end all answers: the digests.
+        params: The params that calls may set.
+        placeholders: Canonical names of the graph's placeholders. Feeding these never needs another program.
+        used_rules: Indices of the rules that nodes have; the params of others have no effect.
+    """
+
+    key: str
+    program: bytes
+    tail: bytes
+    digests_tail: bytes
+    params: ParamTable
+    placeholders: frozenset[str]
+    used_rules: frozenset[int]
+
+    @property
+    def message(self) -> program_pb2.Program:
+        """The description that clients receive."""
+        return program_pb2.Program.FromString(self.program)
+
+    def param_settings(self, params: Mapping[str, evaluate_pb2.ParamValues]) -> list[link_pb2.ParamSetting]:
+        """Returns the settings for the params of one call. Raises `GradruleError` for invalid ones."""
+        values: dict[str, Mapping[str, rule_pb2.ParamValue]] = {label: item.values for label, item in params.items()}
+        return [
+            link_pb2.ParamSetting(rule=setting.rule, name=setting.name, value=setting.value)
+            for setting in self.params.call_settings(values, self.used_rules)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnableProgram:
+    """A compiled program, and what an engine needs to load it again."""
+
+    compiled: CompiledProgram
+    loadable: Loadable
+
+    @property
+    def size(self) -> int:
+        """Its approximate size in the front end, bytes."""
+        return len(self.loadable.request) + len(self.compiled.program) + len(self.compiled.tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +248,7 @@ class Compiler:
             loadable = replace(
                 loadable,
                 key=f"{loadable.key}{_DESCRIBED}",
-                request=loadable.request + link_pb2.CompileRequest(describe_only=True).SerializeToString(),
+                request=describing(loadable.request),
             )
 
         async def load(engine: Engine | None) -> bytes:
@@ -210,4 +264,36 @@ class Compiler:
         reply = await recovery.run(loadable.workload, load, proves=False)
         device = self._loaded.pool.greeting.device
         finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, recovery.ends_at)
-        return RunnableProgram(join_compiled(prepared, finished, self._limits), loadable)
+        return RunnableProgram(_join_compiled(prepared, finished, self._limits), loadable)
+
+
+def _join_compiled(
+    prepared: link_pb2.PreparedProgram, finished: link_pb2.FinishedProgram, bounds: NodeLimits
+) -> CompiledProgram:
+    """Joins the answers of a compile worker from before and after an engine compiled the program."""
+    digests = program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key)
+    return CompiledProgram(
+        key=prepared.key,
+        program=finished.program,
+        tail=finished.tail,
+        digests_tail=evaluate_pb2.EvaluateResponse(digests=digests).SerializeToString(),
+        params=_param_table(prepared.params, bounds),
+        placeholders=frozenset(prepared.placeholders),
+        used_rules=frozenset(prepared.params.used),
+    )
+
+
+def _param_table(message: link_pb2.ParamTable, bounds: NodeLimits) -> ParamTable:
+    return ParamTable(
+        bounds,
+        [
+            BoundParams(
+                bound.name,
+                bound.label,
+                tuple(Param(item.name, description=item.description, range=item.range) for item in bound.params),
+            )
+            for bound in message.rules
+        ],
+        {(item.rule, item.name): item.value for item in message.settings},
+        set(message.default_labels),
+    )

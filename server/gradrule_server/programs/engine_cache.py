@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.messages import compile_payload, unload_payload
+from gradrule_server.link.request_scheduler import EngineRequest
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.recovery.endings import lost_before_start
@@ -222,12 +222,10 @@ class EngineProgramCache:
         # Engines handle messages concurrently: with a new key, the UNLOAD of an older load cannot remove this one.
         self._last_number += 1
         engine_key = f"{program.key}/{self._last_number}"
-        # Concatenating messages merges them; the last key is used.
-        own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
         store.pin(blobs)
         try:
-            work = self._engine.submit(Kind.COMPILE, program.request + own_key, recorder)
+            work = self._engine.submit(Kind.COMPILE, compile_payload(program.request, engine_key), recorder)
         except BaseException:
             store.unpin(blobs)
             raise
@@ -260,7 +258,7 @@ class EngineProgramCache:
 
     def _unload(self, load: Load) -> None:
         self.forget(load)
-        self._engine.notify(Kind.UNLOAD, link_pb2.UnloadRequest(key=load.engine_key).SerializeToString())
+        self._engine.notify(Kind.UNLOAD, unload_payload(load.engine_key))
 
     def _update_count(self) -> None:
         if self._generation == self._engine.generation:

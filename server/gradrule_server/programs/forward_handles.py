@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import pull_back_payload, release_payload
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_pull_back
-from gradrule_server.programs.run_modes import ProcessRef
+from gradrule_server.programs.runner import ProcessRef
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.quotas import Quota
 from gradrule_server.recovery.crash_history import OutcomeRecorder
@@ -77,7 +78,7 @@ class HandleManager:
 
     def release(self, name: str, process: ProcessRef | None) -> None:
         """Tells the engine to drop a forward run. `process`: None: tells all engines of the tenant."""
-        message = link_pb2.ReleaseRequest(handle=name).SerializeToString()
+        message = release_payload(name)
         if process is None:
             engines = self.program_service.pool.engines_for(self.program_service.owner)
         else:
@@ -110,7 +111,7 @@ class StreamHandles:
                 request.evaluate, name, received_ns, ends_at
             )
             # The handle does not keep the program, whose bytes no quota counts.
-            recorder = manager.program_service.recovery().recorder(program.workload)
+            recorder = manager.program_service.runner.recovery().recorder(program.workload)
             handle = _Handle(name, process, recorder, mode.kept_bytes, min(ttl_s, manager.ttl_s))
             manager.add(handle)
         except BaseException as cause:
@@ -136,14 +137,10 @@ class StreamHandles:
         if handle.process.is_gone:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")
-        request = link_pb2.PullBackRequest(
-            handle=name, received_ns=received_ns, request=raw, blob_folder=self._manager.blob_folder
-        )
+        payload = pull_back_payload(name, received_ns, raw, self._manager.blob_folder)
         self._stop_timer(handle)
         try:
-            answer = await handle.process.engine.call(
-                Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.recorder
-            )
+            answer = await handle.process.engine.call(Kind.PULL_BACK, payload, ends_at, handle.recorder)
             record_pull_back(answer, received_ns)
             return answer
         except EngineLost as lost:

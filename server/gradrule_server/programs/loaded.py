@@ -11,14 +11,12 @@ from typing import TypeVar
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.programs.engine_cache import EngineProgramCache, Load, Loadable
 from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
 from gradrule_server.recovery.endings import engine_unavailable, lost_before_start
 from gradrule_server.registry.blobs import BlobStore
-
-__all__ = ["Load", "Loadable", "LoadedPrograms"]
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,11 @@
-"""Sends tasks to compile workers, the processes that read graphs; this process only passes their bytes on."""
+"""Gives tasks to compile workers, the processes that read graphs, and answers what they ask about rules and blobs.
+
+This process passes graphs on as bytes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import hashlib
@@ -9,7 +13,9 @@ import itertools
 import logging
 import math
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,28 +23,78 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import CallShape, shape_message
+from gradrule_server.link.messages import CallShape, fault_message, shape_message
 from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.request_scheduler import EngineRequest
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.programs.worker_questions import RegistryLookup, WorkerQuestions
-from gradrule_server.recovery.call_recovery import culprit_error
+from gradrule_server.recovery.call_recovery import CallRecovery, ProcessWords
 from gradrule_server.recovery.crash_history import CrashHistory, Workload
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.rule_entries import RuleEntry
+from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.tenant_locks import TenantLocks
 
 _log = logging.getLogger(__name__)
-
-# A worker that is killed from outside is not the graph's fault, but each try costs time.
-_MAX_KILLED = 5
 
 # Length of the PreparedProgram, which comes before the CompileRequest.
 _LENGTH = struct.Struct("<Q")
 
+# An answer to a question is made on the event loop, and copied several times. One rule has at most 1 MiB.
+_MAX_ANSWER_BYTES = 4 << 20
+
+# A worker runs graphs of strangers, so its questions are limited as messages of callers are. A question holds 500
+# names at most; all names stand in the task, or in a graph that is a blob.
+_MAX_QUESTION_BYTES = 1 << 20
+_MAX_TOTAL_BYTES = 64 << 20
+_MAX_EXPLAINED_NAMES = 20
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+_WORDS = ProcessWords("a process has that reads it", "process that read it")
+
 AnswerT = TypeVar("AnswerT")
 
 _serial = itertools.count()
+
+
+class RegistryLookup:
+    """Finds rules for one task; a name means the same rule throughout the task."""
+
+    def __init__(self, registry: RuleRegistry) -> None:
+        self._registry = registry
+        self._found: dict[str, RuleEntry | None] = {}
+
+    def find(self, names: Iterable[str]) -> list[rule_pb2.Rule]:
+        """Returns the rules of these names, without names that no rule has; each rule's alias is the requested name.
+
+        BUILTIN rules lack their definitions, which every process has. USER rules lack them once the answer has 4 MiB;
+        the worker asks for these again.
+        """
+        found, left = [], _MAX_ANSWER_BYTES
+        for name in names:
+            if name not in self._found:
+                self._found[name] = self._registry.find(name)
+            entry = self._found[name]
+            if entry is not None:
+                found.append(_message(name, entry, is_complete=entry.kind == rule_pb2.RULE_KIND_USER and left > 0))
+                left -= entry.size
+        return found
+
+    def unknown(self, name: str) -> GradruleError:
+        """Returns UNKNOWN_RULE for a name, with similar names."""
+        return self._registry.unknown(name)
+
+    def snapshot(self, names: Iterable[str]) -> bytes:
+        """Returns those of the named rules that `find` has found, as bytes that are stored with a program."""
+        rules = [
+            _message(name, entry, is_complete=True)
+            for name in dict.fromkeys(names)
+            if (entry := self._found.get(name)) is not None
+        ]
+        return rule_pb2.ListRulesResponse(rules=rules).SerializeToString(deterministic=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +111,8 @@ class Preparer:
     def __init__(
         self, pool: EnginePool, crash_history: CrashHistory, limits: Limits, blobs: BlobStore, owner: str
     ) -> None:
-        self._pool = pool
+        self._workers = pool.workers
+        self._recovery_workers = _RecoveryWorkers(pool)
         self._crash_history = crash_history
         self._limits = limits.to_values()
         self._blobs = blobs
@@ -89,7 +146,7 @@ class Preparer:
             may_be_known=is_known is not None,
             is_kept=is_kept,
         )
-        questions = WorkerQuestions(self._blobs, None if isinstance(rules, bytes) else rules, is_known)
+        questions = _WorkerQuestions(self._blobs, None if isinstance(rules, bytes) else rules, is_known)
         request = link_pb2.PrepareRequest(program=task)
         read = functools.partial(_read_program, questions)
         return await self._run_task(request, _digest_of_graph(spec), questions, ends_at, read)
@@ -117,34 +174,34 @@ class Preparer:
             ends_at: Loop time of the deadline; 0: none.
         """
         task = link_pb2.PrepareRequest(finish=link_pb2.FinishTask(plan=plan, reply=reply, device=device))
-        questions = WorkerQuestions(self._blobs)
+        questions = _WorkerQuestions(self._blobs)
         return await self._run_task(task, workload, questions, ends_at, link_pb2.FinishedProgram.FromString)
 
     async def variables(self, spec: bytes, ends_at: float) -> list[link_pb2.GraphVariable]:
         """Returns the variables of a spec's graph."""
         task = link_pb2.PrepareRequest(variables=link_pb2.VariablesTask(spec=spec))
-        questions = WorkerQuestions(self._blobs)
+        questions = _WorkerQuestions(self._blobs)
         return await self._run_task(task, _digest_of_graph(spec), questions, ends_at, _read_variables)
 
     async def rule(self, definition: rule_pb2.RuleDefinition, ends_at: float) -> rule_pb2.RuleDefinition:
         """Checks a rule that is a graph, and returns it with its graph as bytes."""
         task = link_pb2.PrepareRequest(rule=definition)
         workload = _digest(definition.SerializeToString(deterministic=True))
-        questions = WorkerQuestions(self._blobs)
+        questions = _WorkerQuestions(self._blobs)
         checked = await self._run_task(task, workload, questions, ends_at, link_pb2.CheckedRule.FromString)
         return checked.definition
 
     async def sample(self, request: bytes, rules: RegistryLookup, ends_at: float) -> link_pb2.RawEvaluateRequest:
         """Returns the call that computes what a `SampleRuleRequest` asks for. `request`: its bytes."""
         task = link_pb2.PrepareRequest(sample=request)
-        questions = WorkerQuestions(self._blobs, rules)
+        questions = _WorkerQuestions(self._blobs, rules)
         return await self._run_task(task, _digest(request), questions, ends_at, link_pb2.RawEvaluateRequest.FromString)
 
     async def _run_task(
         self,
         task: link_pb2.PrepareRequest,
         graph: str,
-        questions: WorkerQuestions,
+        questions: _WorkerQuestions,
         ends_at: float,
         read: Callable[[bytes], AnswerT],
     ) -> AnswerT:
@@ -161,49 +218,160 @@ class Preparer:
         task.blob_folder = self._blobs.folder_name
         payload = task.SerializeToString()
         questions.bytes_left += len(payload)
+
+        async def attempt(worker: Engine | None) -> AnswerT:
+            if worker is not None:
+                return await self._run_once(worker, payload, questions, ends_at, read)
+            async with self._workers.hold(self._owner) as any_worker:
+                return await self._run_once(any_worker, payload, questions, ends_at, read)
+
         workload = Workload(self._owner, graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED)
-        self._crash_history.check(workload)
-        killed, suspected = 0, False
+        recovery = CallRecovery(self._recovery_workers, self._crash_history, ends_at=ends_at, words=_WORDS)
         with contextlib.closing(questions):
-            while True:
-                try:
-                    return await self._run_once(payload, questions, ends_at or math.inf, read)
-                except EngineLost as lost:
-                    if not lost.is_blamable:
-                        killed += 1
-                        if killed > _MAX_KILLED:
-                            raise
-                    elif suspected:
-                        # A worker has one task at a time, so this graph ended both.
-                        raise self._quarantine(workload, lost) from None
-                    suspected = suspected or lost.is_blamable
+            # A graph that can be read may still crash engines, so reading it proves nothing.
+            return await recovery.run(workload, attempt, proves=False)
 
     async def _run_once(
-        self, payload: bytes, questions: WorkerQuestions, ends_at: float, read: Callable[[bytes], AnswerT]
+        self,
+        worker: Engine,
+        payload: bytes,
+        questions: _WorkerQuestions,
+        ends_at: float,
+        read: Callable[[bytes], AnswerT],
     ) -> AnswerT:
-        async with self._pool.workers.hold(self._owner) as worker:
-            try:
-                return read(await worker.call(Kind.PREPARE, payload, ends_at, on_ask=questions.answer))
-            except GradruleError as cause:
-                if cause.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED and not isinstance(cause, EngineLost):
-                    # The process does not return all of its memory.
-                    self._pool.workers.end(worker)
-                raise
-            except DecodeError as cause:
-                _log.error("the answer of compile worker %s cannot be read: %s; ending it", worker.pid, cause)
-                self._pool.workers.end(worker)
-                raise error(
-                    errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the answer of the process that read the graph is damaged"
-                ) from cause
-
-    def _quarantine(self, workload: Workload, lost: EngineLost) -> GradruleError:
-        self._crash_history.quarantine(workload, str(lost.engine_end))
-        return culprit_error(
-            lost.engine_end, self._pool.memory_limit, "a process has that reads it", "process that read it"
-        )
+        try:
+            return read(await worker.call(Kind.PREPARE, payload, ends_at or math.inf, on_ask=questions.answer))
+        except GradruleError as cause:
+            if cause.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED and not isinstance(cause, EngineLost):
+                # The process does not return all of its memory.
+                self._workers.end(worker)
+            raise
+        except DecodeError as cause:
+            _log.error("the answer of compile worker %s cannot be read: %s; ending it", worker.pid, cause)
+            self._workers.end(worker)
+            raise error(
+                errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the answer of the process that read the graph is damaged"
+            ) from cause
 
 
-def _read_program(questions: WorkerQuestions, answer: bytes) -> Prepared:
+class _RecoveryWorkers:
+    """Gives compile workers to `CallRecovery`. A worker has one task at a time, so each task runs alone."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._workers = pool.workers
+        self.memory_limit = pool.memory_limit
+        self.trials = TenantLocks()
+
+    def serves(self, owner: str) -> bool:
+        """Returns True: a task waits for its worker when it runs."""
+        return True
+
+    async def provide(self, owner: str, patience_s: float = 0.0) -> None:
+        """Does nothing, see `serves`."""
+
+    def alone(self, owner: str) -> AbstractAsyncContextManager[Engine]:
+        """Provides a worker for one task."""
+        return self._workers.hold(owner)
+
+
+class _WorkerQuestions:
+    """Answers the questions of a worker during one task.
+
+    Args:
+        blobs: The caller's blobs.
+        rules: Finds rules by name; None: the task needs none.
+        is_known: Returns whether a program with this digest of its spec is cached; None: the worker must not ask.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        rules: RegistryLookup | None = None,
+        is_known: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        self._blobs = blobs
+        self._rules = rules
+        self._is_known = is_known
+        self.has_reported_known = False
+        """Whether the worker has learnt that the program is known."""
+        self._explained = 0
+        self.bytes_left = _MAX_TOTAL_BYTES
+        """Bytes of questions that the worker may still send."""
+        self._lock = threading.Lock()
+        self._pinned: set[str] = set()
+        self._is_closed = False
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def answer(self, work: EngineRequest, payload: bytes) -> None:
+        """Answers a question. Raises `DecodeError` or `ValueError` for a question that no correct worker sends."""
+        self.bytes_left -= len(payload)
+        if len(payload) > _MAX_QUESTION_BYTES or self.bytes_left < 0:
+            raise ValueError("the questions of a compile worker are too large")
+        question = link_pb2.Question.FromString(payload)
+        task = asyncio.create_task(self._answer(work, question), name="answer-worker")
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def close(self) -> None:
+        """Unpins the blobs, which stay until the task has ended."""
+        with self._lock:
+            self._is_closed = True
+        for name in self._pinned:
+            self._blobs.unpin([name])
+
+    async def _answer(self, work: EngineRequest, question: link_pb2.Question) -> None:
+        try:
+            answer = await self._find_answer(question)
+        except GradruleError as cause:
+            answer = link_pb2.Told(fault=fault_message(cause))
+        except Exception:
+            # Without an answer the worker would wait until the deadline.
+            _log.exception("the question of a compile worker cannot be answered")
+            failure = error(errors_pb2.ERROR_REASON_INTERNAL, "the server cannot look up what the program refers to")
+            answer = link_pb2.Told(fault=fault_message(failure))
+        work.connection.answer_question(work, answer.SerializeToString())
+
+    async def _find_answer(self, question: link_pb2.Question) -> link_pb2.Told:
+        match question.WhichOneof("question"):
+            case "rules" if self._rules is not None:
+                return link_pb2.Told(rules=self._rules.find(question.rules.names))
+            case "unknown_rule" if self._rules is not None and self._explained < _MAX_EXPLAINED_NAMES:
+                self._explained += 1
+                unknown = await asyncio.to_thread(self._rules.unknown, question.unknown_rule)
+                return link_pb2.Told(fault=fault_message(unknown))
+            case "blob_sizes":
+                return link_pb2.Told(sizes=await asyncio.to_thread(self._sizes, list(question.blob_sizes.names)))
+            case "blob":
+                # Pinning may verify the hash, which takes long.
+                await asyncio.to_thread(self._pin, question.blob)
+                return link_pb2.Told()
+            case "spec_digest" if self._is_known is not None and len(question.spec_digest) == _DIGEST_BYTES:
+                self.has_reported_known = self._is_known(question.spec_digest)
+                return link_pb2.Told(is_known=self.has_reported_known)
+            case kind:
+                raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked for {kind} out of place")
+
+    def _pin(self, name: str) -> None:
+        self._blobs.pin([name])
+        with self._lock:
+            if not self._is_closed and name not in self._pinned:
+                self._pinned.add(name)
+                return
+        self._blobs.unpin([name])
+
+    def _sizes(self, names: list[str]) -> list[int]:
+        missing = set(self._blobs.missing(names))
+        return [-1 if name in missing else self._blobs.size(name) for name in names]
+
+
+def _message(requested_name: str, entry: RuleEntry, *, is_complete: bool) -> rule_pb2.Rule:
+    definition = entry.content.to_definition() if is_complete and entry.content is not None else None
+    return rule_pb2.Rule(
+        name=entry.op_type or entry.name, definition=definition, kind=entry.kind, aliases=[requested_name]
+    )
+
+
+def _read_program(questions: _WorkerQuestions, answer: bytes) -> Prepared:
     """Parses a prepared program but not its request, which is as large as the graph. Raises `DecodeError`."""
     start = _LENGTH.size
     if len(answer) >= start:

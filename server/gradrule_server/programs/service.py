@@ -6,39 +6,48 @@ Everything runs on one asyncio loop; slow work runs in threads. Callers cancel t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
+import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
+import numpy as np
+
+from gradrule.common import tensor_codec
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.messages import CallShape
+from gradrule_server.link.messages import CallShape, sampled_gradient
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request_record import record_run, timing_compilation
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import InlineKey, ProgramCache, SpecDigests, StoredKey
-from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, call_shape, memory_use, structure_of
-from gradrule_server.programs.compiled import RunnableProgram
-from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.known_calls import KnownCalls
-from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.preparer import Preparer
-from gradrule_server.programs.run_modes import ProcessRef, RunForward, RunMode, RunOnce, may_batch
+from gradrule_server.programs.cache import InlineKey, ProgramCache, SpecDigests
+from gradrule_server.programs.compiler import Compiler, RunnableProgram
+from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.known_calls import (
+    USES_MEMORY,
+    CallStructure,
+    KnownCalls,
+    call_shape,
+    memory_use,
+    structure_of,
+)
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.preparer import Preparer, RegistryLookup
+from gradrule_server.programs.runner import ProcessRef, ProgramRunner, RunForward, RunMode, RunOnce, may_batch
 from gradrule_server.programs.stored_programs import StoredPrograms
-from gradrule_server.programs.worker_questions import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
-from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
+from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 
 MAX_FINDINGS = 100
+
+_INPUT = re.compile(r"x([0-9]*)")
 
 
 class ProgramService:
@@ -74,14 +83,15 @@ class ProgramService:
         self.pool = pool
         self.limits = limits
         self._rules = rules
-        self._blobs = blobs
         self._loaded = loaded
         self.owner = owner
         self.cache = ProgramCache(capacity, capacity_bytes)
         """The programs that were used last, by calls and sessions."""
         self._spec_digests = SpecDigests()
         self.preparer = Preparer(pool, loaded.crash_history, limits, blobs, owner)
-        """Sends tasks to the compile workers."""
+        """Gives tasks to compile workers."""
+        self.runner = ProgramRunner(loaded, blobs)
+        """Runs compiled programs."""
         self._compiler = Compiler(loaded, self.preparer, limits, blobs, owner)
         self.stored = StoredPrograms(programs, rules, self._compiler, self.cache)
         self._known = KnownCalls(self.cache, loaded)
@@ -113,11 +123,9 @@ class ProgramService:
         request = await read()
         call = call_shape(request)
         if not request.HasField("shared_memory"):
-            return (
-                await self._evaluate(request, raw, call, received_ns, RunOnce(ends_at, may_batch=may_batch(request)))
-            )[0]
+            mode = RunOnce(ends_at, may_batch=may_batch(request))
+            return (await self._evaluate(request, raw, call, received_ns, mode))[0]
         with used(request.shared_memory) as memory:
-            # For a call with an inline program, the engine receives the values only.
             mode = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
             return (await self._evaluate(request, raw, call, received_ns, mode))[0]
 
@@ -147,96 +155,36 @@ class ProgramService:
         """
         call = replace(call_shape(request), split=True)
         mode = RunForward(ends_at, handle)
-        answer, process, program = await self._evaluate(request, request.SerializeToString(), call, received_ns, mode)
+        answer, process, program = await self._evaluate(request, None, call, received_ns, mode)
         return answer, mode, process, program
 
     async def compile_for_session(self, spec: bytes, call: CallShape, mode: RunMode) -> RunnableProgram:
         """Returns a program for a session, loaded into the session's engine; does not add it to the cache."""
         lookup = RegistryLookup(self._rules)
-        return await self._compiler.compile(spec, replace(call, session=True), lookup, self.recovery(mode))
-
-    def recovery(self, mode: RunMode | None = None) -> CallRecovery[Engine]:
-        """Returns what runs one call again if its engine ends."""
-        if mode is None:
-            return CallRecovery(self.pool, self._loaded.crash_history)
-        return CallRecovery(self.pool, self._loaded.crash_history, ends_at=mode.ends_at, pinned=mode.pinned)
+        return await self._compiler.compile(spec, replace(call, session=True), lookup, self.runner.recovery(mode))
 
     async def run_inline(self, request: link_pb2.RawEvaluateRequest, received_ns: int, mode: RunMode) -> bytes:
         """Runs the program that a request holds; returns the bytes of an `EvaluateResponse`."""
-        return (await self._evaluate(request, b"", call_shape(request), received_ns, mode))[0]
+        return (await self._evaluate(request, None, call_shape(request), received_ns, mode))[0]
 
-    async def run(
-        self,
-        program: RunnableProgram,
-        request: link_pb2.RawEvaluateRequest,
-        received_ns: int,
-        compile_started_ns: int,
-        mode: RunMode,
-        *,
-        payload: bytes | None = None,
-        recovery: CallRecovery[Engine] | None = None,
-        is_new: bool = False,
-        lost: EngineLost | None = None,
-        known_as: tuple[CallStructure, StoredKey] | None = None,
-    ) -> tuple[bytes, ProcessRef]:
-        """Runs a program on the values of a request; returns the bytes of an `EvaluateResponse`, and where it ran.
+    async def sample_rule(
+        self, request: link_pb2.RawSampleRuleRequest, raw: bytes, received_ns: int, ends_at: float
+    ) -> rule_pb2.SampleRuleResponse:
+        """Runs a rule on tensors, without a graph.
 
-        Args:
-            program: The program.
-            request: The parsed request.
-            received_ns: When the request was received, CLOCK_MONOTONIC.
-            compile_started_ns: When compiling began, CLOCK_MONOTONIC.
-            mode: How the engine runs the program.
-            payload: Bytes of a request with these values; None: they are written here.
-            recovery: Runs the call again if its engine ends; None: a new one.
-            is_new: Whether the program was compiled for this call.
-            lost: The loss of the engine that ran the call before.
-            known_as: The structure of such calls and the program's key, to skip parsing next time.
+        Raises MISSING_FEED for a needed value that is neither given nor computed by `op_type`.
         """
-        if payload is None:
-            values = evaluate_pb2.EvaluateRequest(
-                feeds=request.feeds,
-                grad_ys=request.grad_ys,
-                tangents=request.tangents,
-                vectors=request.vectors,
-                batching=request.batching if request.HasField("batching") else None,
-                answer_packing=request.answer_packing if request.HasField("answer_packing") else None,
-            )
-            if request.HasField("shared_memory"):
-                values.shared_memory.CopyFrom(request.shared_memory)
-            payload = values.SerializeToString()
-        run = link_pb2.RunRequest(
-            request=payload, params=program.compiled.param_settings(request.params), blob_folder=self._blobs.folder_name
+        evaluation = await self.preparer.sample(raw, RegistryLookup(self._rules), ends_at)
+        answer = await self.run_inline(evaluation, received_ns, RunOnce(ends_at))
+        # Broadcasting may make large tensors.
+        return await asyncio.to_thread(
+            _sample_response, evaluate_pb2.EvaluateResponse.FromString(answer), _sampled_inputs(request)
         )
-
-        recovery = recovery or self.recovery(mode)
-
-        async def attempt(engine: Engine | None) -> tuple[bytes, bool, ProcessRef]:
-            nonlocal lost
-            if lost is not None:
-                before, lost = lost, None
-                raise before
-            return await self._run_on_engine(program, run, received_ns, compile_started_ns, mode, engine, recovery)
-
-        blobs = _value_blobs(request)
-        if not self._blobs.are_verified(blobs):
-            # Verifying takes long, and must not block the event loop.
-            await asyncio.to_thread(self._blobs.verify, blobs)
-        with self._blobs.pinned(blobs):
-            answer, is_loaded_now, process = await recovery.run(program.loadable.workload, attempt, undo=mode.undo)
-        record_run(answer, run.received_ns)
-        if known_as is not None:
-            self._known.add(*known_as, program, run, may_batch(request))
-        # Concatenating messages merges them, so an answer of any size is not parsed again here.
-        tail = evaluate_pb2.EvaluateResponse()
-        if is_new or is_loaded_now:
-            tail.timings.compile.FromNanoseconds(run.received_ns - received_ns)
-        return b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()]), process
 
     async def _evaluate(
         self,
         request: link_pb2.RawEvaluateRequest,
-        raw: bytes,
+        raw: bytes | None,
         call: CallShape,
         received_ns: int,
         mode: RunMode,
@@ -245,38 +193,47 @@ class ProgramService:
     ) -> tuple[bytes, ProcessRef, Loadable]:
         """Finds or compiles the program of a request and runs it; returns answer, engine process and program.
 
-        `structure`: Of the call; None: it cannot be known without parsing. `lost`: See `run`.
+        Args:
+            request: The parsed request. Its program is removed.
+            raw: The request's bytes; None: unknown.
+            call: The shape of the call.
+            received_ns: When the request was received, CLOCK_MONOTONIC.
+            mode: How the engine runs the program.
+            structure: The structure of the call; None: it cannot be known without parsing.
+            lost: The loss of the engine that ran the call before.
         """
         target = request.WhichOneof("target")
         if target is None:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
-        recovery = self.recovery(mode)
+        recovery = self.runner.recovery(mode)
         compile_started = time.monotonic_ns()
-        payload = known_as = None
-        if target == "program":
-            key, program, is_new = await self.stored.find(request.program, call, recovery)
-            payload, known_as = raw, None if structure is None else (structure, key)
-        else:
+        is_inline, key = target == "spec", None
+        if is_inline:
             program, is_new = await self._find_inline(request.spec, call, recovery)
-        answer, process = await self.run(
+        else:
+            key, program, is_new = await self.stored.find(request.program, call, recovery)
+        result = await self.runner.run(
             program,
             request,
             received_ns,
             compile_started,
             mode,
-            payload=payload,
+            # An engine needs the values only, and must not get the graph of an inline program.
+            values=None if is_inline else raw,
             recovery=recovery,
             is_new=is_new,
             lost=lost,
-            known_as=known_as,
         )
-        return (answer + program.compiled.tail if target == "spec" else answer), process, program.loadable
+        if structure is not None and key is not None:
+            self._known.add(structure, key, program, result.template, may_batch(request))
+        answer = result.answer + program.compiled.tail if is_inline else result.answer
+        return answer, result.process, program.loadable
 
     async def compile(self, spec: bytes, program_id: str, ends_at: float = 0.0) -> program_pb2.Program:
         """Compiles and stores a program. `spec`: Bytes of a `ProgramSpec`. `program_id`: Empty: one is derived."""
-        return await self.stored.create(spec, program_id, self.recovery(RunOnce(ends_at)))
+        return await self.stored.create(spec, program_id, self.runner.recovery(RunOnce(ends_at)))
 
     async def load_stored(self, name: str, call: CallShape, ends_at: float) -> None:
         """Compiles a stored program and loads it into an engine, before a call of this shape needs it.
@@ -292,7 +249,9 @@ class ProgramService:
         `spec`: Bytes of a `ProgramSpec`.
         """
         try:
-            program = await self._compiler.describe(spec, RegistryLookup(self._rules), self.recovery(RunOnce(ends_at)))
+            program = await self._compiler.describe(
+                spec, RegistryLookup(self._rules), self.runner.recovery(RunOnce(ends_at))
+            )
         except GradruleError as cause:
             if cause.reason in _NOT_FINDINGS:
                 raise
@@ -325,32 +284,6 @@ class ProgramService:
         assert found is not None
         return found, False
 
-    async def _run_on_engine(
-        self,
-        program: RunnableProgram,
-        run: link_pb2.RunRequest,
-        received_ns: int,
-        compile_started_ns: int,
-        mode: RunMode,
-        engine: Engine | None,
-        recovery: CallRecovery[Engine],
-    ) -> tuple[bytes, bool, ProcessRef]:
-        """Runs a program on one engine; returns the answer, whether the program was loaded for it, and where it ran."""
-        recorder = recovery.recorder(program.loadable.workload)
-        with self._loaded.hold(program.loadable, engine, mode.ends_at, recorder) as load:
-            is_loaded_now = not load.is_done
-            with timing_compilation() if is_loaded_now else contextlib.nullcontext():
-                await self._loaded.wait(load, may_move=engine is None)
-            run.key = load.engine_key
-            # The time until now counts as compiling, from now on as queueing.
-            run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
-            process = ProcessRef(load.engine, load.generation)
-            try:
-                return await mode.run(load.engine, run, recorder), is_loaded_now, process
-            except ProgramNotLoaded:
-                self._loaded.forget(load)
-                raise
-
 
 _NOT_FINDINGS = frozenset(
     {
@@ -365,7 +298,47 @@ _NOT_FINDINGS = frozenset(
 )
 
 
-def _value_blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:
-    """Returns the blobs that hold values of the call."""
-    values = (*request.feeds, *request.grad_ys, *request.tangents, *request.vectors)
-    return [item.value.blob.sha256 for item in values if item.value.HasField("blob")]
+def _sampled_inputs(request: link_pb2.RawSampleRuleRequest) -> list[tensor_pb2.Tensor]:
+    """Returns the values of x, x1, …, which a worker has checked."""
+    found = {
+        int(match[1] or 0): item.value.inline_tensor
+        for item in request.values
+        if (match := _INPUT.fullmatch(item.name))
+    }
+    return [found[index] for index in sorted(found)]
+
+
+def _sample_response(answer: evaluate_pb2.EvaluateResponse, xs: list[tensor_pb2.Tensor]) -> rule_pb2.SampleRuleResponse:
+    """Returns gradients as `dx`, `dx1`, …, and outputs as `y`, `y1`, …"""
+    response = rule_pb2.SampleRuleResponse()
+    found: dict[str, tensor_pb2.Tensor] = {}
+    for gradient in answer.gradients:
+        if gradient.WhichOneof("value") == "dense":
+            found[sampled_gradient(int(gradient.x[1:]))] = gradient.dense
+    for output in answer.outputs:
+        if output.name.startswith("op:"):
+            index = int(output.name.removeprefix("op:"))
+            response.outputs.add(name=f"y{index or ''}").value.inline_tensor.CopyFrom(output.value.inline_tensor)
+        else:
+            found[output.name] = output.value.inline_tensor
+    for index, x in enumerate(xs):
+        entry = response.gradients.add(name=f"dx{index or ''}")
+        value = found.get(sampled_gradient(index))
+        if value is not None:
+            entry.value.inline_tensor.CopyFrom(_shaped_like(value, x, index))
+    return response
+
+
+def _shaped_like(gradient: tensor_pb2.Tensor, x: tensor_pb2.Tensor, index: int) -> tensor_pb2.Tensor:
+    """Returns the gradient in its input's shape; broadcasts rank 0, as nodes do. Raises RULE_OUTPUT."""
+    shape, wanted = ([dim.size for dim in tensor.tensor_shape.dim] for tensor in (gradient, x))
+    if shape == wanted:
+        return gradient
+    if not shape:
+        return tensor_codec.to_message(np.broadcast_to(tensor_codec.to_numpy(gradient), wanted))
+    raise error(
+        errors_pb2.ERROR_REASON_RULE_OUTPUT,
+        f"the gradient of x{index} has shape {shape}, but x{index} has {wanted}: do the given values have shapes that "
+        f"fit? Only rank 0 is broadcast, sum_to(v, x{index}) sums down to the input's shape",
+        field="values",
+    )

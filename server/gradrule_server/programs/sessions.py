@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from google.protobuf.message import DecodeError
 
-from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
-from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import canonical
+from gradrule_server.link.messages import release_payload, session_assign, session_payload, session_read, session_run
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Limits, value_fault
+from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import SessionKey
-from gradrule_server.programs.call_structure import call_shape
-from gradrule_server.programs.compiled import RunnableProgram
-from gradrule_server.programs.run_modes import ProcessRef, RunInSession
+from gradrule_server.programs.compiler import RunnableProgram
+from gradrule_server.programs.known_calls import call_shape
+from gradrule_server.programs.runner import ProcessRef, RunInSession
 from gradrule_server.programs.service import ProgramService
+from gradrule_server.programs.session_variables import SessionVariables
 from gradrule_server.quotas import Quota
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
@@ -103,8 +102,7 @@ class Session:
         self._process: ProcessRef | None = None
         self._graph = b""
         self._overrides = b""
-        self._variables: list[link_pb2.GraphVariable] = []
-        self._names: dict[str, str] = {}
+        self._variables = SessionVariables((), manager.blobs, manager.limits)
         self._used_optimizers: set[str] = {""}
         self._pinned_blobs = contextlib.ExitStack()
         self._steps = 0
@@ -125,9 +123,9 @@ class Session:
             # Each kind of step compiles the graph again.
             await asyncio.to_thread(self._manager.blobs.verify, [blob])
             self._pinned_blobs.enter_context(self._manager.blobs.pinned([blob]))
-        self._variables = await self._manager.program_service.preparer.variables(self._graph, ends_at)
-        self._names = {name: item.names[0] for item in self._variables for name in item.names}
-        given = await asyncio.to_thread(self._check_values, request.variables, "start.variables")
+        found = await self._manager.program_service.preparer.variables(self._graph, ends_at)
+        self._variables = SessionVariables(found, self._manager.blobs, self._manager.limits)
+        given = await asyncio.to_thread(self._variables.check_values, request.variables, "start.variables")
         self._name = self._manager.open()
         engine = await self._manager.program_service.pool.session_engine(self._manager.program_service.owner)
         self._process = ProcessRef(engine, engine.generation)
@@ -135,7 +133,9 @@ class Session:
         self._watching = asyncio.create_task(self._watch(engine), name="session-watch")
         reply = await self._assign(given, ends_at, opens=True)
         has_value = {item.spec.name for item in given}
-        computed = [item.names[0] for item in self._variables if item.initialised and item.names[0] not in has_value]
+        computed = [
+            item.names[0] for item in self._variables.items if item.initialised and item.names[0] not in has_value
+        ]
         if computed:
             # A first value may be computed from first values of other variables, also from given ones.
             first = program_pb2.ProgramSpec(fetches=computed, variables=request.variables)
@@ -152,7 +152,7 @@ class Session:
                 shape=item.shape,
                 optional=item.initialised or item.names[0] in has_value,
             )
-            for item in self._variables
+            for item in self._variables.items
         ]
         return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes)
 
@@ -168,10 +168,10 @@ class Session:
             raise error(errors_pb2.ERROR_REASON_INVALID_OPTIMIZER, "a step needs an optimiser", field="step.optimizer")
         if request.variables:
             xs = [
-                self._variable_name(name, f"step.variables[{number}]") for number, name in enumerate(request.variables)
+                self._variables.find(name, f"step.variables[{number}]") for number, name in enumerate(request.variables)
             ]
         else:
-            xs = [item.names[0] for item in self._variables if item.differentiable]
+            xs = [item.names[0] for item in self._variables.items if item.differentiable]
         if not xs:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
@@ -210,18 +210,19 @@ class Session:
         self, request: session_pb2.ReadRequest, ends_at: float, packing: tensor_pb2.Packing | None
     ) -> session_pb2.ReadResponse:
         """Returns values of variables. `packing`: How tensors of the answer are encoded."""
-        if len(request.variables) > len(self._names):
+        if len(request.variables) > len(self._variables.names):
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-                f"{len(request.variables)} names are asked for, but the graph's variables have {len(self._names)}",
+                f"{len(request.variables)} names are asked for, but the graph's variables have "
+                f"{len(self._variables.names)}",
                 field="read.variables",
             )
         names = [
-            self._variable_name(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)
+            self._variables.find(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)
         ]
-        wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables], packing=packing)
+        action = session_read(names or [item.names[0] for item in self._variables.items], packing)
         async with self._reporting_loss():
-            reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
+            reply = await self._send(action, 0, ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
         return session_pb2.ReadResponse(
             variables=[
@@ -232,7 +233,9 @@ class Session:
 
     async def assign(self, request: session_pb2.AssignRequest, ends_at: float) -> session_pb2.AssignResponse:
         """Sets values of variables, all or none."""
-        await self._assign(await asyncio.to_thread(self._check_values, request.variables, "assign.variables"), ends_at)
+        await self._assign(
+            await asyncio.to_thread(self._variables.check_values, request.variables, "assign.variables"), ends_at
+        )
         return session_pb2.AssignResponse()
 
     async def _watch(self, engine: Engine) -> None:
@@ -247,8 +250,7 @@ class Session:
             self._manager.close(self._name)
             self._manager.program_service.cache.remove_session(self._name)
             if self._process is not None and not self._process.is_gone:
-                ending = link_pb2.ReleaseRequest(handle=self._name)
-                self._process.engine.notify(Kind.END_SESSION, ending.SerializeToString())
+                self._process.engine.notify(Kind.END_SESSION, release_payload(self._name))
                 self._process.engine.add_kept(self._process.generation, -1)
             self._name = ""
         self._pinned_blobs.close()
@@ -260,23 +262,51 @@ class Session:
             raise AssertionError("the session has not started")
         return self._process.engine
 
-    async def send(
-        self, request: link_pb2.SessionRequest, ends_at: float, recorder: OutcomeRecorder | None = None
+    async def run(
+        self,
+        run: Sequence[bytes],
+        store: Sequence[str],
+        optimizer: session_pb2.Optimizer | None,
+        ends_at: float,
+        recorder: OutcomeRecorder,
+    ) -> link_pb2.SessionReply:
+        """Runs a program; see `SessionChannel`."""
+        name = optimizer.name if optimizer is not None else ""
+        if name:
+            growth = 0 if name in self._used_optimizers else _MAX_SLOTS * self._variables.known_bytes()
+        else:
+            growth = self._variables.known_bytes(set(store))
+        reply = await self._send(session_run(run, store, optimizer), growth, ends_at, recorder)
+        self._used_optimizers.add(name)
+        return reply
+
+    async def _send(
+        self, action: Sequence[bytes], growth: int, ends_at: float, recorder: OutcomeRecorder | None = None
     ) -> link_pb2.SessionReply:
         """Sends a message to the engine that holds the session, and returns the reply.
 
-        Raises `EngineLost` if the engine ends meanwhile, SESSION_LOST if it had ended before.
+        Args:
+            action: The part of a `SessionRequest` with the action.
+            growth: Bytes that the action may add to the session, as far as shapes tell.
+            ends_at: Loop time of the deadline.
+            recorder: Records what the action does to the engine.
+
+        Raises:
+            EngineLost: The engine ended meanwhile.
+            GradruleError: SESSION_LOST, if the engine had ended before.
         """
         await self._check_process()
-        request.session, request.max_bytes = self._name, self._manager.available_bytes(self._name)
-        request.max_bytes_setting = self._manager.limiting_setting
-        request.blob_folder = self._manager.blobs.folder_name
         left_s = ends_at - asyncio.get_running_loop().time()
-        request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
-        with self._manager.reserve_growth(self._name, self._growth(request)):
-            answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, recorder)
-        self._used_optimizers.add(request.run.optimizer.name)
-        reply = link_pb2.SessionReply.FromString(answer)
+        payload = session_payload(
+            self._name,
+            action,
+            max_bytes=self._manager.available_bytes(self._name),
+            max_bytes_setting=self._manager.limiting_setting,
+            blob_folder=self._manager.blobs.folder_name,
+            deadline_ns=time.monotonic_ns() + int(left_s * 1e9),
+        )
+        with self._manager.reserve_growth(self._name, growth):
+            reply = link_pb2.SessionReply.FromString(await self.engine.call(Kind.SESSION, payload, ends_at, recorder))
         self._steps = max(self._steps, reply.step)
         self._manager.set_bytes(self._name, reply.bytes)
         return reply
@@ -306,30 +336,14 @@ class Session:
             f"completed is {self._steps}; start another session, with the values that were read last",
         )
 
-    def _growth(self, request: link_pb2.SessionRequest) -> int:
-        """Returns the bytes that a message may add to the session, as far as shapes tell."""
-        if request.run.optimizer.name:
-            return 0 if request.run.optimizer.name in self._used_optimizers else _MAX_SLOTS * self._known_bytes(None)
-        if request.run.store:
-            return self._known_bytes(set(request.run.store))
-        return self._known_bytes({item.spec.name for item in request.assign.variables})
-
-    def _known_bytes(self, names: set[str] | None) -> int:
-        """Returns the bytes of variables with known shapes. `names`: of these variables; None: of all."""
-        return sum(
-            math.prod(max(0, dim.size) for dim in item.shape.dim) * tensor_codec.numpy_dtype(item.dtype).itemsize
-            for item in self._variables
-            if (names is None or item.names[0] in names) and item.differentiable
-        )
-
     async def _assign(
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
         with self._manager.blobs.pinned(held):
-            assign = link_pb2.SessionAssign(variables=given, opens=opens)
+            growth = self._variables.known_bytes({item.spec.name for item in given})
             async with self._reporting_loss():
-                return await self.send(link_pb2.SessionRequest(assign=assign), ends_at)
+                return await self._send(session_assign(given, opens=opens), growth, ends_at)
 
     async def _run(
         self,
@@ -353,43 +367,10 @@ class Session:
             if self._name:
                 self._manager.program_service.cache.put(key, program)
         async with self._reporting_loss():
-            answer, _ = await self._manager.program_service.run(
+            result = await self._manager.program_service.runner.run(
                 program, call, received_ns, compile_started, mode, is_new=is_new
             )
-        return answer, program, is_new
-
-    def _variable_name(self, text: str, field: str) -> str:
-        """Returns the name of the variable with this name or alias. Raises UNKNOWN_TENSOR."""
-        names = self._names
-        found = names.get(canonical(text))
-        if found is None:
-            raise error(
-                errors_pb2.ERROR_REASON_UNKNOWN_TENSOR,
-                f"the graph has no variable {text!r}.{did_you_mean(text, names)}",
-                field=field,
-            )
-        return found
-
-    def _check_values(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
-        """Checks values against their variables. Raises `GradruleError` with all findings."""
-        self._manager.blobs.verify([item.value.blob.sha256 for item in given if item.value.HasField("blob")])
-        by_name = {item.names[0]: item for item in self._variables}
-        findings: list[Finding] = []
-        bound: dict[str, link_pb2.BoundVariable] = {}
-        for number, item in enumerate(given):
-            where = f"{field}[{number}]"
-            name = self._variable_name(item.name, where)
-            variable = by_name[name]
-            spec = tensor_pb2.TensorSpec(name=name, dtype=variable.dtype, shape=variable.shape)
-            fault = value_fault(item.value, spec, self._manager.blobs.size, self._manager.limits)
-            if fault is None and name in bound:
-                fault = errors_pb2.ERROR_REASON_UNKNOWN_FEED, "is given twice"
-            if fault is not None:
-                findings.append(Finding(fault[0], f"the value of variable {item.name!r} {fault[1]}", item.name, where))
-            bound[name] = link_pb2.BoundVariable(spec=spec, value=item.value)
-        if findings:
-            raise GradruleError(findings)
-        return list(bound.values())
+        return result.answer, program, is_new
 
 
 def _blob_of(graph: bytes) -> str:

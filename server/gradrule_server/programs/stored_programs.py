@@ -12,9 +12,8 @@ from gradrule.v1 import program_pb2
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.programs.cache import ProgramCache, StoredKey
-from gradrule_server.programs.compiled import RunnableProgram
-from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.worker_questions import RegistryLookup
+from gradrule_server.programs.compiler import Compiler, RunnableProgram
+from gradrule_server.programs.preparer import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.rules import RuleRegistry

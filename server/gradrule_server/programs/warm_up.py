@@ -21,7 +21,8 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.periodic import RepeatedWarning
 from gradrule_server.programs.cache import StoredKey
-from gradrule_server.programs.loaded import Loadable, select_to_load
+from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.loaded import select_to_load
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.registry.data_folder import write_atomically
 

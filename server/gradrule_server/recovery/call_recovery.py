@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
@@ -61,6 +61,18 @@ class Engines(Protocol[EngineT_co]):
         ...
 
 
+class ProcessWords(NamedTuple):
+    """How errors describe the processes that run calls, as clauses.
+
+    Attributes:
+        limited: Whose memory limit is meant.
+        ended: Which processes a graph ended.
+    """
+
+    limited: str = "an engine has"
+    ended: str = "engine that ran it"
+
+
 class CallRecovery(Generic[EngineT]):
     """Runs one call again when its engine ends.
 
@@ -70,6 +82,7 @@ class CallRecovery(Generic[EngineT]):
         ends_at: Loop time of the call's deadline; 0: none is known.
         pinned: The only engine that can run the call; None: any engine can.
         is_speculative: No client waits for it: it runs once, and whatever happens is recorded for no workload.
+        words: How errors describe the engines.
     """
 
     def __init__(
@@ -80,12 +93,14 @@ class CallRecovery(Generic[EngineT]):
         ends_at: float = 0.0,
         pinned: EngineT | None = None,
         is_speculative: bool = False,
+        words: ProcessWords = ProcessWords(),  # noqa: B008
     ) -> None:
         self._engines = engines
         self._crash_history = crash_history
         self.ends_at = ends_at
         self._pinned = pinned
         self._is_speculative = is_speculative
+        self._words = words
         self._kills = 0
         self._crashes = 0
         self._was_loaded_again = False
@@ -296,24 +311,23 @@ class CallRecovery(Generic[EngineT]):
     def _quarantine(self, workload: Workload, lost: EngineLost) -> GradruleError:
         """Puts a workload into quarantine that crashed an engine alone; returns the error for its callers."""
         self._crash_history.quarantine(workload, str(lost.engine_end))
-        failure = culprit_error(lost.engine_end, self._engines.memory_limit, "an engine has", "engine that ran it")
+        failure = _culprit_error(lost.engine_end, self._engines.memory_limit, self._words)
         assert self._suspected_loss is not None
         report = self._suspected_loss.crash_report
         report.culprit, report.culprit_error = workload, failure
         return failure
 
 
-def culprit_error(engine_end: EngineEnd, memory_limit: int, limited: str, ended: str) -> GradruleError:
+def _culprit_error(engine_end: EngineEnd, memory_limit: int, words: ProcessWords) -> GradruleError:
     """Returns the error for calls of a graph that ended processes in which nothing else ran.
 
     Args:
         engine_end: How the last process ended.
         memory_limit: Bytes that such a process may take; 0: no limit.
-        limited: Which limit is meant, as a clause: `an engine has`.
-        ended: Which processes ended: `engine that ran it`.
+        words: How the error describes the processes.
     """
     if engine_end.reason is EndReason.MEMORY:
         limit = f" (--memory-limit: {memory_limit} bytes)" if memory_limit else ""
-        message = f"the graph takes more memory than {limited}{limit}: {engine_end}"
+        message = f"the graph takes more memory than {words.limited}{limit}: {engine_end}"
         return error(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)
-    return error(errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the graph ended each {ended}: {engine_end}")
+    return error(errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the graph ended each {words.ended}: {engine_end}")

@@ -22,19 +22,19 @@ from gradrule_server.registry.blob_index import UPLOADING
 from gradrule_server.registry.blobs import DAMAGED, folder_name
 from gradrule_server.registry.data_folder import (
     BLOBS,
-    FILE_NAME,
+    DATABASE_FILE,
     MARKER,
+    FolderInUseError,
+    FolderLock,
     StoreError,
     add_suffix,
     find_logs,
     sync_to_disk,
 )
 from gradrule_server.registry.database import decode_text
-from gradrule_server.registry.folder_lock import FolderInUseError, FolderLock
-from gradrule_server.registry.migrations import add_current_views, copy_database
 from gradrule_server.registry.programs import blobs_of, read_spec, read_summary
 from gradrule_server.registry.rule_entries import read_rule
-from gradrule_server.registry.schema import SCHEMA_VERSION
+from gradrule_server.registry.schema import SCHEMA_VERSION, add_current_views, copy_database
 from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
 
 MANIFEST = "backup.json"
@@ -76,9 +76,9 @@ class Report:
 
 def check(data_dir: Path) -> Report:
     """Reads and checks everything in a registry, also while a server uses it. Raises `BackupError` if there is none."""
-    file = data_dir / FILE_NAME
+    file = data_dir / DATABASE_FILE
     if not file.is_file():
-        raise BackupError(f"there is no registry in {data_dir}: it has no {FILE_NAME}")
+        raise BackupError(f"there is no registry in {data_dir}: it has no {DATABASE_FILE}")
     report = Report()
     try:
         with contextlib.closing(_open(file)) as database:
@@ -124,9 +124,9 @@ def restore(folder: Path, data_dir: Path) -> Report:
         raise BackupError(f"{folder} is no backup: its {MANIFEST} cannot be read: {cause}") from cause
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise BackupError(f"{folder} was made by another release, whose backups this one does not read")
-    if manifest.get("database_sha256") != _hash(folder / FILE_NAME):
-        raise BackupError(f"{folder} is damaged: its {FILE_NAME} is not what was copied")
-    leftovers = find_logs(folder / FILE_NAME)
+    if manifest.get("database_sha256") != _hash(folder / DATABASE_FILE):
+        raise BackupError(f"{folder} is damaged: its {DATABASE_FILE} is not what was copied")
+    leftovers = find_logs(folder / DATABASE_FILE)
     if leftovers:
         raise BackupError(
             f"{folder} is no backup as it was made: {_names(leftovers)} would change what is brought back"
@@ -145,9 +145,9 @@ def restore(folder: Path, data_dir: Path) -> Report:
                 _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
             # Remove the marker, which may belong to another registry; the server creates it again.
             (data_dir / MARKER).unlink(missing_ok=True)
-            with _migrated(folder / FILE_NAME, data_dir) as database:
+            with _migrated(folder / DATABASE_FILE, data_dir) as database:
                 # Copy the database last: a folder without a database is not a registry.
-                copy_database(database, data_dir / FILE_NAME)
+                copy_database(database, data_dir / DATABASE_FILE)
     except (OSError, sqlite3.Error, StoreError) as cause:
         raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
     return report
@@ -158,7 +158,7 @@ def create_empty_registry(data_dir: Path) -> list[Path]:
 
     Blobs stay, because they are found by their hashes. Raises `BackupError`.
     """
-    database = data_dir / FILE_NAME
+    database = data_dir / DATABASE_FILE
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(data_dir):
@@ -172,14 +172,14 @@ def create_empty_registry(data_dir: Path) -> list[Path]:
 
 def _check_empty(data_dir: Path) -> None:
     """Raises `BackupError` if a data folder holds a database, or logs that SQLite would apply to a new database."""
-    database = data_dir / FILE_NAME
+    database = data_dir / DATABASE_FILE
     if database.exists() and database.stat().st_size:
-        raise BackupError(f"{data_dir} has a registry already; move its {FILE_NAME}* files and {BLOBS} away")
-    leftovers = find_logs(data_dir / FILE_NAME)
+        raise BackupError(f"{data_dir} has a registry already; move its {DATABASE_FILE}* files and {BLOBS} away")
+    leftovers = find_logs(data_dir / DATABASE_FILE)
     if leftovers:
         raise BackupError(
-            f"{data_dir} has no {FILE_NAME}, but {_names(leftovers)} of one that was there, which would bring the old "
-            f"registry back; move {'it' if len(leftovers) == 1 else 'them'} away, to where {FILE_NAME} went"
+            f"{data_dir} has no {DATABASE_FILE}, but {_names(leftovers)} of one that was there, which would bring the "
+            f"old registry back; move {'it' if len(leftovers) == 1 else 'them'} away, to where {DATABASE_FILE} went"
         )
 
 
@@ -191,19 +191,19 @@ def _migrated(database: Path, folder: Path) -> Iterator[Path]:
             yield database
             return
     with tempfile.TemporaryDirectory(prefix=".restore-", dir=folder) as made:
-        copy_database(database, Path(made) / FILE_NAME)
+        copy_database(database, Path(made) / DATABASE_FILE)
         Store(Path(made)).close()
-        yield Path(made) / FILE_NAME
+        yield Path(made) / DATABASE_FILE
 
 
 def _copy(data_dir: Path, to: Path) -> Report | None:
     """Copies a registry; returns None if a program's blob was removed meanwhile."""
-    if not (data_dir / FILE_NAME).is_file():
-        raise BackupError(f"there is no registry in {data_dir}: it has no {FILE_NAME}")
+    if not (data_dir / DATABASE_FILE).is_file():
+        raise BackupError(f"there is no registry in {data_dir}: it has no {DATABASE_FILE}")
     missing_before = check(data_dir).missing
     to.mkdir(mode=0o700)
     try:
-        copy_database(data_dir / FILE_NAME, to / FILE_NAME)
+        copy_database(data_dir / DATABASE_FILE, to / DATABASE_FILE)
     except sqlite3.Error as cause:
         raise BackupError(f"the database in {data_dir} cannot be read: {cause}") from cause
     needed = check(to)
@@ -221,7 +221,7 @@ def _copy(data_dir: Path, to: Path) -> Report | None:
         "format": _FORMAT,
         "schema_version": needed.schema_version,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "database_sha256": _hash(to / FILE_NAME),
+        "database_sha256": _hash(to / DATABASE_FILE),
         "missing": sorted(missing),
     }
     (to / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")

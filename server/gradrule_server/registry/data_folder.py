@@ -1,17 +1,19 @@
-"""Manages the files of a registry beside its database: the marker, the reserve for a full disk, SQLite's logs."""
+"""Manages the files beside a registry's database: the lock, the marker, the reserve for a full disk, SQLite's logs."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-FILE_NAME = "gradrule.db"
+DATABASE_FILE = "gradrule.db"
 MARKER = "gradrule.registry"
 RESERVE = "gradrule.reserve"
+_LOCK_FILE = "gradrule.lock"
 BLOBS = "blobs"
 """Name of the folder of blobs within the data folder."""
 
@@ -21,9 +23,20 @@ DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Size of the reserve, bytes. Deleting a program writes one page for each thousand pages that it frees, and a few more.
 _RESERVE_BYTES = 4 << 20
 
+# SQLite keeps these files open and removes them only when the last connection is closed.
+_KEPT_OPEN = ("-wal", "-shm")
+
+# Errors of file systems that cannot lock folders. Network file systems, for example, can lock only files.
+_NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+_IS_RUNNING = "running"
+
 
 class StoreError(Exception):
     """The registry's files cannot be used; the message says why, and what to do."""
+
+
+class FolderInUseError(Exception):
+    """Another process has locked the folder; the message names the process."""
 
 
 def sync_to_disk(path: Path) -> None:
@@ -79,7 +92,7 @@ def refuse_lost_database(folder: Path, problem: str) -> None:
         traces.append(f"{BLOBS}/")
     if traces:
         raise StoreError(
-            f"the registry's database {folder / FILE_NAME} is {problem}, but {' and '.join(traces)} beside it show "
+            f"the registry's database {folder / DATABASE_FILE} is {problem}, but {' and '.join(traces)} beside it show "
             f"that there was one: put the file back, or bring back a copy (`gradrule registry restore COPY --data-dir "
             f"{folder}`), or begin with an empty registry (`gradrule registry new --data-dir {folder}`)"
         )
@@ -92,6 +105,91 @@ def add_suffix(paths: Iterable[Path], suffix: str) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):
             moved.append(path.rename(path.with_name(path.name + suffix)))
     return moved
+
+
+class FolderLock:
+    """Holds advisory locks on a folder and on a lock file in it until `release` or the end of the process.
+
+    The lock on the folder stays valid if the lock file is removed. The lock file names the process; older releases lock
+    only the file.
+
+    Attributes:
+        was_killed: Whether the process that held the lock before ended without releasing it.
+
+    Raises:
+        FolderInUseError: Another process has locked the folder.
+        OSError: The folder cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / _LOCK_FILE
+        self._file = -1
+        self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._lock_folder()
+            self.was_killed = self._lock_file()
+        except BaseException:
+            self.release()
+            raise
+
+    def restore_file(self) -> bool:
+        """Creates and locks the lock file again if it was removed or replaced; returns whether it was.
+
+        Raises:
+            FolderInUseError: Another process has locked the new lock file.
+        """
+        held = os.fstat(self._file)
+        if _identity(self._path) == (held.st_dev, held.st_ino):
+            return False
+        os.close(self._file)
+        self._file = -1
+        self._lock_file()
+        return True
+
+    def release(self) -> None:
+        """Releases the locks, so that other processes can use the folder."""
+        if self._file >= 0:
+            os.ftruncate(self._file, 0)
+            os.close(self._file)
+        os.close(self._handle)
+
+    def _lock_folder(self) -> None:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as held:
+            raise self._in_use() from held
+        except OSError as cause:
+            if cause.errno not in _NO_FOLDER_LOCKS:
+                raise
+
+    def _lock_file(self) -> bool:
+        """Locks the file and writes the process id into it; returns `was_killed`."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Only current releases write this word; older ones leave their process id in the file when they stop.
+            was_killed = os.pread(file, 64, 0).decode(errors="replace").split()[1:] == [_IS_RUNNING]
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()} {_IS_RUNNING}\n".encode(), 0)
+        except BlockingIOError as held:
+            os.close(file)
+            raise self._in_use() from held
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        return was_killed
+
+    def _in_use(self) -> FolderInUseError:
+        try:
+            holder = self._path.read_text(errors="replace").split()[:1]
+        except OSError:
+            holder = []
+        return FolderInUseError(
+            f"{self._folder} is in use by another server (process {holder[0] if holder else 'unknown'}); stop it, or "
+            "give another --data-dir"
+        )
 
 
 class OpenFiles:
@@ -134,10 +232,6 @@ class Reserve:
         except FileNotFoundError:
             return False
         return True
-
-
-# SQLite keeps these files open and removes them only when the last connection is closed.
-_KEPT_OPEN = ("-wal", "-shm")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -24,9 +24,11 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.periodic import RepeatedWarning
 from gradrule_server.registry.data_folder import (
+    DATABASE_FILE,
     DISK_FULL_ERRORS,
-    FILE_NAME,
     MARKER,
+    FolderInUseError,
+    FolderLock,
     OpenFiles,
     Reserve,
     StoreError,
@@ -36,9 +38,7 @@ from gradrule_server.registry.data_folder import (
     sync_to_disk,
     write_marker,
 )
-from gradrule_server.registry.folder_lock import FolderInUseError, FolderLock
-from gradrule_server.registry.migrations import migrate
-from gradrule_server.registry.schema import SCHEMA_VERSION, meta, metadata
+from gradrule_server.registry.schema import SCHEMA_VERSION, meta, metadata, migrate
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Database:
     """
 
     def __init__(self, folder: Path, *, is_new: bool = False) -> None:
-        self.path = folder / FILE_NAME
+        self.path = folder / DATABASE_FILE
         self._is_new = is_new
         self._reserve = Reserve(folder)
         self._warning = RepeatedWarning(_log)

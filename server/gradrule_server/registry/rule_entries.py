@@ -1,11 +1,14 @@
-"""Creates entries of rules from stored rows or the catalogue, and converts them to messages."""
+"""Creates entries of rules from stored rows or the catalogue, finds them by name, and converts them to messages."""
 
 from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 
 from google.protobuf.message import DecodeError
 
@@ -18,6 +21,9 @@ from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX, Preset
 
 RULE_PREFIX = "rules/"
 RULE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+
+ListPosition = tuple[int, str]
+"""The sort key of a rule in the listing: kind (USER, BUILTIN, OP), then name."""
 
 _MAX_EXPRESSION_CHARS = 120
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -69,6 +75,66 @@ class ReadOnlyRules:
     def with_op_rules(self, op_gradients: Iterable[str]) -> ReadOnlyRules:
         """Returns a copy with other OP rules."""
         return replace(self, op=_op_entries(op_gradients))
+
+
+@dataclass(frozen=True)
+class RuleNames:
+    """The rules of a tenant at one moment, by name. Immutable, so that readers need no lock.
+
+    A bare name means the USER rule, else the BUILTIN rule, else the OP rule. A USER rule can hide another rule only if
+    an upgrade added that rule later; the name then keeps its meaning. `builtin/NAME` always means the BUILTIN rule.
+
+    Attributes:
+        user: USER rules by name.
+        builtin: BUILTIN rules by name and by alias.
+        op: OP rules by op type.
+    """
+
+    user: Mapping[str, RuleEntry]
+    builtin: Mapping[str, RuleEntry]
+    op: Mapping[str, RuleEntry]
+
+    def find(self, name: str) -> RuleEntry | None:
+        """Returns the rule that a name means; None if there is none."""
+        if name.startswith(BUILTIN_PREFIX):
+            return self._builtin(name.removeprefix(BUILTIN_PREFIX))
+        return self.user.get(name) or self._builtin(name) or self.op.get(name)
+
+    @cached_property
+    def clashes(self) -> tuple[str, ...]:
+        """Names of USER rules that hide a BUILTIN or OP rule."""
+        return tuple(sorted(name for name in self.user if name in self.builtin or name in self.op))
+
+    def all_names(self) -> Iterator[str]:
+        """Yields every name and alias; yields a name once for each rule that has it."""
+        yield from self.user
+        yield from self.builtin
+        yield from self.op
+
+    def list_after(
+        self, kind: rule_pb2.RuleKind.ValueType, position: ListPosition, count: int
+    ) -> list[tuple[ListPosition, RuleEntry]]:
+        """Returns at most `count` rules of a kind (unspecified: any) after `position`, each with its position."""
+        entries = self._ordered
+        start = bisect_right(entries, position, key=lambda item: item[0])
+        chosen = (item for item in entries[start:] if kind in (rule_pb2.RULE_KIND_UNSPECIFIED, item[1].kind))
+        return list(islice(chosen, count))
+
+    @cached_property
+    def _ordered(self) -> list[tuple[ListPosition, RuleEntry]]:
+        entries = [((0, name), entry) for name, entry in self.user.items()]
+        entries += [((1, name), self._reachable(entry)) for name, entry in self.builtin.items() if name == entry.name]
+        # Omit hidden OP rules, because no name means them.
+        entries += [((2, name), entry) for name, entry in self.op.items() if self.find(name) is entry]
+        return sorted(entries, key=lambda item: item[0])
+
+    def _builtin(self, name: str) -> RuleEntry | None:
+        entry = self.builtin.get(name)
+        return None if entry is None else self._reachable(entry)
+
+    def _reachable(self, entry: RuleEntry) -> RuleEntry:
+        """Returns the BUILTIN rule with a name that means it: `builtin/NAME` if a USER rule hides it."""
+        return replace(entry, name=BUILTIN_PREFIX + entry.name) if entry.name in self.user else entry
 
 
 def read_rule(row: RuleRow) -> RuleEntry:

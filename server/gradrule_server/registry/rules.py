@@ -23,11 +23,11 @@ from gradrule_server.registry.rule_entries import (
     RULE_PREFIX,
     ReadOnlyRules,
     RuleEntry,
+    RuleNames,
     describe,
     read_rule,
     user_entry,
 )
-from gradrule_server.registry.rule_names import RuleNames
 from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, size_of
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX

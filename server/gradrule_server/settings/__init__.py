@@ -1,9 +1,9 @@
 """The settings of `gradrule serve`: from flags, the environment, a TOML file and presets."""
 
 from gradrule_server.settings.groups import default_data_dir
-from gradrule_server.settings.model import GROUPS, Settings, is_loopback
-from gradrule_server.settings.presets import PRESETS
+from gradrule_server.settings.model import GROUPS, Settings
 from gradrule_server.settings.sources import (
+    PRESETS,
     SOURCE_NAMES,
     SettingsError,
     environment_name,
@@ -22,6 +22,5 @@ __all__ = [
     "environment_name",
     "file_key",
     "flag_name",
-    "is_loopback",
     "kubernetes_service_variables",
 ]

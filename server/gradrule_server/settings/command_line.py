@@ -15,8 +15,14 @@ from pydantic_core import PydanticUndefined
 
 from gradrule_server.errors import did_you_mean
 from gradrule_server.settings.groups import SettingsGroup
-from gradrule_server.settings.presets import PRESETS
-from gradrule_server.settings.sources import SettingsError, accepted_types, environment_name, file_key, flag_name
+from gradrule_server.settings.sources import (
+    PRESETS,
+    SettingsError,
+    accepted_types,
+    environment_name,
+    file_key,
+    flag_name,
+)
 
 _COMMON = ("host", "port", "data_dir", "device", "tls_cert", "tls_key", "tokens", "log_level")
 """The settings that `--help` shows first, after `--for` and `--config`."""

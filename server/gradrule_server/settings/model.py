@@ -12,7 +12,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
-from gradrule_server.settings import groups, presets, sources
+from gradrule_server.settings import groups, sources
 from gradrule_server.settings.command_line import format_config, parse_flags
 from gradrule_server.settings.sources import SettingsError, one_line
 
@@ -60,7 +60,7 @@ class Settings(
             | {name: sources.environment_name(name) for name in variables}
             | {name: sources.flag_name(name) for name in flags}
         )
-        preset = presets.find_preset(values.pop("for", None), origins.get("for", ""))
+        preset = sources.find_preset(values.pop("for", None), origins.get("for", ""))
         if preset is not None:
             origins = dict.fromkeys(preset.values, f"--for {preset.name}") | origins
             values = dict(preset.values) | values
@@ -115,7 +115,7 @@ class Settings(
             )
         if not self.takes_jwts and (self.jwt_issuer or self.jwt_audience):
             raise ValueError("--jwt-issuer and --jwt-audience have no effect without --jwt-key or --jwt-jwks")
-        if self.takes_tokens and self.tls_cert is None and not is_loopback(self.host) and not self.insecure_tokens:
+        if self.takes_tokens and self.tls_cert is None and not self.is_local and not self.insecure_tokens:
             raise ValueError(
                 f"tokens would be sent unencrypted to {self.host}: set --tls-cert and --tls-key, or --insecure-tokens "
                 "if a proxy terminates TLS"
@@ -142,6 +142,14 @@ class Settings(
     def is_open(self) -> bool:
         """Whether callers need no credentials."""
         return not self.takes_tokens and self.tls_client_ca is None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the server can be reached from its own machine only."""
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     def server_limit(self, resource: str) -> int:
         """Returns the limit of a `TenantResource` over all tenants."""
@@ -173,11 +181,3 @@ _EXPECTED = {
     "tenant_share": "expected auto or a number above 0 and at most 1, 0.25 for example",
 }
 """What a setting expects, where pydantic's own reason does not help."""
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether an address can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

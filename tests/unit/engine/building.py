@@ -1,4 +1,4 @@
-"""Programs built in this process, as an engine builds them."""
+"""Builds programs in this process, as an engine does."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NAMESPACES = map("gr{}".format, itertools.count())
 
 
 class Builtins:
-    """Rules of the catalogue, without a registry."""
+    """Resolves rules of the catalogue, without a registry."""
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Does nothing: all are there."""
+        """Does nothing: all rules are known."""
 
     def resolve(self, name: str) -> ResolvedRule:
-        """The rule; KeyError if there is none."""
+        """Returns the rule. Raises `KeyError` for an unknown name."""
         return ResolvedRule(name, BUILTINS[name].content)
 
 
@@ -42,7 +42,7 @@ def prepared(
     limits: Limits | None = None,
     **derivative: Any,
 ) -> Prepared:
-    """A program that fetches y, and differentiates as `vjp=Vjp(…)` or another kind says."""
+    """Prepares a program that fetches y. `derivative`: `vjp=Vjp(…)` or another kind of derivative."""
     spec = program_pb2.ProgramSpec(fetches=["y"], **derivative)
     spec.graph.serialized = graph.to_bytes()
     spec.overrides.extend(
@@ -53,7 +53,7 @@ def prepared(
 
 
 def split(program: Prepared) -> BuiltProgram:
-    """The program built in two parts."""
+    """Returns the program, built in two parts."""
     request = link_pb2.CompileRequest()
     request.CopyFrom(program.request)
     request.split = True
@@ -61,7 +61,7 @@ def split(program: Prepared) -> BuiltProgram:
 
 
 def arguments(program: Prepared, built: BuiltProgram, feeds: Mapping[str, Any]) -> list[tf.Tensor]:
-    """What the built function takes: feeds, then the overrides' own params."""
+    """Returns the arguments of the built function: feeds, then the params of the overrides."""
     values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
     fed = [tf.constant(feeds[item.name], item.dtype) for item in built.inputs]
     return fed + [tf.constant(values[item.rule, item.name], tf.float64) for item in built.params]

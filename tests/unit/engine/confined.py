@@ -1,4 +1,4 @@
-"""A process that tries what an engine must not do, with and without the sandbox; it prints the outcomes as JSON."""
+"""Tries, in a process of its own, what an engine must not do, with or without the sandbox; prints outcomes as JSON."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from gradrule_server.engine.sandbox.enter import enter
+from gradrule_server.engine.sandbox import enter_sandbox
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Of asm-generic/fcntl.h and asm-generic/sockios.h, what Python has no names for.
+# Constants without a name in Python: asm-generic/fcntl.h and asm-generic/sockios.h.
 _F_SETSIG, _F_SETOWN_EX, _F_OWNER_PID = 10, 15, 1
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 
 
 def attempts(folder: Path, port: int, end: int) -> dict[str, Callable[[], object]]:
-    """By name; `folder` holds the data, `port` listens, `end` is of a socket, as the one that an engine comes with.
+    """Returns the attempts by name. `folder` holds the data. `port` accepts connections. `end` is an open socket.
 
-    The parent process takes a signal that does nothing.
+    The signal that is sent to the parent process does nothing there.
     """
     blob = folder / "blobs" / "blob"
     return {
@@ -82,7 +82,7 @@ def _parent() -> bytes:
 
 
 def _owner() -> bytes:
-    """A `struct f_owner_ex`."""
+    """Returns a `struct f_owner_ex`."""
     return struct.pack("ii", _F_OWNER_PID, os.getppid())
 
 
@@ -112,11 +112,11 @@ def _call(name: str, *arguments: int) -> int:
 
 
 def main() -> None:
-    """Arguments: mode of the sandbox, folder, port."""
+    """Runs the attempts. Arguments: mode of the sandbox, folder, port."""
     mode, folder, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     socket.gethostbyname("127.0.0.1")
     ours, _theirs = socket.socketpair()
-    sandbox = enter(mode, folder / "blobs")
+    sandbox = enter_sandbox(mode, folder / "blobs")
     core = resource.getrlimit(resource.RLIMIT_CORE)
     outcomes = {}
     for name, attempt in attempts(folder, port, ours.fileno()).items():
@@ -125,9 +125,9 @@ def main() -> None:
             attempt()
         except OSError as refusal:
             outcomes[name] = errno.errorcode.get(refusal.errno or 0, str(refusal))
-    told = {"held": sandbox.held, "missing": sandbox.missing, "core": core, "outcomes": outcomes}
+    report = {"held": sandbox.held, "missing": sandbox.missing, "core": core, "outcomes": outcomes}
     with contextlib.suppress(OSError):
-        os.write(1, json.dumps(told).encode())
+        os.write(1, json.dumps(report).encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Differentiates a program, and what comes of it again, as the engine does while it builds one."""
+"""Differentiates a program twice, as the engine does while it builds one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.unit.engine.building import NAMESPACES
 
 
 class NoRegistry:
-    """No rule has a name."""
+    """Knows no rule."""
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Does nothing: there are none."""
+        """Does nothing: there are no rules."""
 
     def resolve(self, name: str) -> ResolvedRule:
-        raise AssertionError(f"{name} was asked for")
+        raise AssertionError(f"rule {name} was requested")
 
 
 def twice(
@@ -42,8 +42,8 @@ def twice(
     overrides: Sequence[override_pb2.GradientOverride] = (),
     params: Mapping[str, float] | None = None,
 ) -> list[Any]:
-    """Gradients of y for all feeds, pulled back from `grad_y`; then those of the first of them, pulled back from
-    `seed`, for all feeds and for `grad_y`."""
+    """Returns the gradients of y by all feeds, pulled back from `grad_y`; then the gradients of the first of these by
+    all feeds and by `grad_y`, pulled back from `seed`."""
     spec = program_pb2.ProgramSpec(overrides=overrides)
     spec.graph.serialized = graph
     spec.vjp.ys.append(y)
@@ -79,7 +79,7 @@ def twice(
 
 
 def twice_locally(build_y: Callable[..., Any], feeds: Sequence[Any], grad_y: Any, seed: Any) -> list[Any]:
-    """The same of what `build_y` makes of the feeds, by TensorFlow alone."""
+    """Returns the gradients of `twice` for the y that `build_y` computes from the feeds, by TensorFlow alone."""
 
     def run(*values: tf.Tensor) -> list[Any]:
         *xs, upstream, again = values
@@ -90,18 +90,18 @@ def twice_locally(build_y: Callable[..., Any], feeds: Sequence[Any], grad_y: Any
 
 
 def _run(run: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
-    there: list[bool] = []
+    exists: list[bool] = []
 
     def compact(*arguments: tf.Tensor) -> list[Any]:
         found = run(*arguments)
-        there.extend(value is not None for value in found)
+        exists.extend(value is not None for value in found)
         return [value for value in found if value is not None]
 
     signature = [tf.TensorSpec(np.shape(value), np.asarray(value).dtype) for value in values]
     function = tf.function(compact, input_signature=signature, autograph=False).get_concrete_function()
     results = iter(function(*map(tf.constant, values)))
-    return [next(results).numpy() if is_there else None for is_there in there]
+    return [next(results).numpy() if is_given else None for is_given in exists]
 
 
 def _no_reference(_: tf.Tensor, __: tf.Tensor) -> tf.Tensor:
-    raise AssertionError("no rule here asks for a baseline")
+    raise AssertionError("no rule of these tests reads a baseline")

@@ -1,4 +1,4 @@
-"""What a call gives, before it is run."""
+"""Tests the reading of arguments from a call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
+from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
@@ -20,7 +20,7 @@ from tests.unit.engine.building import prepared
 
 
 def doubled() -> gr.Graph:
-    """y is twice x, of any shape."""
+    """Returns a graph in which y is twice x, of any shape."""
     return loaded(drawn(lambda: tf.add(*[tf.compat.v1.placeholder(tf.float32, None, "x")] * 2, name="y")))
 
 
@@ -51,7 +51,7 @@ def test_rank_of_fed_tensors_is_limited(most: int, deep: str) -> None:
 
 
 def test_a_tensor_of_unknown_rank_is_refused() -> None:
-    """However its bytes would fit."""
+    """Refuses it although its bytes would fit."""
     built = build(prepared(doubled()).request)
     call = evaluate_pb2.EvaluateRequest()
     tensor = call.feeds.add(name="x").value.inline_tensor

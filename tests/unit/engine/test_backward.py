@@ -1,4 +1,4 @@
-"""Forward once, pull back many: the two parts of a program give what the whole gives."""
+"""Tests that the forward and backward parts of a program give the results of the whole program."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.engine.build import build
+from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.derivatives import DENSE, NOT_DIFFERENTIABLE, SPARSE, UNCONNECTED
-from gradrule_server.engine.runtime_checks import failed_check
 from gradrule_server.errors import GradruleError
 from tests.service.answers import assert_close
 from tests.service.derivative_cases import CASES, FEEDS, RTOL, VX, Local, X, graph_of
@@ -43,7 +43,7 @@ def test_one_forward_serves_many_pull_backs(name: str) -> None:
 
 @pytest.mark.parametrize(("op_type", "rule"), [("Sigmoid", "deeplift_rescale"), ("MatMul", "lrp_epsilon")])
 def test_code_rules_and_their_params(op_type: str, rule: str) -> None:
-    """A rule that runs the graph a second time, and one that takes ops apart."""
+    """Uses a rule that runs the graph a second time, and one that repeats single ops."""
     graph = graph_of(lambda x, w: tf.matmul(tf.sigmoid(tf.matmul(x, w)), w))
     program = prepared(graph, {op_type: rule}, vjp=XW)
     built, whole = split(program), build(program.request)
@@ -116,7 +116,7 @@ def test_invalid_pull_backs_are_refused() -> None:
     assert found is not None
     assert found.reason == errors_pb2.ERROR_REASON_FEED_SHAPE
     assert "(2, 2), must have (2, 3)" in found.message
-    # It works on all the same.
+    # Later pull-backs still work.
     assert len(built.two_parts.backward(saved, {0: tf.ones([2, 3])})) == 2
 
 

@@ -1,4 +1,4 @@
-"""What is told of a program without building all of it is what building it tells."""
+"""Tests that the description of a program equals that of the built program."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule._messages.request_messages import Words, program_spec
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2
-from gradrule_server.engine import build as describing
+from gradrule_server.engine import describe as describing
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.build import build, describe
+from gradrule_server.engine.build import build
+from gradrule_server.engine.describe import describe
 from gradrule_server.engine.graph_import import label_varying
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.errors import GradruleError
@@ -35,7 +36,7 @@ _RULES = ("ste", "guided_relu", "deconvnet", "default", "elrp_activation", "magn
 
 
 class _Rules(Builtins):
-    """The catalogue, TensorFlow's own gradients, and the rule that the nested graphs name."""
+    """Resolves rules of the catalogue, TensorFlow's own gradients, and the rule that the nested graphs name."""
 
     def resolve(self, name: str) -> ResolvedRule:
         if name == REGISTERED:
@@ -45,13 +46,13 @@ class _Rules(Builtins):
 
 
 def _requests(graph: Any, words: Words) -> list[link_pb2.CompileRequest]:
-    """The same program twice: functions of two programs of one process have names of their own."""
+    """Returns the same program twice: functions of two programs in one process need different names."""
     spec, _ = program_spec(graph, words)
     limits = Limits(engine_bytes=_MEMORY)
     return [prepare(spec, CallShape(), _Rules(), limits, no_blobs(), next(NAMESPACES)).request for _ in range(2)]
 
 
-def _told(built: BuiltProgram) -> dict[str, Any]:
+def _description(built: BuiltProgram) -> dict[str, Any]:
     return {
         "statuses": built.statuses,
         "defaulted": built.defaulted,
@@ -64,31 +65,31 @@ def _told(built: BuiltProgram) -> dict[str, Any]:
 
 def _outcome(make: Any, request: link_pb2.CompileRequest) -> Any:
     try:
-        return _told(make(request, (), "CPU:0"))
+        return _description(make(request, (), "CPU:0"))
     except GradruleError as cause:
         return [(item.reason, item.message, item.node) for item in cause.findings]
 
 
-def _assert_alike(graph: Any, words: Words) -> Any:
+def _assert_equal(graph: Any, words: Words) -> Any:
     try:
         first, second = _requests(graph, words)
     except GradruleError:
-        # Overrides that were drawn take each other's nodes: refused before an engine sees them.
+        # Random overrides may conflict; such programs are refused before they reach an engine.
         first, second = _requests(graph, replace(words, overrides=None))
-    told = _outcome(describe, first)
-    assert told == _outcome(build, second)
-    return told
+    found = _outcome(describe, first)
+    assert found == _outcome(build, second)
+    return found
 
 
 @pytest.mark.parametrize("number", range(12))
 def test_functions_loops_and_branches(number: int) -> None:
     item = case(number)
     words = {key: value for key, value in item.words().items() if key not in ("feeds", "params")}
-    _assert_alike(loaded(graph_def(item.program, static=item.static)), Words(**words))
+    _assert_equal(loaded(graph_def(item.program, static=item.static)), Words(**words))
 
 
 def _random_graph(rng: random.Random) -> gr.Graph:
-    """Few kinds of nodes, many of each: alike, and nearly alike."""
+    """Returns a graph with many nodes of few kinds: equal ones, and nearly equal ones."""
     g = gr.Graph()
     made: list[Any] = [g.placeholder("x", "float32", rng.choice([[None, 4], [2, 4], None]))]
     for _ in range(rng.randint(8, 40)):
@@ -142,7 +143,7 @@ def test_random_graphs(number: int) -> None:
     rng = random.Random(number)
     g = _random_graph(rng)
     policy = rng.choice(["error", "default", "pass", "zero"])
-    _assert_alike(g, Words(fetches=["y"], ys=["y"], xs=["x"], overrides=_random_overrides(rng, g), no_gradient=policy))
+    _assert_equal(g, Words(fetches=["y"], ys=["y"], xs=["x"], overrides=_random_overrides(rng, g), no_gradient=policy))
 
 
 def _chain(layers: int) -> gr.Graph:
@@ -156,18 +157,18 @@ def _chain(layers: int) -> gr.Graph:
 
 def test_gradients_of_similar_nodes_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[tf_private.RecordingGraph] = []
-    original = describing._most_bytes
+    original = describing._upper_bound_bytes
 
-    def noted(graph: tf_private.RecordingGraph, outputs: Any) -> int:
+    def record(graph: tf_private.RecordingGraph, outputs: Any) -> int:
         graphs.append(graph)
         return original(graph, outputs)
 
-    monkeypatch.setattr(describing, "_most_bytes", noted)
+    monkeypatch.setattr(describing, "_upper_bound_bytes", record)
     request, again = _requests(_chain(100), Words(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
     built = build(again)
-    assert _told(describe(request, (), "CPU:0")) == _told(built)
+    assert _description(describe(request, (), "CPU:0")) == _description(built)
     nodes, all_nodes = len(graphs[0].get_operations()), len(built.function.graph.get_operations())
-    # 302 nodes are the graph's own: the sums of gradients that meet at one tensor are shared as well.
+    # The graph itself has 302 nodes. Sums of the gradients of one tensor are shared too.
     assert nodes < 350 < 900 < all_nodes
     # Ops that were not built again still count as memory.
     made = [op.type for op in graphs[0].made]
@@ -181,8 +182,8 @@ def test_all_nodes_without_gradient_are_reported() -> None:
         last = g.op_output("AddV2", g.op_output("Relu", last), g.op_output("RandomShuffle", last))
     g.op_output("Identity", last, name="y")
     overrides = {"RandomShuffle": gr.Rule("dy + default")}
-    told = _assert_alike(g, Words(ys=["y"], xs=["x"], overrides=overrides, no_gradient="pass"))
-    assert len(told["without"]) == 4
+    found = _assert_equal(g, Words(ys=["y"], xs=["x"], overrides=overrides, no_gradient="pass"))
+    assert len(found["without"]) == 4
 
 
 def test_program_that_might_not_fit_is_built_completely() -> None:
@@ -190,9 +191,9 @@ def test_program_that_might_not_fit_is_built_completely() -> None:
     for item in (request, again):
         item.memory_limit = 1
         item.inputs[0].shape.dim[0].size = 1000
-    told = _outcome(describe, request)
-    assert told == _outcome(build, again)
-    assert "memory-limit" in told[0][1]
+    found = _outcome(describe, request)
+    assert found == _outcome(build, again)
+    assert "memory-limit" in found[0][1]
 
 
 def test_labels_change_no_shape_and_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +202,7 @@ def test_labels_change_no_shape_and_are_removed(monkeypatch: pytest.MonkeyPatch)
     def none(definition: Any, varying: Any = ()) -> list[str]:
         return []
 
-    def noted(definition: Any, varying: Any = ()) -> list[str]:
+    def record(definition: Any, varying: Any = ()) -> list[str]:
         found = label_varying(definition, varying)
         labelled.append(len(found))
         return found
@@ -210,7 +211,7 @@ def test_labels_change_no_shape_and_are_removed(monkeypatch: pytest.MonkeyPatch)
     for graph in [_random_graph(rng) for _ in range(6)]:
         program = prepared(graph, {}, vjp=program_pb2.Vjp(ys=["y"], xs=["x"]), no_gradient=program_pb2.NO_GRADIENT_ZERO)
         shapes = []
-        for function in (noted, none):
+        for function in (record, none):
             monkeypatch.setattr("gradrule_server.engine.graph_import.label_varying", function)
             ops = build(program.request).function.graph.get_operations()
             assert not [op.name for op in ops if "_kernel" in op.node_def.attr]

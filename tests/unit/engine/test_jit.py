@@ -1,4 +1,4 @@
-"""How the engine chooses between TensorFlow's kernels and XLA, with runs whose results and times the test decides."""
+"""Tests the choice between TensorFlow's kernels and XLA. The tests set results and times of the runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from gradrule_server.engine.jit import background as background_module
-from gradrule_server.engine.jit import choice as choice_module
-from gradrule_server.engine.jit.background import JitCompiler
-from gradrule_server.engine.jit.choice import JitChoice, ShapeVariant
-from gradrule_server.engine.jit.compilation import refusal_reason
+from gradrule_server.engine import jit
+from gradrule_server.engine.jit import JitChoice, JitCompiler, ShapeVariant, refusal_reason
 from gradrule_server.link.fork_server import engine_environment
 from gradrule_server.link.v1 import link_pb2
 
 _SLOW_S, _FAST_S = 0.01, 0.0
 
-# Prints the names of functions whose results with XLA are others.
+# Prints the names of functions whose results differ with XLA.
 _MAXIMA = """
 import numpy as np
 import tensorflow as tf
@@ -78,7 +75,7 @@ def doubled() -> Any:
 
 
 def answers(choice: JitChoice, count: int, size: int = 8) -> list[bool]:
-    """Whether each of so many calls ran with XLA."""
+    """Runs `count` calls; returns for each whether it ran with XLA."""
     found = []
     for number in range(count):
         x = np.full(size, number, np.float32)
@@ -89,7 +86,7 @@ def answers(choice: JitChoice, count: int, size: int = 8) -> list[bool]:
 
 
 def made(monkeypatch: pytest.MonkeyPatch, compiled: Callable[[Any], Any]) -> tuple[JitChoice, Compiler]:
-    monkeypatch.setattr(choice_module, "compiled_call", lambda function, arrays: compiled)
+    monkeypatch.setattr(jit, "compiled_call", lambda function, arrays: compiled)
     compiler = Compiler()
     return JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler), compiler
 
@@ -105,7 +102,7 @@ def test_xla_is_chosen_for_shapes_where_it_is_faster_and_equal(monkeypatch: pyte
 def test_xla_is_not_chosen_where_it_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, compiler = made(monkeypatch, taking(2 * _SLOW_S))
     assert not any(answers(choice, 40)[-10:])
-    # The front end is told why.
+    # The reason is reported to the front end.
     assert compiler.reasons[0] == "" and "of the time" in compiler.reasons[1]
     assert not compiler.chosen
 
@@ -133,7 +130,7 @@ def test_a_call_that_fails_with_xla_runs_without_it(monkeypatch: pytest.MonkeyPa
 
 def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, compiler = made(monkeypatch, taking(_FAST_S))
-    monkeypatch.setattr(choice_module, "_LEAST_RUN_NS", 10**9)
+    monkeypatch.setattr(jit, "_LEAST_RUN_NS", 10**9)
     assert not any(answers(choice, 30))
     assert not compiler.reasons
 
@@ -171,7 +168,7 @@ def test_maxima_and_minima_of_nan_are_nan_with_xla() -> None:
 
 
 class Frames:
-    """Keeps the notices that are sent; fails for those of some programs."""
+    """Records the notices that are sent; fails for the notices of some programs."""
 
     def __init__(self, *failing: str) -> None:
         self.notices: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
@@ -185,7 +182,7 @@ class Frames:
 
 
 class Prepared:
-    """Takes the place of a choice: what preparing it does is given."""
+    """Replaces a `JitChoice`; the test sets what `prepare` does."""
 
     reason = ""
 
@@ -209,12 +206,12 @@ def test_a_program_that_fails_does_not_keep_others_from_being_compiled(monkeypat
     def failing(variant: ShapeVariant) -> str:
         raise RuntimeError("no thread is left")
 
-    monkeypatch.setattr(background_module, "lower_priority", no_priority)
-    frames: Any = Frames("untold")
+    monkeypatch.setattr(jit, "lower_priority", no_priority)
+    frames: Any = Frames("unreported")
     compiler = JitCompiler(frames, 1.0)
     # A call that fails with XLA as soon as it is compiled leaves nothing compiled.
     choices: list[Any] = [
-        Prepared("untold", compiled),
+        Prepared("unreported", compiled),
         Prepared("failing", failing),
         Prepared("dropped", lambda _: ""),
         Prepared("good", compiled),

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.engine import memory
-from gradrule_server.engine.memory import memory_error, saved_bytes
+from gradrule_server.engine.memory import memory_error
+from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.tf_errors import out_of_memory
 from tests.service.derivative_cases import CASES, W, graph_of
 from tests.unit.engine.building import arguments, prepared, split
@@ -33,15 +34,15 @@ def test_errors_that_report_missing_memory_are_recognised(cause: tf.errors.OpErr
 
 @pytest.mark.parametrize(("limit", "words"), [(2**31, "2147483648 bytes"), (0, "the machine's memory")])
 def test_memory_error_names_the_limit(monkeypatch: pytest.MonkeyPatch, limit: int, words: str) -> None:
-    monkeypatch.setattr(memory._Bound, "bytes", limit)
+    monkeypatch.setattr(memory._ProcessLimit, "bytes", limit)
     found = memory_error("40 GB of zeros")
     assert found.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
     assert words in found.message
     assert "40 GB of zeros" in found.message
 
 
-def held(name: str, rows: int) -> int:
-    """Bytes saved for so many rows of x."""
+def bytes_for(name: str, rows: int) -> int:
+    """Returns the bytes that are saved for `rows` rows of x."""
     program = prepared(graph_of(CASES[name]), vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))
     built = split(program)
     assert built.two_parts is not None
@@ -51,7 +52,7 @@ def held(name: str, rows: int) -> int:
 
 @pytest.mark.parametrize("name", ["loop", "nested_loops", "branch", "branch_in_loop", "scan", "mapped"])
 def test_saved_bytes_of_loops_and_branches_grow_with_inputs(name: str) -> None:
-    small, large = held(name, 100), held(name, 1100)
+    small, large = bytes_for(name, 100), bytes_for(name, 1100)
     # At least one float for each element of x.
     assert large - small >= 4 * 3 * 1000
     assert large < 200 * small

@@ -1,4 +1,4 @@
-"""Answers, as far as they can be made without a program."""
+"""Tests the size check, the writing of tensors and the translation of errors, without a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sandbox as the kernel holds it, tried by a process that enters it."""
+"""Tests the sandbox with a process that enters it and tries forbidden actions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from gradrule_server.engine.sandbox import landlock, seccomp
+from gradrule_server.engine import sandbox, seccomp
 from tests.unit.engine import confined
 
 _MEASURES = ["limits", "writing", "privileges", "files", "calls"]
 _STAYS = {"read a blob", "start a thread", "signal oneself", "read a library", "random bytes", "one's own processors"}
-# Of aarch64's table every Linux has a copy, which is that of machines without a history.
+# The table of aarch64 is the generic one, which every Linux installs.
 _HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
     "aarch64": Path("/usr/include/asm-generic/unistd.h"),
 }
 
-needs_landlock = pytest.mark.skipif(landlock.version() == 0, reason="this kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(sandbox.landlock_version() == 0, reason="this kernel has no Landlock")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def _tried(mode: str, folder: Path, listener: socket.socket) -> Any:
     (folder / "registry.db").write_bytes(b"secret")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
         mailbox.bind(str(folder / "mailbox"))
-        # A group of its own: one of the attempts is at its whole group.
+        # One attempt sends a signal to the whole process group, so the process gets its own group.
         done = subprocess.run(
             [sys.executable, "-m", confined.__name__, mode, str(folder), str(listener.getsockname()[1])],
             stdout=subprocess.PIPE,
@@ -69,7 +69,7 @@ def test_sandbox_refuses_what_an_engine_does_not_need(tmp_path: Path, listener: 
 
 
 def test_everything_is_possible_without_the_sandbox(tmp_path: Path, listener: socket.socket) -> None:
-    """What is impossible anyway would prove nothing above."""
+    """Checks the test above: without the sandbox all attempts succeed."""
     signal.signal(signal.SIGURG, signal.SIG_DFL)
     tried = _tried("off", tmp_path, listener)
     assert tried["held"] == ["limits"]
@@ -95,23 +95,21 @@ def test_data_folder_inside_libraries_is_reported(tmp_path: Path, listener: sock
 
 
 def test_missing_measure_is_reported_and_an_error_in_mode_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a kernel without Landlock and a machine whose calls are unknown; nothing of this process changes."""
-    from gradrule_server.engine.sandbox import enter as module
-
+    """Imitates a kernel without Landlock and a machine with unknown calls; changes nothing in this process."""
     for name in ("set_limits", "forbid_writing", "drop_privileges"):
-        monkeypatch.setattr(module, name, lambda: None)
-    monkeypatch.setattr(landlock, "version", lambda: 0)
+        monkeypatch.setattr(sandbox, name, lambda: None)
+    monkeypatch.setattr(sandbox, "landlock_version", lambda: 0)
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
-    sandbox = module.enter("auto", None)
-    assert sandbox.held == ["limits", "writing", "privileges"]
-    assert sandbox.missing == ["files (no Landlock in this kernel)", "calls (system calls of this machine unknown)"]
-    with pytest.raises(module.SandboxRefused, match=r"lacks files .*, calls .*--sandbox auto"):
-        module.enter("on", None)
+    entered = sandbox.enter_sandbox("auto", None)
+    assert entered.held == ["limits", "writing", "privileges"]
+    assert entered.missing == ["files (no Landlock in this kernel)", "calls (system calls of this machine unknown)"]
+    with pytest.raises(sandbox.SandboxRefused, match=r"lacks files .*, calls .*--sandbox auto"):
+        sandbox.enter_sandbox("on", None)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_filter_of_each_machine_allows_and_refuses_calls(machine: str) -> None:
-    """Run by a small interpreter of the kernel's packet filter: no machine is needed for it."""
+    """Runs the filter in a small interpreter, so that no machine of that kind is needed."""
     known = seccomp._MACHINES[machine]
     code = seccomp._filter(known, pid=77)
     refused = {numbers[known.column] for numbers in seccomp._REFUSED.values()} - {None}
@@ -130,13 +128,13 @@ def test_filter_of_each_machine_allows_and_refuses_calls(machine: str) -> None:
     for name, number in on_process.items():
         assert _decide(code, known.audit, number, 77, 78) == "allow", name
         assert _decide(code, known.audit, number, 78, 77) == "EPERM", name
-        # To signals 0 is a group, to the others oneself.
+        # For signals 0 is the process group, for the other calls the process itself.
         assert _decide(code, known.audit, number, 0) == ("EPERM" if name in ("kill", "tgkill") else "allow"), name
     for name, (_, denied) in seccomp._NOT_SECOND.items():
         assert _decide(code, known.audit, not_second[name], denied[0], 1) == "allow", name
         for value in denied:
             assert _decide(code, known.audit, not_second[name], 3, value) == "EPERM", name
-            # The kernel looks at 32 bits of it.
+            # The kernel reads only 32 bits of the argument.
             assert _decide(code, known.audit, not_second[name], 3, value | 1 << 32) == "EPERM", name
 
 
@@ -170,7 +168,7 @@ def test_numbers_of_system_calls_match_the_kernel(machine: str) -> None:
         **{name: numbers for name, (numbers, _) in seccomp._NOT_SECOND.items()},
     }
     found = {name: numbers[seccomp._MACHINES[machine].column] for name, numbers in ours.items()}
-    # What is newer than the headers is not in them.
+    # The headers lack calls that are newer than they are.
     known = {name: number for name, number in found.items() if name in defined}
     assert known == {name: defined[name] for name in known}
     assert len(known) > 0.8 * len([number for number in found.values() if number is not None])

@@ -23,9 +23,10 @@ Custom = Callable[..., Any]
 
 
 def assert_same(build: Callable[[Custom, Any], Any], reference: Callable[[Any], Any] | None = None) -> list[Any]:
-    """The graph that brings its gradients along gives what TensorFlow gives where they are functions of Python.
+    """Compares a graph with embedded gradients to TensorFlow with the same gradients as Python functions.
 
-    `reference`: the same by other means, for TensorFlow cannot nest them in calls, loops and branches.
+    `reference`: the same function written without custom gradients, which TensorFlow cannot nest in calls, loops and
+    branches.
     """
 
     def draw(custom_gradient: Custom) -> None:
@@ -41,7 +42,7 @@ def assert_same(build: Callable[[Custom, Any], Any], reference: Callable[[Any], 
 
 
 def fused(custom_gradient: Custom) -> Callable[[Any], Any]:
-    """The nested example of TensorFlow's page: a fused op whose gradient has a gradient of its own."""
+    """Returns the nested example of TensorFlow's documentation: a fused op whose gradient has its own gradient."""
 
     @custom_gradient
     def op_with_fused_backprop(x: Any) -> Any:
@@ -65,14 +66,14 @@ def fused(custom_gradient: Custom) -> Callable[[Any], Any]:
 
 
 def jet(v: Any, value: Any, first: Any, second: Any) -> Any:
-    """A function of plain ops that has, where v is, this value and these derivatives."""
+    """Computes, with plain ops, a function that has this value and these derivatives at v."""
     away = v - tf.stop_gradient(v)
     value, first, second = map(tf.stop_gradient, (value, first, second))
     return value + first * away + second * away * away / 2
 
 
 def fused_jet(v: Any) -> Any:
-    """What `fused` does."""
+    """Computes the same as `fused`, with plain ops."""
     return jet(v, v**3, 7 * v**2, 11 * v)
 
 

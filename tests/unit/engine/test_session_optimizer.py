@@ -1,4 +1,4 @@
-"""Optimisers of sessions beside Keras's, and that nothing of them stays."""
+"""Tests that optimizers of sessions compute what Keras's do, and that they are freed."""
 
 from __future__ import annotations
 

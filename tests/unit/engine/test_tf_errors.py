@@ -1,12 +1,12 @@
-"""TensorFlow's messages, made readable."""
+"""Tests the translation of TensorFlow's messages."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.checks import failed_check, require_same_shape
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
-from gradrule_server.engine.runtime_checks import failed_check, require_same_shape
 from gradrule_server.engine.tf_errors import clean_message
 
 

@@ -1,4 +1,4 @@
-"""What gradrule uses of TensorFlow without a public name is there and does what it is used for."""
+"""Tests that the private parts of TensorFlow that gradrule uses exist and work."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_tensor_of_an_outer_graph_is_captured() -> None:
 
 
 def test_ops_in_loops_and_branches_of_gradients_use_gradrule() -> None:
-    """In the graphs in which the next gradient finds it."""
+    """Checks the graphs from which the next gradient is built."""
     seen = []
 
     @tf.function(input_signature=[tf.TensorSpec([])], autograph=False)

@@ -14,13 +14,13 @@ import pytest
 
 from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.connections import Connection, ConnectionLimits, ConnectionWatch
-from gradrule_server.front.heap import HeapTrimmer
 from gradrule_server.front.public_services import Reflection
 from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
 from gradrule_server.front.server import ConnectionSettings, GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import Peer, close_connection
 from gradrule_server.identity import Authenticator
+from gradrule_server.link.system_memory import HeapTrimmer
 from tests.battery import wire
 from tests.battery.unfinished import send_unfinished
 from tests.descriptors import count_descriptors

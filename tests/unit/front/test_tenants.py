@@ -33,7 +33,7 @@ READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[SharedResources]:
     """Shared resources with a fake engine pool, which these tests do not use."""
-    pool: Any = SimpleNamespace(on_filled=[], on_removed=[])
+    pool: Any = SimpleNamespace(on_filled=[], on_removed=[], workers=None, memory_limit=0)
     with contextlib.closing(Store(tmp_path)) as store:
         blobs = BlobStore(tmp_path / "blobs", 1000)
         yield SharedResources(

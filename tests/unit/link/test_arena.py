@@ -14,8 +14,8 @@ import pytest
 
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas, Chunk, Incoming, Outgoing, make_arena
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Frame, FrameSocket, Kind, pack_header, pack_place
+from gradrule_server.link.request_scheduler import ConnectionLost
 from tests.descriptors import count_descriptors
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

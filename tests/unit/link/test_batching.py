@@ -11,9 +11,9 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import fault_message
+from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, FakeRecorder, Transport
 

@@ -10,9 +10,9 @@ import pytest
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.connection import Connection
-from gradrule_server.link.engine_request import ConnectionLost
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header
 from gradrule_server.link.messages import fault_message
+from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import ProgramNotLoaded
 from tests.unit.link.fake_engine import FakeRecorder, Transport, connected

@@ -13,7 +13,7 @@ import pytest
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import pool as pool_module
-from gradrule_server.link import spares as spares_module
+from gradrule_server.link import process as process_module
 from gradrule_server.link.engine import EngineRefused, Use
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares_module, "_RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(process_module, "_RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(pool_module, "_PATIENCE_S", 0.1)
 
 
 @pytest.fixture
 def starter(monkeypatch: pytest.MonkeyPatch) -> Starter:
     given = Starter()
-    monkeypatch.setattr(spares_module, "start_process", given)
+    monkeypatch.setattr(process_module, "start_process", given)
     return given
 
 

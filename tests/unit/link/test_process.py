@@ -9,9 +9,8 @@ import signal
 import pytest
 
 from gradrule_server.link import process as process_module
-from gradrule_server.link.fork_server import ForkedProcess
+from gradrule_server.link.fork_server import FatalMessage, ForkedProcess
 from gradrule_server.link.process import EngineProcess, EngineRefused
-from gradrule_server.link.stderr import FatalMessage
 from gradrule_server.recovery.endings import EndReason
 from tests.unit.link.fake_engine import connected
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gradrule_server.link import spares, workers
+from gradrule_server.link import process as process_module
+from gradrule_server.link import workers
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind, pack_header
-from gradrule_server.link.process import ProcessOptions
-from gradrule_server.link.spares import Spares
+from gradrule_server.link.process import ProcessOptions, Spares
 from gradrule_server.link.workers import CompileWorkers
 from tests.unit.link.fake_engine import Starter
 
@@ -22,7 +22,7 @@ _LONG_S = 60.0
 @pytest.fixture
 def starter(monkeypatch: pytest.MonkeyPatch) -> Starter:
     started = Starter()
-    monkeypatch.setattr(spares, "start_process", started)
+    monkeypatch.setattr(process_module, "start_process", started)
     monkeypatch.setattr(workers, "_SLOW_S", 0.02)
     monkeypatch.setattr(workers, "_GRACE_S", 0.02)
     return started

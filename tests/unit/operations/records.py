@@ -7,8 +7,7 @@ from typing import Any
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.operations.observer import Observer, Sink
-from gradrule_server.operations.request_record import RequestRecord, record_tenant
+from gradrule_server.operations.request_record import Observer, RequestRecord, Sink
 
 
 def peer() -> str:
@@ -27,12 +26,12 @@ def make(
     metadata: tuple[tuple[str, str | bytes], ...] = (),
     within: Callable[[RequestRecord], Any] = lambda request: None,
 ) -> RequestRecord:
-    """One request from begin to end; `within` is called while it is under way. Without a tenant nobody learnt whose."""
+    """Records one request from start to end; calls `within` meanwhile. Without a tenant its caller stays unknown."""
     observed = Observer(sinks).rpc(rpc, metadata, peer)
     try:
         with observed:
             if tenant is not None:
-                record_tenant(tenant)
+                observed.request.tenant = tenant
             within(observed.request)
             if fails is not None:
                 raise fails

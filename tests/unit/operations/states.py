@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradrule_server.limits import TENANT_RESOURCES
-from gradrule_server.operations.sources import CacheStatus, Quarantined, QueueStatus, Sources, TenantUsage
+from gradrule_server.link.engine import EngineStatus
+from gradrule_server.operations.status import CacheStatus, Quarantined, QueueStatus, Sources, TenantUsage
 
-
-@dataclass(frozen=True)
-class Engine:
-    index: int = 0
-    device: str = "CPU:0"
-    pid: int | None = 4711
-    is_ready: bool = True
-    running: int = 2
-    waiting: int = 1
-    programs: int = 3
-    jit_programs: int = 2
-    resident_bytes: int = 1 << 30
-    uptime_s: float = 60.5
-    ended: Mapping[str, int] = field(default_factory=dict)
-    owner: str | None = "ada"
-    holds_sessions: bool = False
+ENGINE = EngineStatus(
+    index=0,
+    owner="ada",
+    holds_sessions=False,
+    device="CPU:0",
+    pid=4711,
+    is_ready=True,
+    running=2,
+    waiting=1,
+    programs=3,
+    jit_programs=2,
+    resident_bytes=1 << 30,
+    uptime_s=60.5,
+    ended={},
+)
 
 
 @dataclass(frozen=True)
 class Engines:
     ended: Mapping[int, Mapping[str, int]] = field(default_factory=lambda: {1: {"crash": 2, "memory": 1}})
-    engines: Sequence[Engine] = (Engine(), Engine(1, "GPU:0", None, is_ready=False, ended={"crash": 2, "memory": 1}))
+    engines: Sequence[EngineStatus] = (
+        ENGINE,
+        replace(ENGINE, index=1, device="GPU:0", pid=0, is_ready=False, ended={"crash": 2, "memory": 1}),
+    )
     is_ready: bool = True
     spares_ready: int = 1
 
-    def status(self) -> Sequence[Engine]:
+    def status(self) -> Sequence[EngineStatus]:
         return self.engines
 
 

@@ -16,8 +16,8 @@ from gradrule.v1 import blob_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.operations import audit
 from gradrule_server.operations.audit import AuditLog, record_registration
-from gradrule_server.operations.observer import Observer
-from gradrule_server.operations.rate_limiter import RateLimiter
+from gradrule_server.operations.log_writing import RateLimiter
+from gradrule_server.operations.request_record import Observer
 from tests.unit.operations.records import make, peer, refusal
 
 

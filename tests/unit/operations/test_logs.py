@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gradrule_server.operations import logs
+from gradrule_server.operations.log_writing import RateLimiter
 from gradrule_server.operations.logs import escaped, one_line_json, truncated
-from gradrule_server.operations.rate_limiter import RateLimiter
 from gradrule_server.operations.request_record import EngineRun
 from tests.unit.operations.records import make, refusal
 

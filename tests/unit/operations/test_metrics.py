@@ -8,16 +8,20 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradrule_server.limits import TENANT_RESOURCES
 from gradrule_server.operations import metrics as metrics_module
-from gradrule_server.operations.metrics import Metrics, TenantLabels
-from gradrule_server.operations.metrics_page import MetricsPage
+from gradrule_server.operations.metrics import EventLoopCounter, EventLoopHistogram, Metrics, MetricsPage, TenantLabels
 from gradrule_server.operations.request_record import EngineRun, RequestRecord
-from gradrule_server.operations.sources import Quarantined, take_snapshot
+from gradrule_server.operations.status import Quarantined, take_snapshot
 from tests.unit.operations.records import make, refusal
 from tests.unit.operations.states import sources, tenant
 
@@ -188,3 +192,44 @@ async def test_number_of_connections_is_limited(page: tuple[Metrics, int]) -> No
         writer.close()
     await asyncio.sleep(0.05)
     assert (await ask(page[1], b"GET /metrics HTTP/1.0\r\n\r\n"))[0].endswith("200 OK")
+
+
+BOUNDS = (0.5, 1.0, 2.5)
+LABELS = st.sampled_from(["a", "b"])
+
+
+def samples(metric: Metric) -> dict[Any, float]:
+    return {
+        (item.name, *sorted(item.labels.items())): item.value
+        for item in metric.samples
+        if not item.name.endswith("_created")
+    }
+
+
+@given(st.lists(st.tuples(LABELS, LABELS, st.integers(0, 100))))
+def test_counter_equals_prometheus_counter(adds: list[tuple[str, str, int]]) -> None:
+    own = EventLoopCounter("some", "text", "x", "y")
+    registry = CollectorRegistry()
+    counter = Counter("some", "text", ["x", "y"], registry=registry)
+    for x, y, by in adds:
+        own.add(x, y, by=by)
+        counter.labels(x, y).inc(by)
+    (expected,) = registry.collect()
+    assert samples(own.metric()) == samples(expected)
+
+
+@given(st.lists(st.tuples(LABELS, st.sampled_from([0.0, 0.4, 0.5, 0.6, 1.0, 2.0, 2.5, 3.0, 1e9]))))
+def test_histogram_equals_prometheus_histogram(adds: list[tuple[str, float]]) -> None:
+    own = EventLoopHistogram("some", "text", BOUNDS, "x")
+    registry = CollectorRegistry()
+    histogram = Histogram("some", "text", ["x"], buckets=BOUNDS, registry=registry)
+    for x, value in adds:
+        own.add(value, x)
+        histogram.labels(x).observe(value)
+    (expected,) = registry.collect()
+    assert samples(own.metric()) == samples(expected)
+
+
+def test_metrics_without_labels_start_at_zero() -> None:
+    assert samples(EventLoopCounter("some", "text").metric()) == {("some_total",): 0}
+    assert samples(EventLoopHistogram("some", "text", BOUNDS).metric())[("some_count",)] == 0

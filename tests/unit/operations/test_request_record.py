@@ -1,4 +1,4 @@
-"""Tests the record of a request and the sinks that receive it."""
+"""Tests the record of a request, the sinks that receive it, and the timings that are read from encoded responses."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import asyncio
 import logging
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gradrule_server.operations.observer import Observer
+from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.operations.request_record import (
+    EngineRun,
+    ObservedRequest,
+    Observer,
     RequestRecord,
     current,
     from_metadata,
+    read_fields,
     record_cache_lookup,
-    record_tenant,
-    reset_current,
-    set_current,
+    record_pull_back,
+    record_run,
     timing_compilation,
 )
 from tests.unit.operations.records import make, peer, refusal
@@ -62,7 +67,6 @@ def test_trace_id_is_read_from_traceparent(given: str | bytes, found: str) -> No
 
 def test_nothing_is_recorded_outside_of_requests() -> None:
     assert current() is None
-    record_tenant("a")
     record_cache_lookup("programs", is_hit=True)
     with timing_compilation():
         pass
@@ -84,7 +88,7 @@ async def test_concurrent_requests_have_separate_records() -> None:
         with Observer().rpc(name, (), peer) as observed:
             await asyncio.sleep(0.001)
             assert current() is observed.request
-            record_tenant(name)
+            observed.request.tenant = name
             await asyncio.sleep(0.001)
             return observed.request
 
@@ -122,8 +126,8 @@ def test_cancelled_stream_has_not_failed() -> None:
 def test_requests_of_a_stream_are_numbered() -> None:
     ended: list[RequestRecord] = []
     observer = Observer([ended.append])
-    with observer.rpc("G/Stream", [("x-request-id", "s"), ("traceparent", TRACE)], peer):
-        record_tenant("ada", "cert")
+    with observer.rpc("G/Stream", [("x-request-id", "s"), ("traceparent", TRACE)], peer) as stream:
+        stream.request.tenant, stream.request.principal = "ada", "cert"
         with observer.part("evaluate"):
             pass
         with observer.part("forward"):
@@ -148,14 +152,58 @@ def test_failing_sink_fails_no_request(caplog: pytest.LogCaptureFixture) -> None
 
 def test_compile_time_is_measured() -> None:
     request = RequestRecord("i", "S/M", 0, peer)
-    token = set_current(request)
-    try:
+    with ObservedRequest(request, ()):
         with timing_compilation():
             pass
         first = request.compile_started_ns
         with pytest.raises(ValueError, match="x"), timing_compilation():
             raise ValueError("x")
-    finally:
-        reset_current(token)
     assert request.compile_ns > 0
     assert request.compile_started_ns == first > 0
+
+
+def recorded(record: object, *arguments: object) -> tuple[int, EngineRun]:
+    """When a request was sent to an engine, and its times there."""
+    request = RequestRecord("i", "S/M", 0, peer)
+    with ObservedRequest(request, ()):
+        record(*arguments)  # type: ignore[operator]
+        return request.sent_to_engine_ns, request.engine_run
+
+
+@given(
+    st.integers(0, 10**12),
+    st.integers(0, 10**12),
+    st.text(max_size=20),
+    st.lists(st.binary(max_size=300), max_size=5),
+    st.integers(0, 3),
+)
+def test_timings_of_evaluate_are_read(
+    queue_ns: int, run_ns: int, device: str, contents: list[bytes], blocks: int
+) -> None:
+    answer = evaluate_pb2.EvaluateResponse(device=device)
+    for content in contents:
+        answer.outputs.add(name="y").value.inline_tensor.CopyFrom(tensor_pb2.Tensor(tensor_content=content))
+        answer.gradients.add(x="x").dense.tensor_content = content
+    for _ in range(blocks):
+        answer.jacobians.add(y="y", x="x").dense.tensor_content = b"\x2a\x02ab" * 50
+    answer.timings.queue.FromNanoseconds(queue_ns)
+    answer.timings.run.FromNanoseconds(run_ns)
+    assert recorded(record_run, answer.SerializeToString(), 7) == (7, (queue_ns, run_ns, device))
+
+
+def test_timings_of_pull_back_are_read() -> None:
+    answer = evaluate_pb2.PullBackResponse()
+    answer.gradients.add(x="x").dense.tensor_content = b"1234"
+    answer.timings.run.FromNanoseconds(9)
+    sent_ns, run = recorded(record_pull_back, answer.SerializeToString(), 3)
+    assert (sent_ns, run.run_ns) == (3, 9)
+
+
+def test_last_of_several_fields_counts() -> None:
+    assert read_fields(b"\x2a\x01a\x2a\x02bc\x30\x80\x01\x39" + bytes(8) + b"\x45" + bytes(4), (5,)) == {5: b"bc"}
+
+
+@pytest.mark.parametrize("wrong", [b"\x2a", b"\x2a\x05ab", b"\xff", b"\x2b", b"\x31abc", b"\x08"])
+def test_malformed_bytes_are_refused(wrong: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_fields(wrong, (5,))

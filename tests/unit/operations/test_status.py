@@ -10,7 +10,7 @@ from gradrule.cli import output
 from gradrule.cli.status import bytes_text, drawn, duration_text, size_text, usage_text
 from gradrule_server import __version__
 from gradrule_server.operations import status
-from gradrule_server.operations.sources import Quarantined
+from gradrule_server.operations.status import Quarantined
 from tests.unit.operations.states import sources, tenant
 
 

@@ -15,7 +15,7 @@ from gradrule_server.graphs import Limits
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.front_end_lookup import FrontEndRules
 from gradrule_server.preparation.sampling import sample_call
-from gradrule_server.programs.worker_questions import RegistryLookup
+from gradrule_server.programs.preparer import RegistryLookup
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
 

@@ -1,4 +1,4 @@
-"""What the front end remembers of programs, and what it must not."""
+"""The cache of compiled programs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.link.messages import CallShape
-from gradrule_server.programs.cache import InlineKey, KnownCall, ProgramCache, StoredKey
-from gradrule_server.programs.compiled import RunnableProgram
-from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.cache import InlineKey, ProgramCache, StoredKey
+from gradrule_server.programs.compiler import RunnableProgram
+from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.stored_programs import DeletedNames
-from gradrule_server.recovery.crash_history import CrashHistory, HistoryRecorder
 
 _CALL = CallShape()
 
@@ -88,39 +87,3 @@ def test_watchers_learn_of_deleted_names() -> None:
 @pytest.mark.parametrize("key", [StoredKey("n", _CALL), InlineKey(b"n", 1, _CALL)])
 def test_missing_program_is_none(key: StoredKey | InlineKey) -> None:
     assert ProgramCache(1, 1).get(key) is None
-
-
-def known(key: StoredKey, program: RunnableProgram) -> KnownCall:
-    return KnownCall(key, program, b"", HistoryRecorder(CrashHistory(), program.loadable.workload))
-
-
-def test_dropping_a_program_drops_only_its_known_calls() -> None:
-    cache = ProgramCache(2, 10**6)
-    keys = {name: StoredKey(name, _CALL) for name in "abc"}
-    for name in "ab":
-        cache.put(keys[name], runnable())
-        program = cache.get(keys[name])
-        assert program is not None
-        for number in range(2):
-            cache.put_call((name.encode(), bytes([number])), known(keys[name], program))
-    # A call that is used keeps its program: the other one goes.
-    call = cache.get_call((b"a", b"\0"))
-    assert call is not None
-    cache.mark_call_used((b"a", b"\0"), call)
-    cache.put(keys["c"], runnable())
-    assert [cache.get_call((name, b"\1")) is not None for name in (b"a", b"b")] == [True, False]
-    cache.remove_stored("a")
-    assert cache.get_call((b"a", b"\0")) is None
-    assert not cache._structures
-
-
-def test_least_recently_used_calls_are_dropped() -> None:
-    cache, key, program = ProgramCache(2, 10**6), StoredKey("a", _CALL), runnable()
-    cache.put(key, program)
-    for number in range(2000):
-        cache.put_call((b"%d" % number,), known(key, program))
-        first = cache.get_call((b"0",))
-        assert first is not None
-        cache.mark_call_used((b"0",), first)
-    assert len(cache._calls) == len(cache._structures[key]) < 2000
-    assert cache.get_call((b"1",)) is None

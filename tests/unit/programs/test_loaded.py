@@ -16,7 +16,7 @@ import pytest
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
-from gradrule_server.link import spares as spares_module
+from gradrule_server.link import process as process_module
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.pool import EnginePool
@@ -24,7 +24,8 @@ from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs import loaded as loaded_module
-from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
+from gradrule_server.programs.engine_cache import Load, Loadable
+from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter
@@ -323,7 +324,7 @@ async def test_program_whose_compilation_ended_an_engine_is_not_loaded_again(
 ) -> None:
     """A spare replaces the process before the callers learn that the load failed."""
     starter = Starter()
-    monkeypatch.setattr(spares_module, "start_process", starter)
+    monkeypatch.setattr(process_module, "start_process", starter)
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     pool = EnginePool(ProcessOptions("cpu", 4), engines=1, spares=1, heartbeat_s=0)
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)

@@ -13,13 +13,12 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.link.engine_request import EngineRequest
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import CallShape
+from gradrule_server.link.request_scheduler import EngineRequest
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.programs.preparer import Preparer
-from gradrule_server.programs.worker_questions import RegistryLookup
+from gradrule_server.programs.preparer import Preparer, RegistryLookup
 from gradrule_server.recovery.crash_history import CrashHistory
 from gradrule_server.recovery.endings import EndReason, EngineEnd
 from gradrule_server.registry.blobs import BlobStore

@@ -18,9 +18,8 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache
-from gradrule_server.programs.compiled import RunnableProgram
-from gradrule_server.programs.compiler import Compiler, StoredParts
-from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.compiler import Compiler, RunnableProgram, StoredParts
+from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.crash_history import CrashHistory

@@ -1,6 +1,6 @@
 """Shares memory with a server on the same host, so that large tensors are not sent over the connection.
 
-The memory is a file descriptor that is passed over a Unix socket (see docs/shared-memory.md), which fails on another
+The memory is a file descriptor that is passed over a Unix socket (docs/guide/shared-memory.md), which fails on another
 host. If anything fails here, the call sends its tensors inline.
 """
 

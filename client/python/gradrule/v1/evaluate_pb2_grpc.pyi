@@ -43,7 +43,7 @@ class GradientServiceStub:
         gradrule.v1.evaluate_pb2.ShareMemoryResponse,
     ]
     """Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
-    names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+    names the socket on which the client passes its memory; docs/guide/shared-memory.md describes the steps. UNSUPPORTED if the server
     does not share memory.
     """
 
@@ -72,7 +72,7 @@ class GradientServiceAsyncStub:
         gradrule.v1.evaluate_pb2.ShareMemoryResponse,
     ]
     """Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
-    names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+    names the socket on which the client passes its memory; docs/guide/shared-memory.md describes the steps. UNSUPPORTED if the server
     does not share memory.
     """
 
@@ -107,7 +107,7 @@ class GradientServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[gradrule.v1.evaluate_pb2.ShareMemoryResponse, collections.abc.Awaitable[gradrule.v1.evaluate_pb2.ShareMemoryResponse]]:
         """Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
-        names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+        names the socket on which the client passes its memory; docs/guide/shared-memory.md describes the steps. UNSUPPORTED if the server
         does not share memory.
         """
 

@@ -16,19 +16,17 @@ from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.analysis import MAX_EXAMPLES
 from gradrule_server.engine.batching.merging import (
     BatchedCall,
-    allowed_size,
-    chunks,
+    BatchingProof,
     count_examples,
     group_key_for,
-    run,
+    padded_size,
+    run_on_arrays,
     run_together,
+    split_calls,
 )
-from gradrule_server.engine.batching.proof import BatchingProof
-from gradrule_server.engine.graph_call import Arrays
-from gradrule_server.engine.large_tensors import cut_large_tensors
-from gradrule_server.engine.program import BuiltProgram
-from gradrule_server.engine.run import packing_of, respond
-from gradrule_server.engine.shared_memory import AttachedMemories
+from gradrule_server.engine.large_tensors import AttachedMemories, cut_large_tensors
+from gradrule_server.engine.program import Arrays, BuiltProgram
+from gradrule_server.engine.run import read_packing, respond
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES
 from gradrule_server.link.batching import unpack_batch
@@ -79,25 +77,27 @@ class BatchRunner:
         built: BuiltProgram | None = None
         for request_id, part in requests:
             with self._answering(request_id):
-                opened = cut_large_tensors(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
-                request = link_pb2.RunRequest.FromString(opened.payload)
+                cut = cut_large_tensors(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
+                request = link_pb2.RunRequest.FromString(cut.payload)
                 notice.key = request.key
                 built = self._program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
-                contents, answer_area = self._memories.open(values, opened.contents)
+                contents, answer_area = cut.contents, None
+                if values.HasField("shared_memory"):
+                    contents, answer_area = self._memories.open(values, contents)
                 reader = self._reader.for_folder(request.blob_folder)
                 arguments = reader.arrays(built, values, request.params, contents)
-                packing = packing_of(values.answer_packing) if values.HasField("answer_packing") else None
+                packing = read_packing(values.answer_packing) if values.HasField("answer_packing") else None
                 call = BatchedCall(
                     request_id, request.received_ns, started_ns, arguments, packing=packing, answer_area=answer_area
                 )
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
-                calls.append(self._placed(built, call) if may_batch else call)
+                calls.append(self._with_group(built, call) if may_batch else call)
         if built is not None:
             self._run(built, calls, most, notice)
 
-    def _placed(self, built: BuiltProgram, call: BatchedCall) -> BatchedCall:
+    def _with_group(self, built: BuiltProgram, call: BatchedCall) -> BatchedCall:
         """Returns the call with its number of examples and its group, if it can run with others."""
         layout = self._proof(built).analyse(built)
         if layout is None:
@@ -118,15 +118,15 @@ class BatchRunner:
             groups.setdefault(call.group_key if call.examples else None, []).append(call)
         for call in groups.pop(None, []):
             self._answer_alone(built, call)
-        met = False
+        is_merged = False
         for group in groups.values():
-            for chunk in chunks(group, most):
-                met |= len(chunk) > 1
+            for chunk in split_calls(group, most):
+                is_merged |= len(chunk) > 1
                 self._answer_chunk(built, proof, chunk, most)
         notice.reason = proof.refusal
         if proof.refusal:
             notice.outcome = link_pb2.BatchNotice.OUTCOME_REFUSED
-        elif proof.is_proven and (met or len(calls) < 2):
+        elif proof.is_proven and (is_merged or len(calls) < 2):
             notice.outcome = link_pb2.BatchNotice.OUTCOME_PROVEN
 
     def _answer_chunk(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall], most: int) -> None:
@@ -142,17 +142,17 @@ class BatchRunner:
         else:
             examples = sum(call.examples for call in calls)
             try:
-                parts = run_together(built, layout, calls, allowed_size(examples, most))
+                parts = run_together(built, layout, calls, padded_size(examples, most))
             except Exception as cause:
                 if not isinstance(cause, GradruleError):
                     _log.exception("calls failed together; they run alone")
                 # One call may be invalid, or they may be too large together: alone, each gets its own answer.
-                self._answer_each(built, proof, calls)
+                self._answer_each_alone(built, proof, calls)
                 return
             for call, results in zip(calls, parts, strict=True):
                 self._answer(built, call, results, examples)
 
-    def _answer_each(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall]) -> None:
+    def _answer_each_alone(self, built: BuiltProgram, proof: BatchingProof, calls: Sequence[BatchedCall]) -> None:
         done = [self._answer_alone(built, call) for call in calls]
         if all(results is not None for results in done):
             with proof.lock:
@@ -161,7 +161,7 @@ class BatchRunner:
     def _answer_alone(self, built: BuiltProgram, call: BatchedCall) -> Arrays | None:
         """Runs and answers one call; returns its results, None if it failed."""
         with self._answering(call.request_id):
-            results = run(built, call.arguments)
+            results = run_on_arrays(built, call.arguments)
             self._answer(built, call, results, 0)
             return results
         return None

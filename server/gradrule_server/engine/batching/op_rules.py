@@ -1,32 +1,14 @@
-"""Lists the ops that keep examples apart, with the rule that computes their outputs when an input is per example.
+"""Computes the outputs of ops that keep examples apart, for inputs that are per example: one rule for each op type.
 
-An op type that is not listed may mix examples. A rule is correct only if row i of the output depends on row i of the
+An op type without a rule may mix examples. A rule is correct only if row i of the output depends on row i of the
 per-example inputs alone, for every number of examples, also for 1, and if the op fails for several examples only if it
-fails for one of them.
+fails for one of them. The rules of ops that move elements are in `shape_ops`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from gradrule_server.engine.batching.layer_ops import (
-    arg_reduction,
-    back_to,
-    batch_matmul,
-    batch_norm,
-    batch_norm_grad,
-    bias_add,
-    cross_entropy,
-    cumulative,
-    einsum,
-    elementwise,
-    images,
-    last_axis,
-    matmul,
-    reduction,
-    top_k,
-    windows,
-)
 from gradrule_server.engine.batching.shape_ops import (
     broadcast_to,
     concat,
@@ -49,8 +31,214 @@ from gradrule_server.engine.batching.shape_ops import (
     unpack,
     whole_slice,
 )
-from gradrule_server.engine.batching.values import Rule
+from gradrule_server.engine.batching.values import (
+    Attr,
+    GradientAxes,
+    Mixed,
+    NotPerExample,
+    PerExample,
+    Rule,
+    Shape,
+    Sizes,
+    Uniform,
+    Unranked,
+    Value,
+    axes_of,
+    batched,
+    joined,
+    require_same_rows,
+    require_uniform,
+    tail_of,
+    target_of,
+)
 from gradrule_server.policy.op_traits import ops_with
+
+
+def elementwise(inputs: Sequence[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles ops that compute element by element, with broadcasting."""
+    batched = [value for value in inputs if isinstance(value, PerExample)]
+    if not batched:
+        raise NotPerExample("computes with the number of examples")
+    rank, rows = batched[0].rank, batched[0].rows
+    tail: list[int | None] = [1] * (rank - 1)
+    for value in inputs:
+        if isinstance(value, PerExample):
+            if value.rank != rank or value.rows != rows:
+                raise NotPerExample("broadcasts examples against one another")
+            sizes = value.tail
+        elif isinstance(value, Uniform) and value.shape is not None:
+            if len(value.shape) > rank or (len(value.shape) == rank and value.shape[0] != 1):
+                raise NotPerExample("broadcasts along the batch")
+            sizes = value.shape[1:] if len(value.shape) == rank else value.shape
+        elif isinstance(value, Sizes):
+            raise NotPerExample("computes with the number of examples")
+        else:
+            raise NotPerExample("takes a tensor whose shape is not known")
+        for axis, size in enumerate(sizes, rank - 1 - len(sizes)):
+            tail[axis] = _broadcast(tail[axis], size)
+    return PerExample(rows, tuple(tail))
+
+
+def _broadcast(a: int | None, b: int | None) -> int | None:
+    known = [size for size in (a, b) if size not in (1, None)]
+    return known[0] if known else None if None in (a, b) else 1
+
+
+def reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles reductions along axes other than the batch axis."""
+    if isinstance(inputs[1], GradientAxes):
+        if inputs[1].with_batch or batched(inputs[0]).rows != inputs[1].rows:
+            raise NotPerExample("sums over the batch")
+        return Unranked()
+    value = batched(inputs[0])
+    axes = axes_of(inputs[1], value.rank)
+    if attr("keep_dims"):
+        return PerExample(value.rows, tuple(1 if axis in axes else size for axis, size in enumerate(value.tail, 1)))
+    return PerExample(value.rows, tuple(size for axis, size in enumerate(value.tail, 1) if axis not in axes))
+
+
+def arg_reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles ArgMax and ArgMin along an axis other than the batch axis."""
+    value = batched(inputs[0])
+    axes = axes_of(inputs[1], value.rank)
+    return PerExample(value.rows, tuple(size for axis, size in enumerate(value.tail, 1) if axis not in axes))
+
+
+def cumulative(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles cumulative sums and products along an axis other than the batch axis."""
+    value = batched(inputs[0])
+    axes_of(inputs[1], value.rank)
+    return value
+
+
+def last_axis(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles ops along the last axis, which must not be the batch axis."""
+    return batched(inputs[0], least_rank=2)
+
+
+def matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles the product of rows with one matrix."""
+    a = batched(inputs[0])
+    require_uniform(inputs[1])
+    if attr("transpose_a"):
+        raise NotPerExample("sums over the batch")
+    return PerExample(a.rows, tail_of(shapes[0]))
+
+
+def batch_matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles a product per example, or the product of rows with one matrix."""
+    a, b = inputs
+    batched = [value for value in inputs if isinstance(value, PerExample)]
+    rank = max((value.rank for value in batched), default=0)
+    if isinstance(a, PerExample) and isinstance(b, PerExample):
+        if a.rank != b.rank or a.rank < 3 or a.rows != b.rows:
+            raise NotPerExample("multiplies examples with one another")
+        return PerExample(a.rows, tail_of(shapes[0]))
+    other = b if isinstance(a, PerExample) else a
+    require_uniform(other)
+    shape = other.shape if isinstance(other, Uniform) else None
+    if shape is None:
+        raise NotPerExample("takes a tensor whose shape is not known")
+    is_left_row = isinstance(a, PerExample) and rank == 2 and not attr("adj_x") and len(shape) == 2
+    if not is_left_row and (rank < 3 or len(shape) > rank or (len(shape) == rank and shape[0] != 1)):
+        raise NotPerExample("multiplies examples with one another")
+    return PerExample(batched[0].rows, tail_of(shapes[0]))
+
+
+def einsum(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles a product whose result has the batch as first label."""
+    terms, _, result = attr("equation").decode().replace(" ", "").partition("->")
+    labels = terms.split(",")
+    if "." in terms or not result or result.count(result[0]) > 1:
+        raise NotPerExample("has an equation that is not followed")
+    batch, rows = result[0], 0
+    for label, value in zip(labels, inputs, strict=True):
+        if isinstance(value, PerExample):
+            if label[0] != batch or label.count(batch) != 1 or rows not in (0, value.rows):
+                raise NotPerExample("multiplies examples with one another")
+            rows = value.rows
+        elif not isinstance(value, Uniform) or batch in label:
+            raise NotPerExample("multiplies examples with one another")
+    return PerExample(rows, tail_of(shapes[0]))
+
+
+def windows(*names: str, data: tuple[int, ...], uniform: tuple[int, ...] = ()) -> Rule:
+    """Returns the rule of convolutions and poolings, whose windows cover one example. data: inputs per example."""
+
+    def rule(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+        for name in names:
+            sizes = attr(name)
+            if sizes and sizes[0] != 1:
+                raise NotPerExample(f"has windows over the batch ({name})")
+        first = batched(inputs[data[0]], least_rank=4)
+        for index in data:
+            require_same_rows(batched(inputs[index]), first)
+        require_uniform(*(inputs[index] for index in uniform))
+        return PerExample(first.rows, tail_of(shapes[0]))
+
+    return rule
+
+
+def back_to(sizes: int, rule: Rule) -> Rule:
+    """Returns `rule` for an op whose input `sizes` is the shape of its output."""
+
+    def checked(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+        rows, tail = target_of(inputs[sizes])
+        result = rule(inputs, attr, shapes)
+        if not isinstance(result, PerExample) or result.rows != rows:
+            raise NotPerExample("gives another number of rows than it takes")
+        return PerExample(rows, tail)
+
+    return checked
+
+
+def bias_add(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles the addition of one bias to all examples."""
+    require_uniform(inputs[1])
+    return batched(inputs[0], least_rank=2)
+
+
+def batch_norm(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """Handles normalisation by given statistics; in training it uses those of the batch."""
+    if attr("is_training"):
+        raise NotPerExample("normalises by the statistics of the batch (is_training)")
+    value = batched(inputs[0])
+    require_uniform(*inputs[1:])
+    # The other outputs are the statistics that it was given, and room for a backward pass in training.
+    return [value, *(Uniform(shape) for shape in shapes[1:])]
+
+
+def batch_norm_grad(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """Handles the gradient of the first input; those of scale and offset are sums over the batch."""
+    if attr("is_training"):
+        raise NotPerExample("normalises by the statistics of the batch (is_training)")
+    dy, x, *rest = inputs
+    value = joined([dy, x])
+    require_uniform(*rest[:3])
+    return [value, *([Mixed("a gradient that is summed over the batch")] * (len(shapes) - 1))]
+
+
+def cross_entropy(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """Handles a loss and its gradient for each row of logits."""
+    logits = batched(inputs[0], least_rank=2)
+    require_same_rows(batched(inputs[1]), logits)
+    # Logits and labels may broadcast against one another.
+    return [PerExample(logits.rows, ()), PerExample(logits.rows, tail_of(shapes[1]))]
+
+
+def images(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Handles ops that treat each image independently."""
+    value = batched(inputs[0], least_rank=4)
+    require_uniform(*inputs[1:])
+    return PerExample(value.rows, tail_of(shapes[0]))
+
+
+def top_k(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """Handles the largest elements along the last axis."""
+    value = batched(inputs[0], least_rank=2)
+    require_uniform(inputs[1])
+    return [PerExample(value.rows, tail_of(shape)) for shape in shapes]
+
 
 _CONV = ("strides", "dilations")
 _POOL = ("ksize", "strides")
@@ -121,3 +309,4 @@ RULES: Mapping[str, Rule] = {
     "Transpose": transpose,
     "Unpack": unpack,
 }
+"""Rules by op type."""

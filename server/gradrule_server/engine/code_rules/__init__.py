@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gradrule_server.engine.code_rules.common import CodeRuleFunction
-from gradrule_server.engine.code_rules.linear import feedback_alignment
-from gradrule_server.engine.code_rules.lrp import (
+from gradrule_server.engine.code_rules.linear import (
+    feedback_alignment,
     lrp_0,
     lrp_alpha_beta,
     lrp_epsilon,
@@ -29,6 +28,7 @@ from gradrule_server.engine.code_rules.nonlinear import (
     maxpool_smooth,
     rectgrad,
 )
+from gradrule_server.engine.code_rules.target import CodeRuleFunction
 
 CODE_RULES: Mapping[str, CodeRuleFunction] = MappingProxyType(
     {

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradrule_server.engine.code_rules.common import RuleTarget, dense, not_applicable, require_elementwise, wide
+from gradrule_server.engine.code_rules.target import RuleTarget, dense, not_applicable, require_elementwise, wide
 
 
 def rectgrad(

@@ -1,4 +1,4 @@
-"""Programs whose calls may run together, and programs whose calls may not."""
+"""Defines programs whose calls may run together, and programs whose calls may not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _rng = np.random.default_rng(0)
 class Case:
     """A program that fetches y and differentiates it by x.
 
-    shapes: of what each input takes for one example, without axis 0. shared: inputs that are the same in all calls.
-    why: part of the reason why calls may not run together; empty: they may. made: the graph, if there is one already.
+    shapes: shape of each input for one example, without axis 0. shared: inputs that are the same in all calls.
+    why: part of the reason why calls may not run together; empty: they may. made: the graph, if it exists already.
     """
 
     make: Callable[[gr.Graph], None]
@@ -84,7 +84,7 @@ def own_batch_norm(g: gr.Graph) -> None:
 
 
 def sequence(g: gr.Graph) -> None:
-    """A dense layer on each step, as Keras writes it, and attention of each example to itself."""
+    """Builds a dense layer on each step, as Keras writes it, and attention of each example to itself."""
     x = x_of(g, 5, 4)
     shape = g.op_output("Shape", x)
     free = g.op_output("GatherV2", shape, g.constant(np.array([0, 1], np.int32)), g.constant(np.int32(0)))
@@ -127,13 +127,13 @@ def broadcasting(g: gr.Graph) -> None:
 
 
 def temperature(g: gr.Graph) -> None:
-    """An input that is no example: calls run together only where it is the same."""
+    """Builds a program with an input that has no examples: calls run together only if it is the same in all."""
     x, t = x_of(g, 4), g.placeholder("t", "float32", [])
     g.op_output("Softmax", x / t, name="y")
 
 
 def score(g: gr.Graph) -> None:
-    """The saliency of a class, whose sum over the batch is not fetched."""
+    """Builds the saliency of a class. Its sum over the batch is not fetched."""
     h = g.matmul(g.op_output("Tanh", x_of(g, 4)), g.constant(weights(4, 3)))
     begin, end, strides = (g.constant(np.array(value, np.int32)) for value in ([0, 1], [0, 2], [1, 1]))
     picked = g.op_output("StridedSlice", h, begin, end, strides, begin_mask=1, end_mask=1, shrink_axis_mask=2)
@@ -198,7 +198,7 @@ def reversed_rows(g: gr.Graph) -> None:
 
 
 def shuffled_rows(g: gr.Graph) -> None:
-    """Every element once, but rows of other lengths that reach into the next example."""
+    """Reshapes to rows of another length, which reach into the next example."""
     g.reshape(x_of(g, 4), [-1, 3], name="y")
 
 
@@ -226,7 +226,7 @@ def mean_loss(g: gr.Graph) -> None:
 
 
 def hidden_mean_loss(g: gr.Graph) -> None:
-    """The loss is not fetched; its gradients are divided by the number of examples."""
+    """Builds a mean loss that is not fetched; its gradients are divided by the number of examples."""
     x = x_of(g, 4)
     g.reduce_mean(g.op_output("Square", x), axis=[0, 1], name="loss")
     g.op_output("Tanh", x, name="y")
@@ -241,7 +241,7 @@ def ints(g: gr.Graph, *values: int) -> Any:
 
 
 def example_count(g: gr.Graph, x: Any) -> Any:
-    """The number of examples, as a vector of one."""
+    """Returns the number of examples as a vector of one element."""
     return g.op_output("StridedSlice", g.op_output("Shape", x), ints(g, 0), ints(g, 1), ints(g, 1))
 
 
@@ -252,7 +252,7 @@ def split_by_count(g: gr.Graph) -> None:
 
 
 def count_as_bool(g: gr.Graph) -> None:
-    """Reshapes all examples into one row: the number of examples is true, which is 1."""
+    """Reshapes all examples into one row: the number of examples, cast to bool and back, is 1."""
     x = x_of(g, 4)
     one = g.op_output("Cast", g.op_output("Cast", example_count(g, x), DstT="bool"), DstT="int32")
     g.reshape(x, g.op_output("ConcatV2", [one, ints(g, -1)], g.constant(np.int32(0))), name="y")
@@ -271,7 +271,7 @@ def large_count(g: gr.Graph) -> None:
 
 
 def reversed_behind_ellipsis(g: gr.Graph) -> None:
-    """The ellipsis stands for no axis, so that the next place is the batch's."""
+    """Slices with an ellipsis that covers no axis, so the next position is that of the batch axis."""
     begin, end, strides = ints(g, 0, 0, 0), ints(g, 0, 0, 4), ints(g, 1, -1, 1)
     slicing = {"ellipsis_mask": 1, "new_axis_mask": 1, "begin_mask": 6, "end_mask": 6}
     g.op_output("StridedSlice", x_of(g, 4), begin, end, strides, name="y", **slicing)
@@ -284,7 +284,7 @@ def sum_along_unrelated_axes(g: gr.Graph) -> None:
 
 
 def broadcast_loss(g: gr.Graph) -> None:
-    """Its gradient has the shape of the labels, so an example has four rows in the result."""
+    """Builds a loss whose gradient has the shape of the labels, so an example has four rows in the result."""
     x, labels = x_of(g, 1), g.placeholder("s", "float32", [None, 4])
     g.reshape(g.op("SoftmaxCrossEntropyWithLogits", x, labels)[1], [-1, 1], name="y")
 

@@ -1,4 +1,4 @@
-"""Which programs may be batched, and that the answers of those are what they are alone."""
+"""Tests which programs may be batched, and that batched calls get the answers of single calls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
 from gradrule_server.engine.batching.merging import (
     BatchedCall,
-    allowed_size,
+    BatchingProof,
     count_examples,
     group_key_for,
-    run,
+    padded_size,
+    run_on_arrays,
     run_together,
 )
-from gradrule_server.engine.batching.proof import BatchingProof
 from gradrule_server.engine.build import build
 from gradrule_server.engine.comparison import is_close
 from gradrule_server.engine.program import BuiltProgram
@@ -25,7 +25,7 @@ from tests.unit.engine.building import prepared
 
 
 def built_of(case: Case) -> tuple[BuiltProgram, list[np.ndarray]]:
-    """The program, and the values of its params."""
+    """Returns the program and the values of its params."""
     program = prepared(case.graph(), case.overrides, **case.derivative)
     values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
     built = build(program.request)
@@ -67,7 +67,7 @@ def test_batched_answers_equal_those_of_single_calls(name: str) -> None:
     assert [call.examples for call in calls] == [1, 3, 1]
     assert len({call.group_key for call in calls}) == 1
     together = run_together(built, layout, calls, 6)
-    alone = [run(built, call.arguments) for call in calls]
+    alone = [run_on_arrays(built, call.arguments) for call in calls]
     for ours, theirs in zip(alone, together, strict=True):
         assert all(is_close(a, b, 256, 0.01) for a, b in zip(ours, theirs, strict=True))
     proof = BatchingProof(layout=layout)
@@ -87,13 +87,13 @@ def test_programs_that_mix_examples_are_refused(name: str) -> None:
     "name", ["batch norm by hand", "reversed", "number of elements", "cumulative", "hidden mean loss"]
 )
 def test_trial_detects_mixing_that_analysis_misses(name: str) -> None:
-    """The test of the test: a layout that is wrong. The calls are equal, so that only other rows tell."""
+    """Tries a wrong layout. The calls are equal, so only rows with other values show the mixing."""
     case = REFUSED[name]
     built, params = built_of(case)
     wrong = Layout((True,) + (False,) * len(params), (1,) * len(built.function.outputs))
     (call,) = calls_of(case, built, params, wrong, (2,))
     proof = BatchingProof(layout=wrong)
-    proof.attempt(built, wrong, [call, call], [run(built, call.arguments)] * 2)
+    proof.attempt(built, wrong, [call, call], [run_on_arrays(built, call.arguments)] * 2)
     assert not proof.is_proven
     assert "is another when calls run together" in proof.refusal
 
@@ -133,8 +133,8 @@ def test_call_with_tensor_param_runs_alone() -> None:
 
 
 def test_padded_sizes_are_few_and_close_to_the_request() -> None:
-    sizes = {allowed_size(count, 64) for count in range(1, 65)}
+    sizes = {padded_size(count, 64) for count in range(1, 65)}
     assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
-    assert all(count <= allowed_size(count, 64) <= 1.5 * count for count in range(2, 65))
-    assert allowed_size(70, 64) == 70
-    assert allowed_size(33, 40) == 40
+    assert all(count <= padded_size(count, 64) <= 1.5 * count for count in range(2, 65))
+    assert padded_size(70, 64) == 70
+    assert padded_size(33, 40) == 40

@@ -1,4 +1,4 @@
-"""What becomes of the requests of one frame: against a socket that only notes what is sent."""
+"""Tests the answers to the requests of one frame, with a socket that only records what is sent."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import gradrule as gr
 from gradrule.common import tensor_codec
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.batching import batch_runner as running_module
-from gradrule_server.engine.batching import proof as proof_module
+from gradrule_server.engine.batching import batch_runner, merging
 from gradrule_server.engine.batching.analysis import MAX_EXAMPLES, Layout
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.batching.merging import BatchedCall, run_together
-from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
+from gradrule_server.engine.large_tensors import AttachedMemories
 from gradrule_server.engine.program import BuiltProgram
-from gradrule_server.engine.shared_memory import AttachedMemories
+from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.batching import pack_batch
 from gradrule_server.link.framing import FrameSocket, Kind
@@ -32,14 +31,14 @@ REFUSED, PROVEN = link_pb2.BatchNotice.OUTCOME_REFUSED, link_pb2.BatchNotice.OUT
 
 
 def quotient() -> BuiltProgram:
-    """12 // x, which fails where an x is 0."""
+    """Returns a program for 12 // x, which fails if an x is 0."""
     g = gr.Graph()
     g.op_output("FloorDiv", g.constant(np.int32(12)), g.placeholder("x", "int32", [None]), name="y")
     return build(prepared(g).request)
 
 
 class Engine:
-    """Takes requests of one program, and notes answers, errors by request, and notices."""
+    """Runs requests of one program, and records answers, errors by request, and notices."""
 
     def __init__(self, built: BuiltProgram) -> None:
         self.answers: dict[int, evaluate_pb2.EvaluateResponse] = {}
@@ -68,7 +67,7 @@ class Engine:
             self.errors[number] = cause
 
     def run(self, *feeds: list[int], most: int = 64) -> link_pb2.BatchNotice:
-        """Runs requests, whose ids count from 0, in one frame."""
+        """Runs requests in one frame; their ids count from 0."""
         self.answers.clear()
         self.errors.clear()
         requests = []
@@ -102,9 +101,9 @@ def test_failed_trial_leaves_all_requests_answered(monkeypatch: pytest.MonkeyPat
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(proof_module, "run_together", fails)
+    monkeypatch.setattr(merging, "run_together", fails)
     engine = Engine(quotient())
-    # Of two examples at most: two runs, each of which is tried.
+    # A run has at most two examples, so there are two runs, and each is tried.
     assert engine.run([1], [2], [3], [4], most=2).outcome == REFUSED
     assert engine.results() == {0: [12], 1: [6], 2: [4], 3: [3]}
     assert not engine.errors
@@ -116,7 +115,7 @@ def test_failed_batch_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     engine = Engine(quotient())
     engine.run([1], [2])
-    monkeypatch.setattr(running_module, "run_together", fails)
+    monkeypatch.setattr(batch_runner, "run_together", fails)
     assert engine.run([1], [2]).outcome == REFUSED
     assert engine.results() == {0: [12], 1: [6]}
 
@@ -137,7 +136,7 @@ def test_batches_do_not_exceed_the_proven_size() -> None:
 
 
 def test_results_with_unexpected_row_count_are_not_split() -> None:
-    """The test of the test: a layout that is wrong."""
+    """Tries a wrong layout."""
     calls = [BatchedCall(number, 0, 0, [np.array([1], np.int32)], 1) for number in range(2)]
     with pytest.raises(ValueError, match="2 rows for each of 2 examples"):
         run_together(quotient(), Layout((True,), (2,)), calls, 2)

@@ -1,4 +1,4 @@
-"""Random programs: where the analysis says that calls may run together, their answers are those of calls alone."""
+"""Tests with random programs that calls which may run together get the answers of single calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import gradrule as gr
 from gradrule.v1 import program_pb2
 from gradrule_server.engine.batching.analysis import Layout, analyse
-from gradrule_server.engine.batching.merging import run, run_together
+from gradrule_server.engine.batching.merging import run_on_arrays, run_together
 from gradrule_server.engine.comparison import is_close
 from tests.unit.engine.batching.programs import Case
 from tests.unit.engine.batching.test_analysis import built_of, calls_of
@@ -22,7 +22,7 @@ _REDUCTIONS = ("Sum", "Mean", "Max")
 _WIDTH = 4
 
 
-class Maker:
+class RandomGraph:
     """Adds random ops to a graph. Tensors have rank 2, with columns 4 or 1; some ops mix their rows."""
 
     def __init__(self, graph: gr.Graph, rng: np.random.Generator) -> None:
@@ -84,7 +84,7 @@ class Maker:
         return self.graph.op_output("StridedSlice", both, begin, end, strides, begin_mask=1, end_mask=1)
 
     def mixed(self) -> Any:
-        """Something in which rows meet."""
+        """Adds an op that mixes rows."""
         self.mixes = True
         value = self.any()
         kind = self.rng.integers(4)
@@ -100,14 +100,14 @@ class Maker:
 
 
 def case_of(seed: int) -> tuple[Case, bool]:
-    """A program, and whether rows meet anywhere in its graph."""
+    """Returns a program, and whether an op of its graph mixes rows."""
     rng = np.random.default_rng(seed)
     graph = gr.Graph()
-    maker = Maker(graph, rng)
+    random_graph = RandomGraph(graph, rng)
     for _ in range(int(rng.integers(3, 12))):
-        maker.add()
-    graph.op_output("Identity", maker.tensors[-1], name="y")
-    return Case(lambda g: None, derivative={"vjp": program_pb2.Vjp(ys=["y"], xs=["x"])}, made=graph), maker.mixes
+        random_graph.add()
+    graph.op_output("Identity", random_graph.tensors[-1], name="y")
+    return Case(lambda g: None, derivative={"vjp": program_pb2.Vjp(ys=["y"], xs=["x"])}, made=graph), random_graph.mixes
 
 
 @pytest.mark.parametrize("seed", range(GRAPHS))
@@ -121,11 +121,11 @@ def test_random_graphs(seed: int) -> None:
     calls = calls_of(case, built, params, layout, (1, 2, 4))
     together = run_together(built, layout, calls, 8)
     for call, results in zip(calls, together, strict=True):
-        for one, other in zip(run(built, call.arguments), results, strict=True):
+        for one, other in zip(run_on_arrays(built, call.arguments), results, strict=True):
             assert is_close(one, other, 1024, 0.01)
 
 
 def test_random_graphs_of_both_kinds_occur() -> None:
-    """The test of the test."""
+    """Checks the tests above: programs with and without mixed rows are both frequent."""
     kinds = [case_of(seed)[1] for seed in range(GRAPHS)]
     assert min(kinds.count(True), kinds.count(False)) >= GRAPHS // 4

@@ -1022,7 +1022,7 @@ export const GradientService: GenService<{
   },
   /**
    * Lets a client on the same host share memory with the server, so that large tensors are not sent over the connection. The answer
-   * names the socket on which the client passes its memory; docs/shared-memory.md describes the steps. UNSUPPORTED if the server
+   * names the socket on which the client passes its memory; docs/guide/shared-memory.md describes the steps. UNSUPPORTED if the server
    * does not share memory.
    *
    * @generated from rpc gradrule.v1.GradientService.ShareMemory

@@ -1,0 +1,112 @@
+"""Describes the op or subgraph to which a rule is applied, and checks and converts its tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
+
+
+@dataclass(frozen=True, eq=False)
+class RuleTarget:
+    """The op or subgraph to which a rule is applied.
+
+    Attributes:
+        node: Name of the node, for messages.
+        what: The op type, or the op types of a chain joined by `+`.
+        inputs, outputs: As tensors of the graph in which gradients are built.
+        find_ops: Finds the forward ops, producers before consumers. There may be thousands.
+        own_gradients: Returns TensorFlow's gradients of the inputs for upstream gradients of the outputs.
+        reference: Returns the value of a tensor of the forward graph if all xs are a baseline (a number or a tensor
+            that broadcasts to them). Raises RULE_NOT_APPLICABLE inside loops and branches.
+        salt: A number derived from the name, so that random rules draw different numbers for each node.
+        op: The op itself; None for a subgraph.
+    """
+
+    node: str
+    what: str
+    inputs: tuple[tf.Tensor, ...]
+    outputs: tuple[tf.Tensor, ...]
+    find_ops: Callable[[], Sequence[tf.Operation]]
+    own_gradients: OwnGradient
+    reference: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    salt: int
+    op: tf.Operation | None = None
+
+    @cached_property
+    def ops(self) -> Sequence[tf.Operation]:
+        """Forward ops, producers before consumers."""
+        return self.find_ops()
+
+
+def salt_for(node: str) -> int:
+    """Returns a number for a node's name, the same in every process."""
+    return int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "little", signed=True)
+
+
+def ops_between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """Returns the ops on the paths from the tensors `xs` to the tensors `ys`, producers before consumers."""
+    border = {x.ref() for x in xs}
+    reaches: dict[tf.Operation, bool] = {}
+    order: list[tf.Operation] = []
+    pending = [(y.op, False) for y in ys]
+    while pending:
+        op, ready = pending.pop()
+        if ready:
+            reaches[op] = any(value.ref() in border or reaches.get(value.op, False) for value in op.inputs)
+            if reaches[op]:
+                order.append(op)
+        elif op not in reaches:
+            reaches[op] = False
+            pending.append((op, True))
+            pending += [(value.op, False) for value in op.inputs if value.ref() not in border]
+    return order
+
+
+CodeRuleFunction: TypeAlias = Callable[
+    [RuleTarget, Sequence[tf.Tensor], Mapping[str, tf.Tensor]], Sequence[tf.Tensor | None]
+]
+"""A rule of the catalogue that is code: returns one gradient per input for a target, dense upstream gradients (zeros
+where none arrives) and params (float64)."""
+
+
+_HALF_TYPES = (tf.float16, tf.bfloat16)
+
+
+def not_applicable(target: RuleTarget, rule: str, meant_for: str) -> GradruleError:
+    """Returns the error that refuses a target. `meant_for`: the ops that the rule supports."""
+    return error(
+        errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
+        f"rule {rule!r} cannot be used on node {target.node!r} ({target.what}): it is for {meant_for}",
+        node=target.node,
+    )
+
+
+def require_elementwise(target: RuleTarget, rule: str) -> None:
+    """Raises RULE_NOT_APPLICABLE unless a target has one input and one output of compatible shapes."""
+    if (
+        len(target.inputs) != 1
+        or len(target.outputs) != 1
+        or not target.inputs[0].shape.is_compatible_with(target.outputs[0].shape)
+    ):
+        raise not_applicable(target, rule, "elementwise ops with one input, such as Relu")
+
+
+def wide(dtype: tf.DType) -> tf.DType:
+    """Returns the type to calculate in: float32 for 16-bit types, whose quotients and squares overflow or underflow."""
+    return tf.float32 if dtype in _HALF_TYPES else dtype
+
+
+def dense(gradient: Gradient) -> tf.Tensor | None:
+    """Returns a gradient as a dense tensor."""
+    return None if gradient is None else tf.convert_to_tensor(gradient)

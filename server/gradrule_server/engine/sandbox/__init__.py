@@ -1,1 +1,0 @@
-"""Limits, by means of the operating system, what an engine process may do."""

@@ -1,0 +1,221 @@
+"""Reads tensors from their sources, messages and blobs, and keeps the values of variables on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from gradrule.common import tensor_codec, tensor_packing
+from gradrule.common.dtypes import dtype_name
+from gradrule.v1 import errors_pb2, tensor_pb2
+from gradrule_server.engine.program import Input
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import missing_blobs
+
+_NAME = re.compile(r"[0-9a-f]{64}")
+_FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
+
+
+class BlobReader:
+    """Reads blobs from a folder; None: there are none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def for_folder(self, name: str) -> BlobReader:
+        """Returns a reader for a subfolder; without a name, this reader. Raises INTERNAL for an invalid name."""
+        if not name:
+            return self
+        if _FOLDER.fullmatch(name) is None:
+            raise error(errors_pb2.ERROR_REASON_INTERNAL, f"{name!r} is no folder of blobs")
+        return BlobReader(None if self._folder is None else self._folder / name)
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
+        path = self._path(name)
+        if path is None or not path.exists():
+            raise missing_blobs([name])
+        return path.read_bytes()
+
+    def array(self, blob: tensor_pb2.BlobTensor, what: str, field: str) -> NDArray[Any]:
+        """Returns a read-only tensor. `what`, `field`: name it in errors. Raises BLOB_NOT_FOUND or INVALID_TENSOR."""
+        shape = tensor_codec.shape_tuple(blob.shape)
+        if shape is None or any(size is None for size in shape):
+            raise _invalid(f"{what}: a tensor's shape must be known", field)
+        sizes = tuple(size or 0 for size in shape)
+        try:
+            dtype = tensor_codec.numpy_dtype(blob.dtype)
+        except ValueError as cause:
+            raise _invalid(f"{what}: {cause}", field) from cause
+        if dtype.hasobject:
+            raise _invalid(f"{what} is a blob of strings; strings travel inline", field)
+        path = self._path(blob.sha256)
+        # Python's integers do not overflow.
+        wanted = int(np.prod(np.array(sizes, object), initial=1)) * dtype.itemsize
+        size = path.stat().st_size if path is not None and path.exists() else None
+        if path is None or size is None:
+            raise error(
+                errors_pb2.ERROR_REASON_BLOB_NOT_FOUND,
+                f"{what}: the server does not have the blob {blob.sha256}; upload it, and send the request again",
+                field=field,
+            )
+        if size != wanted:
+            raise _invalid(
+                f"{what} is a blob of {size} bytes, but {dtype_name(blob.dtype)} of shape {list(sizes)} takes {wanted}",
+                field,
+            )
+        little = dtype.newbyteorder("<")
+        # An empty file cannot be mapped.
+        array = np.memmap(path, little, "r", shape=sizes) if wanted else np.empty(sizes, little)
+        return array.astype(dtype, copy=False)
+
+    def _path(self, name: str) -> Path | None:
+        return self._folder / name if self._folder is not None and _NAME.fullmatch(name) else None
+
+
+def read_tensor(
+    value: tensor_pb2.TensorSource,
+    content: memoryview | None,
+    item: Input,
+    max_rank: int,
+    blobs: BlobReader,
+    what: str,
+    field: str,
+) -> np.ndarray:
+    """Returns the value of an input. Raises INVALID_TENSOR, FEED_DTYPE, FEED_SHAPE, LIMIT_EXCEEDED or BLOB_NOT_FOUND.
+
+    Args:
+        value: The message.
+        content: Bytes that were cut out of the message; None if there are none.
+        item: The input.
+        max_rank: Highest rank that is accepted.
+        blobs: Reads a value that is a blob.
+        what: Names the kind of input in errors.
+        field: Field of the request, for errors.
+    """
+    source = value.WhichOneof("source")
+    if source not in ("inline_tensor", "blob"):
+        fault = "lies in shared memory, which this request does not use" if source else "holds no tensor"
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_TENSOR,
+            f"{what} {item.name!r} {fault}",
+            node=item.name,
+            field=field,
+        )
+    packed = value.inline_tensor.packed if value.inline_tensor.HasField("packed") else None
+    inline = value.inline_tensor if packed is None else packed
+    message = value.blob if source == "blob" else inline
+    if message.dtype != item.dtype.base_dtype.as_datatype_enum:
+        raise error(
+            errors_pb2.ERROR_REASON_FEED_DTYPE,
+            f"{what} {item.name!r} is {_dtype_name(message.dtype)}, but the tensor is {item.dtype.name}",
+            node=item.name,
+            field=field,
+        )
+    where = f"{what} {item.name!r}"
+    shape = message.tensor_shape if isinstance(message, tensor_pb2.Tensor) else message.shape
+    if len(shape.dim) > max_rank:
+        raise error(
+            errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+            f"{where} has rank {len(shape.dim)}; {max_rank} is the most (--max-rank)",
+            node=item.name,
+            field=field,
+        )
+    if packed is not None:
+        # The shape is checked first: a tensor of a wrong shape is not unpacked.
+        _check_shape(tuple(dim.size for dim in shape.dim), item, where, field)
+    array = blobs.array(value.blob, where, field) if source == "blob" else _array(inline, content, where, field)
+    _check_shape(array.shape, item, where, field)
+    return array
+
+
+def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) -> None:
+    """Raises FEED_SHAPE if an input does not take values of the shape."""
+    if not item.shape.is_compatible_with(shape):
+        raise error(
+            errors_pb2.ERROR_REASON_FEED_SHAPE,
+            f"{where} has shape {shape}, but the tensor has {item.shape}",
+            node=item.name,
+            field=field,
+        )
+
+
+def _array(
+    message: tensor_pb2.Tensor | tensor_pb2.PackedTensor, content: memoryview | None, what: str, field: str
+) -> np.ndarray:
+    try:
+        if isinstance(message, tensor_pb2.PackedTensor):
+            return tensor_packing.unpack(message, content=content)
+        return tensor_codec.to_numpy(message, content=content)
+    except ValueError as cause:
+        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
+
+
+def _dtype_name(dtype: int) -> str:
+    try:
+        return str(tf.as_dtype(dtype).name)
+    except TypeError:
+        return f"of unknown type {dtype}"
+
+
+def _invalid(message: str, field: str) -> GradruleError:
+    return error(errors_pb2.ERROR_REASON_INVALID_TENSOR, message, field=field)
+
+
+_Key = tuple[str, str, int, tuple[int, ...]]
+
+
+class VariableCache:
+    """Keeps values of variables on the device, by tenant, hash, type and shape, while programs use them. Thread-safe.
+
+    Tenants, whose blobs lie in different folders, share none: nobody learns from the speed what another has.
+    """
+
+    def __init__(self, blobs: BlobReader) -> None:
+        self._blobs = blobs
+        self._lock = threading.Lock()
+        self._kept: weakref.WeakValueDictionary[_Key, tf.Tensor] = weakref.WeakValueDictionary()
+
+    def tensors(self, variables: Sequence[link_pb2.BoundVariable], blob_folder: str = "") -> list[tf.Tensor]:
+        """Returns the value of each variable. `blob_folder`: the tenant's. Raises BLOB_NOT_FOUND or INVALID_TENSOR."""
+        blobs = self._blobs.for_folder(blob_folder)
+        return [self._tensor(item, blob_folder, blobs) for item in variables]
+
+    def _tensor(self, variable: link_pb2.BoundVariable, blob_folder: str, blobs: BlobReader) -> tf.Tensor:
+        value, what = variable.value, f"variable {variable.spec.name!r}"
+        if value.HasField("blob"):
+            key = (blob_folder, value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
+        else:
+            content = value.inline_tensor.SerializeToString(deterministic=True)
+            digest = hashlib.sha256(content).hexdigest()
+            key = (blob_folder, digest, value.inline_tensor.dtype, _sizes(value.inline_tensor.tensor_shape))
+        with self._lock:
+            tensor = self._kept.get(key)
+            if tensor is None:
+                try:
+                    is_blob = value.HasField("blob")
+                    array = (
+                        blobs.array(value.blob, what, "spec.variables")
+                        if is_blob
+                        else tensor_codec.to_numpy(value.inline_tensor)
+                    )
+                except ValueError as cause:
+                    raise error(
+                        errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field="spec.variables"
+                    ) from cause
+                tensor = self._kept[key] = tf.constant(array, dtype=tf.as_dtype(variable.spec.dtype))
+        return tensor
+
+
+def _sizes(shape: tensor_pb2.TensorShape) -> tuple[int, ...]:
+    return tuple(dim.size for dim in shape.dim)

@@ -1,0 +1,274 @@
+"""Runs compiled programs on engines: once, forward only, or in a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from gradrule.v1 import evaluate_pb2, session_pb2
+from gradrule_server.link.batching import BatchKey
+from gradrule_server.link.engine import Engine
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import RunTemplate, forward_payload, release_payload
+from gradrule_server.link.shared_memory import MemoryUse
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request_record import record_run, timing_compilation
+from gradrule_server.programs.compiler import RunnableProgram
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.recovery.call_recovery import CallRecovery
+from gradrule_server.recovery.crash_history import OutcomeRecorder
+from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
+from gradrule_server.registry.blobs import BlobStore
+
+
+def may_batch(request: link_pb2.RawEvaluateRequest) -> bool:
+    """Returns whether the caller allows that a call runs together with others."""
+    return request.batching.allowed or not request.batching.HasField("allowed")
+
+
+class Run(NamedTuple):
+    """One run of a loaded program.
+
+    Attributes:
+        key: The program's key in the engine.
+        settings: Bytes of a `RunRequest` with params and blob folder.
+        payload: The `RunRequest`.
+    """
+
+    key: str
+    settings: bytes
+    payload: Sequence[bytes]
+
+
+class RunMode(Protocol):
+    """One way to run a program. `ends_at`: loop time of the deadline; 0: none."""
+
+    @property
+    def ends_at(self) -> float: ...
+
+    @property
+    def pinned(self) -> Engine | None:
+        """The only engine that can run it; None: any engine can."""
+        ...
+
+    @property
+    def undo(self) -> Callable[[Engine], None] | None:
+        """Removes what a run left in an engine, before it runs in another one; None: it leaves nothing."""
+        ...
+
+    async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
+        """Runs a loaded program; returns the bytes of an `EvaluateResponse`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunOnce:
+    """Runs forward and backward; the engine keeps nothing.
+
+    `memory`: the client's shared memory that the call uses. `may_batch`: whether it may run together with others.
+    """
+
+    ends_at: float
+    pinned: Engine | None = None
+    undo: Callable[[Engine], None] | None = None
+    memory: MemoryUse | None = None
+    may_batch: bool = True
+
+    async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
+        batch_key = BatchKey(run.key, run.settings) if self.may_batch else None
+        return await engine.call(Kind.RUN, run.payload, self.ends_at, recorder, batch_key=batch_key, memory=self.memory)
+
+
+@dataclass(slots=True)
+class RunForward:
+    """Runs forward only; the engine keeps what the backward part needs, under the name `handle`.
+
+    `kept_bytes`: Bytes that the engine keeps; set by `run`.
+    """
+
+    ends_at: float
+    handle: str
+    kept_bytes: int = 0
+    pinned: Engine | None = None
+
+    def undo(self, engine: Engine) -> None:
+        engine.notify(Kind.RELEASE, release_payload(self.handle))
+
+    async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
+        payload = forward_payload(run.payload, self.handle)
+        reply = link_pb2.ForwardReply.FromString(await engine.call(Kind.FORWARD, payload, self.ends_at, recorder))
+        self.kept_bytes = reply.kept_bytes
+        return reply.response
+
+
+@dataclass(slots=True)
+class RunInSession:
+    """Runs with the variables of a session.
+
+    `store`: variables that get the outputs as values. `optimizer`: applies the gradients. `reply`: size and steps of
+    the session; set by `run`.
+    """
+
+    channel: SessionChannel
+    ends_at: float
+    store: tuple[str, ...] = ()
+    optimizer: session_pb2.Optimizer | None = None
+    reply: link_pb2.SessionReply | None = None
+    undo: Callable[[Engine], None] | None = None
+
+    @property
+    def pinned(self) -> Engine | None:
+        return self.channel.engine
+
+    async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
+        self.reply = await self.channel.run(run.payload, self.store, self.optimizer, self.ends_at, recorder)
+        return self.reply.response
+
+
+class SessionChannel(Protocol):
+    """Sends messages to the engine that holds a session."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that holds the session."""
+        ...
+
+    async def run(
+        self,
+        run: Sequence[bytes],
+        store: Sequence[str],
+        optimizer: session_pb2.Optimizer | None,
+        ends_at: float,
+        recorder: OutcomeRecorder,
+    ) -> link_pb2.SessionReply:
+        """Runs a program; see `link.messages.session_run`.
+
+        Raises `EngineLost` if the engine ends meanwhile, SESSION_LOST if it had ended before.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRef:
+    """One process of an engine; another process takes its place after it has ended."""
+
+    engine: Engine
+    generation: int
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended, and what it kept is lost."""
+        return self.generation != self.engine.generation
+
+
+class RunResult(NamedTuple):
+    """The result of a run.
+
+    Attributes:
+        answer: Bytes of an `EvaluateResponse`.
+        process: Where the program ran.
+        template: Builds messages for further runs with these params.
+    """
+
+    answer: bytes
+    process: ProcessRef
+    template: RunTemplate
+
+
+class ProgramRunner:
+    """Runs programs of one tenant.
+
+    Args:
+        loaded: The programs that engines hold, of all tenants.
+        blobs: The tenant's blobs.
+    """
+
+    def __init__(self, loaded: LoadedPrograms, blobs: BlobStore) -> None:
+        self._loaded = loaded
+        self._blobs = blobs
+
+    def recovery(self, mode: RunMode | None = None) -> CallRecovery[Engine]:
+        """Returns what runs one call again if its engine ends."""
+        if mode is None:
+            return CallRecovery(self._loaded.pool, self._loaded.crash_history)
+        return CallRecovery(self._loaded.pool, self._loaded.crash_history, ends_at=mode.ends_at, pinned=mode.pinned)
+
+    async def run(
+        self,
+        program: RunnableProgram,
+        request: link_pb2.RawEvaluateRequest,
+        received_ns: int,
+        compile_started_ns: int,
+        mode: RunMode,
+        *,
+        values: bytes | None = None,
+        recovery: CallRecovery[Engine] | None = None,
+        is_new: bool = False,
+        lost: EngineLost | None = None,
+    ) -> RunResult:
+        """Runs a program on the values of a request.
+
+        Args:
+            program: The program.
+            request: The parsed request. Its program is removed if `values` is None.
+            received_ns: When the request was received, CLOCK_MONOTONIC.
+            compile_started_ns: When compiling began, CLOCK_MONOTONIC.
+            mode: How the engine runs the program.
+            values: Bytes of an `EvaluateRequest` with the values; None: `request` is serialized.
+            recovery: Runs the call again if its engine ends; None: a new one.
+            is_new: Whether the program was compiled for this call.
+            lost: The loss of the engine that ran the call before.
+        """
+        if values is None:
+            # The engine has the program already, which may be large.
+            request.ClearField("spec")
+            values = request.SerializeToString()
+        template = RunTemplate.create(program.compiled.param_settings(request.params), self._blobs.folder_name)
+        recovery = recovery or self.recovery(mode)
+        workload = program.loadable.workload
+        recorder = recovery.recorder(workload)
+
+        async def attempt(engine: Engine | None) -> tuple[bytes, int, bool, ProcessRef]:
+            nonlocal lost
+            if lost is not None:
+                before, lost = lost, None
+                raise before
+            with self._loaded.hold(program.loadable, engine, mode.ends_at, recorder) as load:
+                is_loaded_now = not load.is_done
+                with timing_compilation() if is_loaded_now else contextlib.nullcontext():
+                    await self._loaded.wait(load, may_move=engine is None)
+                template.set_key(load.engine_key)
+                # The time until now counts as compiling, from now on as queueing.
+                queued_ns = received_ns + time.monotonic_ns() - compile_started_ns
+                run = Run(load.engine_key, template.settings, template.payload(queued_ns, values))
+                process = ProcessRef(load.engine, load.generation)
+                try:
+                    answer = await mode.run(load.engine, run, recorder)
+                except ProgramNotLoaded:
+                    self._loaded.forget(load)
+                    raise
+                return answer, queued_ns, is_loaded_now, process
+
+        blobs = _value_blobs(request)
+        if not self._blobs.are_verified(blobs):
+            # Verifying takes long, and must not block the event loop.
+            await asyncio.to_thread(self._blobs.verify, blobs)
+        with self._blobs.pinned(blobs):
+            answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
+        record_run(answer, queued_ns)
+        # Concatenating messages merges them, so an answer of any size is not parsed again here.
+        tail = evaluate_pb2.EvaluateResponse()
+        if is_new or is_loaded_now:
+            tail.timings.compile.FromNanoseconds(queued_ns - received_ns)
+        answer = b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()])
+        return RunResult(answer, process, template)
+
+
+def _value_blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:
+    """Returns the blobs that hold values of the call."""
+    given = (*request.feeds, *request.grad_ys, *request.tangents, *request.vectors)
+    return [item.value.blob.sha256 for item in given if item.value.HasField("blob")]

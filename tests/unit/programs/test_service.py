@@ -1,0 +1,194 @@
+"""Calls from their bytes to the frames that engines receive."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from gradrule.v1 import evaluate_pb2, program_pb2, session_pb2, tensor_pb2
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.messages import CallShape
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Limits
+from gradrule_server.programs.cache import InlineKey, SessionKey, StoredKey
+from gradrule_server.programs.compiler import RunnableProgram
+from gradrule_server.programs.engine_cache import Loadable
+from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.runner import ProcessRef
+from gradrule_server.programs.service import ProgramService
+from gradrule_server.programs.sessions import Session, SessionManager
+from gradrule_server.quotas import Quota
+from gradrule_server.registry.blobs import BlobStore
+from tests.unit.link.fake_engine import FakeEngine, FakePool
+
+_LATE = 1e8
+"""A deadline that no call reaches, loop time."""
+_MARK = b"the content of a tensor"
+_SPEC = program_pb2.ProgramSpec(fetches=["fetched"])
+_SHAPE = CallShape(feeds=frozenset({"x"}))
+_SPLIT = CallShape(feeds=frozenset({"x"}), split=True)
+
+
+def feeds() -> list[tensor_pb2.NamedTensor]:
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DT_STRING, tensor_content=_MARK)
+    return [tensor_pb2.NamedTensor(name="x", value=tensor_pb2.TensorSource(inline_tensor=tensor))]
+
+
+class Fixture:
+    """The program service of a tenant, with programs in its cache, and one engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = FakeEngine()
+        self.blobs = BlobStore(folder, 0)
+        pool = FakePool(self.engine)
+        loaded = LoadedPrograms(pool, self.blobs, 10, 10**6)
+        rules: Any = SimpleNamespace(revision=0)
+        programs: Any = None
+        self.service = ProgramService(
+            rules, programs, pool, loaded, Limits(), self.blobs, capacity=10, capacity_bytes=10**6, owner=""
+        )
+        compiled: Any = SimpleNamespace(
+            param_settings=lambda params: [],
+            digests_tail=b"",
+            tail=b"",
+            program=b"",
+            placeholders=frozenset({"x"}),
+        )
+        program = RunnableProgram(compiled, Loadable("key", b""))
+        spec_hash = hashlib.sha256(_SPEC.SerializeToString()).digest()
+        session = program_pb2.ProgramSpec(fetches=["fetched"]).SerializeToString(deterministic=True)
+        for key in (
+            InlineKey(spec_hash, 0, _SHAPE),
+            InlineKey(spec_hash, 0, _SPLIT),
+            StoredKey("programs/p", CallShape()),
+            SessionKey("s", session, _SHAPE),
+        ):
+            self.service.cache.put(key, program)
+
+    async def evaluate(self, request: evaluate_pb2.EvaluateRequest) -> None:
+        """Runs a request that arrives as bytes; the engine answers what it is sent."""
+        raw = request.SerializeToString()
+
+        async def read() -> link_pb2.RawEvaluateRequest:
+            return link_pb2.RawEvaluateRequest.FromString(raw)
+
+        used: Any = None
+        await self.answered(self.service.evaluate(raw, read, 0, _LATE, used), Kind.RUN)
+
+    async def answered(self, call: Awaitable[Any], kind: Kind, reply: Message | None = None) -> Any:
+        """Returns the result of a call for which the engine receives one more frame of a kind."""
+        task = asyncio.ensure_future(call)
+        sent = self.engine.next(kind, len(self.engine.sent(kind)) + 1)
+        if not self.engine.sent(Kind.COMPILE):
+            self.engine.answer(await self.engine.next(Kind.COMPILE), Kind.COMPILED)
+        self.engine.answer(await sent, Kind.RAN, b"" if reply is None else reply.SerializeToString())
+        return await task
+
+    async def session(self) -> Session:
+        """Returns a session that has started."""
+        manager = SessionManager(
+            self.service, self.blobs, Limits(), quota=Quota.unlimited(), bytes_quota=Quota.unlimited()
+        )
+        session = Session(manager)
+        session._name, session._process = "s", ProcessRef(self.engine, self.engine.generation)
+        return session
+
+
+async def _inline(fixture: Fixture) -> list[bytes]:
+    await fixture.evaluate(evaluate_pb2.EvaluateRequest(spec=_SPEC, feeds=feeds()))
+    [sent] = fixture.engine.sent(Kind.RUN)
+    return [link_pb2.RunRequest.FromString(sent).request]
+
+
+async def _named(fixture: Fixture) -> list[bytes]:
+    """The second call is known, so it is not parsed."""
+    for _ in range(2):
+        await fixture.evaluate(evaluate_pb2.EvaluateRequest(program="programs/p", feeds=feeds()))
+    return [link_pb2.RunRequest.FromString(sent).request for sent in fixture.engine.sent(Kind.RUN)]
+
+
+async def _forward(fixture: Fixture) -> list[bytes]:
+    request = link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString(), feeds=feeds())
+    await fixture.answered(fixture.service.forward(request, "h", 0, _LATE), Kind.FORWARD, link_pb2.ForwardReply())
+    sent = link_pb2.ForwardRequest.FromString(fixture.engine.sent(Kind.FORWARD)[0])
+    assert sent.handle == "h"
+    return [sent.run.request]
+
+
+async def _pull_back(fixture: Fixture) -> list[bytes]:
+    manager = HandleManager(
+        fixture.service, quota=Quota.unlimited(), bytes_quota=Quota.unlimited(), ttl_s=60.0, blob_folder=""
+    )
+    handles = StreamHandles(manager)
+    forward = link_pb2.RawForwardRequest(evaluate=link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString()))
+    forward.evaluate.feeds.add(name="x")
+    answer = await fixture.answered(handles.forward(forward, 0, _LATE), Kind.FORWARD, link_pb2.ForwardReply())
+    name = link_pb2.RawForwardResponse.FromString(answer).handle
+    raw = evaluate_pb2.PullBackRequest(handle=name, grad_ys=feeds()).SerializeToString()
+    await fixture.answered(handles.pull_back(raw, name, 0, _LATE), Kind.PULL_BACK)
+    handles.close_all()
+    return [link_pb2.PullBackRequest.FromString(fixture.engine.sent(Kind.PULL_BACK)[0]).request]
+
+
+async def _in_session(fixture: Fixture) -> list[bytes]:
+    session = await fixture.session()
+    request = session_pb2.SessionEvaluateRequest(fetches=["fetched"], feeds=feeds())
+    await fixture.answered(session.evaluate(request, 0, _LATE, None), Kind.SESSION, link_pb2.SessionReply())
+    sent = link_pb2.SessionRequest.FromString(fixture.engine.sent(Kind.SESSION)[0])
+    assert sent.session == "s"
+    return [sent.run.run.request]
+
+
+@pytest.fixture
+def serialized(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Collects what the messages of API and link are serialized to."""
+    found: list[bytes] = []
+
+    def recording(serialize: Callable[..., bytes]) -> Callable[..., bytes]:
+        def record(message: Message, **options: Any) -> bytes:
+            found.append(serialize(message, **options))
+            return found[-1]
+
+        return record
+
+    for module in (evaluate_pb2, link_pb2, session_pb2, tensor_pb2):
+        for kind in list(vars(module).values()):
+            if isinstance(kind, type) and issubclass(kind, Message):
+                monkeypatch.setattr(kind, "SerializeToString", recording(kind.SerializeToString))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "requests", "most"),
+    [
+        # Requests that the test itself serializes count: they are what a client sends.
+        (_inline, 1, 1),
+        (_named, 2, 0),
+        (_forward, 0, 1),
+        (_pull_back, 1, 0),
+        (_in_session, 0, 1),
+    ],
+    ids=["inline", "named", "forward", "pull back", "session"],
+)
+async def test_tensors_of_a_call_are_serialized_at_most_once(
+    run: Callable[[Fixture], Awaitable[list[bytes]]],
+    requests: int,
+    most: int,
+    tmp_path: Path,
+    serialized: list[bytes],
+) -> None:
+    """The frame for the engine holds the values, and their bytes were copied into no other message."""
+    fixture = Fixture(tmp_path)
+    for values in await run(fixture):
+        assert values.count(_MARK) == 1
+        # An engine must not get the graph again.
+        assert _SPEC.SerializeToString() not in values
+    assert sum(_MARK in data for data in serialized) == requests + most
