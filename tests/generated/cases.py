@@ -10,8 +10,9 @@ import numpy as np
 
 from gradrule.v1.tensor_pb2 import Dt
 from tests.generated.expanded import FLOATS, Body, Call, Expanded, Item, Node, expand
+from tests.generated.paths import Dependents, needed
 from tests.generated.programs import BINARY, EXAMPLES, SHAPE, SIZE, UNARY, generate
-from tests.generated.requests import Override, Request
+from tests.generated.requests import Override, Request, name_matches
 from tests.generated.resolution import GROUPS
 from tests.generated.rules import DEFAULT, REGISTERED, RULES, WRONG_ARITY, Rule
 
@@ -47,7 +48,7 @@ class _Cases:
             expanded = expand(graph)
         rank = 3 if kind == "stacked" else 2
         upstream = {y: self._array(rank) for y in ys if rng.random() < 0.4 or kind == "stacked"}
-        overrides = self._overrides(expanded, kind, [*ys, *xs])
+        overrides = self._overrides(expanded, kind, (ys, xs))
         params: dict[str, dict[str, float]] = {}
         labels = [override.shown_label for override in overrides]
         for override in overrides:
@@ -86,13 +87,18 @@ class _Cases:
                 if node.op == op and rng.random() < 0.7:
                     node.attr["_gradient_op_type"].s = rule.encode()
 
-    def _overrides(self, expanded: Expanded, kind: str, kept: Sequence[str]) -> list[Override]:
+    def _overrides(self, expanded: Expanded, kind: str, kept: tuple[Sequence[str], Sequence[str]]) -> list[Override]:
         rng = self._rng
         floats = [
             item
             for item in expanded.items
-            if isinstance(item, Call) or (isinstance(item, Node) and item.dtypes[0] in FLOATS and item.inputs)
+            if isinstance(item, Call) or (isinstance(item, Node) and item.dtypes[-1] in FLOATS and item.inputs)
         ]
+        tops = {id(expanded.top): {ref for name in kept[1] for _, ref in expanded.tensors(name)}}
+        behind = Dependents(expanded.top, tops, differentiable=True).nodes
+        ys = {ref for name in kept[0] for _, ref in expanded.tensors(name)}
+        path = behind & needed(expanded.top, ys, differentiable=True)
+        floats += 5 * [item for item in floats if item in path or isinstance(item, Call)]
         made = []
         for _ in range(rng.choice([1, 1, 2, 2, 3, 4])):
             override = self._override(expanded, floats, kind)
@@ -104,18 +110,31 @@ class _Cases:
         rng = self._rng
         item = rng.choice([*floats, *[one for one in floats if one.around]])
         how = rng.choices(
-            ["type", "node", "last", "glob", "scope", "regex", "position", "depends", "dtype", "chain", "region", "all"],
+            [
+                "type",
+                "node",
+                "last",
+                "glob",
+                "scope",
+                "regex",
+                "position",
+                "depends",
+                "dtype",
+                "chain",
+                "region",
+                "all",
+            ],
             [14, 14, 8, 8, 8, 4, 12, 8, 5, 12, 12, 2],
         )[0]
         given = self._conditions(expanded, item, how)
         if given is None:
             return None
-        rule = self._rule(item, given, kind)
+        rule = self._rule(expanded, item, given, kind)
         order = kind == "hvp" and rng.random() < 0.4 and self._may_be_all(given, item, rule)
         return Override(
             rule,
             label=f"label{rng.randint(0, 99)}" if rng.random() < 0.4 or rule.params else None,
-            optional=rng.random() < 0.5,
+            optional=rng.random() < 0.75,
             every_order=order,
             params=dict(rule.params),
             **given,
@@ -158,7 +177,10 @@ class _Cases:
             return {"position": rng.choice(["nearest_xs", "nearest_ys", 0, 1, -1, -2]), **more}
         if how == "depends":
             names = [one.name for one in expanded.items if isinstance(one, Node) and self._is_vector(one)]
-            return {"depends_on": tuple(rng.sample(names, rng.choice([1, 1, 2]) if names[1:] else 1)), "op_type": op_type}
+            return {
+                "depends_on": tuple(rng.sample(names, rng.choice([1, 1, 2]) if names[1:] else 1)),
+                "op_type": op_type,
+            }
         if how == "dtype":
             return {"dtype": rng.choice([Dt.DT_DOUBLE, Dt.DT_FLOAT, Dt.DT_FLOAT]), **maybe_type}
         return self._chain(item) if how == "chain" else self._region(item)
@@ -195,47 +217,53 @@ class _Cases:
         outputs = [item.name]
         if rng.random() < 0.1:
             outputs.append(rng.choice([node.name for node in body.nodes]))
-        return {"region": (tuple(names), tuple(outputs))} if names else None
+        narrow = any(body.dtype(ref) != Dt.DT_DOUBLE for ref in [*inputs, (item.index, 0)])
+        return {"region": (tuple(names), tuple(outputs))} if names and not narrow else None
 
-    def _rule(self, item: Item, given: dict[str, Any], kind: str) -> Rule:
+    def _arities(self, expanded: Expanded, given: dict[str, Any]) -> set[str]:
+        """The arities of rules that fit whatever the conditions may select."""
+        if given.get("op_type") == "@step":
+            return {"any", "one"}
+        if "region" in given:
+            inputs, outputs = given["region"]
+            single = len(outputs) == 1
+            return {"any", *(["like"] if single else []), *(["one"] if single and len(inputs) == 1 else [])}
+        words = given.get("pattern", ())
+        if len(words) > 1:
+            like = words[0] in UNARY and not {"Cast", "IdentityN"} & set(words)
+            return {"any", *(["like"] if like else []), *(["one"] if set(words) <= set(UNARY) else [])}
+        conditions = {key: given[key] for key in ("op_type", "node", "node_regex", "scope") if key in given}
+        meant = Override(DEFAULT, **{**conditions, **({"op_type": words[0]} if words else {})})
+        selected = [
+            item
+            for item in expanded.items
+            if name_matches(meant, item.name)
+            and (meant.op_type is None or item.op in GROUPS.get(meant.op_type, {meant.op_type}) or "@" in meant.op_type)
+        ]
+        return {arity for arity in _FITTING if all(item.op in _FITTING[arity] for item in selected)} | {"any"}
+
+    def _rule(self, expanded: Expanded, item: Item, given: dict[str, Any], kind: str) -> Rule:
         rng = self._rng
         draw = rng.random()
         if draw < 0.22:
             return DEFAULT
-        if draw < 0.24:
+        if draw < 0.23:
             return WRONG_ARITY
-        arities = {"any"}
-        is_group = not {"op_type", "node", "pattern", "region"} & given.keys() or "*" in given.get("node", "")
-        if "op_type" in given and given["op_type"] not in ("@bias",):
-            is_group = False
-        if given.get("op_type") == "@step" or given.get("op_type") == "@activation":
-            arities |= {"one"}
-        elif is_group:
-            pass
-        elif "region" in given:
-            inputs, outputs = given["region"]
-            arities |= {"like"} if len(outputs) == 1 else set()
-            if len(inputs) == 1 and len(outputs) == 1:
-                arities |= {"one"}
-        elif "pattern" in given:
-            words = given["pattern"]
-            if words[0] in UNARY and set(words) <= {*UNARY}:
-                arities |= {"one"}
-            elif words[0] in UNARY and words[-1] not in ("Cast", "IdentityN"):
-                arities |= {"like"}
-        elif item.op in UNARY:
-            arities |= {"one", "like"}
-        elif item.op in BINARY:
-            arities |= {"two", "like"}
-        elif item.op == "PartitionedCall":
-            arities |= {"like"}
-        elif item.op == "IdentityN":
-            arities |= {"same"}
+        arities = self._arities(expanded, given)
         rules = [rule for rule in RULES if rule.arity in arities and not rule.is_default]
         if kind == "batched":
-            rules = [rule for rule in rules if rule.per_sample and not ("StatelessWhile" == item.op)]
+            rules = [rule for rule in rules if rule.per_sample and item.op != "StatelessWhile"]
         chosen = rng.choice([rule.arity for rule in rules])
         return rng.choice([rule for rule in rules if rule.arity == chosen])
+
+
+_FITTING = {
+    "one": {*UNARY},
+    "two": {*BINARY},
+    "like": {*UNARY, *BINARY, "MatMul", "BiasAdd", "PartitionedCall"},
+    "same": {*UNARY, "IdentityN"},
+}
+"""The op types that rules of an arity fit."""
 
 
 def _tensor_name(body: Body, ref: tuple[int, int]) -> str:

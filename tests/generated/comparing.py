@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 import gradrule as gr
 from gradrule.v1.tensor_pb2 import Dt
+from tests.generated.cases import case
 from tests.generated.expanded import Expanded, expand
 from tests.generated.interpreter import Exploration, Interpreter
 from tests.generated.requests import Request
-from tests.generated.resolution import Resolution, Resolver, Unit
+from tests.generated.resolution import Resolution, Resolver, Unclear, Unit
+from tests.generated.rules import REGISTERED, REGISTERED_EXPRESSION
+from tests.generated.shrinking import shrink, text
 from tests.generated.tape import Array, Pass, Value
 
 GRADIENTS = {"vjp", "stacked"}
@@ -140,7 +146,7 @@ def ask(client: Any, request: Request) -> Answer:
         "stop_gradients": list(request.stopped),
         "params": {label: dict(values) for label, values in request.params.items()} or None,
     }
-    feeds = {name: value for name, value in request.feeds.items()}
+    feeds = dict(request.feeds.items())
     try:
         if request.kind in GRADIENTS:
             more = {"grad_ys": dict(request.upstream) or None, "stacked_grad_ys": request.kind == "stacked"}
@@ -178,7 +184,11 @@ def differences(request: Request, wanted: Expected, answer: Answer) -> list[str]
 
 
 def _nodes(request: Request) -> list[Any]:
-    return [node for part in (request.graph, *request.graph.library.function) for node in getattr(part, "node", None) or part.node_def]
+    return [
+        node
+        for part in (request.graph, *request.graph.library.function)
+        for node in getattr(part, "node", None) or part.node_def
+    ]
 
 
 def _difference(got: Any, wanted: Array | None, tolerance: float) -> str:
@@ -203,10 +213,14 @@ def _resolution_differences(wanted: Expected, answer: Answer) -> list[str]:
 
     expected_keys = Counter(key(unit) for unit in wanted.resolution.units)
     got = Counter((one.node, one.rule, one.label, one.function, tuple(sorted(one.nodes))) for one in answer.overrides)
-    found = [f"no resolution {one}" for one in expected_keys - got] + [f"resolution {one} unwanted" for one in got - expected_keys]
+    found = [f"no resolution {one}" for one in expected_keys - got] + [
+        f"resolution {one} unwanted" for one in got - expected_keys
+    ]
     statuses: dict[tuple[Any, ...], list[str]] = {}
     for one in answer.overrides:
-        statuses.setdefault((one.node, one.rule, one.label, one.function, tuple(sorted(one.nodes))), []).append(one.status)
+        statuses.setdefault((one.node, one.rule, one.label, one.function, tuple(sorted(one.nodes))), []).append(
+            one.status
+        )
     for unit in wanted.resolution.units:
         given = statuses.get(key(unit), [])
         if len(given) != 1:
@@ -218,3 +232,40 @@ def _resolution_differences(wanted: Expected, answer: Answer) -> list[str]:
         if given[0] not in allowed:
             found.append(f"{key(unit)} is {given[0]}, wanted {sorted(allowed)}")
     return found
+
+
+def wrong(client: Any, request: Request) -> list[str]:
+    """What is wrong with a server's answer to a request; nothing where the documents leave it open."""
+    try:
+        wanted = expected(request)
+    except Unclear:
+        return []
+    return differences(request, wanted, ask(client, request))
+
+
+def compare_cases(client: Any, numbers: Sequence[int]) -> None:
+    """Compares cases; the failure shows the first that differs, made smaller."""
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda number: wrong(client, case(number)), numbers))
+    failed = [number for number, faults in zip(numbers, found, strict=True) if faults]
+    if not failed:
+        return
+
+    def fails(request: Request) -> bool:
+        try:
+            return bool(wrong(client, request))
+        except (ValueError, KeyError, IndexError, TypeError):
+            # The interpreter cannot read a graph that shrinking has broken.
+            return False
+
+    small = shrink(case(failed[0]), fails)
+    faults = "\n".join(wrong(client, small))
+    pytest.fail(f"cases {failed} differ; case {failed[0]} made smaller:\n{text(small)}\n{faults}", pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered(client: Any) -> Iterator[None]:
+    """The rule that cases use by name."""
+    client.create_rule(REGISTERED, REGISTERED_EXPRESSION)
+    yield
+    client.delete_rule(REGISTERED)

@@ -162,9 +162,7 @@ class _Reader:
                 self._add(body, call)
                 before = len(body.nodes)
                 args = {arg.name: [ref] for arg, ref in zip(called.signature.input_arg, inputs, strict=True)}
-                inner = self.read(
-                    body, called.node_def, f"{name}/", called.signature.name, (*around, call), args
-                )
+                inner = self.read(body, called.node_def, f"{name}/", called.signature.name, (*around, call), args)
                 call.members = list(range(before, len(body.nodes)))
                 call.results = [_tensor(inner, called.ret[arg.name]) for arg in called.signature.output_arg]
                 tensors[proto.name] = call.results

@@ -18,9 +18,7 @@ def passes(node: Node) -> bool:
 class Dependents:
     """The nodes with an input that is a seed or depends on one. differentiable: as far as gradients can pass."""
 
-    def __init__(
-        self, top: Body, seeds: Seeds, *, differentiable: bool = False, stopped: Collection[Ref] = ()
-    ) -> None:
+    def __init__(self, top: Body, seeds: Seeds, *, differentiable: bool = False, stopped: Collection[Ref] = ()) -> None:
         self._top, self._seeds, self._differentiable, self._stopped = top, seeds, differentiable, stopped
         self.nodes: set[Node] = set()
         self._walk(top, ())
@@ -51,7 +49,9 @@ class Dependents:
         return any(self.depends(body, ref) for ref in body.results)
 
 
-def needed(top: Body, targets: Collection[Ref], *, differentiable: bool = False, stopped: Collection[Ref] = ()) -> set[Node]:
+def needed(
+    top: Body, targets: Collection[Ref], *, differentiable: bool = False, stopped: Collection[Ref] = ()
+) -> set[Node]:
     """The nodes that targets of the top level depend on, with those that compute the targets."""
     found: set[Node] = set()
 

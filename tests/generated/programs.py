@@ -1,4 +1,4 @@
-"""Random graphs: calls in one another with several results, loops and branches, layers, steps, casts, two-output nodes."""
+"""Random graphs: calls in one another with several results, loops, branches, layers, steps, casts, two-output nodes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,16 @@ class _Generator:
 
     def _op(self, block: Block) -> list[str]:
         rng = self._rng
-        makers = [self._unary, self._binary, self._dense, self._step, self._narrow, self._integer, self._stop, self._pair]
+        makers = [
+            self._unary,
+            self._binary,
+            self._dense,
+            self._step,
+            self._narrow,
+            self._integer,
+            self._stop,
+            self._pair,
+        ]
         return rng.choices(makers, [40, 22, 9, 8, 5, 3, 3, 5])[0](block)
 
     def _unary(self, block: Block) -> list[str]:
@@ -160,7 +169,9 @@ class _Generator:
         inputs = [self._pick(block), self._pick(block)]
         return block.add("IdentityN", self._name("op"), inputs, T=types(Dt.DT_DOUBLE, Dt.DT_DOUBLE))
 
-    def _function(self, kind: str, args: Sequence[tuple[str, int]], depth: int, results: int) -> tuple[str, Any, list[str]]:
+    def _function(
+        self, kind: str, args: Sequence[tuple[str, int]], depth: int, results: int
+    ) -> tuple[str, Any, list[str]]:
         """A function; returns its name, its definition and its results, which are vectors."""
         function = self._graph.library.function.add()
         name = f"{kind}_{len(self._graph.library.function)}"
@@ -192,7 +203,11 @@ class _Generator:
             name, results, _ = rng.choice(fitting)
         else:
             results = rng.choice([1, 1, 2])
-            args = [(self._name("arg"), Dt.DT_DOUBLE), (self._name("arg"), Dt.DT_DOUBLE), (self._name("arg"), Dt.DT_INT32)]
+            args = [
+                (self._name("arg"), Dt.DT_DOUBLE),
+                (self._name("arg"), Dt.DT_DOUBLE),
+                (self._name("arg"), Dt.DT_INT32),
+            ]
             name, function, found = self._function("fun", args, depth + 1, results)
             self._return(function, [(ref, Dt.DT_DOUBLE) for ref in found])
             self._shared.append((name, results, MAX_DEPTH - depth))
@@ -237,7 +252,7 @@ class _Generator:
         return block.add("StatelessIf", self._name("fork"), [*chosen, *inputs, k], **attrs)
 
     def _loop(self, block: Block, depth: int, k: str) -> list[str]:
-        """k turns. As TensorFlow's gradient wants it, the first inputs are a counter and the largest number of turns."""
+        """Makes k turns. TensorFlow's gradient wants a counter and the largest number of turns as the first inputs."""
         rng = self._rng
         states = self._vectors(block, rng.randint(1, 2))
         start, most = (self._constant(block, (), np.array(value, np.int32), Dt.DT_INT32) for value in (0, -1))

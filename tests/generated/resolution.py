@@ -125,7 +125,7 @@ class Resolver:
 
     def _selected(self, override: Override) -> Iterator[Item | list[Item]]:
         """The nodes, calls and chains that an override selects, taken or not; holders before what they hold."""
-        if override.pattern or override.op_type == "@step":
+        if len(override.pattern) > 1 or override.op_type == "@step":
             words = override.pattern or ("@step", "Cast")
             chains = [chain for item in self._graph.items for chain in self._chains(item, words)]
             ends = [chain[-1] for chain in chains]
@@ -133,7 +133,9 @@ class Resolver:
             yield from (chain for chain in chains if chain[-1] in kept)
             return
         fitting = [
-            item for item in self._graph.items if self._fits(override.op_type, item) and self._meets(override, item)
+            item
+            for item in self._graph.items
+            if self._fits(override.op_type or next(iter(override.pattern), None), item) and self._meets(override, item)
         ]
         yield from self._placed(override, fitting)
 
@@ -154,7 +156,12 @@ class Resolver:
             return False
         if isinstance(item, Call):
             # Only op type and name select a call itself.
-            return override.dtype is None and override.position is None and not override.depends_on
+            return (
+                override.dtype is None
+                and override.position is None
+                and not override.depends_on
+                and not override.pattern
+            )
         assert isinstance(item, Node)
         if override.dtype is not None and item.dtypes[:1] != [override.dtype]:
             return False
@@ -212,7 +219,16 @@ class Resolver:
     def _params(self, override: Override) -> dict[str, float]:
         return {**override.params, **self._request.params.get(override.shown_label, {})}
 
-    def _unit(self, body: Body, members: object, inputs: list[Ref], outputs: list[Ref], override: Override, number: int, shown: Item) -> Unit:
+    def _unit(
+        self,
+        body: Body,
+        members: object,
+        inputs: list[Ref],
+        outputs: list[Ref],
+        override: Override,
+        number: int,
+        shown: Item,
+    ) -> Unit:
         return Unit(
             body,
             frozenset(members),  # type: ignore[call-overload]
@@ -243,12 +259,7 @@ class Resolver:
     def _chain(self, chain: list[Item], override: Override, number: int) -> Unit:
         nodes = [item for item in chain if isinstance(item, Node)]
         members = [node.index for node in nodes]
-        inputs = [
-            ref
-            for place, node in enumerate(nodes)
-            for ref in node.inputs
-            if place == 0 or ref[0] not in members
-        ]
+        inputs = [ref for place, node in enumerate(nodes) for ref in node.inputs if place == 0 or ref[0] not in members]
         last = nodes[-1]
         outputs = [(last.index, output) for output in range(len(last.dtypes))]
         if override.op_type == "@step":
@@ -261,7 +272,8 @@ class Resolver:
         assert override.region is not None
         inputs, outputs = override.region
         held = [
-            body for body in bodies(self._top)
+            body
+            for body in bodies(self._top)
             if all(any(found is body for found, _ in self._graph.tensors(name)) for name in (*inputs, *outputs))
         ]
         if any(not self._graph.tensors(name) for name in (*inputs, *outputs)):
@@ -282,11 +294,14 @@ class Resolver:
             for ref in body.nodes[index].inputs:
                 enters = ref[0] not in members and ref not in inputs
                 invalid |= enters and self._behind_xs.depends(body, ref)
-        uses = [ref for node in body.nodes if node.index not in members and node in self._before_ys for ref in node.inputs]
+        uses = [
+            ref for node in body.nodes if node.index not in members and node in self._before_ys for ref in node.inputs
+        ]
         kept = self.xs | self.ys | self.stopped if body is self._top else set()
         invalid |= any(ref[0] in members and ref not in outputs for ref in [*uses, *body.results, *kept])
         items: list[Item] = [
-            item for item in body.items
+            item
+            for item in body.items
             if (isinstance(item, Node) and item.index in members)
             or (isinstance(item, Call) and item.members and members.issuperset(item.members))
         ]
@@ -303,7 +318,11 @@ class Resolver:
         for one in whole:
             for other in whole:
                 shared = one.members & other.members
-                if one.body is other.body and shared and not (one.members <= other.members or other.members <= one.members):
+                if (
+                    one.body is other.body
+                    and shared
+                    and not (one.members <= other.members or other.members <= one.members)
+                ):
                     raise Unclear("two subgraphs overlap in part")
 
 

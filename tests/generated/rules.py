@@ -42,8 +42,8 @@ class Site:
 class Rule:
     """text: an expression, or a rule's name. kind: inline, name or default.
 
-    arity: "one" (one input of a float type), "two" (two of the shape of the output), "any" (any number, whatever their
-    shapes), "like" (any number, the first of the type and shape of the output), "same" (as many outputs as inputs, shape by shape).
+    arity: "one" (one input of a float type), "two" (two of the shape of the output), "any" (any number and shapes),
+    "like" (any number, the first of the output's type and shape), "same" (as many outputs as inputs, shape by shape).
     per_sample: whether examples on axis 0 keep apart.
     """
 

@@ -34,8 +34,8 @@ class Record:
     """One computation. `own` and `rule`: from upstream gradients of the outputs to gradients of `inputs`.
 
     origin: the override's match that it computes. fills: whether missing upstream gradients become zeros where another
-    output has one. blocks: no gradient passes. enters: it hands a value to a loop or branch. sources: what it depends on;
-    None: its inputs.
+    output has one. blocks: no gradient passes. enters: it hands a value to a loop or branch. sources: what it depends
+    on; None: its inputs.
     """
 
     inputs: Sequence[Value]
