@@ -98,7 +98,9 @@ class _Cases:
         behind = Dependents(expanded.top, tops, differentiable=True).nodes
         ys = {ref for name in kept[0] for _, ref in expanded.tensors(name)}
         path = behind & needed(expanded.top, ys, differentiable=True)
-        floats += 5 * [item for item in floats if item in path or isinstance(item, Call)]
+        # Where a step is, only its rule makes a path.
+        steps = [node for node in floats if isinstance(node, Node) and _is_step(node)]
+        floats += 5 * [item for item in floats if item in path or isinstance(item, Call)] + 5 * steps
         made = []
         for _ in range(rng.choice([1, 1, 2, 2, 3, 4])):
             override = self._override(expanded, floats, kind)
@@ -154,7 +156,7 @@ class _Cases:
         op_type = rng.choice([item.op, *groups])
         if item.op == "AddV2" and rng.random() < 0.4:
             op_type = rng.choice(["@bias", "@sum"])
-        if item.op == "Cast" and rng.random() < 0.7:
+        if isinstance(item, Node) and _is_step(item) and rng.random() < 0.8:
             op_type = "@step"
         maybe_type = {"op_type": op_type} if rng.random() < 0.5 else {}
         if how == "type":
@@ -255,6 +257,10 @@ class _Cases:
             rules = [rule for rule in rules if rule.per_sample and item.op != "StatelessWhile"]
         chosen = rng.choice([rule.arity for rule in rules])
         return rng.choice([rule for rule in rules if rule.arity == chosen])
+
+
+def _is_step(node: Node) -> bool:
+    return node.op == "Cast" and node.body.nodes[node.inputs[0][0]].op == "Greater"
 
 
 _FITTING = {

@@ -99,7 +99,17 @@ class _Generator:
                 made = self._op(block)
             block.vectors += made
         if depth == 0:
-            block.vectors += block.add("Tanh", "y", [self._pick(block)], T=type_of(Dt.DT_DOUBLE))
+            block.vectors += block.add("Tanh", "y", [self._join(block)], T=type_of(Dt.DT_DOUBLE))
+
+    def _join(self, block: Block) -> str:
+        """A vector that depends on most of what nothing has used so far."""
+        used = {text for node in block.nodes for text in node.input}
+        unused = [vector for vector in block.vectors if vector not in used]
+        joined, *others = self._rng.sample(unused, min(len(unused), 4))
+        for other in others:
+            op = self._rng.choice(["AddV2", "AddV2", "Sub", "Mul"])
+            joined = block.add(op, self._name("op"), [joined, other], T=type_of(Dt.DT_DOUBLE))[0]
+        return joined
 
     def _op(self, block: Block) -> list[str]:
         rng = self._rng
@@ -113,7 +123,7 @@ class _Generator:
             self._stop,
             self._pair,
         ]
-        return rng.choices(makers, [40, 22, 9, 8, 5, 3, 3, 5])[0](block)
+        return rng.choices(makers, [40, 20, 9, 12, 5, 3, 3, 5])[0](block)
 
     def _unary(self, block: Block) -> list[str]:
         op = self._rng.choices(UNARY, WEIGHTS)[0]
