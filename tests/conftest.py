@@ -1,4 +1,4 @@
-"""One real server for the whole run, and the clients that talk to it."""
+"""Provides one real server for the whole run and clients of it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.service.servers import RunningServer, running_server
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Escapes what is not Unicode in captured output: pytest-xdist cannot send it to the process that reports."""
+    """Escapes invalid Unicode in captured output: pytest-xdist cannot send it between processes."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
 
 
 def pytest_collection_finish() -> None:
-    """Takes TensorFlow's modules and the collected tests out of garbage collection: they stay until the end."""
+    """Excludes TensorFlow's modules and the collected tests from garbage collection: they are never freed."""
     gc.collect()
     gc.freeze()
 
@@ -43,14 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with default settings."""
+    """Returns a server with default settings."""
     with running_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def client(server: RunningServer) -> Iterator[Any]:
-    """The synchronous client."""
+    """Returns a synchronous client."""
     connected = gr.connect(server.target)
     yield connected
     connected.close()
@@ -58,7 +58,7 @@ def client(server: RunningServer) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def aio_client(server: RunningServer) -> Iterator[Any]:
-    """The asynchronous client, waited for call by call."""
+    """Returns an asynchronous client whose calls block until they are done."""
     loop = blocking.LoopThread()
     connected = blocking.connect(server.target, loop)
     yield connected
@@ -68,27 +68,27 @@ def aio_client(server: RunningServer) -> Iterator[Any]:
 
 @pytest.fixture(params=["client", "aio_client"])
 def either(request: pytest.FixtureRequest) -> Any:
-    """Both clients in turn."""
+    """Returns the synchronous client, then the asynchronous one."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")
 def channel(server: RunningServer) -> Iterator[grpc.Channel]:
-    """A bare channel, for bytes that no client would send."""
+    """Returns a plain gRPC channel, for bytes that no client sends."""
     with grpc.insecure_channel(server.target) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    """A server that asks for credentials, and bounds its tenants tightly."""
+    """Returns a server that requires credentials and has low tenant quotas."""
     with guarded_server(tmp_path_factory.mktemp("guarded")) as running:
         yield running
 
 
 @pytest.fixture
 def rule(client: Any) -> Iterator[Callable[..., str]]:
-    """Registers a rule for one test: `rule("Name", "5 * dy")` returns the name."""
+    """Returns a function that registers a rule for one test: `rule("Name", "5 * dy")` returns the name."""
     names: list[str] = []
 
     def register(name: str, expression: str | None = None, **more: Any) -> str:
@@ -102,8 +102,8 @@ def rule(client: Any) -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture(autouse=True)
-def forgotten_gradients() -> Iterator[None]:
-    """Takes out of TensorFlow's registry, which is process-wide and cannot forget, what a test has put there."""
+def unregistered_gradients() -> Iterator[None]:
+    """Removes gradients that a test registered from TensorFlow's process-wide registry."""
     yield
     ops: Any = sys.modules.get("tensorflow.python.framework.ops")
     if ops is not None:

@@ -1,4 +1,4 @@
-"""Stores for tests that keep nothing."""
+"""Provides stores for tests that store nothing."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from gradrule_server.registry.blobs import BlobStore
 
 
 def no_blobs() -> BlobStore:
-    """A store without blobs, and without room for any."""
+    """Returns a blob store with a capacity of 0 bytes."""
     return BlobStore(Path(tempfile.mkdtemp()), 0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gradrule._results import rule_infos
-from gradrule.cli.rules import examples, text
+from gradrule.cli.rules import rule_text
 from gradrule.cli.rules.gallery import FAMILIES
 from gradrule.v1 import rule_pb2
 from gradrule_server.registry.rule_entries import preset_message, rule_message
@@ -93,11 +93,11 @@ def _rule_row(rule: rule_infos.RuleInfo) -> list[str]:
     names = f"**{rule.name}**" + "".join(f"<br>{alias}" for alias in rule.aliases)
     marks = " ".join(filter(None, ["**True**" if rule.true_gradient else "", "**S**" if rule.per_sample else ""]))
     ops = ", ".join(rule.op_types) or "any op, regions"
-    return [names, _code(text.formula(rule)), _params(rule.param_infos), ops, rule.reference, marks]
+    return [names, _code(rule_text.formula_text(rule)), _params(rule.param_infos), ops, rule.reference, marks]
 
 
 def _notes(members: Iterable[rule_infos.RuleInfo]) -> str:
-    lines = [f"- **{rule.name}**: {rule.description} {_code(examples.of_rule(rule).flag)}\n" for rule in members]
+    lines = [f"- **{rule.name}**: {rule.description} {_code(rule_text.rule_example(rule).flag)}\n" for rule in members]
     return "".join(["\n", *lines])
 
 
@@ -109,7 +109,7 @@ def _preset_row(preset: rule_infos.PresetInfo) -> list[str]:
 def _params(infos: Sequence[rule_infos.ParamInfo]) -> str:
     cells = []
     for info in infos:
-        value = "" if info.default is None else f" = {text.number(info.default)}"
+        value = "" if info.default is None else f" = {rule_text.number_text(info.default)}"
         range_ = f" ({info.range})" if info.range else ""
         cells.append(f"`{info.name}{value}`{range_}")
     return "<br>".join(cells)

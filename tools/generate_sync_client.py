@@ -25,7 +25,7 @@ REPLACEMENTS = [
     (r"\b__a(enter|exit)__\b", r"__\1__"),
     (r"\basynccontextmanager\b", "contextmanager"),
     (r"\bAsync([A-Z]\w*)", r"\1"),
-    (r"\basync_(client|pipeline|streams|transport)\b", r"sync_\1"),
+    (r"\basync_(client|streams|transport)\b", r"sync_\1"),
     (r"\ban (with block|`with`)", r"a \1"),
     (r"\bbetween tasks\b", "between threads"),
 ]

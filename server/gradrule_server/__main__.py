@@ -42,8 +42,7 @@ def _serve(arguments: Sequence[str]) -> int:
         return 2
 
     from gradrule_server.app import EXIT_FAILED, serve
-    from gradrule_server.front.server import AcceptLoopEnded
-    from gradrule_server.front.tls import CertificateError
+    from gradrule_server.front.server import AcceptLoopEnded, CertificateError
     from gradrule_server.identity.jwt_verifier import JwtKeyError
     from gradrule_server.identity.token_file import TokenFileError
     from gradrule_server.link.engine import EngineRefused

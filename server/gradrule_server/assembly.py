@@ -9,9 +9,8 @@ from gradrule.common.fast_paths import disabled_paths
 from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, InFlightLimits
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
-from gradrule_server.front.server import ConnectionSettings
+from gradrule_server.front.server import Certificates, ConnectionSettings
 from gradrule_server.front.tenants import SharedResources, Tenants
-from gradrule_server.front.tls import Certificates
 from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwt_verifier import JwtVerifier

@@ -17,8 +17,8 @@ from tests.battery import judging
 from tests.battery.figures import Figures, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Verdict
-from tests.battery.processes import forget_peak, holds, peak_bytes
 from tests.battery.serving import served
+from tests.processes import peak_bytes, reset_peak, resources
 from tests.service import raw
 from tests.service.servers import RunningServer
 
@@ -73,8 +73,8 @@ async def measure(
             data = build()
             await asyncio.sleep(0.2)
             pid = server.process.pid
-            before = holds(pid).resident_bytes
-            forget_peak(pid)
+            before = resources(pid).resident_bytes
+            reset_peak(pid)
             judged = judging.GOOD
             try:
                 await own.unary_unary(f"/gradrule.v1.{method}")(data, timeout=_DEADLINE_S)

@@ -10,17 +10,17 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from tests.service import bombs
-from tests.service.corpus import Bad
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.graph_defs import build_graph_def, placeholder
+from tests.service.harmful_graphs import HarmfulGraph
 
 
 def _sum(build: Callable[[], Any]) -> Callable[[], Any]:
     """The answer is one number; what it takes on the way is the bomb."""
-    return lambda: drawn(lambda: tf.identity(tf.reduce_sum(build()), name="y"))
+    return lambda: build_graph_def(lambda: tf.identity(tf.reduce_sum(build()), name="y"))
 
 
-def _told_by_shapes(name: str, bomb: bombs.Bomb) -> Bad:
-    return Bad(name, lambda: tf_graph_pb2.GraphDef.FromString(bomb.build()), bomb.feeds, told=bomb.reason)
+def _told_by_shapes(name: str, bomb: bombs.Bomb) -> HarmfulGraph:
+    return HarmfulGraph(name, lambda: tf_graph_pb2.GraphDef.FromString(bomb.build()), bomb.feeds, told=bomb.reason)
 
 
 def _doubled() -> Any:
@@ -50,9 +50,11 @@ def _kept_by_a_loop() -> Any:
 
 
 GROWING = (
-    Bad("doubling in a loop", _sum(_doubled), {"x": np.ones(1000, np.float32)}, told=bombs.EXCEEDED),
-    Bad("doubling of a string", _sum(_doubled_strings), {"text": np.array(b"0123456789abcdef")}, told=bombs.EXCEEDED),
-    Bad("kept by a loop", _sum(_kept_by_a_loop), {"n": np.int32(200)}, told=bombs.EXCEEDED),
+    HarmfulGraph("doubling in a loop", _sum(_doubled), {"x": np.ones(1000, np.float32)}, told=bombs.EXCEEDED),
+    HarmfulGraph(
+        "doubling of a string", _sum(_doubled_strings), {"text": np.array(b"0123456789abcdef")}, told=bombs.EXCEEDED
+    ),
+    HarmfulGraph("kept by a loop", _sum(_kept_by_a_loop), {"n": np.int32(200)}, told=bombs.EXCEEDED),
 )
 """Each takes more and more while it runs, and nothing tells before."""
 

@@ -19,9 +19,9 @@ from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement
 from tests.battery.known import Healthy
-from tests.battery.processes import engines, forget_peak, holds, peak_bytes
 from tests.battery.serving import served
-from tests.service.corpus import Bad
+from tests.processes import engines, peak_bytes, reset_peak, resources
+from tests.service.harmful_graphs import HarmfulGraph
 from tests.service.servers import RunningServer
 
 TARGET = "a typed error each, the next request is answered; a healthy client sees 0 errors"
@@ -55,7 +55,7 @@ class Went:
     next_fault: str
 
 
-async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[Bad], rounds: int) -> Figures:
+async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGraph], rounds: int) -> Figures:
     """So many rounds."""
     findings, told, clock = Findings(), Counter[str](), scale.clock()
     front, engine, done = 0, 0, 0
@@ -73,11 +73,11 @@ async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[Bad], round
     return summary(seen, findings, told, done, server.process.poll(), details)
 
 
-async def _sent(server: RunningServer, bad: Bad) -> Went:
+async def _sent(server: RunningServer, bad: HarmfulGraph) -> Went:
     await poison.calm(server, 1)
     data, pid = poison.request(bad), server.process.pid
-    before = holds(pid).resident_bytes
-    forget_peak(pid)
+    before = resources(pid).resident_bytes
+    reset_peak(pid)
     async with channel(server.target) as own:
         asking = asyncio.ensure_future(poison.ask(own, data, _DEADLINE_S))
         largest = 0
@@ -85,14 +85,14 @@ async def _sent(server: RunningServer, bad: Bad) -> Went:
             await asyncio.sleep(_LOOK_S)
             for engine in engines(pid):
                 with contextlib.suppress(OSError):  # it has just ended
-                    largest = max(largest, holds(engine).resident_bytes)
+                    largest = max(largest, resources(engine).resident_bytes)
         judged = await asking
         number = len(data)
         answer: bytes = await own.unary_unary(poison.EVALUATE)(known.request(number), timeout=_DEADLINE_S)
         return Went(judged, number, peak_bytes(pid) - before, largest, known.wrong(number, answer))
 
 
-def judge(bad: Bad, went: Went) -> list[str]:
+def judge(bad: HarmfulGraph, went: Went) -> list[str]:
     """What is wrong with how a bomb went."""
     found = poison.strange(bad, went.judged)
     if went.front_bytes > FACTOR * went.sent_bytes + CONSTANT_BYTES:

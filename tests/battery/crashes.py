@@ -15,9 +15,9 @@ from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement
 from tests.battery.known import Healthy
-from tests.battery.processes import engines
 from tests.battery.serving import served
-from tests.service.corpus import CRASHES, Bad
+from tests.processes import engines
+from tests.service.harmful_graphs import CRASHES, HarmfulGraph
 from tests.service.servers import RunningServer
 
 TARGET = "each gets a typed error that names the crash; a healthy client sees 0 errors"
@@ -37,7 +37,7 @@ def settings() -> dict[str, object]:
     return {"trust": "full", "spares": 1}
 
 
-async def crash(server: RunningServer, scale: Scale, corpus: Sequence[Bad], rounds: int) -> Figures:
+async def crash(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGraph], rounds: int) -> Figures:
     """So many rounds."""
     findings, told, clock, done = Findings(), Counter[str](), scale.clock(), 0
     async with poison.beside(server.target) as seen, channel(server.target) as own:
@@ -80,7 +80,7 @@ def summary(seen: Healthy, findings: Findings, told: Counter[str], done: int, en
     )
 
 
-def judge(bad: Bad, judged: Judgement, died: bool) -> list[str]:
+def judge(bad: HarmfulGraph, judged: Judgement, died: bool) -> list[str]:
     """What is wrong with the answer to a graph that kills. died: whether an engine ended meanwhile."""
     found = poison.strange(bad, judged)
     if found:

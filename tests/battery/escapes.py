@@ -13,7 +13,7 @@ from gradrule_server.engine.sandbox import landlock_version
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.serving import data_folder
 from tests.service.escape_graphs import ESCAPES, Escape
-from tests.service.test_escapes import Prisoner
+from tests.service.test_escapes import SandboxedEngine
 
 TARGET = "0 canaries reached with the sandbox, all of them without it"
 CASES = tuple((escape, place) for escape in ESCAPES for place in escape.places)
@@ -53,20 +53,20 @@ def judge(cases: Sequence[Case], confined: bool, reached: set[str], free: set[st
 
 
 def _reached(scale: Scale, sandbox: str, cases: Sequence[Case]) -> tuple[bool, set[str]]:
-    with _prisoner(scale, sandbox) as prisoner:
-        reached = {_name((escape, place)) for escape, place in cases if prisoner.attempt(escape, place)}
+    with _engine(scale, sandbox) as engine:
+        reached = {_name((escape, place)) for escape, place in cases if engine.attempt(escape, place)}
         return landlock_version() > 0, reached
 
 
 @contextlib.contextmanager
-def _prisoner(scale: Scale, sandbox: str) -> Iterator[Prisoner]:
+def _engine(scale: Scale, sandbox: str) -> Iterator[SandboxedEngine]:
     folder = data_folder(scale, f"escapes-{sandbox}")
     folder.mkdir(parents=True)
-    prisoner = Prisoner(folder, sandbox)
+    engine = SandboxedEngine(folder, sandbox)
     try:
-        yield prisoner
+        yield engine
     finally:
-        prisoner.close()
+        engine.close()
 
 
 def _name(case: Case) -> str:

@@ -20,8 +20,8 @@ from tests.battery.fuzzing.cases import Case, Cases
 from tests.battery.fuzzing.seeds import seeds
 from tests.battery.fuzzing.sending import IN_FLIGHT, Outcome, Tally, channel, send
 from tests.battery.known import Healthy, HealthyClient
-from tests.battery.processes import forget_peak, holds, peak_bytes
 from tests.battery.serving import served
+from tests.processes import peak_bytes, reset_peak, resources
 from tests.service.servers import RunningServer
 
 TARGET = "0 deaths of the front end, 0 untyped errors"
@@ -57,8 +57,8 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
     cases = Cases(seeds(scale.seed), scale.seed)
     healthy, pulse = HealthyClient(server.target), Pulse(server.target)
     beside = [asyncio.ensure_future(healthy.run()), asyncio.ensure_future(pulse.run())]
-    before = holds(server.process.pid).resident_bytes
-    forget_peak(server.process.pid)
+    before = resources(server.process.pid).resident_bytes
+    reset_peak(server.process.pid)
     clock, started = scale.clock(), time.monotonic()
     await _send_all(server, cases, count, clock, findings, tally, scale)
     seconds = time.monotonic() - started

@@ -16,9 +16,9 @@ from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy
-from tests.battery.processes import working
 from tests.battery.serving import served
-from tests.service.corpus import HANGS, Bad
+from tests.processes import busy_processes
+from tests.service.harmful_graphs import HANGS, HarmfulGraph
 from tests.service.servers import RunningServer
 
 TARGET = "engine gone ≤ 1 s after the deadline; a typed error; a healthy client sees 0 errors"
@@ -57,7 +57,7 @@ class Ended:
 
 
 async def hang(
-    server: RunningServer, scale: Scale, corpus: Sequence[Bad], rounds: int, gone_s: float = GONE_S
+    server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGraph], rounds: int, gone_s: float = GONE_S
 ) -> Figures:
     """So many rounds."""
     findings, told, clock = Findings(), Counter[str](), scale.clock()
@@ -75,7 +75,7 @@ async def hang(
     return summary(seen, findings, told, late, server.process.poll())
 
 
-async def _ended(server: RunningServer, bad: Bad) -> Ended:
+async def _ended(server: RunningServer, bad: HarmfulGraph) -> Ended:
     loop = asyncio.get_running_loop()
     watched = await poison.calm(server, 2)
     data = poison.request(bad)
@@ -85,12 +85,12 @@ async def _ended(server: RunningServer, bad: Bad) -> Ended:
         deadline = loop.time() + DEADLINE_S
         asking = asyncio.ensure_future(poison.ask(own, data, None))
         ends_at, busy_at = deadline, 0.0
-        at_work = [working(watched)] * _LOOKS
+        at_work = [busy_processes(watched)] * _LOOKS
         while loop.time() < ends_at + _WATCH_S:
             await asyncio.sleep(_EVERY_S)
             if asking.done():
                 ends_at = min(ends_at, loop.time())
-            at_work = [*at_work[1:], working(watched)]
+            at_work = [*at_work[1:], busy_processes(watched)]
             if set.intersection(*at_work):
                 busy_at = loop.time()
         late_s = max(0.0, busy_at - ends_at)
@@ -100,7 +100,7 @@ async def _ended(server: RunningServer, bad: Bad) -> Ended:
         return Ended(Judgement(Verdict.FAULT, what="no answer"), late_s)
 
 
-def judge(bad: Bad, ended: Ended, gone_s: float = GONE_S) -> list[str]:
+def judge(bad: HarmfulGraph, ended: Ended, gone_s: float = GONE_S) -> list[str]:
     """What is wrong with how a graph that hangs ended."""
     # What grows meanwhile may be at the end of its memory first.
     found = poison.strange(bad, ended.judged, "MEMORY_EXCEEDED")

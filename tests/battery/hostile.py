@@ -19,8 +19,8 @@ from gradrule.v1 import blob_pb2, evaluate_pb2
 from tests.battery import judging, wire
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.known import HealthyClient
-from tests.battery.processes import Holds, holds
 from tests.battery.serving import growth_faults, served, settled
+from tests.processes import Resources, resources
 from tests.service import raw
 from tests.service.servers import RunningServer
 
@@ -58,7 +58,7 @@ async def endure(server: RunningServer, scale: Scale, seconds: float, p99_s: flo
     for name, attack in ATTACKS.items():
         if clock.is_over:
             break
-        before = holds(server.process.pid)
+        before = resources(server.process.pid)
         healthy = HealthyClient(server.target, every_s=0.02)
         asking = asyncio.ensure_future(healthy.run())
         started = time.monotonic()
@@ -100,8 +100,8 @@ def judge(
     errors: Mapping[str, int],
     wrong: list[str],
     p99_s: float,
-    before: Holds,
-    after: Holds,
+    before: Resources,
+    after: Resources,
     most_s: float = P99_S,
 ) -> list[str]:
     """What one attack did that it must not."""

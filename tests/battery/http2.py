@@ -21,8 +21,8 @@ from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.fuzz import Pulse
 from tests.battery.http2_cases import SECRET, Case, Cases
 from tests.battery.known import HealthyClient
-from tests.battery.processes import holds
 from tests.battery.serving import data_folder, growth_faults, served, settled
+from tests.processes import resources
 from tests.service.servers import RunningServer
 
 TARGET = "the server stays up and answers others; 0 untyped statuses, 0 forged lines; memory and descriptors return"
@@ -80,7 +80,7 @@ async def fuzz(server: RunningServer, scale: Scale, count: int, token: str | Non
     healthy, pulse = HealthyClient(server.target, token=token), Pulse(server.target)
     beside = [asyncio.ensure_future(healthy.run()), asyncio.ensure_future(pulse.run())]
     await _first_answer(healthy)
-    before, log_before = holds(server.process.pid), server.log.stat().st_size
+    before, log_before = resources(server.process.pid), server.log.stat().st_size
     started = time.monotonic()
     await _send_all(server, cases, count, clock, findings, sent)
     seconds = time.monotonic() - started

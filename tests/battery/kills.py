@@ -13,9 +13,9 @@ import signal
 from random import Random
 
 from tests.battery.figures import Clock, Figures, Scale
-from tests.battery.processes import engines
 from tests.battery.serving import served
 from tests.battery.workload import SHARE, Load, Seen
+from tests.processes import engines
 from tests.service.servers import RunningServer
 
 TARGET = "0 wrong answers, ≥ 99.9 % answered"

@@ -11,7 +11,7 @@ import numpy as np
 import gradrule as gr
 from gradrule.v1 import graph_pb2, tensor_pb2
 from tests.service import raw
-from tests.service.graph_defs import loaded
+from tests.service.graph_defs import load_graph
 
 RULE = "SharedRule"
 PROGRAM = "shared-program"
@@ -86,7 +86,7 @@ def graph(caller: Caller) -> gr.Graph:
         raw.node("w/After", "ReadVariableOp", "w", "^more", dtype=_FLOAT),
         functions=[function],
     )
-    return loaded(message)
+    return load_graph(message)
 
 
 def _constant(name: str, value: float) -> graph_pb2.Node:

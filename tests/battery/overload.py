@@ -25,7 +25,7 @@ from gradrule.v1 import evaluate_pb2
 from tests.battery.figures import Figures, Scale
 from tests.battery.serving import served
 from tests.service import raw
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 TARGET = "goodput ≥ 90 % of the peak, refusals < 10 ms (p99)"
 GOODPUT = 0.9
@@ -111,7 +111,7 @@ async def _request(target: str) -> bytes:
 
     client = gr.aio.connect(target, timeout=60.0)
     try:
-        program = await client.compile(loaded(drawn(build)), fetches=["y"], name="overload")
+        program = await client.compile(build_graph(build), fetches=["y"], name="overload")
         x = np.random.default_rng(1).normal(0, 0.1, (128, 128)).astype(np.float32)
         turns, taken = 50, 0.0
         while taken < WORK_S and turns < 200_000:

@@ -16,9 +16,9 @@ from gradrule.v1 import evaluate_pb2
 from tests.battery import judging
 from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy, HealthyClient
-from tests.battery.processes import engines, working
+from tests.processes import busy_processes, engines
 from tests.service import raw
-from tests.service.corpus import Bad
+from tests.service.harmful_graphs import HarmfulGraph
 from tests.service.servers import RunningServer
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
@@ -28,7 +28,7 @@ _LOOKS = 9
 _copies = itertools.count()
 
 
-def request(bad: Bad) -> bytes:
+def request(bad: HarmfulGraph) -> bytes:
     """Asks for `y` of a graph; each time of another one, by a node that nothing needs, so that no verdict is kept."""
     graph = bad.build()
     graph.node.add(name=f"copy-{next(_copies)}", op="NoOp")
@@ -45,7 +45,7 @@ async def ask(channel: grpc.aio.Channel, data: bytes, deadline_s: float | None) 
     return judging.of_answer(evaluate_pb2.EvaluateResponse, answer)
 
 
-def strange(bad: Bad, judged: Judgement, *others: str) -> list[str]:
+def strange(bad: HarmfulGraph, judged: Judgement, *others: str) -> list[str]:
     """What is wrong with the answer to a bad graph: the server must say its reason, or one of the others."""
     if judged.verdict is Verdict.FAULT:
         return [f"{bad.name}: {judged.what}"]
@@ -90,7 +90,7 @@ async def calm(server: RunningServer, count: int) -> list[int]:
         busy = Counter[int]()
         for _ in range(_LOOKS):
             await asyncio.sleep(_REST_S / _LOOKS)
-            busy.update(working(found))
+            busy.update(busy_processes(found))
         is_late = loop.time() > ends_at
         if is_late and len(found) < count:
             raise TimeoutError(f"{len(found)} engines after {_CALM_S:g} s, not {count}")

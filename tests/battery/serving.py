@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradrule_server.settings import Settings, flag_name
 from tests.battery.figures import Scale
-from tests.battery.processes import Holds, holds
+from tests.processes import Resources, resources
 from tests.service.servers import RunningServer, started_server
 
 SPARE_DESCRIPTORS = 3
@@ -48,17 +48,17 @@ def data_folder(scale: Scale, row: str) -> Path:
             return folder
 
 
-async def settled(server: RunningServer, before: Holds, within_s: float) -> Holds:
+async def settled(server: RunningServer, before: Resources, within_s: float) -> Resources:
     """Waits until the front end has about as many descriptors as `before`, at most `within_s`; what it holds then."""
     ends_at = time.monotonic() + within_s
     while True:
-        now = holds(server.process.pid)
+        now = resources(server.process.pid)
         if now.descriptors <= before.descriptors + SPARE_DESCRIPTORS or time.monotonic() > ends_at:
             return now
         await asyncio.sleep(0.2)
 
 
-def growth_faults(before: Holds, after: Holds) -> list[str]:
+def growth_faults(before: Resources, after: Resources) -> list[str]:
     """Returns what a front end holds on to after an attack, one line for each; nothing where it gave all back."""
     found = []
     if after.descriptors > before.descriptors + SPARE_DESCRIPTORS:

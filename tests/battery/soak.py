@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, field
 
 from tests.battery.figures import Figures, Scale
-from tests.battery.processes import engines, holds
 from tests.battery.serving import served
 from tests.battery.slopes import Allowance, Slope, slope
 from tests.battery.workload import SHARE, Load
+from tests.processes import engines, resources
 from tests.service.servers import RunningServer
 
 TARGET = "memory, descriptors, threads, shared memory flat"
@@ -61,7 +61,7 @@ class Samples:
             self.times.clear()
             for values in self.values.values():
                 values.clear()
-        front, held = holds(pid), [holds(engine) for engine in found]
+        front, held = resources(pid), [resources(engine) for engine in found]
         self.times.append(time.monotonic())
         for name, value in {
             "front_memory": front.resident_bytes,

@@ -31,12 +31,13 @@ import gradrule as gr
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.known import EVALUATE
-from tests.battery.processes import forget_peak, holds, peak_bytes
 from tests.battery.serving import data_folder, served
 from tests.benchmarks import attacks, work
 from tests.benchmarks.attacks import Answers
 from tests.benchmarks.usage import usage
-from tests.service import costly, raw
+from tests.processes import peak_bytes, reset_peak, resources
+from tests.service import raw
+from tests.service.expensive_requests import chain, nested_calls, slow_to_select, tiny_fields
 from tests.service.servers import RunningServer
 
 TARGET = "tenant B beside each: no failure, tiny calls p99 ≤ 1 s, new programs p99 ≤ 5 s; front end's memory bounded"
@@ -99,7 +100,7 @@ def _inline(spec: Callable[[], program_pb2.ProgramSpec]) -> Callable[[gr.Client]
 
 def _large_graph(client: gr.Client) -> Requests:
     """Names a graph of 192 MiB that is a blob."""
-    graph = costly.chain(2)
+    graph = chain(2)
     weights = graph.node.add(name="w", op="Const")
     weights.attr["dtype"].type = raw.DT_FLOAT
     weights.attr["value"].tensor.dtype = raw.DT_FLOAT
@@ -126,19 +127,19 @@ def _tiny_calls(client: gr.Client) -> Requests:
 
 
 def _endless_loops(client: gr.Client) -> Requests:
-    from tests.service import endless
+    from tests.service import loop_graphs
 
     request = evaluate_pb2.EvaluateRequest()
-    request.spec.graph.serialized = endless.graph_def().SerializeToString()
+    request.spec.graph.serialized = loop_graphs.endless().SerializeToString()
     request.spec.fetches.append("y")
-    request.feeds.add(name="x").value.inline_tensor.CopyFrom(raw.tensor(endless.STAYS))
+    request.feeds.add(name="x").value.inline_tensor.CopyFrom(raw.tensor(loop_graphs.ENDLESS))
     return itertools.repeat(request.SerializeToString())
 
 
 def _long_chains(client: gr.Client) -> Requests:
     """Chains that no cache knows: the name of the last node is new each time."""
     for number in itertools.count():
-        graph = costly.chain(_LONG_CHAIN)
+        graph = chain(_LONG_CHAIN)
         graph.node.add(name=f"y{number}", op="Tanh", input=[graph.node[-1].name])
         request = evaluate_pb2.EvaluateRequest()
         request.spec.graph.serialized = graph.SerializeToString()
@@ -176,15 +177,15 @@ def _large_rules(client: gr.Client) -> Requests:
 
 
 ATTACKS = {
-    "selections": Attack("S2", "300 overrides on 30,000 nodes", 8, _inline(costly.slow_to_select), succeeds=False),
+    "selections": Attack("S2", "300 overrides on 30,000 nodes", 8, _inline(slow_to_select), succeeds=False),
     "nested calls": Attack(
-        "S3", "10 KB of functions that call each other", 12, _inline(costly.nested_calls), succeeds=False, front_mib=512
+        "S3", "10 KB of functions that call each other", 12, _inline(nested_calls), succeeds=False, front_mib=512
     ),
     "tiny fields": Attack(
         "S5",
         "messages of four million fields",
         60,
-        lambda client: itertools.repeat(costly.tiny_fields()),
+        lambda client: itertools.repeat(tiny_fields()),
         compression=grpc.Compression.Gzip,
         succeeds=False,
         front_mib=1024,
@@ -307,8 +308,8 @@ def _beside(server: RunningServer, tokens: Sequence[str], name: str, seconds: fl
             if attacker.stdout.readline().strip() != _READY:
                 return Answers(), Answers(), Did()
             front = server.process.pid
-            before, cpu_ns = holds(front).resident_bytes, usage(front).cpu_ns
-            forget_peak(front)
+            before, cpu_ns = resources(front).resident_bytes, usage(front).cpu_ns
+            reset_peak(front)
             with ThreadPoolExecutor(2) as threads:
                 tiny = threads.submit(attacks.program_calls, server.target, mine, seconds, ATTACKS[name].beside())
                 new = threads.submit(attacks.new_programs, server.target, mine, seconds)

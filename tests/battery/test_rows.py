@@ -30,7 +30,7 @@ from tests.battery import (
 from tests.battery.bomb_graphs import BOMBS, GROWING
 from tests.battery.figures import Figures, Scale
 from tests.battery.serving import data_folder, served
-from tests.service.corpus import CRASHES, HANGS
+from tests.service.harmful_graphs import CRASHES, HANGS
 from tests.service.servers import RunningServer
 
 INTERLEAVINGS = 2_000

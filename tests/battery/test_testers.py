@@ -51,15 +51,15 @@ from tests.battery.fuzzing.seeds import methods, seeds
 from tests.battery.judging import GOOD, Judgement, Verdict
 from tests.battery.known import Healthy, HealthyClient
 from tests.battery.liar import lying
-from tests.battery.processes import Holds, holds
 from tests.battery.sender import Sender
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
 from tests.battery.workload import WAYS, Load, Seen
 from tests.benchmarks.attacks import Answers
 from tests.policy import minimal
-from tests.service.corpus import Bad
+from tests.processes import Resources, resources
 from tests.service.escape_graphs import ESCAPES
+from tests.service.harmful_graphs import HarmfulGraph
 from tests.service.servers import RunningServer
 
 CASES = 24
@@ -71,7 +71,7 @@ OVERLOADED = Judgement(Verdict.REFUSED, reason="OVERLOADED")
 HUNG = Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED", what="not done within 2 s")
 BARE = replace(HUNG, is_bare=True)
 CRASHED = Judgement(Verdict.REFUSED, reason="ENGINE_CRASHED", what="SIGABRT: Check failed: a < b")
-CRASH = Bad("crash", lambda: None, {}, "Check failed")
+CRASH = HarmfulGraph("crash", lambda: None, {}, "Check failed")
 
 
 async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningServer, scale: Scale) -> None:
@@ -230,12 +230,12 @@ def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure
 
 def test_memory_without_a_name_is_seen() -> None:
     """As arenas are it: no file of /dev/shm tells of them."""
-    before = holds(os.getpid()).shared_bytes
+    before = resources(os.getpid()).shared_bytes
     descriptor = os.memfd_create("planted")
     os.ftruncate(descriptor, 2**24)
     with mmap.mmap(descriptor, 2**24) as mapped:
         mapped.write(bytes(2**24))
-        assert holds(os.getpid()).shared_bytes - before == 2**24
+        assert resources(os.getpid()).shared_bytes - before == 2**24
     os.close(descriptor)
 
 
@@ -289,7 +289,7 @@ def test_rolling(shared_server: RunningServer) -> None:
     assert not figures(4, answered=0)
 
 
-QUIET = Holds(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes=0)
+QUIET = Resources(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes=0)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ QUIET = Holds(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes=0)
         ({}, [], 0.1, replace(QUIET, resident_bytes=10**9)),
     ],
 )
-def test_hostile(errors: dict[str, int], wrong: list[str], p99_s: float, after: Holds) -> None:
+def test_hostile(errors: dict[str, int], wrong: list[str], p99_s: float, after: Resources) -> None:
     assert len(hostile.judge("attack", errors, wrong, p99_s, QUIET, after)) == 1
     assert hostile.judge("attack", {}, [], 0.1, QUIET, QUIET) == []
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service import generated, reference
-from tests.service.graph_defs import drawn, loaded, nodes, placeholder
+from tests.service.graph_defs import all_nodes, build_graph_def, load_graph, placeholder
 
 FEEDS = 6
 SHARE = 0.999
@@ -106,16 +106,16 @@ def _work(
         x = placeholder("x", shape=(None,) * len(shape))
         tf.identity(function(x), name="y")
 
-    graph_def = drawn(build)
+    graph_def = build_graph_def(build)
     random = np.random.default_rng(len(name))
     feeds = tuple({"x": random.normal(0, 1.5, shape).astype(np.float32)} for _ in range(FEEDS))
-    rules = {} if rule is None else {node.name: rule.python for node in nodes(graph_def) if node.op == op_type}
+    rules = {} if rule is None else {node.name: rule.python for node in all_nodes(graph_def) if node.op == op_type}
     wanted = []
     for given in feeds:
         result = reference.evaluate(graph_def, given, fetches=["y"], ys=["y"], xs=["x"], rules=rules)
         wanted.append({"output": result.outputs, "gradient": result.gradients})
     overrides = {} if rule is None or op_type is None else {op_type: gr.Rule(rule.expression)}
-    return Work(name, loaded(graph_def), overrides, feeds, tuple(wanted))
+    return Work(name, load_graph(graph_def), overrides, feeds, tuple(wanted))
 
 
 def _shown(values: Any) -> str:
@@ -229,10 +229,10 @@ class Load:
             work = chance.choice(self._works)
             index = chance.randrange(FEEDS)
             way = chance.choice(_WAYS if programs else (_inline,))
-            drawn = chance.random()
-            if drawn < self._cancelled:
+            build_graph_def = chance.random()
+            if build_graph_def < self._cancelled:
                 await self._give_up(way(client, programs.get(work.name), work, index), chance.uniform(0.0, 0.05))
-            elif drawn < self._cancelled + self._wrong:
+            elif build_graph_def < self._cancelled + self._wrong:
                 await self._err(client, work, chance)
             else:
                 await self._ask(work, index, functools.partial(way, client, programs.get(work.name), work, index))

@@ -147,10 +147,10 @@ def _program_calls(client: aio.AsyncClient, what: work.Work) -> Callable[[], Awa
 
 
 def _endless(client: aio.AsyncClient) -> Attack:
-    from tests.service import endless
+    from tests.service import loop_graphs
 
-    graph = gr.Graph.from_bytes(endless.graph_def().SerializeToString())
-    return 16, lambda: client.evaluate(graph, {"x": np.float32(endless.STAYS)}, fetches=["y"], timeout=600.0)
+    graph = gr.Graph.from_bytes(loop_graphs.endless().SerializeToString())
+    return 16, lambda: client.evaluate(graph, {"x": np.float32(loop_graphs.ENDLESS)}, fetches=["y"], timeout=600.0)
 
 
 def _selections(client: aio.AsyncClient) -> Attack:

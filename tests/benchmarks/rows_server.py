@@ -14,7 +14,8 @@ from tests.benchmarks.measure import Line, Row, Samples, in_turns_of
 from tests.benchmarks.peers import module
 from tests.benchmarks.usage import tree, usage
 from tests.service.health import GRADIENTS, SERVING, health
-from tests.service.servers import RunningServer, wait_until
+from tests.service.servers import RunningServer
+from tests.waiting import wait_until
 
 _FAILED_MS = 30_000.0
 """What a call that fails counts for: the deadline of a plain server."""

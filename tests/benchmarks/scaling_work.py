@@ -105,7 +105,7 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     from gradrule_server import graphs
     from gradrule_server.link.messages import CallShape
     from gradrule_server.preparation.prepare import prepare
-    from gradrule_server.preparation.rule_lookup import SnapshotLookup
+    from gradrule_server.preparation.references import SnapshotRuleLookup
     from gradrule_server.registry.blobs import BlobStore
 
     spec = program_pb2.ProgramSpec(fetches=["y"])
@@ -113,7 +113,7 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     spec.vjp.ys.append("y")
     spec.vjp.xs.append("x")
     spec.overrides.add(definition={"expression": RULE}).selector.op_type = "Sign"
-    lookup, found = SnapshotLookup(b""), []
+    lookup, found = SnapshotRuleLookup(b""), []
     store = BlobStore(folder / "blobs", 0)
     result = {
         "check and expand": measured(lambda: found.append(prepare(spec, CallShape(), lookup, graphs.Limits(), store))),

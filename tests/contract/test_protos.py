@@ -131,7 +131,7 @@ OF_PROGRAMS = {"GradientService.StreamEvaluate": "forward"}
 """Those that the methods of programs are for."""
 
 
-def test_every_rpc_has_a_method_in_both_clients(client: Any, aio_client: blocking.Blocking) -> None:
+def test_every_rpc_has_a_method_in_both_clients(client: Any, aio_client: blocking.BlockingClient) -> None:
     assert set(PYTHON | OF_PROGRAMS) == {
         f"{service.name}.{method.name}" for service in SERVICES for method in service.methods
     }
@@ -143,7 +143,7 @@ def test_every_rpc_has_a_method_in_both_clients(client: Any, aio_client: blockin
         assert callable(getattr(gr.aio.AsyncProgram, method)), method
 
 
-def test_clients_take_the_same_arguments(client: Any, aio_client: blocking.Blocking) -> None:
+def test_clients_take_the_same_arguments(client: Any, aio_client: blocking.BlockingClient) -> None:
     import inspect
 
     for method in PYTHON.values():

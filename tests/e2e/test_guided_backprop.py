@@ -13,7 +13,7 @@ import pytest
 from matplotlib import image
 
 import gradrule as gr
-from gradrule.cli.demo import data, pictures, saliency
+from gradrule.cli.demo import data, pictures
 from gradrule.cli.demo.networks import Network, relu_network
 from gradrule.cli.demo.training import Recipe, train
 from tests.service.answers import assert_close
@@ -33,7 +33,7 @@ class Explained:
             progress=lambda *_: None,
         )  # fmt: skip
         self.accuracy, self.weights = run.accuracy, run.weights
-        chosen = saliency.one_of_each(self.digits)
+        chosen = pictures.one_of_each(self.digits)
         self.x, self.labels = self.digits.test_x[chosen], self.digits.test_labels[chosen]
         self.feeds = {"x": self.x, "labels": self.labels, **self.weights}
         self.relus = [node.name for node in self.network.graph.find(op_type="Relu")]
@@ -100,7 +100,7 @@ def by_hand(explained: Explained, guided: bool) -> Array:
 
 def test_both_pictures_are_those_of_the_paper(explained: Explained) -> None:
     (plain,) = explained.gradients(None, ["x"])
-    (guided,) = explained.gradients(saliency.GUIDED, ["x"])
+    (guided,) = explained.gradients(pictures.GUIDED, ["x"])
     for got, is_guided in ((plain, False), (guided, True)):
         wanted = by_hand(explained, is_guided)
         assert_close(got, wanted.astype(np.float32), rtol=1e-3)
@@ -112,7 +112,7 @@ def test_only_positive_evidence_leaves_a_relu(explained: Explained) -> None:
     graph = explained.network.graph
     inputs = [graph.node(name).inputs[0] for name in explained.relus]
     xs = [*inputs, *explained.relus]
-    plain, guided = explained.gradients(None, xs), explained.gradients(saliency.GUIDED, xs)
+    plain, guided = explained.gradients(None, xs), explained.gradients(pictures.GUIDED, xs)
     values = explained.client.evaluate(graph, explained.feeds, fetches=inputs).outputs
     count = len(inputs)
     assert count == 3
@@ -126,7 +126,7 @@ def test_only_positive_evidence_leaves_a_relu(explained: Explained) -> None:
 
 
 def test_the_preset_is_the_same(explained: Explained) -> None:
-    (by_rule,) = explained.gradients(saliency.GUIDED, ["x"])
+    (by_rule,) = explained.gradients(pictures.GUIDED, ["x"])
     (by_preset,) = explained.gradients(gr.Preset("guided_backprop"), ["x"])
     np.testing.assert_array_equal(by_preset, by_rule)
 
@@ -137,7 +137,7 @@ def test_compare_says_where_they_part(explained: Explained) -> None:
         explained.feeds,
         ys="score",
         xs="x",
-        overrides={"guided": saliency.GUIDED},
+        overrides={"guided": pictures.GUIDED},
         finite_differences=False,
     )
     first = found.first_differences["guided"]
@@ -148,7 +148,7 @@ def test_compare_says_where_they_part(explained: Explained) -> None:
 
 def test_the_picture(explained: Explained, tmp_path: Path) -> None:
     (plain,) = explained.gradients(None, ["x"])
-    (guided,) = explained.gradients(saliency.GUIDED, ["x"])
+    (guided,) = explained.gradients(pictures.GUIDED, ["x"])
     path = tmp_path / "saliency.png"
     pictures.saliency({"digit": explained.x, "gradient": plain, "guided": guided}, explained.labels, path)
     drawn = image.imread(path)

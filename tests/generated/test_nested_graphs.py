@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.nested_cases import CASES, case, straight
+from tests.service.nested_cases import CASES, case, reference
 from tests.service.nested_programs import Branch, Call, Loop, Map, Scan, places, statements
 from tests.service.test_nested_graphs import CHUNK, QUICK, compare_chunk, registered
 
@@ -24,7 +24,7 @@ def test_the_cases_are_hard() -> None:
     """A test of the test: constructs, depth, and rules that were really asked inside each kind of construct."""
     seen: Counter[str] = Counter()
     for number in range(CASES):
-        item, asked = case(number), straight(number).asked
+        item, asked = case(number), reference(number).asked
         found = places(item.program)
         depth = max(len(place.kinds) for place in found)
         made = list(statements(item.program))
@@ -98,10 +98,10 @@ def test_rules_change_gradients() -> None:
         any(
             got is not None and (plain is None or not np.allclose(got, plain, rtol=1e-6, atol=0))
             for got, plain in zip(
-                ruled.gradients.values(), straight(number, overridden=False).gradients.values(), strict=True
+                ruled.gradients.values(), reference(number, overridden=False).gradients.values(), strict=True
             )
         )
         for number in range(60)
-        if (ruled := straight(number)).asked
+        if (ruled := reference(number)).asked
     ]
     assert np.mean(changed) > 0.6

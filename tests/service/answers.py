@@ -1,24 +1,34 @@
-"""What tests say about answers and refusals."""
+"""Checks results and refusals, and records which test provokes which error reason."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 import numpy.typing as npt
+import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 import gradrule as gr
 
+Test = TypeVar("Test", bound=Callable[..., None])
+
 RECORDED: list[str] = []
 """Every reason that `refused` or `refused_raw` has seen, in order."""
 
+PROVOKED: dict[str, Callable[..., None]] = {}
+"""Reason → a test that provokes it at a real server."""
+
+keeps_engine = pytest.mark.usefixtures("same_engine")
+"""After the test the same engine still answers right."""
+
 
 class Refusal:
-    """The error that a `with refused(…)` block met; set when the block is left."""
+    """Holds the error that a `with refused(…)` block raised; filled when the block ends."""
 
     def __init__(self) -> None:
         self.error: Any = None
@@ -26,14 +36,14 @@ class Refusal:
         self.fields: list[str] = []
 
     def says(self, *words: str) -> None:
-        """The message holds all the words."""
+        """Asserts that the message contains all the words."""
         missing = [word for word in words if word not in self.message]
         assert not missing, f"{missing} not in {self.message!r}"
 
 
 @contextlib.contextmanager
 def refused(reason: str) -> Iterator[Refusal]:
-    """The block must raise the client's error with this reason, as a class of its own."""
+    """Asserts that the block raises the client's error class for this reason."""
     refusal = Refusal()
     try:
         yield refusal
@@ -48,7 +58,7 @@ def refused(reason: str) -> Iterator[Refusal]:
 
 @contextlib.contextmanager
 def refused_raw(reason: str) -> Iterator[Refusal]:
-    """The block's bare gRPC call must fail with this reason, and details that say so."""
+    """Asserts that the block's plain gRPC call fails with this reason in its status details."""
     refusal = Refusal()
     try:
         yield refusal
@@ -69,8 +79,25 @@ def refused_raw(reason: str) -> Iterator[Refusal]:
         raise AssertionError(f"no {reason} was raised")
 
 
+def provokes(*reasons: str) -> Callable[[Test], Test]:
+    """Registers a test for error reasons and asserts that it met one of them."""
+
+    def enter(test: Test) -> Test:
+        @functools.wraps(test)
+        def proven(*args: Any, **kwargs: Any) -> None:
+            before = len(RECORDED)
+            test(*args, **kwargs)
+            assert set(reasons) & set(RECORDED[before:])
+
+        for reason in reasons:
+            PROVOKED[reason] = proven
+        return proven  # type: ignore[return-value]  # wraps keeps the signature
+
+    return enter
+
+
 def dense(gradient: Any) -> npt.NDArray[Any]:
-    """A gradient as an array, slices added up."""
+    """Returns a gradient as a dense array; adds up slices with the same index."""
     if not isinstance(gradient, gr.Sparse):
         return np.asarray(gradient)
     full = np.zeros(tuple(np.asarray(gradient.dense_shape)), np.asarray(gradient.values).dtype)
@@ -79,17 +106,17 @@ def dense(gradient: Any) -> npt.NDArray[Any]:
 
 
 def statuses(answer: Any) -> dict[str, str]:
-    """Node → what became of it."""
+    """Maps each overridden node to its status."""
     return {resolution.node: resolution.status for resolution in answer.overrides}
 
 
 def rules_by_node(answer: Any) -> dict[str, str]:
-    """Node → rule that gives its gradient."""
+    """Maps each node to the rule that computes its gradient."""
     return {item.node: item.rule for item in answer.overrides if item.status == "active"}
 
 
 def assert_close(got: Any, wanted: Any, *, rtol: float = 1e-5) -> None:
-    """Same dtype where `wanted` is an array, same shape, near values."""
+    """Compares shapes and values, and dtypes where `wanted` is an array."""
     if isinstance(wanted, np.ndarray):
         assert np.asarray(got).dtype == wanted.dtype
     np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=rtol, atol=1e-6, strict=False)

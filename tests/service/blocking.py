@@ -1,4 +1,4 @@
-"""The asynchronous client with the face of the synchronous one, so that both go through one suite."""
+"""Gives the asynchronous client the interface of the synchronous one, so that one suite tests both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gradrule as gr
 
 
 class LoopThread:
-    """An event loop that runs in a thread of its own."""
+    """Runs an event loop in a thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -20,7 +20,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `function` on the loop and waits for what it gives, be it a coroutine or an asynchronous iterator."""
+        """Runs `function` on the loop and waits for its result: a coroutine or an asynchronous iterator."""
 
         async def call() -> Any:
             result = function(*args, **kwargs)
@@ -39,7 +39,7 @@ class LoopThread:
         self._loop.close()
 
 
-class Blocking:
+class BlockingClient:
     """Waits for each call of an asynchronous client or program."""
 
     def __init__(self, target: Any, loop: LoopThread) -> None:
@@ -59,7 +59,7 @@ class Blocking:
 
         return call
 
-    def __enter__(self) -> Blocking:
+    def __enter__(self) -> BlockingClient:
         self._loop.run(self.target.__aenter__)
         return self
 
@@ -69,9 +69,9 @@ class Blocking:
     def _wrapped(self, value: Any) -> Any:
         methods = (getattr(type(value), name, None) for name in ("evaluate", "vjp"))
         asynchronous = any(inspect.iscoroutinefunction(method) for method in methods)
-        return Blocking(value, self._loop) if asynchronous else value
+        return BlockingClient(value, self._loop) if asynchronous else value
 
 
 def connect(target: str, loop: LoopThread, **options: Any) -> Any:
-    """`gr.aio.connect`, blocking."""
-    return Blocking(loop.run(gr.aio.connect, target, **options), loop)
+    """Connects an asynchronous client and wraps it."""
+    return BlockingClient(loop.run(gr.aio.connect, target, **options), loop)

@@ -1,4 +1,4 @@
-"""Graphs of a few hundred bytes that ask for more memory than there is, in ways that shapes and sizes tell before."""
+"""Lists small graphs that need more memory than the machine has; shapes and sizes show it before they run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import tensorflow as tf
 
 from gradrule.v1 import graph_pb2, tensor_pb2
 from tests.service import raw
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.graph_defs import build_graph_def, placeholder
 
 HUGE = 10**10
 """Elements: 40 GB of float32."""
 LARGE = 100_000
 """Of a vector whose outer product with itself is as large."""
 
+_FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
+_INT32 = graph_pb2.AttrValue(type=tensor_pb2.DT_INT32)
+
 EXCEEDED, LIMIT = "MEMORY_EXCEEDED", "LIMIT_EXCEEDED"
 
 
 @dataclass(frozen=True)
 class Bomb:
-    """A graph with a result y. `reason`: why it must be refused; `words`: what the refusal must say."""
+    """Describes a graph with a result y. `reason`: the expected error; `words`: what its message must contain."""
 
     build: Callable[[], bytes]
     feeds: Mapping[str, Any] = field(default_factory=dict)
@@ -32,8 +35,8 @@ class Bomb:
 
 
 def _sum(build: Callable[[], Any]) -> Callable[[], bytes]:
-    """The answer is one number; what it takes on the way is the bomb."""
-    return lambda: drawn(lambda: tf.identity(tf.reduce_sum(build()), name="y")).SerializeToString()
+    """Reduces a large intermediate result to one number."""
+    return lambda: build_graph_def(lambda: tf.identity(tf.reduce_sum(build()), name="y")).SerializeToString()
 
 
 def _x() -> Any:
@@ -66,50 +69,45 @@ def _in_both_branches() -> Any:
     return tf.cond(small > 0, lambda: tf.reduce_sum(_fill()), lambda: tf.reduce_sum(tf.exp(_fill())))
 
 
-def _together() -> Any:
-    """Each fits; none can go before the last is there."""
+def _many_tensors() -> Any:
+    """Adds many tensors: each one fits, but all are needed at once."""
     return tf.add_n([tf.raw_ops.Fill(dims=tf.constant([2**27], tf.int64), value=float(i)) for i in range(64)])
 
 
-def _splat() -> bytes:
-    """A constant of one value that stands for all: 40 GB in 91 bytes."""
-    shape = tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=HUGE)])
+def large_constant(elements: int) -> bytes:
+    """Makes the sum of a constant of one repeated value: any number of elements in 91 bytes."""
+    shape = tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=elements)])
     value = tensor_pb2.Tensor(dtype=raw.DT_FLOAT, tensor_shape=shape, float_val=[1.0])
-    attrs = {"dtype": graph_pb2.AttrValue(type=raw.DT_FLOAT), "value": graph_pb2.AttrValue(tensor=value)}
-    zero = graph_pb2.Node(name="axis", op="Const")
-    zero.attr["dtype"].type = tensor_pb2.DT_INT32
-    zero.attr["value"].tensor.dtype = tensor_pb2.DT_INT32
-    zero.attr["value"].tensor.tensor_shape.dim.add(size=1)
-    zero.attr["value"].tensor.int_val.append(0)
-    graph = raw.graph(raw.node("c", "Const", **attrs), zero, raw.node("y", "Sum", "c", "axis"))
-    data: bytes = graph.SerializeToString()
+    attrs = {"dtype": _FLOAT, "value": graph_pb2.AttrValue(tensor=value)}
+    total = raw.node("y", "Sum", "c", "axis", T=_FLOAT, Tidx=_INT32)
+    data: bytes = raw.graph(raw.node("c", "Const", **attrs), _axis(rank=1), total).SerializeToString()
     return data
 
 
-def _outputs() -> bytes:
-    """A node of ten million outputs."""
-    split = raw.node("s", "Split", "axis", "x", num_split=graph_pb2.AttrValue(i=10**7))
-    axis = graph_pb2.Node(name="axis", op="Placeholder", attr={"dtype": graph_pb2.AttrValue(type=tensor_pb2.DT_INT32)})
-    data: bytes = raw.graph(raw.placeholder(), axis, split, raw.node("y", "Identity", "s")).SerializeToString()
+def many_outputs(outputs: int) -> bytes:
+    """Makes a node with that many outputs."""
+    split = raw.node("s", "Split", "axis", "x", T=_FLOAT, num_split=graph_pb2.AttrValue(i=outputs))
+    result = raw.node("y", "Identity", "s", T=_FLOAT)
+    data: bytes = raw.graph(raw.placeholder(), _axis(rank=0), split, result).SerializeToString()
     return data
 
 
-def _doubling_calls() -> bytes:
-    """Thirty functions, each of which calls the next twice: a thousand million nodes."""
+def doubling_calls(depth: int) -> bytes:
+    """Makes functions, each of which calls the next one twice: 2 to the power of `depth` nodes."""
     graph = raw.graph(raw.placeholder())
     graph.node.append(_call("y", "f0", "x"))
-    for depth in range(30):
+    for level in range(depth):
         function = graph.library.function.add()
-        function.signature.name = f"f{depth}"
+        function.signature.name = f"f{level}"
         function.signature.input_arg.add(name="a", type=raw.DT_FLOAT)
         function.signature.output_arg.add(name="r", type=raw.DT_FLOAT)
-        if depth < 29:
-            inner = f"f{depth + 1}"
+        if level < depth - 1:
+            inner = f"f{level + 1}"
             function.node_def.extend([_call("b", inner, "a"), _call("c", inner, "b:output:0")])
             function.ret["r"] = "c:output:0"
         else:
-            function.node_def.append(raw.node("b", "Neg", "a", T=graph_pb2.AttrValue(type=raw.DT_FLOAT)))
-            function.ret["r"] = "b:y:0"
+            function.node_def.extend([raw.node("b", "Neg", "a", T=_FLOAT), raw.node("c", "Neg", "b:y:0", T=_FLOAT)])
+            function.ret["r"] = "c:y:0"
     data: bytes = graph.SerializeToString()
     return data
 
@@ -121,11 +119,19 @@ def _call(name: str, function: str, value: str) -> graph_pb2.Node:
     return node
 
 
+def _axis(rank: int) -> graph_pb2.Node:
+    """Makes the constant 0 as a scalar (rank 0) or a vector of one element (rank 1)."""
+    value = tensor_pb2.Tensor(dtype=tensor_pb2.DT_INT32, int_val=[0])
+    if rank:
+        value.tensor_shape.dim.add(size=1)
+    return raw.node("axis", "Const", dtype=_INT32, value=graph_pb2.AttrValue(tensor=value))
+
+
 _VECTOR = {"x": np.ones(LARGE, np.float32)}
 _MANY = {"n": np.int64([HUGE])}
 
 BOMBS: Mapping[str, Bomb] = {
-    # Known when the program is compiled.
+    # Detected when the program is compiled.
     "Fill": Bomb(_sum(_fill)),
     "Tile": Bomb(_sum(lambda: tf.tile(tf.ones([1000]), tf.constant([HUGE // 1000], tf.int64)))),
     "BroadcastTo": Bomb(_sum(lambda: tf.exp(tf.broadcast_to(1.0, tf.constant([HUGE], tf.int64))))),
@@ -142,8 +148,8 @@ BOMBS: Mapping[str, Bomb] = {
     "in a function": Bomb(_sum(_in_function)),
     "in a loop": Bomb(_sum(_in_loop)),
     "in both branches": Bomb(_sum(_in_both_branches), {"n": np.int64(1)}),
-    "many at once": Bomb(_sum(_together)),
-    # Known when a call brings shapes or sizes.
+    "many at once": Bomb(_sum(_many_tensors)),
+    # Detected when a call gives shapes or sizes.
     "Fill, fed": Bomb(_sum(lambda: tf.fill(_n(), 1.0)), _MANY),
     "Fill, computed": Bomb(_sum(lambda: tf.fill(_n() * 1000, 1.0)), {"n": np.int64([HUGE // 1000])}),
     "Tile, fed": Bomb(_sum(lambda: tf.tile(_x(), _n())), {**_VECTOR, "n": np.int64([LARGE])}),
@@ -171,10 +177,12 @@ BOMBS: Mapping[str, Bomb] = {
     "random, fed": Bomb(_sum(lambda: tf.random.stateless_uniform(_n(), [1, 2])), _MANY),
     "outer product, fed": Bomb(_sum(_outer), _VECTOR),
     "MatrixDiag, fed": Bomb(_sum(lambda: tf.linalg.diag(_x())), _VECTOR),
-    # Known from the graph alone.
-    "a constant of one value": Bomb(_splat, reason=LIMIT, words=("--max-constant-bytes",)),
-    "ten million outputs": Bomb(_outputs, _VECTOR, LIMIT, ("num_split", "1024", "--max-node-outputs")),
-    "calls that double": Bomb(_doubling_calls, _VECTOR, LIMIT, ("1000000", "--max-inlined-nodes")),
+    # Detected in the graph itself.
+    "a constant of one value": Bomb(lambda: large_constant(HUGE), reason=LIMIT, words=("--max-constant-bytes",)),
+    "ten million outputs": Bomb(
+        lambda: many_outputs(10**7), _VECTOR, LIMIT, ("num_split", "1024", "--max-node-outputs")
+    ),
+    "calls that double": Bomb(lambda: doubling_calls(30), _VECTOR, LIMIT, ("1000000", "--max-inlined-nodes")),
 }
 """Each takes more than 30 GB, where nothing stops it."""
 
@@ -188,13 +196,13 @@ def _varint(number: int) -> bytes:
 
 
 def nested(*numbers: int, inside: bytes) -> bytes:
-    """Messages within messages, by their fields' numbers, the outermost first."""
+    """Nests messages by field number, the outermost first."""
     for number in reversed(numbers):
         inside = _varint(number << 3 | 2) + _varint(len(inside)) + inside
     return inside
 
 
-# Evaluate requests that say nothing at great length.
+# Large Evaluate requests without content.
 MESSAGES: Mapping[str, Callable[[], bytes]] = {
     "empty nodes": lambda: nested(2, 1, 1, inside=b"\x0a\x00" * 2_000_000),
     "empty nodes, serialised": lambda: nested(2, 1, 2, inside=b"\x0a\x00" * 2_000_000),

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it signs."""
+"""Creates certificate authorities and certificates for tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cryptography.x509.oid import NameOID
 
 
 @dataclass(frozen=True)
-class Signed:
-    """Files of a certificate and its key."""
+class CertificateFiles:
+    """Holds the files of a certificate and its key."""
 
     certificate: Path
     key: Path
@@ -35,21 +35,21 @@ class Authority:
         self.file = folder / f"{name}.crt"
         self.file.write_bytes(certificate.public_bytes(Encoding.PEM))
 
-    def server(self, name: str) -> Signed:
-        """A certificate for this machine."""
+    def server(self, name: str) -> CertificateFiles:
+        """Creates a certificate for this machine."""
         alternatives = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         return self._sign(name, alternatives)
 
-    def client(self, name: str, *, alternative: str | None = None) -> Signed:
-        """A client's certificate; `name` is its common name."""
+    def client(self, name: str, *, alternative: str | None = None) -> CertificateFiles:
+        """Creates a client certificate; `name` is its common name."""
         return self._sign(name, [] if alternative is None else [x509.UniformResourceIdentifier(alternative)])
 
-    def _sign(self, name: str, alternatives: list[x509.GeneralName]) -> Signed:
+    def _sign(self, name: str, alternatives: list[x509.GeneralName]) -> CertificateFiles:
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name(name), self._name, key.public_key())
         if alternatives:
             builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        found = Signed(self._folder / f"{name}.crt", self._folder / f"{name}.key")
+        found = CertificateFiles(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         found.certificate.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
         found.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         return found

@@ -1,4 +1,4 @@
-"""A real OTLP collector: a gRPC server that keeps the spans it gets."""
+"""Runs an OTLP collector: a gRPC server that stores the spans it receives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 @dataclass(frozen=True)
 class Span:
-    """A span as it was exported."""
+    """Describes an exported span."""
 
     service: str
     name: str
@@ -28,7 +28,7 @@ class Span:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps spans."""
+    """Stores spans."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,14 +38,14 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(self, request: Any, context: Any) -> Any:
         found = [
             Span(
-                text_of(resource.resource.attributes).get("service.name", ""),
+                string_attributes(resource.resource.attributes).get("service.name", ""),
                 span.name,
                 span.trace_id.hex(),
                 span.span_id.hex(),
                 span.parent_span_id.hex(),
                 span.start_time_unix_nano,
                 span.end_time_unix_nano,
-                text_of(span.attributes),
+                string_attributes(span.attributes),
             )
             for resource in request.resource_spans
             for scope in resource.scope_spans
@@ -56,18 +56,18 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str) -> list[Span]:
-        """What has come of a trace."""
+        """Returns the spans of a trace received so far."""
         with self._lock:
             return [span for span in self._spans if span.trace_id == trace_id]
 
 
-def text_of(attributes: Any) -> dict[str, str]:
+def string_attributes(attributes: Any) -> dict[str, str]:
     return {item.key: item.value.string_value for item in attributes}
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[Collector]:
-    """A collector that is up."""
+def running_collector() -> Iterator[Collector]:
+    """Starts a collector and stops it at the end."""
     server = grpc.server(futures.ThreadPoolExecutor(2))
     collector = Collector()
     add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server

@@ -1,4 +1,4 @@
-"""Fixtures of tests of real servers: two tenants, and an engine that must live on."""
+"""Provides fixtures for tests of real servers: two tenants, and a check that the engine survives a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.service.servers import RunningServer
 
 @pytest.fixture
 def same_engine(server: RunningServer, channel: grpc.Channel) -> Iterator[None]:
-    """After the test the same engine still answers right."""
+    """Checks that the same engine still answers after the test."""
     before = server.engine_pid()
     assert before is not None
     yield
@@ -26,13 +26,13 @@ def same_engine(server: RunningServer, channel: grpc.Channel) -> Iterator[None]:
 
 @pytest.fixture
 def names(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Names of two tenants that only this test knows."""
+    """Returns names of two tenants that only this test uses."""
     return f"ada of {request.node.name}", f"grace of {request.node.name}"
 
 
 @pytest.fixture
 def ada(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
-    """Returns a client of the first tenant; where one tenant does harm, it is this one."""
+    """Returns a client of the first tenant: the harmful one where a test has one."""
     with guarded.connect(names[0]) as client:
         yield client
 
@@ -46,7 +46,7 @@ def grace(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
 
 @pytest.fixture
 def channels(guarded: Guarded) -> Iterator[Callable[[str], grpc.Channel]]:
-    """`channels(tenant)`: a bare channel with the tenant's credentials."""
+    """Returns a function that opens a plain channel with a tenant's credentials."""
     with ExitStack() as stack:
 
         def channel(tenant: str) -> grpc.Channel:

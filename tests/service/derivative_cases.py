@@ -1,4 +1,4 @@
-"""Functions of x and w with every kind of container inside, for derivatives that local TensorFlow takes eagerly."""
+"""Lists functions of x and w with each kind of control flow, whose derivatives local TensorFlow computes eagerly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import gradrule as gr
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 Function = Callable[[Any, Any], Any]
 
@@ -19,17 +19,17 @@ W: Any = np.float32([[0.5, -0.2, 0.1], [0.4, 0.6, -0.3], [-0.8, 0.7, 0.2]])
 FEEDS = {"x": X, "w": W}
 VX: Any = np.float32([[0.4, -1.2, 0.3], [0.8, 0.1, -0.9]])
 VW: Any = np.float32([[0.2, 0.9, -0.5], [-0.7, 0.3, 1.1], [0.6, -0.4, 0.1]])
-# Of float32 through loops, on both sides.
+# Relative tolerance for float32 values that pass through loops on both sides.
 RTOL = 2e-4
 
 
 def plain(x: Any, w: Any) -> Any:
-    """A layer."""
+    """Computes a dense layer."""
     return tf.tanh(tf.matmul(x, w)) * tf.sin(x)
 
 
 def loop(x: Any, w: Any) -> Any:
-    """A loop whose number of turns is known only when it runs."""
+    """Runs a loop whose number of iterations is known only at run time."""
 
     def body(i: Any, value: Any) -> tuple[Any, Any]:
         return i + 1, tf.sin(tf.matmul(value, w)) + x
@@ -39,7 +39,7 @@ def loop(x: Any, w: Any) -> Any:
 
 
 def nested_loops(x: Any, w: Any) -> Any:
-    """A loop in a loop."""
+    """Runs a loop inside a loop."""
 
     def inner(i: Any, value: Any) -> tuple[Any, Any]:
         return i + 1, tf.tanh(value * x)
@@ -51,12 +51,12 @@ def nested_loops(x: Any, w: Any) -> Any:
 
 
 def branch(x: Any, w: Any) -> Any:
-    """A branch."""
+    """Runs a branch."""
     return tf.cond(tf.reduce_sum(x) > 0.0, lambda: tf.exp(tf.matmul(x, w)) * x, lambda: x * 3.0)
 
 
 def branch_in_loop(x: Any, w: Any) -> Any:
-    """A branch in a loop."""
+    """Runs a branch inside a loop."""
 
     def body(i: Any, value: Any) -> tuple[Any, Any]:
         return i + 1, tf.cond(tf.equal(i % 2, 0), lambda: tf.matmul(value, w) * x, lambda: tf.sin(value) * value)
@@ -70,12 +70,12 @@ def _called(x: Any, w: Any) -> Any:
 
 
 def nested_function(x: Any, w: Any) -> Any:
-    """Calls of a function."""
+    """Calls nested functions."""
     return _called(_called(x, w), w)
 
 
 def scan(x: Any, w: Any) -> Any:
-    """A recurrent cell, its states gathered."""
+    """Runs a recurrent cell and stacks its states."""
 
     def cell(state: Any, one: Any) -> Any:
         gate = tf.sigmoid(one + tf.linalg.matvec(w, state))
@@ -85,7 +85,7 @@ def scan(x: Any, w: Any) -> Any:
 
 
 def mapped(x: Any, w: Any) -> Any:
-    """`map_fn`, whose turns do not depend on one another."""
+    """Runs `map_fn`, whose iterations are independent."""
     return tf.map_fn(lambda row: tf.tanh(tf.linalg.matvec(w, row)) * row, x)
 
 
@@ -95,24 +95,24 @@ CASES: Mapping[str, Function] = {
 }
 
 
-def graph_of(function: Function, shape: Any = (None, None)) -> gr.Graph:
-    """The graph of y = function(x, w), as a user would load it."""
+def graph_for_function(function: Function, shape: Any = (None, None)) -> gr.Graph:
+    """Returns the graph of y = function(x, w), loaded from a file like a user's."""
 
     def build() -> None:
         tf.identity(function(placeholder("x", shape=shape), placeholder("w", shape=shape)), name="y")
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
-class Local:
-    """Derivatives of a function at X and W, taken eagerly, by tapes and accumulators."""
+class LocalDerivatives:
+    """Computes derivatives of a function at X and W eagerly, with gradient tapes and forward accumulators."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
         self._x, self._w = tf.constant(X), tf.constant(W)
 
     def jvp(self, tangent_x: Any, tangent_w: Any) -> Any:
-        """Forward mode."""
+        """Computes the Jacobian-vector product in forward mode."""
         with tf.autodiff.ForwardAccumulator(
             [self._x, self._w], [tf.constant(tangent_x), tf.constant(tangent_w)]
         ) as accumulator:
@@ -120,7 +120,7 @@ class Local:
         return accumulator.jvp(y).numpy()
 
     def jacobian(self) -> tuple[Any, Any]:
-        """By x and by w."""
+        """Returns the Jacobians with respect to x and w."""
         with tf.GradientTape(persistent=True) as tape:
             tape.watch([self._x, self._w])
             y = self._function(self._x, self._w)
@@ -128,7 +128,7 @@ class Local:
         return tuple(value.numpy() for value in found)
 
     def gradients(self, grad_y: Any) -> tuple[Any, Any]:
-        """By x and by w."""
+        """Returns the gradients with respect to x and w."""
         with tf.GradientTape() as tape:
             tape.watch([self._x, self._w])
             y = self._function(self._x, self._w)
@@ -136,7 +136,7 @@ class Local:
         return tuple(value.numpy() for value in found)
 
     def hvp(self, vector_x: Any, vector_w: Any) -> tuple[Any, Any]:
-        """Reverse over reverse, by x and by w."""
+        """Returns Hessian-vector products with respect to x and w, reverse over reverse mode."""
         with tf.GradientTape() as outer:
             outer.watch([self._x, self._w])
             with tf.GradientTape() as inner:

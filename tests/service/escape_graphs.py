@@ -1,4 +1,4 @@
-"""Graphs that try to get out of the engine, by category of danger, each with what it would reach."""
+"""Lists graphs that try to leave the engine's sandbox, by category, each with its target."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule_server.link.v1 import link_pb2
-from tests.service.graph_defs import drawn
+from tests.service.graph_defs import build_graph_def
 
 SECRET = b"the canary sings at dawn"
 
 
 @dataclass
 class Canaries:
-    """Things that no graph must reach: files outside and in the data folder, a listening socket, other processes."""
+    """Holds what no graph may reach: files outside and inside the data folder, a listening socket, other processes."""
 
     folder: Path
     listener: socket.socket
@@ -42,7 +42,7 @@ class Canaries:
             )
 
     def restore(self, place: str) -> None:
-        """Nothing in this place was written."""
+        """Restores a place to its state before any graph wrote to it."""
         folder = self.places[place]
         for path in folder.glob("written*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -55,7 +55,7 @@ class Canaries:
 
 @dataclass(frozen=True)
 class Escape:
-    """`build` draws a graph whose tensor `y` reaches a canary in a place."""
+    """Describes a graph: `build` makes one whose tensor `y` reaches a canary at a place."""
 
     name: str
     reach: str
@@ -64,8 +64,8 @@ class Escape:
 
 
 def request(draw: Callable[[Canaries, str], None], canaries: Canaries, place: str, key: str) -> link_pb2.CompileRequest:
-    """What the front end would send for it, if it checked nothing."""
-    graph = drawn(lambda: draw(canaries, place))
+    """Returns what the front end would send to the engine without its checks."""
+    graph = build_graph_def(lambda: draw(canaries, place))
     return link_pb2.CompileRequest(
         trusted=True, key=key, graph=graph.SerializeToString(), fetches=[link_pb2.Endpoint(name="y", tensor="y:0")]
     )
@@ -173,7 +173,7 @@ def _cache_dataset(canaries: Canaries, place: str) -> None:
 
 
 def _summary(canaries: Canaries, place: str) -> None:
-    # One that has the name of another takes over its file.
+    # A resource with an existing name replaces that resource's file.
     writer = tf.raw_ops.SummaryWriter(shared_name=place)
     made = tf.raw_ops.CreateSummaryFileWriter(
         writer=writer,
@@ -227,7 +227,7 @@ def _generator(canaries: Canaries, place: str) -> None:
         output_types=[tf.string],
         output_shapes=[[]],
     )
-    # It never ends: what comes first is all that is asked.
+    # It never ends, so only its first step counts.
     first = tf.raw_ops.TakeDataset(
         input_dataset=dataset, count=tf.constant(1, tf.int64), output_types=[tf.string], output_shapes=[[]]
     )
@@ -251,8 +251,8 @@ def _remote_call(canaries: Canaries, place: str) -> None:
     _y(value)
 
 
-def _stage(canaries: Canaries, place: str) -> None:
-    """Within one program: another program of the same engine has a session, and so a container, of its own."""
+def _shared_stage(canaries: Canaries, place: str) -> None:
+    """Reads a stage of the same program; another program of the engine has its own session and container."""
     put = tf.raw_ops.Stage(
         values=[tf.raw_ops.ReadFile(filename=_canary(canaries, place))], container=place, shared_name="canary"
     )
@@ -279,8 +279,8 @@ ESCAPES = [
     Escape("environment of another process", "environment", _environment_of_another, places=("outside",)),
     Escape("GeneratorDataset", "read", _generator),
     Escape("RemoteCall", "read", _remote_call),
-    Escape("Stage", "read", _stage),
-    # These may go on for ever.
+    Escape("Stage", "read", _shared_stage),
+    # These may never end.
     Escape("RegisterDataset", "connected", _register_dataset, places=("outside",)),
     Escape("DebugIdentity to a server", "connected", _debug_grpc, places=("outside",)),
 ]

@@ -1,4 +1,4 @@
-"""Random graphs with random overrides, and each rule twice: as gradrule's expression and as Python for TensorFlow."""
+"""Generates random graphs with random overrides; each rule is written as an expression and as Python for TensorFlow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPLEX = {"complex64": 2e-4, "complex128": 1e-7}
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule in both languages. `op_rule`: the expression is the name of a rule that TensorFlow registers."""
+    """Holds one rule in both languages. `op_rule`: the expression names a rule that TensorFlow registers."""
 
     expression: str
     python: Callable[..., Any]
@@ -128,7 +128,7 @@ RESHAPING_OPS = ("Sum", "Mean", "Transpose", "Reshape", "ConcatV2", "GatherV2", 
 
 @dataclass
 class Case:
-    """A generated graph with its feeds and overrides. `overrides`: (node, rule), one per node that has one."""
+    """Holds a generated graph, its feeds and overrides: (node, rule), at most one per node."""
 
     graph_def: Any
     dtype: str
@@ -138,7 +138,7 @@ class Case:
 
 
 def values(draw: st.DrawFn, shape: Sequence[int], dtype: str) -> Any:
-    """Quarters in [-2, 2]: exact in every dtype, and often on a kink."""
+    """Draws multiples of 1/4 in [-2, 2]: exact in every dtype, and often on a kink."""
     count = int(np.prod(shape))
     numbers = np.array(draw(st.lists(st.integers(-8, 8), min_size=count, max_size=count)), np.float64) / 4
     if dtype in COMPLEX:
@@ -148,7 +148,7 @@ def values(draw: st.DrawFn, shape: Sequence[int], dtype: str) -> Any:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A graph of 2 to 8 ops over one or two placeholders of one float type; y is the sum of all that is left open."""
+    """Draws a graph of 2 to 8 ops on one or two placeholders of one float type; y sums all unused results."""
     dtype = draw(st.sampled_from(sorted(FLOATS)))
     shape = draw(st.lists(st.integers(1, 3), min_size=0, max_size=3))
     static = draw(st.booleans())
@@ -165,7 +165,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def _grow(draw: st.DrawFn, open_ends: list[Any], overrides: list[tuple[str, Rule]]) -> None:
-    """Puts one op on one or two open ends."""
+    """Adds one op on one or two unused results."""
     kind = draw(st.sampled_from(["unary"] * 5 + ["binary"] * 2 + ["reshaping"] * 2))
     index = draw(st.integers(0, len(open_ends) - 1))
     value = open_ends[index]
@@ -186,7 +186,7 @@ def _grow(draw: st.DrawFn, open_ends: list[Any], overrides: list[tuple[str, Rule
             overrides.append((result.op.name, draw(st.sampled_from(BINARY_RULES))))
     else:
         result = _reshaped(draw(st.sampled_from(RESHAPING_OPS)), value)
-    # The old end stays open now and then, so that gradients of several paths add up.
+    # Sometimes the input stays available, so that gradients of several paths add up.
     if draw(st.integers(0, 3)) == 0:
         open_ends.append(result)
     else:
@@ -222,7 +222,7 @@ WRAPPINGS = ("call", "call in call", "while", "if", "case")
 
 @dataclass
 class Nested:
-    """A chain of unary ops inside a function, a loop or a branch, and the same chain flat."""
+    """Holds a chain of unary ops inside a function, a loop or a branch, and the same chain without it."""
 
     graph_def: Any
     flat_def: Any
@@ -234,7 +234,7 @@ class Nested:
 
 @st.composite
 def nested_cases(draw: st.DrawFn) -> Nested:
-    """The override is by op type; the flat graph's nodes of that type get the same rule."""
+    """Draws a case with an override by op type; the flat graph's nodes of that type get the same rule."""
     dtype = draw(st.sampled_from(["float32", "float64"]))
     feed = values(draw, [draw(st.integers(1, 4))], dtype)
     chain = draw(st.lists(st.sampled_from(CHAIN_OPS), min_size=1, max_size=4))

@@ -1,4 +1,4 @@
-"""A server that asks its callers who they are: TLS, a file of tokens, and JSON Web Tokens."""
+"""Runs a server that authenticates callers by TLS, a token file and JSON Web Tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUOTAS = {
 
 @dataclass(frozen=True)
 class Guarded:
-    """The server, and what makes credentials for it."""
+    """Holds the server and creates credentials for it."""
 
     running: RunningServer
     authority: Authority
@@ -48,18 +48,18 @@ class Guarded:
     """Private keys by algorithm."""
 
     def new_token(self, tenant: str, *flags: str) -> str:
-        """A token, made as an operator makes one."""
+        """Creates a token with the operator's command."""
         return token_command("new", "--tenant", tenant, *flags, "--file", str(self.tokens)).strip()
 
     def connect(self, tenant: str | None = None, *, token: str | None = None, **words: Any) -> gr.Client:
-        """A client of the tenant's, or with this token."""
+        """Returns a client with the tenant's or the given token."""
         text = self.web_token(tenant) if tenant is not None else token
         return gr.connect(
             self.running.target, credentials=gr.tls(self.authority.file), token=text, **{"timeout": 60.0, **words}
         )
 
     def web_token(self, tenant: str, *, algorithm: str = "ES256", **changed: Any) -> str:
-        """A JSON Web Token, good unless `changed` claims make it otherwise; None takes a claim away."""
+        """Creates a valid JSON Web Token; `changed` replaces claims, and None removes a claim."""
         now = datetime.datetime.now(datetime.UTC)
         claims = {"sub": tenant, "iss": ISSUER, "aud": AUDIENCE, "exp": now + datetime.timedelta(hours=1)} | changed
         claims = {name: value for name, value in claims.items() if value is not None}
@@ -67,12 +67,12 @@ class Guarded:
 
 
 def token_command(*arguments: str, code: int = 0) -> str:
-    """What `gradrule token …` prints."""
-    return command("token", *arguments, code=code)
+    """Runs `gradrule token …` and returns its output."""
+    return run_gradrule("token", *arguments, code=code)
 
 
-def command(*arguments: str, code: int = 0) -> str:
-    """What `gradrule …` prints; its complaints where it ends with another code than 0."""
+def run_gradrule(*arguments: str, code: int = 0) -> str:
+    """Runs `gradrule …` and returns its output, with stderr where the exit code is not 0."""
     ended = subprocess.run(
         [sys.executable, "-m", "gradrule.cli", *arguments],
         capture_output=True,
@@ -84,15 +84,15 @@ def command(*arguments: str, code: int = 0) -> str:
     return ended.stdout if code == 0 else ended.stdout + ended.stderr
 
 
-def unsigned(claims: dict[str, Any]) -> str:
-    """A token that says that it needs no signature."""
+def unsigned_web_token(claims: dict[str, Any]) -> str:
+    """Creates a JSON Web Token of the algorithm `none`."""
     parts = [{"alg": "none", "typ": "JWT"}, claims]
     return ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts) + "."
 
 
 @contextmanager
 def guarded_server(folder: Path) -> Iterator[Guarded]:
-    """Runs one."""
+    """Starts the server and stops it at the end."""
     authority = Authority(folder, "authority")
     signed = authority.server("server")
     keys: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a server says of its health."""
+"""Reads the health status of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.service.servers import RunningServer, wait_until
+from tests.service.servers import RunningServer
+from tests.waiting import wait_until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -21,7 +22,7 @@ _SERVING_WITHIN_S = 60.0
 
 
 def health(target: str, service: str) -> int | None:
-    """What the server says of a service; None where it is not reached."""
+    """Returns the health status of a service; None if the server is not reachable."""
     with grpc.insecure_channel(target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
@@ -34,28 +35,28 @@ def health(target: str, service: str) -> int | None:
 
 
 def wait_for_another_engine(running: RunningServer, engine: int) -> None:
-    """Until an engine other than this one serves."""
+    """Waits until another engine than `engine` serves."""
     running.wait_for_engine(other_than=engine)
     wait_until(lambda: True if health(running.target, GRADIENTS) == SERVING else None, "another engine", 60)
 
 
 @dataclass
 class HealthRecord:
-    """What the health of `GRADIENTS` was over time. statuses: without repetitions; None: nobody answered."""
+    """Records the health of `GRADIENTS` over time. statuses: without repetitions; None: no answer."""
 
     statuses: list[int | None] = field(default_factory=list)
     first_answer_s: float = 0.0
     """When something answered first, by the monotonic clock; 0 before."""
 
     def faults(self) -> list[str]:
-        """Returns what is wrong with the statuses of a start. Right is: no answer, then NOT_SERVING, then SERVING."""
+        """Returns errors in the statuses of a start; right is: no answer, then NOT_SERVING, then SERVING."""
         found = [status for status in self.statuses if status is not None]
         return [] if found == [NOT_SERVING, SERVING] else [f"health was {self.statuses} during the start"]
 
 
 @contextlib.contextmanager
 def recorded_health(target: str) -> Iterator[HealthRecord]:
-    """Asks for the health again and again in another thread, until it is SERVING, which the block must bring about."""
+    """Polls the health in a thread until it is SERVING; the block must start the server."""
     record, ended = HealthRecord(), threading.Event()
 
     def ask() -> None:

@@ -1,8 +1,8 @@
-"""Numbered cases: a random program, values, what is asked of it, and overrides, each rule once for the server and once
-in Python.
+"""Makes numbered cases: a random program, values, a request and overrides; each rule for the server and in Python.
 
-Every rule here turns zeros into zeros. A loop or branch hands zeros back where nothing was connected, and the same
-computed straight has no node there at all: only for such rules the two are one computation.
+Every rule maps zeros to zeros: a loop or branch returns zeros where nothing is connected, while the flat computation
+has
+no node there. Only for such rules both compute the same.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 import gradrule as gr
-from tests.service import nested_straight
+from tests.service import nested_reference
 from tests.service.nested_graphs import tensor_name
 from tests.service.nested_programs import BINARY, UNARY, Place, Program, generate, places
-from tests.service.nested_straight import Pull, Straight
+from tests.service.nested_reference import Pull, ReferenceResult
 
 CASES = 300
 REGISTERED = "NestedHalfWindow"
@@ -30,15 +30,15 @@ REGISTERED_EXPRESSION = "where(abs(x) <= 1.5, 0.5 * dy, 0)"
 
 @dataclass(frozen=True)
 class Rule:
-    """text: an expression, or a rule's name. kind: inline, name, graph or default. params: with the values used."""
+    """Holds a rule. text: an expression or a name. kind: inline, name, graph or default. params: with their values."""
 
     text: str
     python: Pull
     kind: str = "inline"
     params: Mapping[str, float] = field(default_factory=dict)
 
-    def served(self) -> Any:
-        """As the client takes it."""
+    def for_client(self) -> Any:
+        """Returns the rule as the client accepts it."""
         if self.kind == "graph":
             return gr.Rule(graph=_cosine_graph())
         if self.kind in ("name", "default"):
@@ -95,7 +95,7 @@ BINARY_RULES = [
 
 @dataclass(frozen=True)
 class Override:
-    """A rule and the conditions that must all hold; None: no condition. scope: without the slash."""
+    """Holds a rule and its conditions, all of which must hold; None: no condition. scope: without the slash."""
 
     rule: Rule
     op_type: str | None
@@ -103,7 +103,7 @@ class Override:
     scope: str | None
 
     def fits(self, place: Place) -> bool:
-        """Whether it means the op there, said anew: `*` stays between slashes, `**` crosses them."""
+        """Returns whether the override selects the op; here `*` matches within a name part, `**` across parts."""
         if self.op_type is not None and place.op_type != self.op_type:
             return False
         if self.scope is not None and not place.name.startswith(f"{self.scope}/"):
@@ -115,7 +115,7 @@ class Override:
 
 @dataclass(frozen=True)
 class Case:
-    """A program and what is asked of it, by names of its top level. `late`: params are given with the call."""
+    """Holds a program and a request, by names of its top level. `late`: params are given with the call."""
 
     number: int
     program: Program
@@ -130,16 +130,16 @@ class Case:
     late: bool
 
     def tensor(self, name: str) -> str:
-        """The graph's name of a vector of the top level."""
+        """Returns the graph's name of a vector of the top level."""
         made = {statement.name: tensor_name(statement) for statement in self.program.top.statements}
         return made.get(name, name)
 
     def rule_of(self, place: Place) -> Pull | None:
-        """First match wins."""
+        """Returns the rule of the first override that matches."""
         return next((item.rule.python for item in self.overrides if item.fits(place)), None)
 
-    def words(self) -> dict[str, Any]:
-        """The client's arguments. Overrides are optional, for a generated one need not lie on the path."""
+    def arguments(self) -> dict[str, Any]:
+        """Returns the client's arguments. Overrides are optional: a generated one need not lie on the path."""
         overrides, params = [], {}
         for number, item in enumerate(self.overrides):
             conditions = {"op_type": item.op_type, "node": item.node, "scope": item.scope}
@@ -149,7 +149,7 @@ class Case:
             if item.rule.params and self.late:
                 params[label] = dict(item.rule.params)
             overrides.append(
-                gr.Override(item.rule.served(), params=dict(given) or None, label=label, optional=True, **selectors)
+                gr.Override(item.rule.for_client(), params=dict(given) or None, label=label, optional=True, **selectors)
             )
         return {
             "feeds": self.feeds,
@@ -165,7 +165,7 @@ class Case:
 
 @functools.cache
 def case(number: int) -> Case:
-    """Case `number` is the same whenever and wherever it is made."""
+    """Returns case `number`, the same in every run and on every machine."""
     rng = random.Random(number)
     program = generate(rng)
     made = [statement.name for statement in program.top.statements]
@@ -185,7 +185,7 @@ def case(number: int) -> Case:
         "k": np.int32(rng.randint(0, 3)),
     }
     found = places(program)
-    reached = nested_straight.evaluate(program, feeds, ys, xs, rule_of=lambda place: _own).asked
+    reached = nested_reference.evaluate(program, feeds, ys, xs, rule_of=lambda place: _own).asked
     return Case(
         number=number,
         program=program,
@@ -202,7 +202,7 @@ def case(number: int) -> Case:
 
 
 def _overrides(rng: random.Random, found: list[Place], reached: set[str]) -> list[Override]:
-    """One to four; ops that are on the path when the program runs are meant most often, and nested ones more often."""
+    """Draws one to four overrides; they mostly select executed ops on the path, and prefer nested ones."""
     weights = [(6 if place.name in reached else 1) * (2 if place.kinds else 1) for place in found]
     made = []
     for _ in range(rng.randint(1, 4)):
@@ -231,10 +231,10 @@ def _overrides(rng: random.Random, found: list[Place], reached: set[str]) -> lis
 
 
 @functools.cache
-def straight(number: int, *, overridden: bool = True) -> Straight:
-    """Case `number` without functions, loops and branches; `overridden`: with its rules."""
+def reference(number: int, *, overridden: bool = True) -> ReferenceResult:
+    """Computes case `number` without functions, loops and branches; `overridden`: with its rules."""
     item = case(number)
-    return nested_straight.evaluate(
+    return nested_reference.evaluate(
         item.program,
         item.feeds,
         item.ys,
@@ -245,4 +245,4 @@ def straight(number: int, *, overridden: bool = True) -> Straight:
     )
 
 
-__all__ = ["BINARY", "CASES", "REGISTERED", "REGISTERED_EXPRESSION", "Case", "case", "straight"]
+__all__ = ["BINARY", "CASES", "REGISTERED", "REGISTERED_EXPRESSION", "Case", "case", "reference"]

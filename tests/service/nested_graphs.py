@@ -1,4 +1,4 @@
-"""A random program as TensorFlow's users write it: functions, `while_loop`, `map_fn`, `scan`, `cond`, `switch_case`."""
+"""Builds a random program with TensorFlow: functions, `while_loop`, `map_fn`, `scan`, `cond`, `switch_case`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Env = Mapping[str, Any]
 
 
 def graph_def(program: Program, *, static: bool) -> Any:
-    """The GraphDef; static: whether placeholders have shapes. Its results are y0, …"""
+    """Returns the GraphDef with results y0, y1, …; static: whether placeholders have shapes."""
     size, n_rows = (program.size, program.n_rows) if static else (None, None)
     with tf.Graph().as_default() as graph:
         env = {name: tf.compat.v1.placeholder(tf.float64, [size], name=name) for name in program.top.params}
@@ -45,7 +45,7 @@ def graph_def(program: Program, *, static: bool) -> Any:
 
 
 def tensor_name(statement: Statement) -> str:
-    """The tensor that a statement of the top level makes."""
+    """Returns the name of the tensor that a top-level statement makes."""
     return statement.name if isinstance(statement, Op) else f"{statement.name}/out"
 
 
@@ -65,7 +65,7 @@ class _Builder:
         return function
 
     def block(self, block: Block, env: Env) -> list[Any]:
-        """The block's results. Identities keep its nodes' names from those that TensorFlow gives to results."""
+        """Builds a block and returns its results. Identity ops keep TensorFlow from renaming the nodes of results."""
         inner = dict(env)
         for statement in block.statements:
             inner[statement.name] = self._statement(statement, inner)

@@ -1,7 +1,6 @@
-"""Random programs of functions, loops and branches in one another, as data: what runs where is said once, here.
+"""Generates random programs of nested functions, loops and branches as data; they alone define what runs where.
 
-Two readers give them meaning: `nested_graphs` builds what TensorFlow's users build, `nested_straight` computes the same
-without any function, loop or branch of TensorFlow's.
+`nested_graphs` builds them with TensorFlow's control flow, `nested_reference` computes them without it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MAX_OPS = 220
 
 @dataclass
 class Block:
-    """Statements over named vectors. `params`: names that are given; `results`: names that are handed back."""
+    """Holds statements over named vectors. `params`: names of its arguments; `results`: names of what it returns."""
 
     params: list[str]
     statements: list[Statement] = field(default_factory=list)
@@ -28,7 +27,7 @@ class Block:
 
 @dataclass
 class Statement:
-    """Makes one vector, called `name`, of others."""
+    """Makes one vector, called `name`, from others."""
 
     name: str
     args: list[str]
@@ -36,24 +35,24 @@ class Statement:
 
 @dataclass
 class Op(Statement):
-    """One op, element by element."""
+    """Applies one op element by element."""
 
     op_type: str
 
 
 @dataclass
 class Call(Statement):
-    """A function on two vectors."""
+    """Calls a function on two vectors."""
 
     function: str
 
 
 @dataclass
 class Loop(Statement):
-    """A while loop. `args`: initial states, as many as the body has params; its first state is what comes out.
+    """Runs a while loop. `args`: initial states, one for each param of the body; its result is the first state.
 
     trips: a number; "fed": the placeholder `k`; "value": until the first state's absolute sum reaches `limit`, at most
-    three times. collect: what comes out is the sum of the first state after each turn, kept in a TensorArray.
+    three times. collect: the result is the sum of the first state after each iteration, stored in a TensorArray.
     """
 
     body: Block
@@ -64,14 +63,14 @@ class Loop(Statement):
 
 @dataclass
 class Map(Statement):
-    """`tf.map_fn` over the rows of the placeholder `rows`, or over `args` stacked; the sum of what comes out."""
+    """Runs `tf.map_fn` over the rows of the placeholder `rows`, or over `args` stacked; sums the results."""
 
     body: Block
 
 
 @dataclass
 class Scan(Statement):
-    """`tf.scan` over rows as in `Map` from `initial`; the last or the sum of all that comes out."""
+    """Runs `tf.scan` over rows as in `Map` from `initial`; returns the last result or the sum of all."""
 
     body: Block
     initial: str
@@ -80,7 +79,7 @@ class Scan(Statement):
 
 @dataclass
 class Branch(Statement):
-    """If (two branches, by whether the sum of the first arg exceeds `limit`) or Case.
+    """Runs If (two branches, by whether the sum of the first arg exceeds `limit`) or Case.
 
     by: "sum" for If; for Case "fed" (the placeholder `k`) or "size" (the rounded absolute sum of the first arg).
     """
@@ -95,7 +94,7 @@ CONSTRUCTS: dict[type[Statement], str] = {Call: "function", Loop: "loop", Map: "
 
 @dataclass
 class Program:
-    """`top` has the params x and w, vectors; besides, there are the placeholders `rows` (float64) and `k` (int32)."""
+    """Holds a program: `top` has the params x and w, vectors; placeholders are `rows` (float64) and `k` (int32)."""
 
     size: int
     n_rows: int
@@ -105,7 +104,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Place:
-    """An op where it runs. name: as the server says it. kinds: the constructs around it, outermost first."""
+    """Describes an op where it runs. name: as the server reports it. kinds: constructs around it, outermost first."""
 
     name: str
     op_type: str
@@ -113,7 +112,7 @@ class Place:
 
 
 def container(statement: Statement, path: str) -> str:
-    """The path of what lies in a construct. TensorFlow puts map_fn's loop, Case and calls in a scope of that name."""
+    """Returns the path of a construct's body; TensorFlow names scopes of map_fn's loop, Case and calls like it."""
     inner = {Call: "/PartitionedCall", Map: "/while", Scan: "/while"}.get(type(statement), "")
     if isinstance(statement, Branch) and statement.by != "sum":
         inner = "/indexed_case"
@@ -121,7 +120,7 @@ def container(statement: Statement, path: str) -> str:
 
 
 def blocks_of(statement: Statement, program: Program) -> list[Block]:
-    """The blocks in a construct."""
+    """Returns the blocks of a construct."""
     if isinstance(statement, Call):
         return [program.functions[statement.function]]
     if isinstance(statement, Branch):
@@ -130,7 +129,7 @@ def blocks_of(statement: Statement, program: Program) -> list[Block]:
 
 
 def places(program: Program) -> list[Place]:
-    """Every op wherever it may run, once per way to reach it."""
+    """Iterates over every op that may run, once for each way to reach it."""
 
     def walk(block: Block, path: str, kinds: tuple[str, ...]) -> Iterator[Place]:
         for statement in block.statements:
@@ -143,7 +142,7 @@ def places(program: Program) -> list[Place]:
 
 
 def statements(program: Program) -> Iterator[Statement]:
-    """Every statement once, where it is written."""
+    """Iterates over every statement once."""
 
     def walk(block: Block) -> Iterator[Statement]:
         for statement in block.statements:
@@ -158,7 +157,7 @@ def statements(program: Program) -> Iterator[Statement]:
 
 
 def most_ops(program: Program) -> int:
-    """How many ops run if every branch were the dearest."""
+    """Returns the number of ops that run if every branch takes its longest path."""
 
     def cost(block: Block) -> int:
         return sum(statement_cost(statement) for statement in block.statements)
@@ -175,7 +174,7 @@ def most_ops(program: Program) -> int:
 
 
 def generate(rng: random.Random) -> Program:
-    """A program with a construct at its top level; the generator tries again where one would run too long."""
+    """Returns a program with a construct at its top level; repeats drawing while one would run too long."""
     while True:
         program = _Generator(rng).program()
         if most_ops(program) <= MAX_OPS:
@@ -198,7 +197,7 @@ class _Generator:
         return f"{kind}{self._count}"
 
     def _block(self, params: list[str], visible: list[str], depth: int, n_results: int = 1) -> Block:
-        """`visible`: vectors that statements may use: the params, and those around the block."""
+        """Draws a block; `visible`: the params and the vectors of enclosing blocks."""
         rng, block = self._rng, Block(list(params))
         seen = list(visible)
         constructs = rng.randint(1, 2) if depth == 0 else rng.choice([0, 1, 1, 2]) if depth < MAX_DEPTH else 0
@@ -207,15 +206,15 @@ class _Generator:
         for kind in kinds:
             statement = self._construct(seen, depth) if kind == "construct" else self._op(seen)
             block.statements.append(statement)
-            # What was just made is what is most often used.
+            # Prefer the newest vectors.
             seen += [statement.name, statement.name]
         used = {name for statement in block.statements for name in statement.args}
-        # What nothing uses yet would be computed for nothing.
+        # Use every vector, so that none is computed in vain.
         left = [item.name for item in block.statements if item.name not in used and not isinstance(item, Op)]
         for _ in range(n_results):
             first = left.pop() if left else self._pick(seen)
             both = Op(self._name("op"), [first, seen[-1]], rng.choice(BINARY))
-            # What leaves a block stays small, however often it goes round.
+            # Keep results small, for any number of iterations.
             bounded = Op(self._name("op"), [both.name], rng.choice(["Tanh", "Sin"]))
             block.statements += [both, bounded]
             block.results.append(bounded.name)
@@ -226,7 +225,7 @@ class _Generator:
 
     def _op(self, seen: list[str]) -> Op:
         if self._rng.random() < 0.7:
-            # Those at the front have no gradient to pass on, so that few of them go far.
+            # The ops at the front of the list have no gradient, so few ops are far from a result.
             return Op(self._name("op"), [self._pick(seen)], self._rng.choice(UNARY + UNARY[2:]))
         return Op(self._name("op"), [self._pick(seen), self._pick(seen)], self._rng.choice(BINARY))
 
@@ -237,7 +236,7 @@ class _Generator:
         return make(seen, depth)
 
     def _call(self, seen: list[str], depth: int) -> Call:
-        """Of a function that is there already, if it is not too deep, or of a new one."""
+        """Calls an existing function, unless it is too deep, or a new one."""
         fitting = [name for name, inner in self._depths.items() if depth + inner <= MAX_DEPTH]
         if fitting and self._rng.random() < 0.5:
             function = self._rng.choice(fitting)
@@ -255,7 +254,7 @@ class _Generator:
         states = [self._name("state") for _ in range(rng.randint(1, 2))]
         body = self._block(states, seen + states * 2, depth + 1, len(states))
         if len(states) == 2 and rng.random() < 0.3:
-            # A loop variable that never changes.
+            # An invariant loop variable.
             body.results[1] = states[1]
         choices: list[int | str] = [0, 1, 2, 2, 3, "fed", "fed", "value", "value"]
         trips = rng.choice(choices)
@@ -265,7 +264,7 @@ class _Generator:
         )
 
     def _rows(self, seen: list[str]) -> list[str]:
-        """None: the placeholder's rows."""
+        """Returns None for the placeholder's rows, or names of vectors."""
         return [] if self._rng.random() < 0.5 else [self._pick(seen) for _ in range(self._rng.randint(1, 3))]
 
     def _map(self, seen: list[str], depth: int) -> Map:

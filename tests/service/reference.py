@@ -1,4 +1,4 @@
-"""Local TensorFlow as the independent reference: same graph, rules registered in this process, a session."""
+"""Computes reference results with local TensorFlow: the same graph, rules registered in this process, a session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.service.graph_defs import nodes
+from tests.service.graph_defs import all_nodes
 
 GradientFunction = Callable[..., Any]
 """(op, *dys) → one gradient, or a tuple with one per input."""
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Result:
-    """Outputs and gradients by name; `asked` are the overridden nodes whose rule TensorFlow called."""
+    """Holds outputs and gradients by name; `asked`: overridden nodes whose rule TensorFlow called."""
 
     outputs: dict[str, Any]
     gradients: dict[str, Any]
@@ -28,7 +28,7 @@ class Result:
 
 
 def own_gradient(op_type: str) -> GradientFunction:
-    """The gradient that TensorFlow registers for an op type."""
+    """Returns the gradient function that TensorFlow registers for an op type."""
     from tensorflow.python.framework import ops
 
     function: GradientFunction = ops.gradient_registry.lookup(op_type)
@@ -47,10 +47,10 @@ def evaluate(
     stop_gradients: Sequence[str] = (),
     unconnected_gradients: str = "none",
 ) -> Result:
-    """Runs the graph here. `rules`: by node name; `Graph.gradient_override_map` writes the same attribute."""
+    """Runs the graph here. `rules`: by node name, set by the attribute that `gradient_override_map` sets."""
     copy = type(graph_def).FromString(graph_def.SerializeToString())
     asked: set[str] = set()
-    for node in nodes(copy):
+    for node in all_nodes(copy):
         if rules and node.name in rules:
             registered = _register(rules[node.name], asked, node.name)
             node.attr["_gradient_op_type"].s = registered.encode()
@@ -84,18 +84,18 @@ def evaluate(
 
 
 def _register(rule: GradientFunction, asked: set[str], node: str) -> str:
-    """Registers under a name that nobody has had: TensorFlow's registry cannot forget."""
+    """Registers a function under a new name: TensorFlow's registry has no removal."""
     name = f"GradruleReference{next(_numbers)}"
 
-    def noted(op: Any, *dys: Any) -> Any:
+    def recorded(op: Any, *dys: Any) -> Any:
         asked.add(node)
         return rule(op, *(tf.convert_to_tensor(dy) if isinstance(dy, tf.IndexedSlices) else dy for dy in dys))
 
-    tf.RegisterGradient(name)(noted)
+    tf.RegisterGradient(name)(recorded)
     return name
 
 
 def numpy_of(value: Any) -> Any:
-    """An array, with bfloat16 as float32 so that it can be compared."""
+    """Returns an array, with bfloat16 converted to float32 so that it can be compared."""
     array = np.asarray(value)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array

@@ -1,4 +1,4 @@
-"""Real servers for tests: started as a user would, on a free port, with a folder of their own."""
+"""Starts real servers for tests, as a user would, on a free port and with their own data folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import gradrule as gr
 from gradrule.common.fast_paths import VARIABLE
-from tests.battery.processes import engines
-
-T = TypeVar("T")
+from tests.processes import engines
+from tests.waiting import wait_until
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
@@ -30,19 +27,19 @@ PROGRAM = ("-m", "gradrule_server")
 
 
 def serve_command(*flags: str, program: Sequence[str] = PROGRAM) -> list[str]:
-    """The command that starts a server."""
+    """Returns the command that starts a server."""
     return [sys.executable, *program, "serve", *flags]
 
 
 def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns this process's environment without settings of a server, save the fast paths that tests run without."""
+    """Returns this process's environment without server settings, except the disabled fast paths."""
     kept = {name: value for name, value in os.environ.items() if name == VARIABLE or not name.startswith("GRADRULE_")}
     return kept | dict(extra or {})
 
 
 @dataclass
 class RunningServer:
-    """One server process."""
+    """Controls one server process."""
 
     process: subprocess.Popen[bytes]
     target: str
@@ -52,7 +49,7 @@ class RunningServer:
     """Whether it did not stop when it was told to."""
 
     def engine_pid(self) -> int | None:
-        """The process that holds TensorFlow; None while there is none."""
+        """Returns the process id of an engine; None while there is none."""
         return next(iter(engines(self.process.pid)), None)
 
     def session_engine_pid(self) -> int:
@@ -63,45 +60,22 @@ class RunningServer:
         return engine.pid
 
     def wait_for_engine(self, other_than: int | None = None) -> int:
-        """The engine's process, as soon as there is one that is not `other_than`."""
+        """Waits for an engine process other than `other_than` and returns its id."""
         return wait_until(lambda: found if (found := self.engine_pid()) != other_than else None, "an engine process")
 
     def terminate(self) -> int:
-        """SIGTERM; the exit code."""
+        """Sends SIGTERM and returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_TIMEOUT_S)
 
     def kill(self) -> None:
-        """kill -9, and the engine with it, as when a machine loses power."""
+        """Kills the server and its engine by SIGKILL, like a power failure."""
         engine = self.engine_pid()
         self.process.kill()
         self.process.wait(STOP_TIMEOUT_S)
         if engine is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engine, signal.SIGKILL)
-
-
-def resident_bytes(pid: int) -> int:
-    """What of a process lies in memory."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def processor_s(pid: int) -> float:
-    """Returns the processor time that a process has used, its children's not counted."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
-    """The first result of `probe` that is not None."""
-    ends_at = time.monotonic() + timeout_s
-    while time.monotonic() < ends_at:
-        found = probe()
-        if found is not None:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"no {what} within {timeout_s:g} s")
 
 
 @contextlib.contextmanager
@@ -111,14 +85,14 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = PROGRAM,
 ) -> Iterator[RunningServer]:
-    """A server that is up, and stopped at the end as it should. Without spares, unless `flags` say so.
+    """Starts a server and asserts that it stops properly; without spares, unless `flags` set them.
 
-    `program`: what Python runs.
+    `program`: the module arguments for Python.
     """
     with started_server(data_dir, flags, environment, program) as running:
         yield running
     code = running.process.returncode
-    # Tests kill servers themselves.
+    # Tests may kill servers.
     if running.is_stuck or code not in (0, -signal.SIGKILL):
         how = f"did not stop within {STOP_TIMEOUT_S:g} s" if running.is_stuck else f"ended with {code}"
         raise AssertionError(f"the server {how}:\n{running.log.read_text()[-4000:]}")
@@ -131,7 +105,7 @@ def started_server(
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = PROGRAM,
 ) -> Iterator[RunningServer]:
-    """The same, however it ends: killed where it does not stop."""
+    """Starts a server and stops it in any way: kills it if it does not stop."""
     if "--spares" not in flags:
         flags = (*flags, "--spares", "0")
     data_dir.mkdir(parents=True, exist_ok=True)

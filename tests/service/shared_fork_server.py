@@ -1,4 +1,4 @@
-"""One fork server for the tests of a module: each one imports TensorFlow."""
+"""Shares one fork server between the tests of a module: each one imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gradrule_server.link.fork_server import ForkServer
 
 
 class SharedForkServer(ForkServer):
-    """Stays when a pool that uses it stops. Belongs to the loop of a module."""
+    """Survives the pools that use it; belongs to the event loop of a module."""
 
     async def stop(self) -> None:
         """Does nothing."""

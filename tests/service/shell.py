@@ -1,4 +1,4 @@
-"""The command line as a person uses it: commands in a folder, and what they leave."""
+"""Runs shell commands in a folder and returns their output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.service.servers import RunningServer
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a command left."""
+class CommandResult:
+    """Holds the exit code and output of a command."""
 
     code: int
     out: str
@@ -27,23 +27,23 @@ class Done:
         return json.loads(self.out)
 
     def rows(self, *words: str) -> list[str]:
-        """Lines of the output that hold all the words."""
+        """Returns the lines of the output that contain all the words."""
         return [line for line in self.out.splitlines() if all(word in line for word in words)]
 
 
-Shell = Callable[..., Done]
+Shell = Callable[..., CommandResult]
 
 
 def shell_in(
     folder: Path, server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Shell:
-    """Runs commands in the folder, at the server."""
+    """Returns a function that runs commands in the folder, with the server's address set."""
     monkeypatch.setenv("GRADRULE_TARGET", server.target)
     monkeypatch.chdir(folder)
 
-    def run(*arguments: str) -> Done:
+    def run(*arguments: str) -> CommandResult:
         code = main(arguments)
         printed = capsys.readouterr()
-        return Done(code, printed.out, printed.err)
+        return CommandResult(code, printed.out, printed.err)
 
     return run

@@ -1,4 +1,4 @@
-"""A stream of bare messages, for tests that look at what goes over it."""
+"""Opens streams of plain messages."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ PATH = "/gradrule.v1.GradientService/StreamEvaluate"
 
 
 class RawStream:
-    """Sends requests and reads answers in the order in which they come."""
+    """Sends requests and reads answers in their order of arrival."""
 
     def __init__(self, channel: grpc.Channel, timeout: float) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.call: Any = channel.stream_stream(PATH)(iter(self._outgoing.get, None), timeout=timeout)
 
     def send(self, number: int, **request: Any) -> None:
-        """One request."""
+        """Sends one request."""
         self.send_bytes(evaluate_pb2.StreamEvaluateRequest(request_id=number, **request).SerializeToString())
 
     def send_bytes(self, data: bytes) -> None:
-        """Bytes that may be no request."""
+        """Sends bytes that may be no request."""
         self._outgoing.put(data)
 
     def end(self) -> None:
-        """Says that no more requests come."""
+        """Half-closes the stream."""
         self._outgoing.put(None)
 
     def receive(self) -> evaluate_pb2.StreamEvaluateResponse:
-        """The next answer."""
+        """Returns the next answer."""
         return evaluate_pb2.StreamEvaluateResponse.FromString(next(self.call))
 
 
 @contextmanager
-def opened(channel: grpc.Channel, timeout: float = 60.0) -> Iterator[RawStream]:
-    """A stream, cancelled at the end unless it has ended by then."""
+def open_stream(channel: grpc.Channel, timeout: float = 60.0) -> Iterator[RawStream]:
+    """Opens a stream and cancels it at the end unless it has ended."""
     stream = RawStream(channel, timeout)
     try:
         yield stream
@@ -50,8 +50,8 @@ def opened(channel: grpc.Channel, timeout: float = 60.0) -> Iterator[RawStream]:
         stream.call.cancel()
 
 
-def reason(answer: Any) -> str:
-    """Why a request failed; empty where it did not."""
+def error_reason(answer: Any) -> str:
+    """Returns the error reason of an answer; empty for a success."""
     if answer.WhichOneof("response") != "status":
         return ""
     info = error_details_pb2.ErrorInfo()

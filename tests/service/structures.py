@@ -1,4 +1,4 @@
-"""A structure: a graph as TensorFlow's users make it, plain and with an override, against TensorFlow here."""
+"""Compares a graph, plain and with an override, against local TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 import gradrule as gr
 from tests.service import reference
 from tests.service.answers import dense, rules_by_node
-from tests.service.graph_defs import drawn, loaded, nodes
+from tests.service.graph_defs import all_nodes, build_graph_def, load_graph
 
 FIVE = "5 * dy"
 RNG = np.random.default_rng(0)
@@ -28,7 +28,9 @@ def both_halves(op: Any, *dys: Any) -> Any:
 
 @dataclass(frozen=True)
 class Structure:
-    """`make` gives a GraphDef with placeholders named as `feeds` and a y. `op_type` gets a rule, written twice."""
+    """Describes a graph: `make` returns a GraphDef with placeholders named as `feeds` and a y; the rule of `op_type` is
+    in both languages.
+    """
 
     make: Callable[[], Any]
     feeds: Mapping[str, Any]
@@ -43,21 +45,21 @@ class Structure:
 Table = dict[str, Structure]
 
 
-def enter(
+def register(
     table: Table, name: str, feeds: Mapping[str, Any], op_type: str, xs: list[str] | None = None, **more: Any
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Enters the decorated builder in the table; `xs`: all float feeds unless given."""
+    """Adds the decorated builder to the table; `xs`: all float feeds unless given."""
     floats = [key for key, value in feeds.items() if np.asarray(value).dtype.kind in "fc"]
 
-    def entered(build: Callable[[], None]) -> Callable[[], None]:
-        table[name] = Structure(lambda: drawn(build), feeds, xs or floats, op_type, **more)
+    def registered(build: Callable[[], None]) -> Callable[[], None]:
+        table[name] = Structure(lambda: build_graph_def(build), feeds, xs or floats, op_type, **more)
         return build
 
-    return entered
+    return registered
 
 
 def feed(name: str, of: Mapping[str, Any]) -> Any:
-    """A placeholder for a value, its first dimension unknown."""
+    """Makes a placeholder for a value; its first dimension is unknown."""
     value = np.asarray(of[name])
     shape = [None, *value.shape[1:]] if value.ndim else []
     return tf.compat.v1.placeholder(tf.string if value.dtype.kind in "OSU" else value.dtype, shape, name=name)
@@ -68,20 +70,20 @@ def values(*shape: int) -> Any:
 
 
 def check(client: Any, item: Structure) -> None:
-    """Outputs and gradients are TensorFlow's, and the override changes some gradient."""
-    plain, ruled = (compared(client, item, overridden=overridden) for overridden in (False, True))
+    """Compares outputs and gradients with TensorFlow, and asserts that the override changes a gradient."""
+    plain, ruled = (compare(client, item, overridden=overridden) for overridden in (False, True))
     assert any(not np.allclose(a, b) for a, b in zip(plain, ruled, strict=True)), "the override changes nothing"
 
 
-def compared(client: Any, item: Structure, *, overridden: bool) -> list[Any]:
-    """The gradients, after they were compared."""
+def compare(client: Any, item: Structure, *, overridden: bool) -> list[Any]:
+    """Returns the gradients after comparing them."""
     graph_def = item.make()
-    chosen = {node.name: item.python for node in nodes(graph_def) if node.op == item.op_type}
+    chosen = {node.name: item.python for node in all_nodes(graph_def) if node.op == item.op_type}
     assert chosen
     words: dict[str, Any] = {"fetches": item.fetches, "ys": ["y"], "xs": item.xs}
     wanted = reference.evaluate(graph_def, item.feeds, **words, rules=chosen if overridden else None)
     overrides = {item.op_type: gr.Rule(item.expression)} if overridden else None
-    r = client.evaluate(loaded(graph_def), feeds=item.feeds, **words, overrides=overrides)
+    r = client.evaluate(load_graph(graph_def), feeds=item.feeds, **words, overrides=overrides)
     for name in item.fetches:
         assert_near(r.outputs[name], wanted.outputs[name], item.tolerance)
     for x in item.xs:

@@ -1,4 +1,4 @@
-"""Graphs and rules are computed as they are written: no optimizer regroups floats or replaces ops by others."""
+"""Graphs and rules compute exactly what they say: no optimizer regroups floating-point operations or replaces ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import gradrule as gr
 
-# Each is Python, the rules' language and operators of the builder at once.
+# Each text is valid in Python, in the rules' language and with operators of the builder.
 EXPRESSIONS = [
     "(x + 1e8) - 1e8",
     "(x - 1e8) + 1e8",
@@ -36,7 +36,7 @@ EXPRESSIONS = [
     "maximum(x, x * 1.5)",
     "minimum(2 * x, x)",
 ]
-# Odd fractions, a number that overflows once it is multiplied, and what no number equals.
+# Inexact fractions, a number that overflows when multiplied, and NaN.
 X = np.array([0.1, -0.7, 1.2345678, 3e10, -2.5, -0.0, np.inf, np.nan], np.float32)
 
 
@@ -57,7 +57,7 @@ def assert_same_bits(found: dict[str, Any], wanted: dict[str, np.ndarray]) -> No
     assert not differ
 
 
-def test_a_graph_computes_each_op_as_it_is_written(client: gr.Client) -> None:
+def test_graph_computes_each_op_as_written(client: gr.Client) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     words = {
@@ -75,7 +75,7 @@ def test_a_graph_computes_each_op_as_it_is_written(client: gr.Client) -> None:
     )
 
 
-def test_a_rule_computes_each_operation_as_it_is_written(client: gr.Client) -> None:
+def test_rule_computes_each_operation_as_written(client: gr.Client) -> None:
     g = gr.Graph()
     for index in range(len(EXPRESSIONS)):
         g.op("Sign", g.placeholder(f"x{index}", "float32", [None]), name=f"y{index}")
@@ -99,7 +99,7 @@ def test_a_rule_computes_each_operation_as_it_is_written(client: gr.Client) -> N
 
 @pytest.mark.parametrize("as_handle", [False, True], ids=["call", "forward"])
 def test_ops_with_constants_are_not_merged(client: gr.Client, *, as_handle: bool) -> None:
-    """The sum of several, a convolution and a matrix product; in a session and as a function of TensorFlow's."""
+    """Sums of constants, a convolution and a matrix product, in a session and in a `tf.function`."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None, 4])
     large = g.constant(np.full(4, 1e8, np.float32))

@@ -1,4 +1,4 @@
-"""Authentication by tokens, JSON Web Tokens and certificates, and what unauthenticated callers get."""
+"""Authentication by tokens, JSON Web Tokens and certificates, and what unauthenticated callers see."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import gradrule as gr
 from tests.service import raw
-from tests.service.answers import refused, refused_raw
+from tests.service.answers import provokes, refused, refused_raw
 from tests.service.certificates import Authority
-from tests.service.guarded import Guarded, token_command, unsigned
-from tests.service.refusals import X, provokes, sign
-from tests.service.servers import running_server, wait_until
+from tests.service.graph_defs import SIGN_FEEDS, sign_graph
+from tests.service.guarded import Guarded, token_command, unsigned_web_token
+from tests.service.servers import running_server
+from tests.waiting import wait_until
 
 HOUR = datetime.timedelta(hours=1)
 
@@ -54,7 +55,7 @@ def is_accepted(guarded: Guarded, token: str | None) -> bool:
 def test_valid_token_is_accepted(guarded: Guarded) -> None:
     token = guarded.new_token("ada")
     with guarded.connect(token=token) as client:
-        assert client.evaluate(sign(), feeds=X, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
+        assert client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
     assert token not in guarded.tokens.read_text()
 
 
@@ -64,13 +65,13 @@ def test_async_client_sends_its_token(guarded: Guarded) -> None:
             guarded.running.target, credentials=gr.tls(guarded.authority.file), token=guarded.web_token("ada")
         )
         async with client:
-            return await client.evaluate(sign(), feeds=X, fetches=["y"])
+            return await client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"])
 
     assert asyncio.run(call()).outputs["y"].tolist() == [1.0, -1.0]
 
 
 @provokes("UNAUTHENTICATED")
-def test_callers_without_credentials_learn_nothing(guarded: Guarded) -> None:
+def test_all_calls_without_credentials_get_the_same_error(guarded: Guarded) -> None:
     token = guarded.new_token("ada", "--expires", "2020-01-01T00:00:00Z")
     said = set()
     for wrong in (None, "gr_" + "x" * 43, token, "a.b.c", guarded.web_token("ada", exp=now() - HOUR)):
@@ -78,9 +79,9 @@ def test_callers_without_credentials_learn_nothing(guarded: Guarded) -> None:
             calls: list[Callable[[gr.Client], object]] = [
                 lambda client: client.get_rule("ste"),
                 lambda client: client.get_rule("nothing"),
-                lambda client: client.evaluate(sign(), feeds=X, fetches=["y"]),
+                lambda client: client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"]),
                 lambda client: client.upload(b"bytes"),
-                lambda client: client.session(sign()).__enter__(),
+                lambda client: client.session(sign_graph()).__enter__(),
             ]
             for call in calls:
                 with refused("UNAUTHENTICATED") as refusal:
@@ -118,12 +119,12 @@ def test_large_request_without_credential_is_not_read(guarded: Guarded) -> None:
     with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
         started = time.monotonic()
         with refused_raw("UNAUTHENTICATED"):
-            # Larger than the largest message: reading it would be another error.
+            # It exceeds the message limit: reading it would give another error.
             raw.send(channel, "GradientService/Evaluate", bytes(80 << 20))
         assert time.monotonic() - started < 10
 
 
-def test_withdrawn_token_is_refused(guarded: Guarded) -> None:
+def test_revoked_token_is_refused_and_ends_its_streams(guarded: Guarded) -> None:
     token, other = guarded.new_token("brief"), guarded.new_token("lasting")
     assert wait_until(lambda: is_accepted(guarded, token) or None, "the new token")
     with guarded.connect(token=token) as client, client.session(variables_graph()) as session:
@@ -131,18 +132,18 @@ def test_withdrawn_token_is_refused(guarded: Guarded) -> None:
         number = next(line.split()[0] for line in shown.splitlines() if line.split()[1] == "brief")
         assert "brief" in token_command("revoke", number, "--file", str(guarded.tokens))
         wait_until(lambda: None if is_accepted(guarded, token) else True, "the token's end")
-        # A stream that it opened ends with it.
+        # A stream opened with the token ends when the token is revoked.
         with refused("UNAUTHENTICATED"):
             session.read(["w"])
     assert is_accepted(guarded, other)
 
 
 @pytest.mark.parametrize("path", ["GradientService/StreamEvaluate", "SessionService/RunSession"])
-def test_idle_streams_end_with_their_credential(guarded: Guarded, path: str) -> None:
+def test_idle_streams_end_when_their_credential_expires(guarded: Guarded, path: str) -> None:
     taken, staying = guarded.new_token("brief"), guarded.new_token("lasting")
-    # The file is read as a whole: what was written last is known last.
+    # The file is read as a whole: when the last written token is accepted, all are known.
     assert wait_until(lambda: is_accepted(guarded, staying) or None, "the new tokens")
-    # Tokens are accepted up to ten seconds late.
+    # The clock tolerance of the server is ten seconds.
     expiring = guarded.web_token("brief", exp=now() - datetime.timedelta(seconds=5))
     over = threading.Event()
 
@@ -263,17 +264,17 @@ def test_web_tokens_for_other_servers_are_refused(guarded: Guarded, changed: dic
     assert not is_accepted(guarded, guarded.web_token("ada", **changed))
 
 
-def test_web_tokens_with_unknown_signatures_are_refused(guarded: Guarded) -> None:
+def test_web_tokens_with_invalid_signatures_are_refused(guarded: Guarded) -> None:
     claims = jwt.decode(guarded.web_token("ada"), options={"verify_signature": False})
-    assert not is_accepted(guarded, unsigned(claims))
+    assert not is_accepted(guarded, unsigned_web_token(claims))
     assert not is_accepted(guarded, jwt.encode(claims, ec.generate_private_key(ec.SECP256R1()), "ES256"))
-    # The public key, taken for a secret: the oldest trick there is.
+    # The algorithm-confusion attack: the public key used as an HMAC secret.
     public = guarded.keys["RS256"].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     head, body, _ = guarded.web_token("ada", algorithm="RS256").split(".")
-    head = unsigned({}).split(".")[0] if not head else jwt.utils.base64url_encode(b'{"alg":"HS256"}').decode()
+    head = unsigned_web_token({}).split(".")[0] if not head else jwt.utils.base64url_encode(b'{"alg":"HS256"}').decode()
     signature = hmac.new(public, f"{head}.{body}".encode(), hashlib.sha256).digest()
     assert not is_accepted(guarded, f"{head}.{body}.{jwt.utils.base64url_encode(signature).decode()}")
-    # What was signed stays as it is.
+    # The signed part stays unchanged.
     head, body, end = guarded.web_token("ada").split(".")
     other = jwt.utils.base64url_encode(json.dumps(claims | {"sub": "grace"}).encode()).decode()
     assert not is_accepted(guarded, f"{head}.{other}.{end}")
@@ -346,8 +347,8 @@ def test_malformed_tokens_are_refused_by_the_client(token: str) -> None:
         gr.connect("localhost:1", token=token)
 
 
-def test_client_certificates_and_renewal(tmp_path: Path) -> None:
-    """One server: clients need certificates, which name their tenants; and the server's own is renewed as it runs."""
+def test_client_certificates_name_tenants_and_server_certificate_is_reloaded(tmp_path: Path) -> None:
+    """The server requires client certificates, and its own certificate is replaced while it runs."""
     old, new, clients = (Authority(tmp_path, name) for name in ("old", "new", "clients"))
     first, second = old.server("first"), new.server("second")
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
@@ -368,7 +369,7 @@ def test_client_certificates_and_renewal(tmp_path: Path) -> None:
             client.create_rule("Mine", "3 * dy")
         with connect(old, spiffe) as client:
             assert client.list_rules("user") == []
-            assert client.evaluate(sign(), feeds=X, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
+            assert client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
         with connect(old, cut_off) as client, refused("UNAUTHENTICATED"):
             client.list_rules("user")
         for nobody in (None, stranger):
@@ -377,7 +378,7 @@ def test_client_certificates_and_renewal(tmp_path: Path) -> None:
 
         with connect(old, ada) as before:
             before.get_rule("Mine")
-            # First one file, then the other: what does not fit together is not taken.
+            # The files are replaced one after the other: a certificate without its key is not loaded.
             shutil.copy(second.certificate, certificate)
             running.process.send_signal(signal.SIGHUP)
             with connect(old, ada) as client:
@@ -388,7 +389,7 @@ def test_client_certificates_and_renewal(tmp_path: Path) -> None:
             wait_until(lambda: answers(connect(new, ada)), "the new certificate")
             with connect(old, ada) as client, refused("UNAVAILABLE"):
                 client.get_rule("Mine", timeout=3)
-            # Who was there stays.
+            # Open connections stay open.
             before.get_rule("Mine")
         assert running.terminate() == 0
 
@@ -405,25 +406,25 @@ def test_connections_are_limited(tmp_path: Path) -> None:
         with grpc.secure_channel(running.target, gr.tls(authority.file)) as channel:
             method: Any = channel.unary_unary("/gradrule.v1.RuleService/ListPresets")
             method(b"", metadata=[("x", "y" * 4_000)], timeout=20)
-            # Less than gRPC's own bound of 16 KiB.
+            # Below gRPC's own limit of 16 KiB.
             with pytest.raises(grpc.RpcError) as caught:
                 method(b"", metadata=[("x", "y" * 12_000)], timeout=20)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             seen: list[grpc.ChannelConnectivity] = []
             channel.subscribe(seen.append)
-            # Clients that are asked to reconnect do so, and no call is lost.
+            # Clients reconnect after GOAWAY, and no call is lost.
             ends_at = time.monotonic() + 4
             while time.monotonic() < ends_at:
                 method(b"", timeout=20)
             assert seen.count(grpc.ChannelConnectivity.READY) > 1
 
 
-def test_dead_connection_makes_room_for_the_next(tmp_path: Path) -> None:
+def test_unresponsive_connection_is_closed_and_frees_its_place(tmp_path: Path) -> None:
     flags = ["--max-connections=1", "--max-connection-streams=7", "--keepalive-s=1", "--keepalive-timeout-s=1"]
     with running_server(tmp_path, flags) as running:
         host, _, port = running.target.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=20) as silent:
-            # It says what every client says first, and never answers a PING.
+            # It sends the connection preface and never answers a PING.
             silent.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS + _SETTINGS_TAKEN)
             with silent.makefile("rb") as sent:
                 length, kind, _, _ = struct.unpack(">xHBBI", sent.read(9))
@@ -436,7 +437,7 @@ def test_dead_connection_makes_room_for_the_next(tmp_path: Path) -> None:
             assert client.get_rule("ste").name == "ste"
 
 
-# Frames of HTTP/2, and what SETTINGS calls the streams at a time.
+# Constants of HTTP/2: frame types, and the SETTINGS id of MAX_CONCURRENT_STREAMS.
 _SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 _SETTINGS_TAKEN = b"\0\0\0\4\1\0\0\0\0"
 _STREAMS = 3

@@ -1,4 +1,4 @@
-"""What cannot be differentiated as asked is refused, with what would be right."""
+"""Requests for derivatives that make no sense are refused with a message that names the right request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Change = Callable[[evaluate_pb2.EvaluateRequest], None]
 
 
 def graph() -> gr.Graph:
-    """y = x², z = x + 1, and an integer that is fed."""
+    """Makes y = x², z = x + 1, and a fed integer."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.placeholder("n", "int32", [])
@@ -30,14 +30,14 @@ def graph() -> gr.Graph:
 
 
 def request(**derivative: Any) -> evaluate_pb2.EvaluateRequest:
-    """An inline program, fed."""
+    """Makes a request with an inline program and feeds."""
     asked = evaluate_pb2.EvaluateRequest(feeds=raw.feeds({"x": raw.tensor([1.0, 2.0])}))
     asked.spec.CopyFrom(program_pb2.ProgramSpec(**derivative))
     asked.spec.graph.serialized = graph().to_bytes()
     return asked
 
 
-def give(field: str, **values: Any) -> Change:
+def add_tensors(field: str, **values: Any) -> Change:
     """Adds tensors to a field of the request."""
 
     def change(asked: evaluate_pb2.EvaluateRequest) -> None:
@@ -56,26 +56,26 @@ ONES = [1.0, 1.0]
 @pytest.mark.parametrize(
     ("derivative", "change", "words"),
     [
-        (VJP, give("tangents", x=ONES), ["tangents belong to a Jacobian-vector product"]),
-        (VJP, give("vectors", x=ONES), ["vectors belong to a Hessian-vector product"]),
-        (JVP, give("vectors", x=ONES), ["vectors", "takes tangents"]),
-        (JVP, give("grad_ys", y=ONES), ["grad_ys belong to a vector-Jacobian product"]),
-        (HVP, give("tangents", x=ONES), ["tangents", "takes vectors"]),
-        (JACOBIAN, give("grad_ys", y=ONES), ["grad_ys", "this is a Jacobian"]),
-        (JACOBIAN, give("tangents", x=ONES), ["tangents"]),
-        (JVP, give("tangents", z=ONES), ["'z'", "none of the xs"]),
-        (HVP, give("vectors", q=ONES), ["'q'", "none of the xs"]),
+        (VJP, add_tensors("tangents", x=ONES), ["tangents belong to a Jacobian-vector product"]),
+        (VJP, add_tensors("vectors", x=ONES), ["vectors belong to a Hessian-vector product"]),
+        (JVP, add_tensors("vectors", x=ONES), ["vectors", "takes tangents"]),
+        (JVP, add_tensors("grad_ys", y=ONES), ["grad_ys belong to a vector-Jacobian product"]),
+        (HVP, add_tensors("tangents", x=ONES), ["tangents", "takes vectors"]),
+        (JACOBIAN, add_tensors("grad_ys", y=ONES), ["grad_ys", "this is a Jacobian"]),
+        (JACOBIAN, add_tensors("tangents", x=ONES), ["tangents"]),
+        (JVP, add_tensors("tangents", z=ONES), ["'z'", "none of the xs"]),
+        (HVP, add_tensors("vectors", q=ONES), ["'q'", "none of the xs"]),
         (VJP, lambda asked: setattr(asked, "stacked_grad_ys", True), ["none is given"]),
         (HVP, lambda asked: setattr(asked, "stacked_grad_ys", True), ["stacked_grad_ys", "Hessian"]),
         ({}, lambda asked: asked.spec.fetches.append("y"), None),
         ({"fetches": ["y"]}, lambda asked: setattr(asked, "derivative", evaluate_pb2.DERIVATIVE_JVP), ["no ys"]),
-        ({"fetches": ["y"]}, give("tangents", x=ONES), ["no ys"]),
+        ({"fetches": ["y"]}, add_tensors("tangents", x=ONES), ["no ys"]),
         ({"fetches": ["y"], "jvp": program_pb2.Jvp()}, lambda _: None, ["no ys"]),
         ({"jacobian": program_pb2.Jacobian(ys=["y"])}, lambda _: None, ["no xs"]),
         ({"hvp": program_pb2.Hvp(xs=["x"])}, lambda _: None, ["no ys"]),
     ],
 )
-def test_what_does_not_belong_together(
+def test_contradictory_fields_are_refused(
     channel: grpc.Channel, derivative: Any, change: Change, words: list[str] | None
 ) -> None:
     asked = request(**derivative)
@@ -88,7 +88,7 @@ def test_what_does_not_belong_together(
     refusal.says(*words)
 
 
-def test_values_that_there_are_not(channel: grpc.Channel) -> None:
+def test_unknown_enum_values_are_refused(channel: grpc.Channel) -> None:
     asked = request(**VJP)
     asked.derivative = 99  # type: ignore[assignment]  # no value of the enum
     with refused_raw("MALFORMED_REQUEST") as refusal:
@@ -105,13 +105,13 @@ def test_values_that_there_are_not(channel: grpc.Channel) -> None:
     assert refusal.fields[0] == "overrides[0].order"
 
 
-def test_a_name_is_told_with_the_field_that_holds_it(channel: grpc.Channel) -> None:
+def test_unknown_name_is_reported_with_its_field(channel: grpc.Channel) -> None:
     with refused_raw("UNKNOWN_TENSOR") as refusal:
         raw.evaluate(channel, request(jvp=program_pb2.Jvp(ys=["y"], xs=["x", "w"])))
     assert refusal.fields == ["spec.jvp.xs[1]"]
 
 
-def test_a_direction_that_is_given_twice(channel: grpc.Channel) -> None:
+def test_direction_given_twice_is_refused(channel: grpc.Channel) -> None:
     asked = request(**JVP)
     asked.tangents.extend(raw.feeds({"x": raw.tensor(ONES), "x:0": raw.tensor(ONES)}))
     with refused_raw("UNKNOWN_FEED") as refusal:
@@ -119,7 +119,7 @@ def test_a_direction_that_is_given_twice(channel: grpc.Channel) -> None:
     refusal.says("tangents", "'x' twice")
 
 
-def test_directions_that_do_not_fit(client: Any) -> None:
+def test_direction_of_wrong_shape_or_dtype_is_refused(client: Any) -> None:
     g = graph()
     for ask, word in ((client.jvp, "tangent"), (client.hvp, "vector")):
         with refused("FEED_SHAPE") as refusal:
@@ -138,7 +138,7 @@ def test_directions_that_do_not_fit(client: Any) -> None:
         refusal.says("at least one x")
 
 
-def test_a_direction_of_another_type_that_no_client_would_send(channel: grpc.Channel) -> None:
+def test_direction_of_another_dtype_in_a_plain_message_is_refused(channel: grpc.Channel) -> None:
     asked = request(**JVP)
     asked.tangents.extend(raw.feeds({"x": tensor_codec.to_message(np.ones(2))}))
     with refused_raw("FEED_DTYPE") as refusal:
@@ -146,14 +146,14 @@ def test_a_direction_of_another_type_that_no_client_would_send(channel: grpc.Cha
     refusal.says("tangent 'x'", "float64", "float32")
 
 
-def test_a_program_that_gets_no_direction(channel: grpc.Channel) -> None:
+def test_program_without_its_direction_is_refused(channel: grpc.Channel) -> None:
     for derivative, word in ((JVP, "tangent"), (HVP, "vector")):
         with refused_raw("MISSING_FEED") as refusal:
             raw.evaluate(channel, request(**derivative))
         refusal.says(f"{word} 'x' is missing", "float32")
 
 
-def test_stacks_that_do_not_fit(client: Any) -> None:
+def test_stacked_grad_ys_of_wrong_shape_are_refused(client: Any) -> None:
     asked: dict[str, Any] = {"feeds": {"x": X}, "ys": ["y", "z"], "xs": ["x"], "stacked_grad_ys": True}
     with refused("FEED_SHAPE") as refusal:
         stacks = {"y": np.ones((3, 2), np.float32), "z": np.ones((4, 2), np.float32)}
@@ -168,7 +168,7 @@ def test_stacks_that_do_not_fit(client: Any) -> None:
     assert found.tolist() == [[3.0, 5.0]] * 3
 
 
-def test_examples_that_are_not_there(client: Any) -> None:
+def test_batch_jacobian_without_a_batch_is_refused(client: Any) -> None:
     g = gr.Graph()
     x, w = g.placeholder("x", "float32", [None]), g.placeholder("w", "float32", [2])
     g.multiply(x, g.reduce_sum(w), name="y")
@@ -192,7 +192,7 @@ def compiled(client: Any) -> Iterator[gr.Program]:
     program.delete()
 
 
-def test_after_a_refusal_a_program_works(compiled: gr.Program) -> None:
+def test_program_works_after_a_refused_request(compiled: gr.Program) -> None:
     for _ in range(2):
         with refused("FEED_SHAPE"):
             compiled.jvp({"x": X}, {"x": np.ones(3, np.float32)})
@@ -202,7 +202,7 @@ def test_after_a_refusal_a_program_works(compiled: gr.Program) -> None:
         assert compiled.hvp({"x": X}, {"x": np.ones(2, np.float32)})["x"].tolist() == [2.0, 2.0]
 
 
-def test_programs_of_every_kind_are_kept(client: Any, channel: grpc.Channel) -> None:
+def test_programs_of_every_derivative_are_stored(client: Any, channel: grpc.Channel) -> None:
     stub = program_pb2_grpc.ProgramServiceStub(channel)
     digests = set()
     for derivative in (VJP, JVP, JACOBIAN, HVP):
@@ -211,9 +211,9 @@ def test_programs_of_every_kind_are_kept(client: Any, channel: grpc.Channel) -> 
         digests.add(program.digests.program)
         call = evaluate_pb2.EvaluateRequest(program=program.name, feeds=asked.feeds)
         if derivative is JVP:
-            give("tangents", x=ONES)(call)
+            add_tensors("tangents", x=ONES)(call)
         if derivative is HVP:
-            give("vectors", x=ONES)(call)
+            add_tensors("vectors", x=ONES)(call)
         answer = raw.evaluate(channel, call)
         assert (len(answer.gradients), len(answer.output_tangents), len(answer.jacobians)) == {
             "vjp": (1, 0, 0), "jvp": (0, 1, 0), "jacobian": (0, 0, 1), "hvp": (1, 0, 0)
@@ -223,12 +223,12 @@ def test_programs_of_every_kind_are_kept(client: Any, channel: grpc.Channel) -> 
     assert len(digests) == 4
 
 
-def test_a_jacobian_larger_than_any_message(client: Any) -> None:
+def test_jacobian_larger_than_any_message_is_refused(client: Any) -> None:
     g = gr.Graph()
     g.square(g.placeholder("x", "float32", [None]), name="y")
     with refused("MESSAGE_TOO_LARGE") as refusal:
         client.jacobian(g, {"x": np.zeros(100_000, np.float32)}, ys=["y"], xs=["x"])
     refusal.says("Jacobian of 'y'", "40000000000 bytes")
-    # Sizes whose product does not fit 32 bits are counted right where one of them is small.
+    # A product of sizes above 32 bits is computed correctly where one of them is small.
     found = client.jacobian(g, {"x": np.ones(300, np.float32)}, ys=["y"], xs=["x"])["y"]["x"]
     assert found.shape == (300, 300)

@@ -1,4 +1,4 @@
-"""Bad requests, graphs and feeds: each a typed error, with nothing lost and the next request fine."""
+"""Invalid requests, graphs and feeds get typed errors, and the next request works."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from google.protobuf.message import Message
 
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2, tensor_pb2
 from tests.service import raw
-from tests.service.answers import refused, refused_raw
-from tests.service.refusals import X, fine, provokes, sign
+from tests.service.answers import keeps_engine, provokes, refused, refused_raw
+from tests.service.graph_defs import SIGN_FEEDS, sign_graph
 
 # Requests.
 
 
 @provokes("MALFORMED_REQUEST")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("data", [b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0fgarbage", b"\x00", os.urandom(4096)])
 @pytest.mark.parametrize(
     "method",
@@ -30,13 +30,13 @@ from tests.service.refusals import X, fine, provokes, sign
         "RuleService/CreateRule",
     ],
 )
-def test_garbage_bytes(channel: grpc.Channel, method: str, data: bytes) -> None:
+def test_random_bytes_are_refused(channel: grpc.Channel, method: str, data: bytes) -> None:
     with refused_raw("MALFORMED_REQUEST") as refusal:
         raw.send(channel, method, data)
     refusal.says(f"{method.rpartition('/')[2]}Request")
 
 
-@fine
+@keeps_engine
 @pytest.mark.parametrize(
     ("method", "field"),
     [
@@ -45,15 +45,15 @@ def test_garbage_bytes(channel: grpc.Channel, method: str, data: bytes) -> None:
         ("RuleService/CreateRule", "definition"),
     ],
 )
-def test_empty_request(channel: grpc.Channel, method: str, field: str) -> None:
+def test_empty_request_is_refused(channel: grpc.Channel, method: str, field: str) -> None:
     with refused_raw("MALFORMED_REQUEST") as refusal:
         raw.send(channel, method, b"")
     assert field in f"{refusal.message} {refusal.fields}"
 
 
-@fine
+@keeps_engine
 @pytest.mark.parametrize("method", ["RuleService/ListRules", "ProgramService/ListPrograms"])
-def test_foreign_page_token(channel: grpc.Channel, method: str) -> None:
+def test_page_token_of_another_list_is_refused(channel: grpc.Channel, method: str) -> None:
     message: Message = (
         rule_pb2.ListRulesRequest(page_token="bogus")
         if "Rules" in method
@@ -67,15 +67,15 @@ def test_foreign_page_token(channel: grpc.Channel, method: str) -> None:
 
 
 @provokes("INVALID_GRAPH")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("data", [b"no graph", b"\x0a\x05abc"])
-def test_bytes_that_are_no_graph(channel: grpc.Channel, data: bytes) -> None:
+def test_bytes_that_are_no_graph_are_refused(channel: grpc.Channel, data: bytes) -> None:
     with refused_raw("INVALID_GRAPH"):
         raw.evaluate(channel, raw.request(data))
 
 
-@fine
-def test_shapes_that_do_not_fit(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_incompatible_shapes_are_refused(channel: grpc.Channel) -> None:
     shaped = [
         raw.node(
             name,
@@ -121,17 +121,17 @@ BAD_GRAPHS: list[tuple[str, graph_pb2.Graph, list[str]]] = [
 
 
 @provokes(*(reason for reason, _, _ in BAD_GRAPHS))
-@fine
+@keeps_engine
 @pytest.mark.parametrize(("reason", "graph", "words"), BAD_GRAPHS)
-def test_bad_graph(channel: grpc.Channel, reason: str, graph: graph_pb2.Graph, words: list[str]) -> None:
+def test_invalid_graph_is_refused(channel: grpc.Channel, reason: str, graph: graph_pb2.Graph, words: list[str]) -> None:
     for of in (graph, graph.SerializeToString()):
         with refused_raw(reason) as refusal:
             raw.evaluate(channel, raw.request(of))
         refusal.says(*words)
 
 
-@fine
-def test_function_that_calls_itself(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_recursive_function_is_refused(channel: grpc.Channel) -> None:
     signature = graph_pb2.OpSignature(
         name="again",
         input_arg=[graph_pb2.OpSignature.ArgDef(name="a", type=raw.DT_FLOAT)],
@@ -144,8 +144,8 @@ def test_function_that_calls_itself(channel: grpc.Channel) -> None:
     refusal.says("again")
 
 
-@fine
-def test_all_problems_come_at_once(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_all_problems_of_a_graph_are_reported_together(channel: grpc.Channel) -> None:
     graph = raw.graph(
         raw.placeholder(), raw.node("a", "Sgin", "x"), raw.node("b", "Sign", "lost"), raw.node("y", "Neg", "a")
     )
@@ -160,9 +160,9 @@ def test_all_problems_come_at_once(channel: grpc.Channel) -> None:
 
 
 @provokes("INVALID_TENSOR")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("length", [0, 3, 7, 9, 400])
-def test_truncated_tensor(channel: grpc.Channel, length: int) -> None:
+def test_truncated_tensor_is_refused(channel: grpc.Channel, length: int) -> None:
     value = raw.tensor([1.0, 2.0])
     value.tensor_content = (value.tensor_content * 50)[:length]
     if not length:
@@ -172,8 +172,8 @@ def test_truncated_tensor(channel: grpc.Channel, length: int) -> None:
     refusal.says("x")
 
 
-@fine
-def test_feed_without_a_tensor(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_feed_without_a_tensor_is_refused(channel: grpc.Channel) -> None:
     message = raw.request(raw.sign_graph(), {})
     message.feeds.add(name="x")
     with refused_raw("INVALID_TENSOR"):
@@ -181,32 +181,32 @@ def test_feed_without_a_tensor(channel: grpc.Channel) -> None:
 
 
 @provokes("UNKNOWN_TENSOR")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("words", [{"fetches": ["yy"]}, {"ys": ["yy"], "xs": ["x"]}, {"ys": ["y"], "xs": ["y:7"]}])
-def test_unknown_tensor(client: Any, words: dict[str, Any]) -> None:
+def test_unknown_tensor_is_refused(client: Any, words: dict[str, Any]) -> None:
     with refused("UNKNOWN_TENSOR") as refusal:
-        client.evaluate(sign(), feeds=X, **words)
+        client.evaluate(sign_graph(), feeds=SIGN_FEEDS, **words)
     refusal.says(next(iter(name for names in words.values() for name in names if name not in ("x", "y"))))
 
 
 @provokes("MISSING_FEED")
-@fine
-def test_missing_feed(either: Any) -> None:
+@keeps_engine
+def test_missing_feed_is_refused(either: Any) -> None:
     with refused("MISSING_FEED") as refusal:
-        either.evaluate(sign(), feeds={}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={}, fetches=["y"])
     refusal.says("x", "float32")
 
 
 @provokes("UNKNOWN_FEED")
-@fine
-def test_unknown_feed(either: Any) -> None:
+@keeps_engine
+def test_unknown_feed_is_refused(either: Any) -> None:
     with refused("UNKNOWN_FEED") as refusal:
-        either.evaluate(sign(), feeds={"x": [1.0], "xx": [1.0]}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={"x": [1.0], "xx": [1.0]}, fetches=["y"])
     refusal.says("xx")
 
 
-@fine
-def test_feed_twice(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_tensor_fed_twice_is_refused(channel: grpc.Channel) -> None:
     message = raw.request(raw.sign_graph())
     message.feeds.add(name="x:0").value.inline_tensor.CopyFrom(raw.tensor([1.0]))
     with refused_raw("UNKNOWN_FEED") as refusal:
@@ -215,16 +215,16 @@ def test_feed_twice(channel: grpc.Channel) -> None:
 
 
 @provokes("FEED_DTYPE")
-@fine
-def test_feed_of_wrong_dtype(either: Any) -> None:
+@keeps_engine
+def test_feed_of_wrong_dtype_is_refused(either: Any) -> None:
     with refused("FEED_DTYPE") as refusal:
-        either.evaluate(sign(), feeds={"x": np.float64([1.0])}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={"x": np.float64([1.0])}, fetches=["y"])
     refusal.says("x", "float64", "float32")
 
 
 @provokes("FEED_SHAPE")
-@fine
-def test_feed_of_wrong_shape(either: Any) -> None:
+@keeps_engine
+def test_feed_of_wrong_shape_is_refused(either: Any) -> None:
     with refused("FEED_SHAPE") as refusal:
-        either.evaluate(sign(), feeds={"x": np.ones((2, 2), np.float32)}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={"x": np.ones((2, 2), np.float32)}, fetches=["y"])
     refusal.says("x", "(2, 2)")

@@ -1,4 +1,4 @@
-"""Bad rules, overrides and derivatives: each a typed error, with nothing lost and the next request fine."""
+"""Invalid rules, overrides and derivatives get typed errors, and the next request works."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import gradrule as gr
 from gradrule.v1 import graph_pb2, override_pb2, rule_pb2
 from tests.service import raw
-from tests.service.answers import refused, refused_raw
-from tests.service.refusals import X, fine, provokes, sign
+from tests.service.answers import keeps_engine, provokes, refused, refused_raw
+from tests.service.graph_defs import SIGN_FEEDS, sign_graph
 
 # Rules.
 
 
 @provokes("INVALID_EXPRESSION")
-@fine
+@keeps_engine
 @pytest.mark.parametrize(
     ("expression", "column", "word"),
     [
@@ -30,7 +30,7 @@ from tests.service.refusals import X, fine, provokes, sign
         ("dy.shape", 1, ""),
     ],
 )
-def test_bad_expression(either: Any, expression: str, column: int, word: str) -> None:
+def test_invalid_expression_is_refused(either: Any, expression: str, column: int, word: str) -> None:
     with refused("INVALID_EXPRESSION") as refusal:
         either.create_rule("Bad", expression)
     refusal.says(f"column {column}", word)
@@ -39,27 +39,27 @@ def test_bad_expression(either: Any, expression: str, column: int, word: str) ->
 
 
 @provokes("INVALID_RULE")
-@fine
+@keeps_engine
 @pytest.mark.parametrize(
     ("expression", "params"), [("3", None), ("dy * x", {"x": 1.0}), ("dy * lambda_", {"lambda": 1.0})]
 )
-def test_bad_rule(client: Any, expression: str, params: Any) -> None:
+def test_invalid_rule_is_refused(client: Any, expression: str, params: Any) -> None:
     with refused("INVALID_RULE"):
         client.create_rule("Bad", expression, params=params)
 
 
 @provokes("UNKNOWN_RULE")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("action", ["get_rule", "delete_rule"])
-def test_unknown_rule(either: Any, action: str) -> None:
+def test_unknown_rule_is_refused(either: Any, action: str) -> None:
     with refused("UNKNOWN_RULE") as refusal:
         getattr(either, action)("gradient_reversl")
     refusal.says("gradient_reversal")
 
 
 @provokes("RULE_EXISTS")
-@fine
-def test_rule_exists(either: Any, rule: Callable[..., str]) -> None:
+@keeps_engine
+def test_rule_of_an_existing_name_is_refused(either: Any, rule: Callable[..., str]) -> None:
     rule("Once", "2 * dy")
     with refused("RULE_EXISTS"):
         either.create_rule("Once", "3 * dy")
@@ -67,38 +67,38 @@ def test_rule_exists(either: Any, rule: Callable[..., str]) -> None:
 
 
 @provokes("RULE_READ_ONLY")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("name", ["Relu", "ste", "builtin/ste"])
-def test_rule_that_ships_cannot_be_deleted(either: Any, name: str) -> None:
+def test_builtin_rule_cannot_be_deleted(either: Any, name: str) -> None:
     with refused("RULE_READ_ONLY"):
         either.delete_rule(name)
 
 
 @provokes("UNKNOWN_PARAM")
-@fine
-def test_unknown_param(either: Any) -> None:
-    words: dict[str, Any] = {"feeds": X, "ys": ["y"], "xs": ["x"]}
+@keeps_engine
+def test_unknown_param_is_refused(either: Any) -> None:
+    words: dict[str, Any] = {"feeds": SIGN_FEEDS, "ys": ["y"], "xs": ["x"]}
     scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
     with refused("UNKNOWN_PARAM") as refusal:
-        either.evaluate(sign(), overrides={"Sign": (scaled, {"alhpa": 2.0})}, **words)
+        either.evaluate(sign_graph(), overrides={"Sign": (scaled, {"alhpa": 2.0})}, **words)
     refusal.says("alhpa", "alpha")
     with refused("UNKNOWN_PARAM") as refusal:
-        either.evaluate(sign(), overrides={"Sign": scaled}, params={"Sing": {"alpha": 2.0}}, **words)
+        either.evaluate(sign_graph(), overrides={"Sign": scaled}, params={"Sing": {"alpha": 2.0}}, **words)
     refusal.says("Sing", "Sign")
 
 
 @provokes("MISSING_PARAM")
-@fine
-def test_missing_param(either: Any) -> None:
+@keeps_engine
+def test_missing_param_is_refused(either: Any) -> None:
     scaled = gr.Rule("alpha * dy", params=["alpha"])
     with refused("MISSING_PARAM") as refusal:
-        either.evaluate(sign(), feeds=X, ys=["y"], xs=["x"], overrides={"Sign": scaled})
+        either.evaluate(sign_graph(), feeds=SIGN_FEEDS, ys=["y"], xs=["x"], overrides={"Sign": scaled})
     refusal.says("alpha")
 
 
 @provokes("INVALID_PARAM")
-@fine
-def test_param_without_a_value(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_param_without_a_value_is_refused(channel: grpc.Channel) -> None:
     definition = rule_pb2.RuleDefinition(expression="alpha * dy", params=[rule_pb2.RuleParam(name="alpha")])
     override = override_pb2.GradientOverride(
         selector=override_pb2.Selector(op_type="Sign"), definition=definition, params={"alpha": rule_pb2.ParamValue()}
@@ -112,15 +112,15 @@ def test_param_without_a_value(channel: grpc.Channel) -> None:
 
 
 @provokes("INVALID_OVERRIDE")
-@fine
-def test_overrides_without_ys(either: Any) -> None:
+@keeps_engine
+def test_overrides_without_ys_are_refused(either: Any) -> None:
     with refused("INVALID_OVERRIDE") as refusal:
-        either.evaluate(sign(), feeds=X, fetches=["y"], overrides={"Sign": "ste"})
+        either.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"], overrides={"Sign": "ste"})
     refusal.says("ys")
 
 
-@fine
-def test_override_that_selects_nothing(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_override_without_a_selector_is_refused(channel: grpc.Channel) -> None:
     with refused_raw("INVALID_OVERRIDE"):
         raw.evaluate(
             channel, raw.request(raw.sign_graph(), overrides=[override_pb2.GradientOverride(rule="ste")], vjp=raw.vjp())
@@ -128,35 +128,35 @@ def test_override_that_selects_nothing(channel: grpc.Channel) -> None:
 
 
 @provokes("UNMATCHED_OVERRIDE")
-@fine
-def test_unmatched_override(either: Any) -> None:
+@keeps_engine
+def test_override_that_matches_no_node_is_refused(either: Any) -> None:
     for override in (gr.Override("ste", op_type="Floor"), gr.Override("ste", node="z"), gr.Override("ste", scope="s")):
         with refused("UNMATCHED_OVERRIDE"):
-            either.evaluate(sign(), feeds=X, ys=["y"], xs=["x"], overrides=[override])
+            either.evaluate(sign_graph(), feeds=SIGN_FEEDS, ys=["y"], xs=["x"], overrides=[override])
 
 
 @provokes("INACTIVE_OVERRIDE")
-@fine
-def test_inactive_override(either: Any) -> None:
-    g = sign()
+@keeps_engine
+def test_override_of_a_node_off_the_path_is_refused(either: Any) -> None:
+    g = sign_graph()
     g.op("Floor", g.tensor("x"), name="aside")
     with refused("INACTIVE_OVERRIDE") as refusal:
-        either.evaluate(g, feeds=X, ys=["y"], xs=["x"], overrides={"Floor": "ste"})
+        either.evaluate(g, feeds=SIGN_FEEDS, ys=["y"], xs=["x"], overrides={"Floor": "ste"})
     refusal.says("aside")
 
 
 @provokes("RULE_ARITY")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("expression", ["(dy, dy)", "dy * x1"])
-def test_wrong_arity(either: Any, expression: str) -> None:
+def test_wrong_number_of_gradients_is_refused(either: Any, expression: str) -> None:
     with refused("RULE_ARITY") as refusal:
-        either.evaluate(sign(), feeds=X, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule(expression)})
+        either.evaluate(sign_graph(), feeds=SIGN_FEEDS, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule(expression)})
     refusal.says("y", "Sign")
 
 
 @provokes("RULE_OUTPUT")
-@fine
-def test_shape_that_is_wrong_only_when_it_runs(either: Any) -> None:
+@keeps_engine
+def test_wrong_shape_found_at_run_time_is_refused(either: Any) -> None:
     g = gr.Graph()
     g.op("Sign", g.placeholder("x", "float32", None), name="y")
     squeezed = gr.Rule("sum(dy, axis=0)")
@@ -169,15 +169,15 @@ def test_shape_that_is_wrong_only_when_it_runs(either: Any) -> None:
 
 
 @provokes("RULE_NOT_APPLICABLE")
-@fine
-def test_rule_that_does_not_apply(either: Any) -> None:
+@keeps_engine
+def test_rule_of_another_op_is_refused(either: Any) -> None:
     with refused("RULE_NOT_APPLICABLE"):
-        either.evaluate(sign(), feeds=X, ys=["y"], xs=["x"], overrides={"Sign": "Conv2D"})
+        either.evaluate(sign_graph(), feeds=SIGN_FEEDS, ys=["y"], xs=["x"], overrides={"Sign": "Conv2D"})
 
 
 @provokes("FOREIGN_GRADIENT")
-@fine
-def test_foreign_gradient(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_unknown_registered_gradient_is_refused(channel: grpc.Channel) -> None:
     foreign = raw.node("y", "Sign", "x", _gradient_op_type=graph_pb2.AttrValue(s=b"CustomGradient-3"))
     with refused_raw("FOREIGN_GRADIENT") as refusal:
         raw.evaluate(channel, raw.request(raw.graph(raw.placeholder(), foreign), vjp=raw.vjp()))
@@ -185,22 +185,22 @@ def test_foreign_gradient(channel: grpc.Channel) -> None:
 
 
 @provokes("NO_GRADIENT")
-@fine
-def test_no_gradient(either: Any) -> None:
+@keeps_engine
+def test_op_without_gradient_is_refused(either: Any) -> None:
     g = gr.Graph()
     g.op("RandomShuffle", g.placeholder("x", "float32", [None]), name="y")
     with refused("NO_GRADIENT") as refusal:
-        either.evaluate(g, feeds=X, ys=["y"], xs=["x"])
+        either.evaluate(g, feeds=SIGN_FEEDS, ys=["y"], xs=["x"])
     refusal.says("y", "RandomShuffle")
 
 
 @provokes("INVALID_DERIVATIVE")
-@fine
-def test_derivative_that_makes_no_sense(either: Any) -> None:
+@keeps_engine
+def test_invalid_derivative_is_refused(either: Any) -> None:
     complex_sign = gr.Graph()
     complex_sign.op("Sign", complex_sign.placeholder("x", "complex64", [None]), name="y")
     with refused("INVALID_DERIVATIVE") as refusal:
-        either.evaluate(complex_sign, feeds=X, ys=["y"], xs=["x"])
+        either.evaluate(complex_sign, feeds=SIGN_FEEDS, ys=["y"], xs=["x"])
     refusal.says("y", "complex64")
     for words in (
         {"ys": ["y"]},
@@ -208,4 +208,4 @@ def test_derivative_that_makes_no_sense(either: Any) -> None:
         {"ys": ["y"], "xs": ["x"], "grad_ys": {"x": [1.0, 1.0]}},
     ):
         with refused("INVALID_DERIVATIVE"):
-            either.evaluate(sign(), feeds=X, **words)
+            either.evaluate(sign_graph(), feeds=SIGN_FEEDS, **words)

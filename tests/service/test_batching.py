@@ -1,4 +1,4 @@
-"""Calls of one program that wait for the engine run together: against a real server."""
+"""Concurrent calls of one program run together in the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def perceptron(*, rows: int | None = None) -> gr.Graph:
 
 
 def expected(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The perceptron's output, and its gradient by guided backpropagation."""
+    """Returns the perceptron's output and its gradient by guided backpropagation."""
     inputs, h = [], x
     for weights in _LAYERS[:-1]:
         h = h @ weights
@@ -46,7 +46,7 @@ def expected(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose engine runs one request at a time, so that of two at once one waits."""
+    """Returns a server whose engine runs one request at a time, so that concurrent calls wait."""
     with running_server(tmp_path_factory.mktemp("batching"), ["--engine-threads", "1"]) as running:
         yield running
 
@@ -82,8 +82,10 @@ def examples(count: int = CLIENTS, rows: int = 1) -> list[np.ndarray]:
     return [_rng.normal(size=(rows, 64)).astype(np.float32) for _ in range(count)]
 
 
-def until_together(threads: ThreadPoolExecutor, call: Callable[[np.ndarray], Any]) -> list[tuple[np.ndarray, Any]]:
-    """Rounds of 64 calls at once, until calls ran together; the last round."""
+def repeat_until_together(
+    threads: ThreadPoolExecutor, call: Callable[[np.ndarray], Any]
+) -> list[tuple[np.ndarray, Any]]:
+    """Sends rounds of 64 concurrent calls until calls ran together; returns the last round."""
     for _ in range(_MOST_ROUNDS):
         feeds = examples()
         results = answers(threads, call, feeds)
@@ -92,9 +94,9 @@ def until_together(threads: ThreadPoolExecutor, call: Callable[[np.ndarray], Any
     raise AssertionError("no calls ran together")
 
 
-def test_clients_at_once_get_the_answers_that_they_get_alone(client: Any, threads: ThreadPoolExecutor) -> None:
+def test_concurrent_clients_get_the_same_answers_as_alone(client: Any, threads: ThreadPoolExecutor) -> None:
     program = compiled(client, perceptron(), overrides={"Relu": "guided_relu"})
-    for x, result in until_together(threads, lambda x: program(x=x)):
+    for x, result in repeat_until_together(threads, lambda x: program(x=x)):
         y, gradient = expected(x)
         np.testing.assert_allclose(result.outputs["y"], y, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(result.gradients["x"], gradient, rtol=1e-4, atol=1e-5)
@@ -105,7 +107,7 @@ def test_clients_at_once_get_the_answers_that_they_get_alone(client: Any, thread
 
 def test_calls_of_several_examples_run_together(client: Any, threads: ThreadPoolExecutor) -> None:
     program = compiled(client, perceptron())
-    until_together(threads, lambda x: program(x=x))
+    repeat_until_together(threads, lambda x: program(x=x))
     feeds = [example for rows in range(1, 9) for example in examples(8, rows)]
     results = answers(threads, lambda x: program(x=x), feeds)
     for x, result in zip(feeds, results, strict=True):
@@ -113,9 +115,9 @@ def test_calls_of_several_examples_run_together(client: Any, threads: ThreadPool
     assert all(result.batch_size in (0, *range(2, 65)) for result in results)
 
 
-def test_a_wrong_call_among_others_gets_its_own_error(client: Any, threads: ThreadPoolExecutor) -> None:
+def test_invalid_call_in_a_batch_gets_its_own_error(client: Any, threads: ThreadPoolExecutor) -> None:
     program = compiled(client, perceptron())
-    until_together(threads, lambda x: program(x=x))
+    repeat_until_together(threads, lambda x: program(x=x))
 
     def call(x: np.ndarray) -> Any:
         try:
@@ -131,28 +133,26 @@ def test_a_wrong_call_among_others_gets_its_own_error(client: Any, threads: Thre
             np.testing.assert_allclose(result.outputs["y"], expected(x)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_calls_run_together_again_after_a_wrong_one_and_a_right_one_did_not(
-    client: Any, threads: ThreadPoolExecutor
-) -> None:
-    """A run with one call that is left tells nothing of the program."""
+def test_calls_run_together_again_after_a_batch_failed(client: Any, threads: ThreadPoolExecutor) -> None:
+    """A batch with only one call left says nothing about the program."""
     program = compiled(client, perceptron())
     for _ in range(3):
         feeds = [x if index % 2 else np.zeros((1, 63), np.float32) for index, x in enumerate(examples(8))]
         for future in [threads.submit(program, x=x) for x in feeds]:
             future.exception()
-    until_together(threads, lambda x: program(x=x))
+    repeat_until_together(threads, lambda x: program(x=x))
 
 
-def test_a_program_that_asks_for_it_runs_its_calls_alone(client: Any, threads: ThreadPoolExecutor) -> None:
+def test_program_with_batching_off_runs_its_calls_alone(client: Any, threads: ThreadPoolExecutor) -> None:
     program = compiled(client, perceptron(), batching=False)
     for _ in range(3):
         assert {result.batch_size for result in answers(threads, lambda x: program(x=x), examples())} == {0}
     assert program.name != compiled(client, perceptron()).name
 
 
-def test_a_call_that_asks_for_it_runs_alone(client: Any, channel: Any, threads: ThreadPoolExecutor) -> None:
+def test_call_with_batching_off_runs_alone(client: Any, channel: Any, threads: ThreadPoolExecutor) -> None:
     program = compiled(client, perceptron())
-    until_together(threads, lambda x: program(x=x))
+    repeat_until_together(threads, lambda x: program(x=x))
     method = channel.unary_unary("/gradrule.v1.GradientService/Evaluate")
 
     def call(x: np.ndarray) -> evaluate_pb2.EvaluateResponse:
@@ -168,7 +168,7 @@ def test_a_call_that_asks_for_it_runs_alone(client: Any, channel: Any, threads: 
     assert {answer.batch_size for answer in answers(threads, call, examples())} == {0}
 
 
-def test_a_call_of_an_inline_program_that_asks_for_it_runs_alone(channel: Any, threads: ThreadPoolExecutor) -> None:
+def test_inline_call_with_batching_off_runs_alone(channel: Any, threads: ThreadPoolExecutor) -> None:
     method = channel.unary_unary("/gradrule.v1.GradientService/Evaluate")
     graph = perceptron().to_bytes()
 
@@ -184,11 +184,11 @@ def test_a_call_of_an_inline_program_that_asks_for_it_runs_alone(channel: Any, t
             feed.tensor_shape.dim.add(size=size)
         return evaluate_pb2.EvaluateResponse.FromString(method(request.SerializeToString()))
 
-    until_together(threads, lambda x: call(x, True))
+    repeat_until_together(threads, lambda x: call(x, True))
     assert {answer.batch_size for answer in answers(threads, lambda x: call(x, False), examples())} == {0}
 
 
-def test_what_mixes_examples_is_never_run_together(client: Any, threads: ThreadPoolExecutor) -> None:
+def test_program_that_mixes_examples_never_runs_in_batches(client: Any, threads: ThreadPoolExecutor) -> None:
     g = perceptron()
     y = g.tensor("y")
     g.op_output("Sub", y, g.op_output("Mean", y, g.constant(np.array([0], np.int32)), keep_dims=True), name="centred")
@@ -199,5 +199,5 @@ def test_what_mixes_examples_is_never_run_together(client: Any, threads: ThreadP
             assert abs(result.outputs["centred"].sum(axis=0)).max() < 1e-4
 
 
-def test_the_refusal_is_logged_with_its_reason(server: RunningServer) -> None:
+def test_reason_against_batching_is_logged(server: RunningServer) -> None:
     assert "works along the batch (axis 0)" in server.log.read_text()

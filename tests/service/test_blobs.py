@@ -1,4 +1,4 @@
-"""Blobs at a real server: uploads, what calls name by hash, what happens when a server has lost it."""
+"""Blobs at a real server: uploads, references by hash, and blobs that the server has lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import gradrule as gr
 from gradrule._builder import blob_values
 from gradrule.v1 import blob_pb2, blob_pb2_grpc, program_pb2, rule_pb2, tensor_pb2
 from tests.service import raw
-from tests.service.answers import refused_raw
-from tests.service.refusals import fine, provokes
+from tests.service.answers import keeps_engine, provokes, refused_raw
 from tests.service.servers import RunningServer, running_server
 
 WEIGHTS = np.arange(6000, dtype=np.float32).reshape(2, 3000) / 1000
@@ -27,19 +26,19 @@ X = np.array([[1.0, -2.0]], np.float32)
 
 
 def model(weights: Any = WEIGHTS) -> gr.Graph:
-    """y = sum(x · w): its gradient with respect to x is the sum over w's columns."""
+    """Makes y = sum(x · w); its gradient with respect to x is the row sums of w."""
     g = gr.Graph()
     w = g.variable("w", weights)
     g.op("Sum", g.op("MatMul", g.placeholder("x", "float32", [None, 2]), w), [0, 1], name="y")
     return g
 
 
-def name_of(data: bytes) -> str:
+def blob_name(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
 def pieces(data: bytes, name: str | None = None) -> Iterator[blob_pb2.UploadBlobRequest]:
-    yield blob_pb2.UploadBlobRequest(sha256=name_of(data) if name is None else name, data=data[:5])
+    yield blob_pb2.UploadBlobRequest(sha256=blob_name(data) if name is None else name, data=data[:5])
     yield blob_pb2.UploadBlobRequest(data=data[5:])
 
 
@@ -48,10 +47,10 @@ def blobs(channel: grpc.Channel) -> Any:
     return blob_pb2_grpc.BlobServiceStub(channel)
 
 
-@fine
+@keeps_engine
 def test_upload_and_find(blobs: Any) -> None:
     data = b"some bytes that nobody else has"
-    name = name_of(data)
+    name = blob_name(data)
     assert blobs.FindMissingBlobs(blob_pb2.FindMissingBlobsRequest(sha256=[name, name])).missing == [name]
     for _ in range(2):
         answer = blobs.UploadBlob(pieces(data))
@@ -60,15 +59,15 @@ def test_upload_and_find(blobs: Any) -> None:
 
 
 @provokes("BLOB_MISMATCH")
-@fine
-def test_bytes_that_are_not_what_was_announced(blobs: Any) -> None:
+@keeps_engine
+def test_upload_that_differs_from_its_hash_is_refused(blobs: Any) -> None:
     with refused_raw("BLOB_MISMATCH") as refusal:
         blobs.UploadBlob(pieces(b"these bytes", "0" * 64))
-    refusal.says(name_of(b"these bytes"))
+    refusal.says(blob_name(b"these bytes"))
 
 
-@fine
-def test_uploads_that_make_no_sense(blobs: Any, channel: grpc.Channel) -> None:
+@keeps_engine
+def test_invalid_uploads_are_refused(blobs: Any, channel: grpc.Channel) -> None:
     with refused_raw("MALFORMED_REQUEST"):
         blobs.UploadBlob(iter(()))
     with refused_raw("MALFORMED_REQUEST"):
@@ -83,8 +82,8 @@ def test_uploads_that_make_no_sense(blobs: Any, channel: grpc.Channel) -> None:
         blobs.FindMissingBlobs(blob_pb2.FindMissingBlobsRequest(sha256=["w"]))
 
 
-@fine
-def test_an_upload_that_breaks_off_leaves_nothing(server: RunningServer, blobs: Any) -> None:
+@keeps_engine
+def test_aborted_upload_leaves_nothing(server: RunningServer, blobs: Any) -> None:
     folder = server.data_dir / "registry" / "blobs"
 
     def forever() -> Iterator[blob_pb2.UploadBlobRequest]:
@@ -104,14 +103,14 @@ def test_an_upload_that_breaks_off_leaves_nothing(server: RunningServer, blobs: 
 
 
 def _blob_tensor(data: bytes, shape: list[int], dtype: Any = tensor_pb2.DT_FLOAT) -> tensor_pb2.TensorSource:
-    return blob_values.source(name_of(data), dtype, shape)
+    return blob_values.source(blob_name(data), dtype, shape)
 
 
 @provokes("BLOB_NOT_FOUND")
-@fine
-def test_blobs_that_are_not_there(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_unknown_blobs_are_refused(channel: grpc.Channel) -> None:
     message = raw.request(raw.sign_graph(), {})
-    names = [name_of(f"never {number}".encode()) for number in range(2)]
+    names = [blob_name(f"never {number}".encode()) for number in range(2)]
     message.feeds.add(name="x", value=blob_values.source(names[0], tensor_pb2.DT_FLOAT, [1]))
     with refused_raw("BLOB_NOT_FOUND") as refusal:
         raw.evaluate(channel, message)
@@ -123,18 +122,18 @@ def test_blobs_that_are_not_there(channel: grpc.Channel) -> None:
     refusal.says(names[1])
 
 
-@fine
-def test_a_blob_as_a_feed_and_as_a_graph(blobs: Any, channel: grpc.Channel) -> None:
+@keeps_engine
+def test_blob_can_be_a_feed_and_a_graph(blobs: Any, channel: grpc.Channel) -> None:
     values = np.array([-1.0, 2.0, 0.0], np.float32)
     graph = raw.sign_graph().SerializeToString()
     for data in (values.tobytes(), graph):
         blobs.UploadBlob(pieces(data))
     message = raw.request(b"", {})
-    message.spec.graph.CopyFrom(rule_pb2.GraphSource(blob_sha256=name_of(graph)))
+    message.spec.graph.CopyFrom(rule_pb2.GraphSource(blob_sha256=blob_name(graph)))
     message.feeds.add(name="x", value=_blob_tensor(values.tobytes(), [3]))
     answer = raw.evaluate(channel, message)
     assert np.frombuffer(answer.outputs[0].value.inline_tensor.tensor_content, np.float32).tolist() == [-1.0, 1.0, 0.0]
-    assert answer.digests.graph == name_of(graph)
+    assert answer.digests.graph == blob_name(graph)
     for shape, dtype, reason in (
         ([2], tensor_pb2.DT_FLOAT, "INVALID_TENSOR"),
         ([2**40, 2**40], tensor_pb2.DT_FLOAT, "INVALID_TENSOR"),
@@ -147,16 +146,16 @@ def test_a_blob_as_a_feed_and_as_a_graph(blobs: Any, channel: grpc.Channel) -> N
             raw.evaluate(channel, message)
 
 
-@fine
-def test_no_rule_s_graph_is_a_blob(channel: grpc.Channel) -> None:
+@keeps_engine
+def test_graph_of_a_rule_cannot_be_a_blob(channel: grpc.Channel) -> None:
     definition = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(blob_sha256="0" * 64))
     rule = rule_pb2.CreateRuleRequest(rule=rule_pb2.Rule(name="rules/Blob", definition=definition))
     with refused_raw("UNSUPPORTED"):
         raw.send(channel, "RuleService/CreateRule", rule.SerializeToString())
 
 
-@fine
-def test_a_client_sends_large_values_and_graphs_by_itself(either: Any) -> None:
+@keeps_engine
+def test_client_uploads_large_values_and_graphs_by_itself(either: Any) -> None:
     weights = WEIGHTS + (1.0 if type(either).__name__ == "Client" else 2.0)
     g = model(weights)
     g.constant(np.random.default_rng(0).normal(size=300_000).astype(np.float32), name="ballast")
@@ -170,8 +169,8 @@ def test_a_client_sends_large_values_and_graphs_by_itself(either: Any) -> None:
     assert either.explain(g, ys=["y"], xs=["w"]).findings == []
 
 
-@fine
-def test_an_array_that_is_fed_again_travels_once(either: Any) -> None:
+@keeps_engine
+def test_array_fed_again_is_uploaded_once(either: Any) -> None:
     g = gr.Graph()
     g.op("Sum", g.placeholder("x", "float32", [None]), [0], name="y")
     values = np.random.default_rng(3).normal(size=10_000).astype(np.float32)
@@ -187,7 +186,7 @@ def test_an_array_that_is_fed_again_travels_once(either: Any) -> None:
 
 
 @pytest.mark.parametrize("accident", ["changed", "removed"])
-def test_a_blob_that_changes_on_the_disk_is_sent_again(server: RunningServer, client: gr.Client, accident: str) -> None:
+def test_blob_changed_on_disk_is_uploaded_again(server: RunningServer, client: gr.Client, accident: str) -> None:
     g = gr.Graph()
     g.op("Sum", g.placeholder("x", "float32", [None]), [0], name="y")
     blob = gr.Blob(np.full(5_000, len(accident), np.float32))
@@ -198,12 +197,12 @@ def test_a_blob_that_changes_on_the_disk_is_sent_again(server: RunningServer, cl
     else:
         file.unlink()
     assert client.evaluate(g, feeds={"x": blob}, fetches=["y"]).outputs["y"] == 5_000 * len(accident)
-    assert name_of(file.read_bytes()) == blob.sha256
+    assert blob_name(file.read_bytes()) == blob.sha256
     if accident == "changed":
         assert f"{blob.sha256} is not what was stored" in server.log.read_text()
 
 
-def test_programs_share_tensors_whichever_way_the_bytes_came(client: Any, channel: grpc.Channel) -> None:
+def test_programs_share_tensors_of_blobs_and_inline_constants(client: Any, channel: grpc.Channel) -> None:
     small = np.array([[1.0], [2.0]], np.float32)
     by_value = client.compile(model(small), fetches=["y"])
     words = {"no_gradient": program_pb2.NO_GRADIENT_ERROR}
@@ -216,10 +215,10 @@ def test_programs_share_tensors_whichever_way_the_bytes_came(client: Any, channe
     assert raw.evaluate(channel, message).digests.program != by_value.digests.program
 
 
-# Servers that lose, restart, run out of room.
+# Servers that lose blobs, restart or are full.
 
 
-def test_a_server_that_lost_everything_gets_it_again(tmp_path: Path) -> None:
+def test_client_uploads_again_what_a_server_lost(tmp_path: Path) -> None:
     g = model()
     with running_server(tmp_path) as server, gr.connect(server.target) as client:
         first = client.evaluate(g, feeds={"x": X}, fetches=["y"]).outputs["y"]
@@ -228,7 +227,7 @@ def test_a_server_that_lost_everything_gets_it_again(tmp_path: Path) -> None:
         assert client.evaluate(g, feeds={"x": X}, fetches=["y"]).outputs["y"] == first
 
 
-def test_a_kept_program_runs_after_a_restart_and_keeps_its_weights(tmp_path: Path) -> None:
+def test_stored_program_runs_after_a_restart_and_keeps_its_weights(tmp_path: Path) -> None:
     room = ON_DISK * 2
     flags = ("--max-blob-bytes", str(room))
     with running_server(tmp_path, flags) as server, gr.connect(server.target) as client:
@@ -236,14 +235,14 @@ def test_a_kept_program_runs_after_a_restart_and_keeps_its_weights(tmp_path: Pat
         first = program.evaluate({"x": X}).outputs["y"]
     for _ in range(2):
         with running_server(tmp_path, flags) as server, gr.connect(server.target) as client:
-            # Others come and go beside it.
+            # Other blobs are uploaded and evicted meanwhile.
             for number in range(3):
                 client.evaluate(model(WEIGHTS + 1 + number), feeds={"x": X}, fetches=["y"])
             assert client.program("kept").evaluate({"x": X}).outputs["y"] == first
 
 
 @provokes("QUOTA_EXCEEDED")
-def test_room_for_blobs_is_bounded(tmp_path: Path) -> None:
+def test_total_size_of_blobs_is_limited(tmp_path: Path) -> None:
     flags = ("--max-blob-bytes", str(ON_DISK))
     with running_server(tmp_path, flags) as server, gr.connect(server.target) as client:
         client.compile(model(), fetches=["y"], name="kept")
@@ -260,7 +259,7 @@ def test_room_for_blobs_is_bounded(tmp_path: Path) -> None:
         assert stored <= ON_DISK
 
 
-def test_a_program_whose_weights_went_is_loaded_again_after_they_came_back(tmp_path: Path) -> None:
+def test_program_with_evicted_weights_is_loaded_again_after_they_are_uploaded(tmp_path: Path) -> None:
     import os
     import signal
 
@@ -269,7 +268,7 @@ def test_a_program_whose_weights_went_is_loaded_again_after_they_came_back(tmp_p
     with running_server(tmp_path, flags) as server, gr.connect(server.target) as client:
         first = client.evaluate(g, feeds={"x": X}, fetches=["y"]).outputs["y"]
         client.evaluate(model(WEIGHTS + 1), feeds={"x": X}, fetches=["y"])
-        # What is loaded needs its blobs no more.
+        # A loaded program does not need its blobs.
         assert client.evaluate(g, feeds={"x": X}, fetches=["y"]).outputs["y"] == first
         engine = server.wait_for_engine()
         os.kill(engine, signal.SIGKILL)

@@ -1,10 +1,9 @@
-"""Memory bombs: each a typed error that says what would be too much, and the next request is answered."""
+"""Requests that need too much memory get typed errors with the figures, and the next request works."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,22 +12,22 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
+from tests.processes import peak_bytes, reset_peak
 from tests.service import raw
-from tests.service.answers import refused, refused_raw
+from tests.service.answers import provokes, refused, refused_raw
 from tests.service.bombs import BOMBS, HUGE, MESSAGES
-from tests.service.graph_defs import drawn, placeholder
-from tests.service.refusals import provokes
+from tests.service.graph_defs import build_graph_def, placeholder
 from tests.service.servers import RunningServer, running_server
 
 MEMORY_LIMIT = 4 << 30
 FREE_BYTES = 64 << 20
-# Refusing must not take the time that running would.
+# A refusal must not take as long as running.
 PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose engines may take 4 GiB."""
+    """Returns a server with a memory limit of 4 GiB per engine."""
     flags = ("--memory-limit", str(MEMORY_LIMIT), "--device", "cpu")
     with running_server(tmp_path_factory.mktemp("limited"), flags) as running:
         yield running
@@ -36,7 +35,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 @pytest.fixture
 def limited_channel(limited: RunningServer) -> Iterator[grpc.Channel]:
-    """After the test the same engine answers right."""
+    """Returns a channel; checks after the test that the same engine still answers."""
     before = limited.wait_for_engine()
     with grpc.insecure_channel(limited.target) as opened:
         yield opened
@@ -50,57 +49,53 @@ def limited_client(limited: RunningServer, limited_channel: grpc.Channel) -> Ite
         yield connected
 
 
-def peak_bytes(server: RunningServer) -> int:
-    """The most memory that the front end has had since `forget_peak`."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
-
-
-def forget_peak(server: RunningServer) -> int:
-    """Starts measuring anew; what the front end has now."""
-    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
-    return peak_bytes(server)
+def start_measuring(server: RunningServer) -> int:
+    """Starts to measure the peak memory of the front end; returns its current memory in bytes."""
+    reset_peak(server.process.pid)
+    return peak_bytes(server.process.pid)
 
 
 @provokes("MEMORY_EXCEEDED", "LIMIT_EXCEEDED")
 @pytest.mark.parametrize("name", BOMBS)
-def test_bomb(limited: RunningServer, limited_client: Any, name: str) -> None:
+def test_bomb_is_refused_and_takes_no_memory(limited: RunningServer, limited_client: Any, name: str) -> None:
     bomb = BOMBS[name]
     data = bomb.build()
     assert len(data) < 64 * 1024
-    before, started = forget_peak(limited), time.monotonic()
+    before, started = start_measuring(limited), time.monotonic()
     with refused(bomb.reason) as refusal:
         limited_client.evaluate(gr.Graph.from_bytes(data), bomb.feeds, fetches=["y"], timeout=PATIENCE_S)
     refusal.says(*bomb.words)
     assert time.monotonic() - started < PATIENCE_S
     sent = len(data) + sum(np.asarray(value).nbytes for value in bomb.feeds.values())
-    assert peak_bytes(limited) - before < FREE_BYTES + 10 * sent
+    assert peak_bytes(limited.process.pid) - before < FREE_BYTES + 10 * sent
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_message(limited: RunningServer, limited_channel: grpc.Channel, name: str) -> None:
+def test_large_message_without_content_is_refused_and_takes_no_memory(
+    limited: RunningServer, limited_channel: grpc.Channel, name: str
+) -> None:
     data = MESSAGES[name]()
-    before = forget_peak(limited)
+    before = start_measuring(limited)
     with refused_raw("LIMIT_EXCEEDED") as refusal:
         raw.send(limited_channel, "GradientService/Evaluate", data)
     refusal.says("--max-unpacking")
-    assert peak_bytes(limited) - before < FREE_BYTES + 10 * len(data)
+    assert peak_bytes(limited.process.pid) - before < FREE_BYTES + 10 * len(data)
 
 
-def test_figures_are_told(limited_client: Any) -> None:
+def test_refusal_names_size_limit_op_and_shape(limited_client: Any) -> None:
     bomb = BOMBS["Fill, fed"]
     with refused("MEMORY_EXCEEDED") as refusal:
         limited_client.evaluate(gr.Graph.from_bytes(bomb.build()), bomb.feeds, fetches=["y"])
     refusal.says("37.3 GiB", "4 GiB", "(Fill)", f"[{HUGE}]")
 
 
-def test_what_fits_runs(limited_client: Any) -> None:
-    """The same graph refuses what is too much and runs what is not, whatever was asked of it before."""
+def test_same_graph_runs_for_sizes_that_fit(limited_client: Any) -> None:
+    """Refused and accepted sizes alternate."""
 
     def build() -> None:
         tf.identity(tf.reduce_sum(tf.fill(placeholder("n", tf.int64), 1.0)), name="y")
 
-    graph = gr.Graph.from_bytes(drawn(build).SerializeToString())
+    graph = gr.Graph.from_bytes(build_graph_def(build).SerializeToString())
     for size in (10, HUGE, 2**20, 10, HUGE, 2**22):
         feeds = {"n": np.int64([size])}
         if size == HUGE:

@@ -1,4 +1,4 @@
-"""Rules of the catalogue on real graphs: randomness, params per call, code rules, what the registry tells of them."""
+"""Rules of the catalogue on real graphs: randomness, params per call, code rules, and their descriptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 X = np.linspace(-1, 1, 12).reshape(3, 4).astype(np.float32)
 
@@ -36,7 +36,7 @@ def test_random_rules_repeat_by_seed_and_differ_by_node(either: Any) -> None:
     assert len(np.unique(one)) == one.size
 
 
-def test_seed_and_step_are_asked_for(client: Any) -> None:
+def test_random_rule_without_seed_and_step_is_refused(client: Any) -> None:
     g = gr.Graph()
     g.op("Identity", g.placeholder("x", "float32", [None]), name="y")
     with refused("MISSING_PARAM") as refusal:
@@ -44,15 +44,15 @@ def test_seed_and_step_are_asked_for(client: Any) -> None:
     refusal.says("seed")
 
 
-def test_new_params_compile_nothing(either: Any) -> None:
+def test_new_params_do_not_recompile(either: Any) -> None:
     first = gradients_of(either, "compiled_once", 1)
     later = [gradients_of(either, "compiled_once", seed) for seed in (2, 3, 4)]
     assert {r.digests.program for r in later} == {first.digests.program}
     assert [r.timings.compile for r in later] == [0, 0, 0]
 
 
-def test_deeplift_explains_the_whole_difference(client: Any) -> None:
-    """Multipliers times differences of the inputs add up to the difference of the output (its completeness)."""
+def test_deeplift_multipliers_sum_to_the_difference_of_the_output(client: Any) -> None:
+    """Checks DeepLIFT's completeness: multipliers times input differences add up to the output difference."""
     rng = np.random.default_rng(3)
     w1, w2, b = rng.normal(size=(4, 5)), rng.normal(size=(5, 1)), rng.normal(size=5)
 
@@ -61,7 +61,7 @@ def test_deeplift_explains_the_whole_difference(client: Any) -> None:
         h = tf.nn.relu(tf.matmul(x, tf.constant(w1)) + tf.constant(b))
         tf.matmul(tf.tanh(h), tf.constant(w2), name="y")
 
-    g = loaded(drawn(build))
+    g = build_graph(build)
     x, baseline = rng.normal(size=(3, 4)), 0.3
     overrides = {"@activation": ("deeplift_rescale", {"baseline": baseline})}
     r = client.evaluate(g, {"x": x}, fetches=["y"], ys=["y"], xs=["x"], overrides=overrides)
@@ -77,7 +77,7 @@ def test_deeplift_explains_the_whole_difference(client: Any) -> None:
     )
 
 
-def test_deeplift_right_behind_an_input(client: Any) -> None:
+def test_deeplift_on_an_op_directly_after_an_input(client: Any) -> None:
     g = gr.Graph()
     g.op("Relu", g.placeholder("x", "float64", [None]), name="y")
     r = client.evaluate(
@@ -86,25 +86,25 @@ def test_deeplift_right_behind_an_input(client: Any) -> None:
     np.testing.assert_allclose(r.gradients["x"], [0.5])
 
 
-def test_random_rules_are_sampled_without_a_node(either: Any) -> None:
+def test_random_rules_can_be_sampled_without_a_node(either: Any) -> None:
     words: dict[str, Any] = {"x": np.zeros(50, np.float32), "params": {"seed": 3}}
     one = either.sample_rule("stochastic_spike_operator", **words).gradients["dx"]
     np.testing.assert_array_equal(one, either.sample_rule("stochastic_spike_operator", **words).gradients["dx"])
     assert len(np.unique(one)) > 40
 
 
-def test_deeplift_has_no_reference_inside_a_loop(client: Any) -> None:
+def test_deeplift_inside_a_loop_is_refused(client: Any) -> None:
     def build() -> None:
         x = placeholder("x", tf.float32, (None,))
         _, y = tf.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, tf.nn.relu(v)), [0, x])
         tf.identity(y, name="y")
 
     with refused("RULE_NOT_APPLICABLE") as refusal:
-        client.evaluate(loaded(drawn(build)), {"x": [1.0]}, ys=["y"], xs=["x"], overrides={"Relu": "deeplift_rescale"})
+        client.evaluate(build_graph(build), {"x": [1.0]}, ys=["y"], xs=["x"], overrides={"Relu": "deeplift_rescale"})
     refusal.says("loop")
 
 
-def test_feedback_alignment_leaves_the_weights_their_gradient(client: Any) -> None:
+def test_feedback_alignment_keeps_the_gradient_of_weights(client: Any) -> None:
     g = gr.Graph()
     x, w = g.placeholder("x", "float32", [None, 4]), g.placeholder("w", "float32", [4, 2])
     g.op("MatMul", x, w, name="y")
@@ -113,14 +113,14 @@ def test_feedback_alignment_leaves_the_weights_their_gradient(client: Any) -> No
     plain = client.evaluate(g, feeds, **words)
     r = client.evaluate(g, feeds, overrides={"MatMul": "feedback_alignment"}, **words)
     assert_close(r.gradients["w"], plain.gradients["w"])
-    # Every row sees the same fixed matrix, whatever the weights are.
+    # Every row is multiplied by the same fixed matrix, whatever the weights are.
     assert_close(r.gradients["x"], np.broadcast_to(r.gradients["x"][0], (3, 4)).copy())
     moved = client.evaluate(g, feeds | {"w": 5 * feeds["w"]}, overrides={"MatMul": "feedback_alignment"}, **words)
     assert_close(moved.gradients["x"], r.gradients["x"])
     assert np.abs(r.gradients["x"] - plain.gradients["x"]).max() > 1e-3
 
 
-def test_a_code_rule_on_an_op_that_it_is_not_for(client: Any) -> None:
+def test_code_rule_on_an_unsupported_op_is_refused(client: Any) -> None:
     g = gr.Graph()
     g.op("Tanh", g.placeholder("x", "float32", [None]), name="y")
     with refused("RULE_NOT_APPLICABLE") as refusal:
@@ -128,10 +128,10 @@ def test_a_code_rule_on_an_op_that_it_is_not_for(client: Any) -> None:
     refusal.says("lrp_epsilon", "'y'", "Tanh")
 
 
-def test_code_rules_are_sampled_on_an_op(either: Any) -> None:
+def test_code_rules_can_be_sampled_on_an_op(either: Any) -> None:
     w = np.float32([[1, -1], [2, 0.5]])
     sample = either.sample_rule("lrp_0", x=np.float32([[1, 2]]), x1=w, op_type="MatMul")
-    # Relevance 1 for each output; y = (5, 0): what gave the first is shared, the second has nothing to share.
+    # Relevance 1 for each output; y = (5, 0): the first is divided, the second has no contributions to divide.
     assert_close(sample.gradients["dx"], np.float32([[1 / 5, 4 / 5]]))
     pooled = either.sample_rule(
         "maxpool_as_avgpool",
@@ -152,7 +152,7 @@ def test_code_rules_are_sampled_on_an_op(either: Any) -> None:
         ("lsq", {"qn": 1.5}, "qn"),
     ],
 )
-def test_params_outside_their_range(client: Any, rule: str, params: dict[str, float], says: str) -> None:
+def test_params_outside_their_range_are_refused(client: Any, rule: str, params: dict[str, float], says: str) -> None:
     g = gr.Graph()
     g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
     with refused("INVALID_PARAM") as refusal:
@@ -160,7 +160,7 @@ def test_params_outside_their_range(client: Any, rule: str, params: dict[str, fl
     refusal.says(says)
 
 
-def test_what_a_rule_tells_of_itself(either: Any) -> None:
+def test_rule_reports_its_description(either: Any) -> None:
     rule = either.get_rule("fast_sigmoid")
     assert (rule.kind, rule.family, rule.true_gradient, rule.hides_builtin) == ("builtin", "surrogate", False, False)
     assert rule.formula == rule.expression
@@ -172,8 +172,8 @@ def test_what_a_rule_tells_of_itself(either: Any) -> None:
     assert either.get_rule("log1pexp").true_gradient
 
 
-def test_optimised_programs_compute_what_they_say(client: Any) -> None:
-    """TensorFlow 2.21's arithmetic optimizer makes this maximum a minimum."""
+def test_optimizer_keeps_the_maximum(client: Any) -> None:
+    """TensorFlow 2.21's arithmetic optimizer turns this maximum into a minimum."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     a = g.op("Add", x, x)

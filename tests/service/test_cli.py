@@ -1,4 +1,4 @@
-"""Tests the command line against a real server: input, output and exit code."""
+"""The command line against a real server: input, output and exit code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 import gradrule as gr
 from gradrule.cli.main import main
 from tests.service.servers import RunningServer
-from tests.service.shell import Done, Shell, shell_in
+from tests.service.shell import CommandResult, Shell, shell_in
 
 
 @pytest.fixture
 def shell(
     server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Shell:
-    """Runs a command in a folder that holds `graph.pb` and values for it."""
+    """Runs commands in a folder with `graph.pb` and values for it."""
     run = shell_in(tmp_path, server, monkeypatch, capsys)
     g = gr.Graph()
     x, w = g.placeholder("x", "float32", [None]), g.placeholder("w", "float32", [None])
@@ -42,7 +42,7 @@ def shell(
 
 @pytest.fixture
 def half(shell: Shell) -> Iterator[str]:
-    """The rule `CliHalf`: a·dy with a = 0.5."""
+    """Registers the rule `CliHalf`: a·dy with a = 0.5."""
     assert shell("rules", "create", "CliHalf", "a * dy", "--param", "a=0.5", "--description", "Scales.").code == 0
     yield "CliHalf"
     shell("rules", "delete", "CliHalf")
@@ -116,7 +116,9 @@ def test_evaluate_shows_outputs_gradients_and_rules(shell: Shell, half: str) -> 
         (("--grad-y", "y=tensor:upstream", "--feed", "upstream=[1, 10, 100]"), [0.5, 10.0, 150.0]),
     ],
 )
-def test_flags_of_evaluate(shell: Shell, half: str, more: tuple[str, ...], expected: list[float]) -> None:
+def test_flags_of_evaluate_reach_the_request(
+    shell: Shell, half: str, more: tuple[str, ...], expected: list[float]
+) -> None:
     words = (
         "evaluate",
         "graph.pb",
@@ -250,7 +252,7 @@ def test_duplicate_feed_is_wrong_usage(shell: Shell) -> None:
 
 
 def test_health(shell: Shell, server: RunningServer) -> None:
-    assert shell("health") == Done(0, "SERVING\n", "")
+    assert shell("health") == CommandResult(0, "SERVING\n", "")
     assert shell("health", server.target).code == 0
     refused = shell("health", "127.0.0.1:1")
     assert (refused.code, refused.out) == (1, "")

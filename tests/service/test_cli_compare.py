@@ -1,4 +1,4 @@
-"""`gradrule compare`, and the selectors, presets and rewrites of the command line, against a real server."""
+"""`gradrule compare`, and selectors, presets and rewrites of the command line, against a real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = np.float32([[1.0, -2.0, 3.0], [0.5, 0.25, -1.0]])
 def shell(
     server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Shell:
-    """A folder with a dense layer, x · w + b → relu → y, and values for it."""
+    """Runs commands in a folder with a dense layer x · w + b → relu → y and values for it."""
     run = shell_in(tmp_path, server, monkeypatch, capsys)
     g = gr.Graph()
     x, w = g.placeholder("x", "float32", [None, 3]), g.placeholder("w", "float32", [3, 2])

@@ -1,4 +1,4 @@
-"""`gradrule explain --svg --html`, and the same from Python, against a real server."""
+"""`gradrule explain --svg --html` and the same from Python, against a real server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, build_graph_def, placeholder
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
 
@@ -29,7 +29,7 @@ def outer(x: Any) -> Any:
     return inner(x) + 1.0
 
 
-def everything() -> None:
+def function_loop_and_branch() -> None:
     x = placeholder("x")
     with tf.name_scope("block"):
         h = tf.nn.relu(outer(x))
@@ -44,15 +44,15 @@ def shell(
     server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Shell:
     run = shell_in(tmp_path, server, monkeypatch, capsys)
-    Path("graph.pb").write_bytes(drawn(everything).SerializeToString())
+    Path("graph.pb").write_bytes(build_graph_def(function_loop_and_branch).SerializeToString())
     return run
 
 
 WORDS = ("explain", "graph.pb", "--y", "y", "--x", "x", "--override", "Sign=ste_sign", "--override", "Relu=guided_relu")
 
 
-def told(svg: str) -> dict[str, list[str]]:
-    """Classes of leaves by name."""
+def classes_by_name(svg: str) -> dict[str, list[str]]:
+    """Returns the CSS classes of drawn nodes by name."""
     found = {}
     for group in ElementTree.fromstring(svg).iter(f"{NS}g"):
         title = group.findtext(f"{NS}title")
@@ -66,7 +66,7 @@ def test_explain_draws_nodes_in_functions_loops_and_branches(shell: Shell) -> No
     done = shell(*WORDS, "--svg", "out.svg", "--html", "out.html")
     assert done.code == 0
     assert done.rows("wrote out.svg") and done.rows("wrote out.html")
-    leaves = told(Path("out.svg").read_text())
+    leaves = classes_by_name(Path("out.svg").read_text())
     signs = {name: classes for name, classes in leaves.items() if "r0" in classes or "r1" in classes}
     rules = shell(*WORDS, "--json").json["overrides"]
     assert set(signs) == {item["node"] for item in rules}
@@ -86,7 +86,7 @@ def test_path_contains_exactly_the_nodes_with_gradients(shell: Shell) -> None:
     asked = set(answer["default_gradient_nodes"]) | {
         item["node"] for item in answer["overrides"] if item["status"] == "active"
     }
-    path = {name for name, classes in told(Path("out.svg").read_text()).items() if "path" in classes}
+    path = {name for name, classes in classes_by_name(Path("out.svg").read_text()).items() if "path" in classes}
     calls = {"block/PartitionedCall", "block/PartitionedCall/PartitionedCall"}
     assert path == asked | calls | {"x"}
 
@@ -103,7 +103,7 @@ def test_problems_are_drawn(shell: Shell) -> None:
     Path("broken.pb").write_bytes(message.SerializeToString())
     done = shell("explain", "broken.pb", "--y", "y", "--x", "x", "--svg", "out.svg")
     assert done.code == 1
-    assert "wrong" in told(Path("out.svg").read_text())["y"]
+    assert "wrong" in classes_by_name(Path("out.svg").read_text())["y"]
 
 
 def test_unwritable_file_is_a_failure(shell: Shell) -> None:
@@ -112,21 +112,23 @@ def test_unwritable_file_is_a_failure(shell: Shell) -> None:
     assert "no/such/folder" in done.err
 
 
-def test_explanations_draw_from_python(either: Any) -> None:
-    explained = either.explain(loaded(drawn(everything)), ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
-    assert "r0" in told(explained.svg())["loop/Sign"]
+def test_explanations_are_drawn_from_python(either: Any) -> None:
+    explained = either.explain(
+        build_graph(function_loop_and_branch), ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"}
+    )
+    assert "r0" in classes_by_name(explained.svg())["loop/Sign"]
     assert "ste_sign" in explained.html()
 
 
 def test_whole_calls_and_regions_are_drawn(either: Any) -> None:
     overrides: list[Any] = [gr.Override(gr.Rule("5 * dy"), node="block/PartitionedCall", label="five")]
-    explained = either.explain(loaded(drawn(everything)), ys=["y"], xs=["x"], overrides=overrides)
-    leaves = told(explained.svg())
+    explained = either.explain(build_graph(function_loop_and_branch), ys=["y"], xs=["x"], overrides=overrides)
+    leaves = classes_by_name(explained.svg())
     assert "r0" in leaves["block/PartitionedCall"]
     assert "path" in leaves["block/PartitionedCall/PartitionedCall/Sign"]
 
 
-def test_five_thousand_nodes(either: Any, record_property: Callable[[str, object], None]) -> None:
+def test_five_thousand_nodes_are_drawn(either: Any, record_property: Callable[[str, object], None]) -> None:
     g = gr.Graph()
     h: Any = g.placeholder("x", "float32", [None])
     tensors = []

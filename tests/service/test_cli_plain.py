@@ -1,4 +1,4 @@
-"""The command line in an installation without rich: every command that prints a table prints it as plain text."""
+"""The command line without rich: every command that prints a table prints plain text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.service.shell import Shell, shell_in
 _ENDS = ("--y", "y", "--x", "x")
 _FED = ("--feed", "x=[-2, 0.5, 3]")
 
-# Each command with words that its table has, in the order in which they run.
+# Commands in their order of execution, each with words of its table.
 TABLES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("rules", "create", "PlainHalf", "a * dy", "--param", "a=0.5"), ("rule PlainHalf", "formula", "a * dy")),
     (("rules", "show", "PlainHalf"), ("rule PlainHalf", "digest", "params")),
@@ -43,7 +43,7 @@ NO_TABLE = {
 
 @pytest.fixture
 def without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `import rich` fail, as it does in an installation of the client alone."""
+    """Makes `import rich` fail, as in an installation of the client alone."""
     for name in {"rich", *(name for name in sys.modules if name.startswith("rich."))}:
         monkeypatch.setitem(sys.modules, name, None)
 
@@ -56,7 +56,7 @@ def shell(
     capsys: pytest.CaptureFixture[str],
     without_rich: None,
 ) -> Iterator[Shell]:
-    """Runs a command in a folder that holds `graph.pb`."""
+    """Runs commands in a folder with `graph.pb`."""
     run = shell_in(tmp_path, server, monkeypatch, capsys)
     g = gr.Graph()
     g.op("Sign", g.placeholder("x", "float32", [None]), name="y")

@@ -1,4 +1,4 @@
-"""Tests `gradrule rules` against a real server: showing, drawing, the gallery and checking."""
+"""`gradrule rules` against a real server: showing, drawing, the gallery and checking."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib import image
 import gradrule as gr
 from gradrule._builder.overrides import override_messages
 from gradrule.cli.main import build_parser
-from gradrule.cli.rules import examples
+from gradrule.cli.rules import rule_text
 from gradrule.cli.rules.checking import check
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
@@ -28,7 +28,7 @@ def shell(
     return shell_in(tmp_path, server, monkeypatch, capsys)
 
 
-# Looking.
+# Showing.
 
 
 def test_show_prints_family_formula_and_ranges(shell: Shell) -> None:
@@ -112,7 +112,7 @@ def test_rule_of_dy_only_is_drawn_over_dy(shell: Shell) -> None:
     np.testing.assert_allclose(values(told, "gradient"), np.clip(dy, -1, 1), atol=1e-6)
 
 
-def test_more_inputs_are_given_or_chosen(shell: Shell) -> None:
+def test_further_inputs_are_given_or_chosen(shell: Shell) -> None:
     told = shell("rules", "plot", "pact", "--feed", "x1=0.5", "--json").json
     x = np.array(told["x"])
     np.testing.assert_allclose(values(told, "forward"), np.minimum(x, 0.5), atol=1e-6)
@@ -144,17 +144,19 @@ def test_curve_is_drawn_on_the_terminal_and_to_a_file(shell: Shell) -> None:
         (("ste_sign", "--param", "clip=-1"), "clip"),
     ],
 )
-def test_rules_that_cannot_be_drawn_say_why(shell: Shell, arguments: tuple[str, ...], words: str) -> None:
+def test_rules_that_cannot_be_drawn_are_refused_with_a_reason(
+    shell: Shell, arguments: tuple[str, ...], words: str
+) -> None:
     done = shell("rules", "plot", *arguments)
     assert (done.code, done.out) == (1, "")
     assert words in done.err
 
 
-# The page.
+# The gallery.
 
 
 class Cards(HTMLParser):
-    """Collects the text of each article, the articles with a curve, and elements that are not closed."""
+    """Collects the text of each article, the articles with a curve, and unclosed elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +193,7 @@ def builtins(client: Any) -> list[gr.RuleInfo]:
     return client.list_rules("builtin")
 
 
-def test_the_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[gr.RuleInfo]) -> None:
+def test_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[gr.RuleInfo]) -> None:
     done = shell("rules", "gallery", "page")
     assert done.code == 0
     cards = Cards()
@@ -202,7 +204,7 @@ def test_the_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[
         shown += [word for info in rule.param_infos for word in (info.name, info.range)]
         assert all(word in text for word in shown), rule.name
         assert (rule.name in cards.curves) != ("no curve: " in text), rule.name
-        example = examples.of_rule(rule)
+        example = rule_text.rule_example(rule)
         assert example.python in text and example.shell in text
     assert {f"preset-{preset.name}" for preset in client.list_presets()} <= cards.texts.keys()
     drawable = [
@@ -211,11 +213,11 @@ def test_the_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[
     assert cards.curves >= set(drawable)
 
 
-def test_the_examples_are_right(client: Any, builtins: list[gr.RuleInfo]) -> None:
-    """The examples in Python and in the shell mean the same, and the server knows all names in them."""
+def test_examples_of_the_gallery_are_valid(client: Any, builtins: list[gr.RuleInfo]) -> None:
+    """Examples in Python and in the shell are equivalent, and the server knows all their names."""
     parser = build_parser()
     presets = client.list_presets()
-    for example in [*map(examples.of_rule, builtins), *map(examples.of_preset, presets)]:
+    for example in [*map(rule_text.rule_example, builtins), *map(rule_text.preset_example, presets)]:
         given = eval(example.overrides, {"gr": gr})
         options = parser.parse_args(["evaluate", "graph.pb", *_words(example.flag)])
         typed = [*options.override, *options.preset]
@@ -224,7 +226,7 @@ def test_the_examples_are_right(client: Any, builtins: list[gr.RuleInfo]) -> Non
         g = gr.Graph()
         g.op("Identity", g.placeholder("x", "float32", [None]), name="y")
         findings = client.explain(g, ys=["y"], xs=["x"], overrides=given).findings
-        # The graph has no ops that most rules are meant for; no other problem is allowed.
+        # The graph lacks the ops of most rules; no other problem is allowed.
         assert {item.reason for item in findings} <= {"UNMATCHED_OVERRIDE", "UNKNOWN_TENSOR", "RULE_ARITY"}, example
 
 
@@ -242,7 +244,7 @@ def report(client: Any, rule: str, **words: Any) -> Any:
     return check(client, found, **words)
 
 
-def test_every_true_gradient_of_the_catalogue_holds(client: Any, builtins: list[gr.RuleInfo]) -> None:
+def test_every_true_gradient_of_the_catalogue_passes_the_check(client: Any, builtins: list[gr.RuleInfo]) -> None:
     checked = [rule.name for rule in builtins if rule.true_gradient and rule.op_types]
     assert len(checked) >= 6
     for name in checked:
@@ -278,7 +280,7 @@ def test_correct_gradients_pass(client: Any, rule: str, of: str) -> None:
         ("ste_sign", "Sign"),
     ],
 )
-def test_error_of_a_thousandth_is_found(client: Any, rule: str, of: str) -> None:
+def test_relative_error_of_a_thousandth_is_found(client: Any, rule: str, of: str) -> None:
     found = report(client, rule, of=of)
     assert not found.holds
     claim = found.claims[0]
@@ -303,7 +305,7 @@ def test_kinks_are_found_everywhere(client: Any) -> None:
     assert not report(client, "log1pexp").kinks
 
 
-def test_behaviour_of_types_shapes_and_special_values(client: Any) -> None:
+def test_dtypes_shapes_and_special_values_are_reported(client: Any) -> None:
     found = report(client, "safe_sqrt", interval=(0.5, 4.0))
     assert [item.gives for item in found.types] == ["float16", "bfloat16", "float32", "float64"]
     assert found.types[0].difference is not None and 0 < found.types[0].difference < 1e-2
@@ -328,13 +330,13 @@ def test_incomparable_parts_are_reported(client: Any) -> None:
     assert any("float64" in note for note in quantised.notes)
 
 
-def test_samples_that_depend_on_each_other_are_found(client: Any) -> None:
+def test_dependence_between_samples_is_found(client: Any) -> None:
     found = report(client, "gradient_clip_norm")
     assert (found.samples.claimed, found.samples.found, found.samples.holds) == (False, False, True)
     assert report(client, "rectgrad").samples.found
 
 
-def test_check_fails_if_a_claim_is_wrong(shell: Shell) -> None:
+def test_check_fails_for_a_wrong_claim(shell: Shell) -> None:
     right = shell("rules", "check", "log1pexp")
     assert right.code == 0
     assert right.rows("x", "241 points", "holds") and right.rows("all that is claimed holds")

@@ -1,4 +1,4 @@
-"""What the clients do beyond single calls, against a real server."""
+"""Client features beyond single calls: maps, deadlines, readiness, local servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_map_keeps_the_order(program: Any) -> None:
     assert found == [[float(n * n)] for n in range(50)]
 
 
-def test_map_raises_in_turn(program: Any) -> None:
+def test_map_raises_an_error_at_its_position(program: Any) -> None:
     feeds: Any = [{"x": [1.0]}, {"x": np.float64([1.0])}, {"x": [3.0]}]
     with pytest.raises(gr.errors.FeedDtypeError):
         list(program.map(feeds, in_flight=2))
@@ -76,7 +76,7 @@ def test_async_map_of_an_async_iterable(server: RunningServer) -> None:
     assert asyncio.run(run()) == [float(n * n) for n in range(20)]
 
 
-def test_a_program_tells_what_it_is(program: Any, either: Any) -> None:
+def test_program_describes_itself(program: Any, either: Any) -> None:
     assert list(program.inputs) == ["x"]
     assert program.inputs["x"].dtype == "float32"
     assert list(program.outputs) == ["y"]
@@ -88,7 +88,7 @@ def test_a_program_tells_what_it_is(program: Any, either: Any) -> None:
     assert program.default_gradient_nodes == ["y"]
 
 
-def test_lists_take_the_programs_types_and_arrays_must_have_them(program: Any) -> None:
+def test_lists_get_the_programs_dtypes_and_arrays_must_have_them(program: Any) -> None:
     assert program(x=[1, 2]).outputs["y"].tolist() == [1.0, 4.0]
     with pytest.raises(gr.errors.FeedDtypeError, match=r"float64.*float32"):
         program(x=np.float64([1]))
@@ -99,16 +99,16 @@ def test_lists_take_the_programs_types_and_arrays_must_have_them(program: Any) -
         program.evaluate({"x": [1, 2]}, grad_ys={"y": "x"})
 
 
-def test_deadlines(either: Any) -> None:
+def test_call_past_its_deadline_is_refused(either: Any) -> None:
     with pytest.raises(gr.errors.DeadlineExceededError):
         either.evaluate(squares(), {"x": [1.0]}, fetches=["y"], timeout=1e-6)
 
 
-def test_wait_ready(either: Any) -> None:
+def test_wait_ready_returns_or_fails(either: Any) -> None:
     either.wait_ready(timeout=10)
 
 
-def test_local_servers(tmp_path: Path) -> None:
+def test_local_server_serves_and_stops(tmp_path: Path) -> None:
     with gr.local(engine_threads=1, reflection=False, data_dir=tmp_path / "kept") as client:
         client.create_rule("Twice", "2 * dy")
         r = client.evaluate(squares(), {"x": [3.0]}, ys="y", xs="x", overrides={"Square": "Twice"})
@@ -132,12 +132,12 @@ def test_local_servers(tmp_path: Path) -> None:
         ({"device": "tpu"}, "--device"),
     ],
 )
-def test_settings_that_a_local_server_does_not_take(settings: dict[str, Any], says: str) -> None:
+def test_unknown_setting_of_a_local_server_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(gr.errors.InvalidParamError, match=says), gr.local(**settings):
         pass
 
 
-def test_a_local_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_local_server_that_cannot_start_reports_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(gr.errors.UnavailableError, match=r"(?s)exit code 1.*file"),
@@ -146,7 +146,7 @@ def test_a_local_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         pass
 
 
-def test_what_explain_is_told_of_a_call_is_checked(either: Any) -> None:
+def test_explain_checks_the_params_of_a_call(either: Any) -> None:
     words: dict[str, Any] = {"ys": "y", "xs": "x", "overrides": {"Square": (gr.Rule("a * dy"), {"a": 1.0})}}
     explained = either.explain(squares(), {"x": [1.0]}, params={"Square": {"a": 2.0}}, grad_ys={"y": [1.0]}, **words)
     assert [item.status for item in explained.overrides] == ["active"]

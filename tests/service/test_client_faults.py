@@ -1,4 +1,4 @@
-"""What goes wrong around the client's streams: interrupts, cancelled tasks, bytes the server lacks, closed clients."""
+"""Faults around the client's streams: interrupts, cancelled tasks, missing blobs, closed clients."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ W = np.ones((3, 2), np.float32)
 
 
 @pytest.fixture(scope="module")
-def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose processes may stand still: what that does to an engine and its sessions is nobody else's."""
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Returns a server whose processes these tests may stop."""
     with running_server(tmp_path_factory.mktemp("standing")) as running:
         yield running
 
@@ -48,7 +48,7 @@ def squares() -> gr.Graph:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process stands still, so that whatever waits for it waits."""
+    """Stops a process by SIGSTOP during the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -58,7 +58,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupt_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C, a little later."""
+    """Sends Ctrl-C after a delay."""
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
@@ -71,8 +71,8 @@ def interrupt_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def in_loop(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a coroutine; nothing may be reported as lost, such as a failure that no one reads."""
+def run_in_loop(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a coroutine; asserts that no failure stays unread."""
     lost: list[Any] = []
 
     async def watched() -> None:
@@ -85,12 +85,12 @@ def in_loop(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     assert lost == []
 
 
-def test_an_interrupt_closes_the_session(standing: RunningServer) -> None:
-    """Else the next question would get the answer of the one that was interrupted."""
-    with gr.connect(standing.target) as client:
+def test_interrupt_closes_the_session(own_server: RunningServer) -> None:
+    """Otherwise the next request would get the answer of the interrupted one."""
+    with gr.connect(own_server.target) as client:
         with client.session(linear()) as s:
             s.evaluate({"x": X}, fetches=["loss"])
-            with stopped(standing.session_engine_pid()), pytest.raises(KeyboardInterrupt), interrupt_after(0.3):
+            with stopped(own_server.session_engine_pid()), pytest.raises(KeyboardInterrupt), interrupt_after(0.3):
                 s.evaluate({"x": X}, fetches=["loss"])
             with refused("UNAVAILABLE") as refusal:
                 s.evaluate({"x": 2 * X}, fetches=["loss"])
@@ -99,11 +99,11 @@ def test_an_interrupt_closes_the_session(standing: RunningServer) -> None:
             assert_close(s.evaluate({"x": 2 * X}, fetches=["loss"]).outputs["loss"], np.float32(84))
 
 
-def test_a_cancelled_task_closes_its_session(standing: RunningServer) -> None:
+def test_cancelled_task_closes_its_session(own_server: RunningServer) -> None:
     async def body() -> None:
-        async with gr.aio.connect(standing.target) as client, client.session(linear()) as s:
+        async with gr.aio.connect(own_server.target) as client, client.session(linear()) as s:
             await s.evaluate({"x": X}, fetches=["loss"])
-            with stopped(standing.session_engine_pid()):
+            with stopped(own_server.session_engine_pid()):
                 task = asyncio.ensure_future(s.evaluate({"x": X}, fetches=["loss"]))
                 await asyncio.sleep(0.2)
                 task.cancel()
@@ -113,22 +113,22 @@ def test_a_cancelled_task_closes_its_session(standing: RunningServer) -> None:
                 await s.evaluate({"x": 2 * X}, fetches=["loss"])
             refusal.says("not open")
 
-    in_loop(body)
+    run_in_loop(body)
 
 
-def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: RunningServer) -> None:
+def test_task_cancelled_while_writing_affects_no_other_call(own_server: RunningServer) -> None:
     big = np.zeros(6_000_000, np.float32)
 
     async def body() -> None:
-        async with gr.aio.connect(standing.target) as client:
+        async with gr.aio.connect(own_server.target) as client:
             program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
             async with await program.forward({"x": [3.0]}) as handle:
                 name = handle._handle
                 connection: Any = client._sender._stream._connection
-                with stopped(standing.process.pid):
+                with stopped(own_server.process.pid):
                     other = asyncio.ensure_future(handle.vjp())
                     await asyncio.sleep(0.1)
-                    # Too much for what the connection takes before the server reads.
+                    # More than the connection takes before the server reads.
                     writing = asyncio.ensure_future(program.forward({"x": big}))
                     queued = asyncio.ensure_future(program.forward({"x": [1.0]}))
                     await asyncio.sleep(0.3)
@@ -142,29 +142,29 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
                     assert len(connection.waiting) == 1
                 assert_close((await other)["x"], np.float32([6]))
                 assert_close((await handle.vjp())["x"], np.float32([6]))
-                # It was not made anew.
+                # The stream was not opened again.
                 assert handle._handle == name
                 assert client._sender._stream._connection is connection
 
-    in_loop(body)
+    run_in_loop(body)
 
 
-def test_a_deadline_holds_for_the_writing_too(standing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadline_includes_the_time_of_writing(own_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradrule._rpc.stream_messages.GRACE_S", 0.1)
     big = np.zeros(6_000_000, np.float32)
 
     async def body() -> None:
-        async with gr.aio.connect(standing.target) as client:
+        async with gr.aio.connect(own_server.target) as client:
             program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
-            with stopped(standing.process.pid), refused("DEADLINE_EXCEEDED"):
+            with stopped(own_server.process.pid), refused("DEADLINE_EXCEEDED"):
                 await program.forward({"x": big}, timeout=0.3)
             async with await program.forward({"x": [3.0]}) as handle:
                 assert_close(handle.outputs["y"], np.float32([9]))
 
-    in_loop(body)
+    run_in_loop(body)
 
 
-def test_blobs_in_sessions(either: Any) -> None:
+def test_session_uses_blobs(either: Any) -> None:
     rng = np.random.default_rng(1)
     w, x, dy = (rng.normal(size=size).astype(np.float32) for size in ((3, 2), (4, 3), (4, 2)))
     with either.session(linear(), variables={"w": gr.Blob(w)}) as s:
@@ -179,8 +179,8 @@ def test_blobs_in_sessions(either: Any) -> None:
         assert_close(s.read()["w"], 2 * w)
 
 
-def test_blobs_that_the_server_has_let_go_in_sessions(either: Any) -> None:
-    """They are sent once more, whatever the session believes to have sent."""
+def test_session_uploads_evicted_blobs_again(either: Any) -> None:
+    """Even if the session has uploaded them before."""
     rng = np.random.default_rng(2)
     w, x, other = (gr.Blob(rng.normal(size=size).astype(np.float32)) for size in ((3, 2), (4, 3), (3, 2)))
     session = either.session(linear(), variables={"w": w})
@@ -192,7 +192,7 @@ def test_blobs_that_the_server_has_let_go_in_sessions(either: Any) -> None:
         assert_close(s.read()["w"], np.frombuffer(other.data, np.float32).reshape(3, 2))
 
 
-def test_a_blob_that_is_nowhere_is_refused_once_more(client: gr.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blob_that_nobody_has_is_refused_after_one_retry(client: gr.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     blob = gr.Blob(np.random.default_rng(3).normal(size=(4, 3)).astype(np.float32))
     with client.session(linear()) as s:
         sent: list[list[str]] = []
@@ -203,7 +203,7 @@ def test_a_blob_that_is_nowhere_is_refused_once_more(client: gr.Client, monkeypa
         assert_close(s.evaluate({"x": X}, fetches=["loss"]).outputs["loss"], np.float32(42))
 
 
-def test_forward_after_the_client_is_closed(server: RunningServer) -> None:
+def test_forward_of_a_closed_client_is_refused(server: RunningServer) -> None:
     client = gr.connect(server.target)
     program = client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
     handle = program.forward({"x": [3.0]})
@@ -215,7 +215,7 @@ def test_forward_after_the_client_is_closed(server: RunningServer) -> None:
     handle.close()
 
 
-def test_forward_after_the_asynchronous_client_is_closed(server: RunningServer) -> None:
+def test_forward_of_a_closed_async_client_is_refused(server: RunningServer) -> None:
     async def body() -> None:
         client = gr.aio.connect(server.target)
         program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
@@ -233,10 +233,10 @@ def test_forward_after_the_asynchronous_client_is_closed(server: RunningServer) 
                 await session.read()
         await handle.close()
 
-    in_loop(body)
+    run_in_loop(body)
 
 
-def test_an_asynchronous_session_without_its_server(tmp_path: Path) -> None:
+def test_async_session_reports_a_lost_server(tmp_path: Path) -> None:
     async def body() -> None:
         with running_server(tmp_path) as server:
             async with gr.aio.connect(server.target) as client, client.session(linear()) as s:
@@ -247,18 +247,18 @@ def test_an_asynchronous_session_without_its_server(tmp_path: Path) -> None:
                     with refused("UNAVAILABLE"):
                         await s.read()
 
-    in_loop(body)
+    run_in_loop(body)
 
 
-def test_a_server_that_answers_no_ping_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long before the deadline, though its machine is there and takes all that is sent."""
+def test_server_that_answers_no_ping_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client gives up long before the deadline, though TCP still accepts what it sends."""
     waits = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
     quick = [(name, 200 if name in waits else value) for name, value in channels.OPTIONS]
     monkeypatch.setattr(channels, "OPTIONS", quick)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as taken:
 
         def greet() -> None:
-            # Each try is a connection of its own. SETTINGS, and that the client's were taken.
+            # Each attempt opens a new connection. The server sends SETTINGS and acknowledges the client's.
             with contextlib.suppress(OSError):
                 while True:
                     connection = taken.enter_context(listener.accept()[0])
@@ -269,6 +269,6 @@ def test_a_server_that_answers_no_ping_is_given_up(monkeypatch: pytest.MonkeyPat
         with gr.connect(f"127.0.0.1:{listener.getsockname()[1]}") as client, refused("UNAVAILABLE") as refusal:
             client.get_rule("ste", timeout=30)
         refusal.says("ping timeout")
-        # Whoever waits for a connection gets up.
+        # Wake up the accept loop.
         listener.shutdown(socket.SHUT_RDWR)
         greeter.join()

@@ -1,4 +1,4 @@
-"""Memory that clients on the same host share with the server: equal results, refusals, and what is left of it."""
+"""Shared memory between clients and the server on one host: equal results, refusals, and cleanup."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ import gradrule as gr
 from gradrule._rpc import shared_memory
 from gradrule.common.memory_regions import Memory
 from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc, tensor_pb2
-from tests.battery.processes import engines
-from tests.service.answers import refused_raw
+from tests.processes import count_descriptors, engines, open_descriptors
+from tests.service.answers import provokes, refused_raw
 from tests.service.guarded import Guarded
-from tests.service.refusals import provokes
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_until
 
 _MEBIBYTE = 1 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def squares() -> gr.Graph:
-    """y = x * x; z is its sum."""
+    """Makes y = x * x; z is its sum."""
     graph = gr.Graph()
     x = graph.placeholder("x", "float32", [None])
     y = graph.op("Mul", x, x, name="y")
@@ -43,7 +43,7 @@ def squares() -> gr.Graph:
 
 
 def compiled(client: Any) -> Any:
-    """The program of z with the gradient of x, which fetches y."""
+    """Compiles z with the gradient of x; y is fetched."""
     return client.compile(squares(), ys=["z"], xs=["x"], fetches=["y"])
 
 
@@ -57,35 +57,29 @@ def check(result: Any, x: np.ndarray) -> None:
 
 
 def descriptors(pid: int) -> list[str]:
-    """What a process has open, of memory without a name and of sockets by which it came."""
-    found = []
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append(os.readlink(each))
-        except FileNotFoundError:
-            continue
-    return [name for name in found if "memfd:gradrule-client" in name]
+    """Returns the open descriptors of a process for memory of clients."""
+    return [name for name in open_descriptors(pid) if "memfd:gradrule-client" in name]
 
 
 def mapped(pid: int) -> int:
-    """Memories of clients that a process has mapped."""
+    """Counts the client memories that a process has mapped."""
     return Path(f"/proc/{pid}/maps").read_text().count("memfd:gradrule-client")
 
 
-def leaves_nothing(running: RunningServer) -> None:
-    """Waits until neither front end nor engines have any memory of clients."""
+def wait_for_no_client_memory(running: RunningServer) -> None:
+    """Waits until neither the front end nor an engine holds memory of clients."""
     pids = [running.process.pid, *engines(running.process.pid)]
     wait_until(lambda: True if not any(descriptors(pid) or mapped(pid) for pid in pids) else None, "end of memory")
 
 
 @pytest.fixture
 def sharing(server: RunningServer) -> Iterator[gr.Client]:
-    """A client of its own, which shares memory of its own."""
+    """Returns a client with its own shared memory."""
     with gr.connect(server.target) as connected:
         yield connected
 
 
-def test_results_are_those_of_inline_tensors(sharing: gr.Client, server: RunningServer) -> None:
+def test_results_equal_those_of_inline_tensors(sharing: gr.Client, server: RunningServer) -> None:
     program = compiled(sharing)
     kept = []
     for seed in range(4):
@@ -93,7 +87,7 @@ def test_results_are_those_of_inline_tensors(sharing: gr.Client, server: Running
         result = program(x=x)
         check(result, x)
         kept.append((result, x))
-    # Memory of an answer is not used again while anything of the answer lives.
+    # The memory of an answer is not reused while an array of it lives.
     for result, x in kept:
         check(result, x)
     assert sharing._memory.is_shared
@@ -104,7 +98,7 @@ def test_results_are_those_of_inline_tensors(sharing: gr.Client, server: Running
         assert not plain._memory.is_shared
 
 
-def test_arrays_of_an_answer_may_be_written_to_and_outlive_all_else(server: RunningServer) -> None:
+def test_arrays_of_an_answer_are_writable_and_outlive_the_client(server: RunningServer) -> None:
     x = values()
     with gr.connect(server.target) as client:
         program = compiled(client)
@@ -120,7 +114,7 @@ def test_arrays_of_an_answer_may_be_written_to_and_outlive_all_else(server: Runn
     np.testing.assert_array_equal(gradient, 2 * x + 1)
 
 
-def test_the_async_client_shares_memory_too(server: RunningServer) -> None:
+def test_async_client_shares_memory(server: RunningServer) -> None:
     asyncio.run(_shares(server.target))
 
 
@@ -158,17 +152,17 @@ def test_requests_beyond_the_message_limit_need_no_chunks(sharing: gr.Client) ->
     assert result._answer.room is not None
 
 
-# What is left.
+# Cleanup.
 
 
-def test_a_closed_client_leaves_nothing(server: RunningServer) -> None:
+def test_closed_client_leaves_no_memory(server: RunningServer) -> None:
     names = sorted(os.listdir("/dev/shm"))
     with gr.connect(server.target) as client:
         program = compiled(client)
         for _ in range(2):
             program(x=values())
         assert descriptors(server.process.pid)
-    leaves_nothing(server)
+    wait_for_no_client_memory(server)
     assert sorted(os.listdir("/dev/shm")) == names
 
 
@@ -184,7 +178,7 @@ while True:
 """
 
 
-def test_a_killed_client_leaves_nothing(server: RunningServer, client: gr.Client) -> None:
+def test_killed_client_leaves_no_memory(server: RunningServer, client: gr.Client) -> None:
     names = sorted(os.listdir("/dev/shm"))
     program = compiled(client)
     command = [sys.executable, "-c", _FOREVER, server.target, program.name]
@@ -195,13 +189,13 @@ def test_a_killed_client_leaves_nothing(server: RunningServer, client: gr.Client
         process.send_signal(signal.SIGKILL)
         process.wait()
     client._memory.forget()
-    leaves_nothing(server)
+    wait_for_no_client_memory(server)
     assert sorted(os.listdir("/dev/shm")) == names
     x = values()
     check(program(x=x), x)
 
 
-def test_a_killed_server_and_a_killed_engine_cost_no_result(tmp_path: Path) -> None:
+def test_results_survive_a_killed_server_and_a_killed_engine(tmp_path: Path) -> None:
     with running_server(tmp_path / "server") as running, gr.connect(running.target, timeout=60.0) as client:
         program = compiled(client)
         x = values()
@@ -212,7 +206,7 @@ def test_a_killed_server_and_a_killed_engine_cost_no_result(tmp_path: Path) -> N
         result = program(x=x)
         port = running.target.rpartition(":")[2]
         running.kill()
-        # An answer of a server that is gone.
+        # An answer of the killed server.
         check(result, x)
         flags = ("--port", port)
         with running_server(tmp_path / "server", flags) as again:
@@ -226,8 +220,10 @@ def test_a_killed_server_and_a_killed_engine_cost_no_result(tmp_path: Path) -> N
 # Without shared memory.
 
 
-def test_a_server_without_it_is_sent_inline_tensors(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one of an older release. One that has it off answers with the same code."""
+def test_server_without_shared_memory_gets_inline_tensors(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like an older release, or a server with the feature off: both return this status."""
     monkeypatch.setattr(shared_memory, "METHOD", "/gradrule.v1.GradientService/NotThere")
     with gr.connect(server.target) as client:
         program = compiled(client)
@@ -239,10 +235,10 @@ def test_a_server_without_it_is_sent_inline_tensors(server: RunningServer, monke
 
 
 @pytest.mark.parametrize("fault", ["elsewhere", "imposter"])
-def test_a_server_that_cannot_be_reached_by_its_socket_is_sent_inline_tensors(
+def test_server_with_an_unreachable_socket_gets_inline_tensors(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """As from another host or network namespace, and where another process has taken the socket's name."""
+    """As from another host or network namespace, or when another process has taken the socket's name."""
     taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     taken.bind("\0gradrule-test-imposter")
     taken.listen()
@@ -267,8 +263,8 @@ def test_a_server_that_cannot_be_reached_by_its_socket_is_sent_inline_tensors(
 # Hostile clients.
 
 
-class Hostile:
-    """Calls as bare messages, with memory that is handed over as wanted."""
+class PlainCaller:
+    """Sends plain messages and hands over any memory."""
 
     def __init__(self, channel: grpc.Channel, metadata: Any = ()) -> None:
         self._stub = evaluate_pb2_grpc.GradientServiceStub(channel)
@@ -282,7 +278,7 @@ class Hostile:
         return found
 
     def hand_over(self, *descriptors: int, data: bytes = b"\0", client_key: bytes | None = None) -> bytes:
-        """What the server answers; nothing where it has closed the connection."""
+        """Sends descriptors and returns the server's answer; empty if it closed the connection."""
         offer = self.offer()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(20)
@@ -295,14 +291,14 @@ class Hostile:
         return connection.recv(4096)
 
     def memory(self, size: int = 4 * _MEBIBYTE) -> tuple[bytes, int]:
-        """The name of memory that was taken, and its descriptor."""
+        """Returns the name of memory that the server accepted, and its descriptor."""
         fd = memfd(size)
         answer = self.hand_over(fd)
         assert answer[:1] == b"\0", answer
         return answer[1:], fd
 
     def memory_if_allowed(self, size: int) -> bytes | None:
-        """The name of memory that was taken; None where the tenant has too much already."""
+        """Returns the name of accepted memory; None above the tenant's quota."""
         fd = memfd(size)
         answer = self.hand_over(fd)
         os.close(fd)
@@ -333,8 +329,8 @@ def shape(*sizes: int) -> tensor_pb2.TensorShape:
 
 
 @pytest.fixture
-def hostile(channel: grpc.Channel) -> Iterator[Hostile]:
-    with closing(Hostile(channel)) as made:
+def hostile(channel: grpc.Channel) -> Iterator[PlainCaller]:
+    with closing(PlainCaller(channel)) as made:
         yield made
 
 
@@ -366,20 +362,20 @@ NOT_MEMORY: dict[str, tuple[Callable[[Path], int], str]] = {
 
 
 @pytest.mark.parametrize("kind", NOT_MEMORY)
-def test_what_is_no_sealed_memory_is_refused(
-    hostile: Hostile, sharing: gr.Client, server: RunningServer, tmp_path: Path, kind: str
+def test_descriptor_without_sealed_memory_is_refused(
+    hostile: PlainCaller, sharing: gr.Client, server: RunningServer, tmp_path: Path, kind: str
 ) -> None:
     make, message = NOT_MEMORY[kind]
-    before = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+    before = count_descriptors(server.process.pid)
     answer = hostile.hand_over(make(tmp_path))
     assert answer[:1] == b"\x01"
     assert message in answer[1:].decode()
-    wait_until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) <= before or None, "end of descriptors")
+    wait_until(lambda: count_descriptors(server.process.pid) <= before or None, "end of descriptors")
     x = values()
     check(compiled(sharing)(x=x), x)
 
 
-def test_a_handshake_that_is_none_ends(hostile: Hostile, server: RunningServer) -> None:
+def test_invalid_handshake_closes_the_connection(hostile: PlainCaller, server: RunningServer) -> None:
     assert hostile.hand_over(client_key=b"") == b""
     assert hostile.hand_over(client_key=bytes(16)) == b""
     assert hostile.hand_over() == b""
@@ -395,12 +391,12 @@ def test_a_handshake_that_is_none_ends(hostile: Hostile, server: RunningServer) 
         assert connection.recv(100) == expected
 
 
-def test_memory_that_is_sealed_cannot_be_cut_off(hostile: Hostile, client: gr.Client) -> None:
+def test_sealed_memory_cannot_be_truncated(hostile: PlainCaller, client: gr.Client) -> None:
     name, fd = hostile.memory()
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 0)
     program = compiled(client).name
-    # Without the memory's pages, which come back as zeros.
+    # Punch a hole: its pages read as zeros.
     answer = hostile.evaluate(
         program, {"size_bytes": 4096, "shape": shape(1024)}, {"memory": name, "request_bytes": 4096}
     )
@@ -426,7 +422,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_requests_get_typed_errors(hostile: Hostile, client: gr.Client, kind: str) -> None:
+def test_invalid_references_to_shared_memory_get_typed_errors(
+    hostile: PlainCaller, client: gr.Client, kind: str
+) -> None:
     tensor, use, reason, message = WRONG[kind]
     program = compiled(client)
     name, _ = hostile.memory()
@@ -450,7 +448,7 @@ def _error_of(failure: grpc.RpcError) -> gr.errors.GradruleError:
 
 
 @provokes("SHARED_MEMORY_LOST")
-def test_memory_of_another_tenant_and_of_a_client_that_has_gone_is_unknown(guarded: Guarded) -> None:
+def test_memory_of_another_tenant_or_of_a_closed_client_is_unknown(guarded: Guarded) -> None:
     x = values()
     with guarded.connect("memory-owner") as owner:
         program = compiled(owner)
@@ -459,7 +457,7 @@ def test_memory_of_another_tenant_and_of_a_client_that_has_gone_is_unknown(guard
         attached = owner._memory._attached
         assert attached is not None
         with guarded.connect("memory-thief") as thief:
-            stolen = Hostile(thief._channel, thief._metadata)
+            stolen = PlainCaller(thief._channel, thief._metadata)
             theirs = compiled(thief).name
             use = {"memory": attached.name, "request_bytes": 4096}
             with refused_raw("SHARED_MEMORY_LOST"):
@@ -471,7 +469,7 @@ def test_memory_of_another_tenant_and_of_a_client_that_has_gone_is_unknown(guard
         check(program(x=x), x)
 
 
-def test_elsewhere_tensors_in_shared_memory_are_refused(hostile: Hostile, client: gr.Client) -> None:
+def test_shared_memory_outside_feeds_is_refused(hostile: PlainCaller, client: gr.Client) -> None:
     program = compiled(client)
     request = evaluate_pb2.EvaluateRequest(program=program.name)
     request.feeds.add(name="x").value.shared_memory.CopyFrom(
@@ -494,8 +492,8 @@ def test_quotas_count_shared_memory(tmp_path: Path) -> None:
             assert "QUOTA_EXCEEDED" in second._memory.refusal
             assert "--tenant-shared-bytes" in second._memory.refusal
         client._memory.forget()
-        with grpc.insecure_channel(running.target) as channel, closing(Hostile(channel)) as other:
-            # The server counts memory until it has seen the end of the connection that it came by.
+        with grpc.insecure_channel(running.target) as channel, closing(PlainCaller(channel)) as other:
+            # The server counts memory until it sees the end of its connection.
             name = wait_until(lambda: other.memory_if_allowed(200 * _MEBIBYTE), "end of the first client's memory")
             use = {"memory": name, "request_bytes": 4096, "answer_bytes": 100 * _MEBIBYTE}
             with pytest.raises(grpc.RpcError) as caught:

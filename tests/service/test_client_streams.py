@@ -14,7 +14,7 @@ from gradrule.v1 import evaluate_pb2
 from tests.service import raw
 from tests.service.answers import refused
 from tests.service.servers import RunningServer
-from tests.service.streams import opened, reason
+from tests.service.streams import error_reason, open_stream
 
 pytestmark = pytest.mark.fast_path("streams")
 
@@ -40,7 +40,7 @@ def stream_of(program: Any) -> Any:
     return getattr(program, "target", program)._client._sender._stream
 
 
-def test_calls_over_the_stream_are_answered_like_those_that_travel_alone(program: Any, server: RunningServer) -> None:
+def test_calls_over_the_stream_get_the_same_answers_as_unary_calls(program: Any, server: RunningServer) -> None:
     with gr.connect(server.target, stream=False) as client:
         alone = client.program(program.name)
         for number in range(8):
@@ -63,7 +63,7 @@ def test_calls_over_the_stream_are_answered_like_those_that_travel_alone(program
             assert second.request_id
 
 
-def test_a_feed_above_the_servers_limit_goes_in_chunks_by_itself(client: gr.Client) -> None:
+def test_feed_above_the_message_limit_is_sent_in_chunks(client: gr.Client) -> None:
     program = client.compile(squares(), ys=["loss"], xs=["x"])
     x = np.ones(66 * MIB // 4, np.float32)
     gradient = program.evaluate({"x": x}, timeout=120).gradients["x"]
@@ -72,7 +72,7 @@ def test_a_feed_above_the_servers_limit_goes_in_chunks_by_itself(client: gr.Clie
     program.delete()
 
 
-def test_chunks_both_ways(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_and_answers_travel_in_chunks(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradrule._rpc.call_routes.Routes.must_chunk", lambda self, size: size > MIB)
     x = np.arange(3 * MIB // 4 + 5, dtype=np.float32) % 100
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_forward_runs_in_chunks(program: Any) -> None:
 def test_any_grpc_client_can_send_chunks(channel: grpc.Channel) -> None:
     request = raw.request(raw.sign_graph(), {"x": raw.tensor([-2.0] * 100_000)}, vjp=raw.vjp())
     data = request.SerializeToString()
-    with opened(channel) as stream:
+    with open_stream(channel) as stream:
         for start in range(0, len(data), 100_000):
             stream.send(3, chunk=data[start : start + 100_000])
         message = evaluate_pb2.StreamEvaluateRequest(request_id=3, total_bytes=len(data), answer_chunk_bytes=1)
@@ -100,7 +100,7 @@ def test_any_grpc_client_can_send_chunks(channel: grpc.Channel) -> None:
         pieces = []
         while (answer := stream.receive()).WhichOneof("response") == "chunk":
             pieces.append(answer.chunk)
-        assert reason(answer) == ""
+        assert error_reason(answer) == ""
         assert answer.WhichOneof("response") == "evaluate"
     expected = raw.evaluate(channel, request)
     found = evaluate_pb2.EvaluateResponse.FromString(b"".join(pieces))

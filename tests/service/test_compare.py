@@ -1,4 +1,4 @@
-"""Tests `client.compare`: one graph under several override maps."""
+"""`client.compare`: one graph under several override maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule._comparison import numeric_gradients
 from tests.service.answers import assert_close, refused
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 RNG = np.random.default_rng(0)
 FEEDS = {
@@ -23,7 +23,7 @@ FEEDS = {
 
 
 def network() -> gr.Graph:
-    """x · w + b → relu r → tanh t → m = t - 0.3 → relu r2 → loss."""
+    """Makes x · w + b → relu r → tanh t → m = t - 0.3 → relu r2 → loss."""
     g = gr.Graph()
     x, w, b = (
         g.placeholder("x", "float32", [None, 5]),
@@ -68,7 +68,7 @@ def test_norms_are_those_of_the_upstream_gradients(client: Any) -> None:
     assert order[-3:] == ["x", "w", "b"]
 
 
-def test_where_maps_part_and_what_is_behind_it(either: Any) -> None:
+def test_first_differences_between_maps_are_reported(either: Any) -> None:
     found = compared(
         either,
         {
@@ -99,14 +99,15 @@ def test_tensors_inside_a_chain_or_a_region_are_left_out(client: Any) -> None:
     assert found.first_differences["chain"].tensor == "x"
     assert found.first_differences["region"].tensor == "ba"
     own = found.gradients["default"]
-    # The layer's x gets twice its share, and once what passes by; all that w gets comes through the region.
+    # The rule doubles the part of x that passes the layer; the skip connection adds its part once. The gradient of w
+    # comes through the region alone.
     arriving = client.evaluate(network(), FEEDS, ys=["loss"], xs=["mm"]).gradients["mm"]
     assert_close(found.gradients["chain"]["x"], own["x"] + arriving.astype(np.float64) @ FEEDS["w"].T, rtol=1e-4)
     assert_close(found.gradients["region"]["w"], 3 * own["w"], rtol=1e-4)
 
 
-def test_positions_and_presets_choose_the_same_nodes(client: Any) -> None:
-    """More tensors are asked for than by `evaluate`; what counts from the xs must not see them."""
+def test_positions_and_presets_select_the_same_nodes_as_evaluate(client: Any) -> None:
+    """Comparing asks for more tensors than `evaluate`; positions counted from the xs must not change."""
     maps = {
         "first": [gr.Override(gr.Rule("2 * dy"), op_type="Relu", position="nearest_xs")],
         "second": [gr.Override(gr.Rule("2 * dy"), op_type="Relu", position=1)],
@@ -119,7 +120,7 @@ def test_positions_and_presets_choose_the_same_nodes(client: Any) -> None:
         assert_close(found.gradients[label]["x"].astype(np.float32), r.gradients["x"])
 
 
-def test_without_a_gradient_of_its_own_the_first_map_is_the_reference(either: Any) -> None:
+def test_first_map_is_the_reference_where_an_op_has_no_gradient(either: Any) -> None:
     g = gr.Graph()
     g.op("RandomShuffle", g.op("Square", g.placeholder("x", "float32", [None]), name="s"), name="y")
     maps = {"one": {"RandomShuffle": "ste"}, "two": {"RandomShuffle": gr.Rule("2 * dy")}}
@@ -130,7 +131,7 @@ def test_without_a_gradient_of_its_own_the_first_map_is_the_reference(either: An
     assert any("each time" in note for note in found.notes)
 
 
-def test_surrogates_part_from_finite_differences(client: Any) -> None:
+def test_surrogates_differ_from_finite_differences(client: Any) -> None:
     g = gr.Graph()
     g.op("Mul", g.op("Sign", g.placeholder("x", "float32", [None]), name="s"), 3.0, name="y")
     found = client.compare(g, {"x": [0.5, -2.0]}, ys="y", xs="x", overrides={"ste": {"Sign": "ste_sign"}})
@@ -141,7 +142,7 @@ def test_surrogates_part_from_finite_differences(client: Any) -> None:
     assert found.first_differences["ste"].tensor == "x"
 
 
-def test_upstream_gradients_weigh(either: Any) -> None:
+def test_grad_ys_weight_the_comparison(either: Any) -> None:
     g = network()
     weights = RNG.normal(size=(3, 4)).astype(np.float32)
     upstream = g.constant(weights, name="upstream")
@@ -153,7 +154,7 @@ def test_upstream_gradients_weigh(either: Any) -> None:
         assert row.from_finite_differences < 1e-5
 
 
-def test_large_xs_are_measured_along_directions(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_xs_are_compared_along_random_directions(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numeric_gradients, "MAX_ELEMENTS", 10)
     found = compared(client, {"half": {"BiasAdd": gr.Rule("(0.5 * default0, default1)")}})
     measured = found.finite_differences
@@ -166,7 +167,7 @@ def test_large_xs_are_measured_along_directions(client: Any, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("dtype", "within"), [("float64", 1e-7), ("float16", 0.1), ("bfloat16", 0.3)])
-def test_other_types_take_steps_that_suit_them(client: Any, dtype: str, within: float) -> None:
+def test_step_of_differences_depends_on_the_dtype(client: Any, dtype: str, within: float) -> None:
     g = gr.Graph()
     g.op("Square", g.placeholder("x", dtype, [None]), name="y")
     found = client.compare(
@@ -178,7 +179,7 @@ def test_other_types_take_steps_that_suit_them(client: Any, dtype: str, within: 
     assert by_label["double"].from_finite_differences == pytest.approx(1, abs=within)
 
 
-def test_an_op_without_float64_is_measured_in_float32(client: Any) -> None:
+def test_op_without_float64_kernel_is_compared_in_float32(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.op("Square", g.op("FakeQuantWithMinMaxArgs", x, min=-4.0, max=4.0, num_bits=16), name="y")
@@ -189,7 +190,7 @@ def test_an_op_without_float64_is_measured_in_float32(client: Any) -> None:
     assert all(row.from_finite_differences < 1e-2 for row in found.rows if row.label in ("default", "ste") and row.is_x)
 
 
-def test_what_gives_other_values_each_time_has_no_differences(client: Any) -> None:
+def test_random_graph_has_no_finite_differences(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [3])
     g.op("Mul", x, g.op("RandomUniform", g.constant([3]), dtype="float32"), name="y")
@@ -198,7 +199,7 @@ def test_what_gives_other_values_each_time_has_no_differences(client: Any) -> No
     assert any("each time" in note for note in found.notes)
 
 
-def test_xs_inside_the_graph_and_nodes_inside_functions(client: Any) -> None:
+def test_xs_may_be_intermediate_and_nodes_inside_functions(client: Any) -> None:
     @tf.function
     def inner(v: Any) -> Any:
         return tf.nn.relu(tf.tanh(v))
@@ -206,7 +207,7 @@ def test_xs_inside_the_graph_and_nodes_inside_functions(client: Any) -> None:
     def build() -> None:
         tf.identity(inner(tf.identity(placeholder("x"), name="middle")) * 2.0, name="y")
 
-    g = loaded(drawn(build))
+    g = build_graph(build)
     found = client.compare(g, {"x": [0.5, -1.0]}, ys="y", xs=["middle"], overrides={"linear": {"Relu": "linearize"}})
     by_label = {row.label: row for row in found.rows if row.is_x}
     assert by_label["default"].from_finite_differences < 1e-6
@@ -241,7 +242,7 @@ def test_batch_norm_is_folded_for_all_maps(client: Any) -> None:
     assert not any(row.op_type == "FusedBatchNormV3" for row in found.rows)
 
 
-def test_refusals_name_the_map(either: Any) -> None:
+def test_refusal_names_the_override_map(either: Any) -> None:
     with refused("UNKNOWN_RULE") as refusal:
         compared(either, {"good": {"Relu": "linearize"}, "bad": {"Relu": "linearise"}})
     refusal.says("overrides['bad']", "'linearize'")
@@ -256,7 +257,7 @@ def test_refusals_name_the_map(either: Any) -> None:
         either.compare(network(), {"x": FEEDS["x"]}, ys=["loss"], xs=["x"], overrides={"a": {"Relu": "linearize"}})
 
 
-def test_a_comparison_is_data(client: Any) -> None:
+def test_comparison_has_plain_data(client: Any) -> None:
     found = compared(client, {"guided": {"Relu": "guided_relu"}}, finite_differences=False)
     rows = found.table()
     assert len(rows) == len(found.rows)

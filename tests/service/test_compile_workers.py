@@ -1,4 +1,4 @@
-"""Graphs are read in processes that can be ended, one tenant's apart from another's; the front end reads none."""
+"""Compile workers parse graphs in processes that can be killed, separate for each tenant; the front end parses none."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2, graph_pb2
-from tests.battery.processes import children, forget_peak, peak_bytes
+from tests.processes import children, peak_bytes, processor_s, reset_peak, resident_bytes
 from tests.service import raw
-from tests.service.costly import chain, nested_calls, slow_to_select, tiny_fields
+from tests.service.expensive_requests import chain, nested_calls, slow_to_select, tiny_fields
 from tests.service.guarded import Guarded
-from tests.service.servers import RunningServer, processor_s, resident_bytes, wait_until
+from tests.service.servers import RunningServer
+from tests.waiting import wait_until
 
 _FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
 _LARGE_BYTES = 32 << 20
@@ -30,7 +31,7 @@ _numbers = itertools.count()
 
 
 def workers(pid: int) -> set[int]:
-    """The compile workers of a server."""
+    """Returns the compile workers of a server."""
     found = set()
     for child in children(pid):
         with contextlib.suppress(OSError):
@@ -48,7 +49,7 @@ class Caller:
         self._metadata = (("authorization", f"Bearer {guarded.web_token(tenant)}"),)
 
     def start(self, method: str, data: bytes, timeout_s: float) -> Any:
-        """A call under way."""
+        """Starts a call."""
         call: Any = self._channel.unary_unary(f"/gradrule.v1.{method}")
         return call.future(data, timeout=timeout_s, metadata=self._metadata, compression=grpc.Compression.Gzip)
 
@@ -58,7 +59,7 @@ class Caller:
 
 @pytest.fixture
 def attacker(guarded: Guarded) -> Iterator[Caller]:
-    # A tenant of its own: a worker that the last test left idle would be used again.
+    # A new tenant, because an idle worker of the last test would be reused.
     caller = Caller(guarded, f"mallory-{next(_numbers)}")
     yield caller
     caller.close()
@@ -70,8 +71,8 @@ def bystander(guarded: Guarded) -> Iterator[gr.Client]:
         yield client
 
 
-def new_program(client: gr.Client, number: int) -> float:
-    """Compiles and runs a program that is new; seconds."""
+def compile_new_program(client: gr.Client, number: int) -> float:
+    """Compiles and runs a new program; returns the seconds it took."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.op("Mul", x, g.constant(np.float32(number)), name="y")
@@ -83,32 +84,32 @@ def new_program(client: gr.Client, number: int) -> float:
     return time.monotonic() - started
 
 
-def test_while_one_tenants_overrides_are_looked_for_others_compile_and_the_front_end_rests(
+def test_slow_selectors_of_one_tenant_delay_neither_others_nor_the_front_end(
     guarded: Guarded, attacker: Caller, bystander: gr.Client
 ) -> None:
-    """S2."""
+    """Finding S2."""
     pid = guarded.running.process.pid
-    new_program(bystander, 1)
+    compile_new_program(bystander, 1)
     data = evaluate_pb2.EvaluateRequest(spec=slow_to_select()).SerializeToString()
     calls = [attacker.start("GradientService/Evaluate", data, 300) for _ in range(8)]
     own = wait_until(lambda: workers(pid) or None, "a compile worker")
     before, started = processor_s(pid), time.monotonic()
-    took = [new_program(bystander, 2 + index) for index in range(3)]
+    took = [compile_new_program(bystander, 2 + index) for index in range(3)]
     time.sleep(max(0.0, 2 - (time.monotonic() - started)))
     share = (processor_s(pid) - before) / (time.monotonic() - started)
     assert not any(call.done() for call in calls)
     assert max(took) < 20
-    # Eight such calls took all that the front end's threads could get.
+    # Eight such calls used to occupy all threads of the front end.
     assert share < 0.5
     own = workers(pid)
     for call in calls:
         call.cancel()
-    # What worked for them ends; the bystander's worker may go on.
+    # The workers of these calls end; the bystander's worker may stay.
     wait_until(lambda: len(workers(pid) & own) <= 1 or None, "end of the workers")
-    assert new_program(bystander, 9) < 20
+    assert compile_new_program(bystander, 9) < 20
 
 
-def test_a_deadline_ends_the_work_and_not_only_the_wait(guarded: Guarded, attacker: Caller) -> None:
+def test_deadline_ends_the_compilation_itself(guarded: Guarded, attacker: Caller) -> None:
     pid = guarded.running.process.pid
     idle = workers(pid)
     data = evaluate_pb2.EvaluateRequest(spec=slow_to_select()).SerializeToString()
@@ -119,11 +120,11 @@ def test_a_deadline_ends_the_work_and_not_only_the_wait(guarded: Guarded, attack
 
 
 def test_functions_that_call_each_other_take_no_memory_of_the_front_end(guarded: Guarded, attacker: Caller) -> None:
-    """S3."""
+    """Finding S3."""
     pid = guarded.running.process.pid
     data = evaluate_pb2.EvaluateRequest(spec=nested_calls()).SerializeToString()
     assert len(data) < 100_000
-    forget_peak(pid)
+    reset_peak(pid)
     before, used = peak_bytes(pid), processor_s(pid)
     calls = [attacker.start("GradientService/Evaluate", data, 60) for _ in range(4)]
     codes = {call.code() for call in calls}
@@ -136,22 +137,22 @@ def test_functions_that_call_each_other_take_no_memory_of_the_front_end(guarded:
     assert processor_s(pid) - used < 5
 
 
-def test_messages_of_many_tiny_fields_hold_one_thread_of_the_front_end(
+def test_messages_of_many_tiny_fields_occupy_one_thread_of_the_front_end(
     guarded: Guarded, attacker: Caller, bystander: gr.Client
 ) -> None:
-    """S5: four million fields, a few kilobytes on the wire."""
-    new_program(bystander, 20)
+    """Finding S5: four million fields, a few kilobytes when compressed."""
+    compile_new_program(bystander, 20)
     calls = [attacker.start("GradientService/Evaluate", tiny_fields(), 120) for _ in range(8)]
-    took = [new_program(bystander, 21 + index) for index in range(3)]
+    took = [compile_new_program(bystander, 21 + index) for index in range(3)]
     assert max(took) < 20
     for call in calls:
         call.cancel()
 
 
-def test_calls_that_name_one_large_graph_take_it_in_one_after_the_other(
+def test_calls_with_one_large_graph_load_it_one_after_the_other(
     server: RunningServer, client: gr.Client, channel: grpc.Channel
 ) -> None:
-    """S11."""
+    """Finding S11."""
     graph = chain(2)
     weights = graph.node.add(name="w", op="Const", attr={"dtype": _FLOAT})
     weights.attr["value"].tensor.dtype = raw.DT_FLOAT
@@ -161,7 +162,7 @@ def test_calls_that_name_one_large_graph_take_it_in_one_after_the_other(
     data = graph.SerializeToString()
     client.upload(data)
     pid = server.process.pid
-    forget_peak(pid)
+    reset_peak(pid)
     before = peak_bytes(pid)
     evaluate: Any = channel.unary_unary("/gradrule.v1.GradientService/Evaluate")
     request = evaluate_pb2.EvaluateRequest()
@@ -172,8 +173,8 @@ def test_calls_that_name_one_large_graph_take_it_in_one_after_the_other(
     assert peak_bytes(pid) - before < 6 * len(data)
 
 
-def test_a_rule_that_is_a_graph_is_kept_as_bytes(server: RunningServer, client: gr.Client) -> None:
-    """S17."""
+def test_rule_by_graph_is_stored_as_bytes(server: RunningServer, client: gr.Client) -> None:
+    """Finding S17."""
     graph = graph_pb2.Graph()
     for name in ("x", "dy"):
         graph.node.add(name=name, op="Placeholder", attr={"dtype": _FLOAT})

@@ -1,4 +1,4 @@
-"""Overrides where derivatives of every kind are taken, and in which differentiation they hold."""
+"""Overrides in derivatives of every kind, and the orders of differentiation in which they apply."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused
-from tests.service.derivative_cases import FEEDS, RTOL, VW, VX, Local, W, X, graph_of
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.derivative_cases import FEEDS, RTOL, VW, VX, LocalDerivatives, W, X, graph_for_function
+from tests.service.graph_defs import build_graph, placeholder
 
 VALUES = np.float32([-1.6, -0.5, 0.25, 0.8, 2.0])
 SIGN, CLIP = np.sign(VALUES), (np.abs(VALUES) <= 1).astype(np.float32)
@@ -19,7 +19,7 @@ V = np.float32([1.0, -2.0, 0.5, 3.0, 1.5])
 
 
 def sign_graph() -> gr.Graph:
-    """y = sign(x)² · x."""
+    """Makes y = sign(x)² · x."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.multiply(g.square(g.op_output("Sign", x, name="s")), x, name="y")
@@ -27,7 +27,7 @@ def sign_graph() -> gr.Graph:
 
 
 def abs_graph() -> gr.Graph:
-    """y = |x| · x, with no Sign but the one that the gradient of Abs makes."""
+    """Makes y = |x| · x; its only Sign is the one that the gradient of Abs adds."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.multiply(g.op_output("Abs", x), x, name="y")
@@ -38,18 +38,18 @@ def override(rule: str, order: str, **selectors: Any) -> list[gr.Override]:
     return [gr.Override(gr.Rule(rule), order=order, label="o", **selectors)]
 
 
-def test_pushing_forward_is_the_transpose_of_the_rule(either: Any) -> None:
+def test_forward_mode_uses_the_transpose_of_the_rule(either: Any) -> None:
     wanted = (2 * SIGN * CLIP * VALUES + SIGN**2) * V
     found = either.jvp(sign_graph(), {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
     assert_close(found["y"], wanted)
 
 
-def test_jacobians_are_pulled_back_with_the_rule(either: Any) -> None:
+def test_jacobian_uses_the_rule(either: Any) -> None:
     found = either.jacobian(sign_graph(), {"x": VALUES}, ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
     assert_close(found["y"]["x"], np.diag(2 * SIGN * CLIP * VALUES + SIGN**2).astype(np.float32))
 
 
-def test_params_of_a_call(either: Any) -> None:
+def test_params_of_a_call_reach_the_rule(either: Any) -> None:
     program = either.compile(
         sign_graph(), ys=["y"], xs=["x"], overrides=[gr.Override(gr.Rule("k * dy", params={"k": 1.0}), op_type="Sign")]
     )
@@ -66,13 +66,13 @@ def test_params_of_a_call(either: Any) -> None:
     ("order", "wanted"),
     [("first", 2 * SIGN * CLIP * V), ("all", (4 * SIGN * CLIP + 2 * VALUES * CLIP) * V)],
 )
-def test_the_order_decides_whether_a_rule_holds_again(client: Any, order: str, wanted: Any) -> None:
+def test_order_decides_whether_a_rule_applies_in_the_second_derivative(client: Any, order: str, wanted: Any) -> None:
     overrides = [gr.Override("ste_sign", op_type="Sign", order=order)]
     found = client.hvp(sign_graph(), {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides=overrides)
     assert_close(found["x"], wanted)
 
 
-def test_nodes_that_gradients_make(client: Any) -> None:
+def test_override_applies_to_nodes_that_gradients_add(client: Any) -> None:
     asked: dict[str, Any] = {
         "graph": abs_graph(),
         "feeds": {"x": VALUES},
@@ -85,7 +85,7 @@ def test_nodes_that_gradients_make(client: Any) -> None:
     assert_close(found["x"], (2 * SIGN + 3 * VALUES) * V)
 
 
-def test_only_an_op_type_alone_means_nodes_that_gradients_make(client: Any) -> None:
+def test_only_a_plain_op_type_selects_nodes_that_gradients_add(client: Any) -> None:
     asked: dict[str, Any] = {
         "graph": abs_graph(),
         "feeds": {"x": VALUES},
@@ -95,7 +95,7 @@ def test_only_an_op_type_alone_means_nodes_that_gradients_make(client: Any) -> N
     }
     named = [gr.Override(gr.Rule("3 * dy"), op_type="Sign", node="**", order="all", optional=True)]
     assert_close(client.hvp(**asked, overrides=named)["x"], 2 * SIGN * V)
-    # The first that means the op type decides; `default` is the op's own gradient.
+    # The first override of the op type decides; `default` is the op's own gradient.
     later = gr.Override(gr.Rule("3 * dy"), op_type="Sign", order="all", optional=True)
     carved = [gr.Override("default", op_type="Sign", order="all"), later]
     assert_close(client.hvp(**asked, overrides=carved)["x"], 2 * SIGN * V)
@@ -108,7 +108,7 @@ def test_only_an_op_type_alone_means_nodes_that_gradients_make(client: Any) -> N
     refusal.says("'Sign'", "none that a gradient makes")
 
 
-def test_an_override_that_meets_no_node_of_any_differentiation(client: Any) -> None:
+def test_override_without_a_node_in_any_order_is_refused(client: Any) -> None:
     g = gr.Graph()
     g.square(g.placeholder("x", "float32", [None]), name="y")
     with refused("INACTIVE_OVERRIDE") as refusal:
@@ -130,7 +130,7 @@ def _abs(x: Any) -> Any:
 
 
 def looped(absolute: Any) -> Any:
-    """A loop and a branch in it, both with an absolute value inside."""
+    """Runs a loop and a branch in it; both contain an absolute value."""
 
     def function(x: Any, w: Any) -> Any:
         def body(i: Any, value: Any) -> tuple[Any, Any]:
@@ -142,15 +142,15 @@ def looped(absolute: Any) -> Any:
     return function
 
 
-def test_nodes_that_gradients_make_in_loops_and_branches(client: Any) -> None:
+def test_override_applies_to_nodes_that_gradients_add_in_loops_and_branches(client: Any) -> None:
     overrides = override("3 * dy", "all", op_type="Sign")
     found = client.hvp(
-        graph_of(looped(tf.abs)), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"], overrides=overrides
+        graph_for_function(looped(tf.abs)), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"], overrides=overrides
     )
-    by_x, by_w = Local(looped(_abs)).hvp(VX, VW)
+    by_x, by_w = LocalDerivatives(looped(_abs)).hvp(VX, VW)
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
-    plain, _ = Local(looped(tf.abs)).hvp(VX, VW)
+    plain, _ = LocalDerivatives(looped(tf.abs)).hvp(VX, VW)
     assert not np.allclose(found["x"], plain, rtol=1e-2)
 
 
@@ -161,7 +161,7 @@ def _guided_relu(x: Any) -> Any:
 
 
 def rectified(relu: Any) -> Any:
-    """A loop with a Relu inside."""
+    """Runs a loop with a Relu."""
 
     def function(x: Any, w: Any) -> Any:
         def body(i: Any, value: Any) -> tuple[Any, Any]:
@@ -172,9 +172,9 @@ def rectified(relu: Any) -> Any:
     return function
 
 
-def test_a_rule_in_a_loop(client: Any) -> None:
-    graph, overrides = graph_of(rectified(tf.nn.relu)), {"Relu": "guided_relu"}
-    by_x, by_w = Local(rectified(_guided_relu)).jacobian()
+def test_rule_in_a_loop_applies_in_second_derivatives(client: Any) -> None:
+    graph, overrides = graph_for_function(rectified(tf.nn.relu)), {"Relu": "guided_relu"}
+    by_x, by_w = LocalDerivatives(rectified(_guided_relu)).jacobian()
     found = client.jacobian(graph, FEEDS, ys=["y"], xs=["x", "w"], overrides=overrides)["y"]
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
@@ -182,25 +182,25 @@ def test_a_rule_in_a_loop(client: Any) -> None:
     stacked = client.evaluate(
         graph, FEEDS, ys=["y"], xs=["x"], grad_ys={"y": grad_ys}, overrides=overrides, stacked_grad_ys=True
     )
-    wanted = [Local(rectified(_guided_relu)).gradients(grad_y)[0] for grad_y in grad_ys]
+    wanted = [LocalDerivatives(rectified(_guided_relu)).gradients(grad_y)[0] for grad_y in grad_ys]
     assert_close(stacked.gradients["x"], np.stack(wanted), rtol=RTOL)
     assert {item.status for item in stacked.overrides} == {"active"}
 
 
-def test_a_linear_rule_in_a_loop_pushed_forward(client: Any) -> None:
+def test_linear_rule_in_a_loop_in_forward_mode(client: Any) -> None:
     @tf.custom_gradient
     def leaky(x: Any) -> Any:
         return tf.nn.relu(x), lambda dy: tf.where(x > 0, dy, 0.3 * dy)
 
     overrides = override("where(x > 0, dy, 0.3 * dy)", "first", op_type="Relu")
-    graph = graph_of(rectified(tf.nn.relu))
+    graph = graph_for_function(rectified(tf.nn.relu))
     found = client.jvp(graph, FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"], overrides=overrides)["y"]
-    by_x, by_w = Local(rectified(leaky)).jacobian()
+    by_x, by_w = LocalDerivatives(rectified(leaky)).jacobian()
     assert_close(found, np.tensordot(by_x, VX, 2) + np.tensordot(by_w, VW, 2), rtol=RTOL)
 
 
 def region_graph() -> gr.Graph:
-    """y = x³ · x, the cube being three ops."""
+    """Makes y = x³ · x; the cube is three ops."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     h = g.identity(x, name="h")
@@ -213,7 +213,7 @@ def region_graph() -> gr.Graph:
     ("order", "wanted"),
     [("first", (10 * VALUES + 3 * VALUES**2) * V), ("all", (10 * VALUES + 5 * VALUES) * V)],
 )
-def test_a_region_differentiated_again(client: Any, order: str, wanted: Any) -> None:
+def test_region_in_second_derivatives(client: Any, order: str, wanted: Any) -> None:
     overrides = override("5 * dy * x", order, region=gr.Region(["h"], ["k"]))
     asked = (region_graph(), {"x": VALUES})
     first = 5 * VALUES**2 + VALUES**3
@@ -224,17 +224,17 @@ def test_a_region_differentiated_again(client: Any, order: str, wanted: Any) -> 
 
 
 @pytest.mark.parametrize("order", ["first", "all"])
-def test_a_rule_of_a_region_that_uses_its_output(client: Any, order: str) -> None:
+def test_rule_of_a_region_that_uses_its_output(client: Any, order: str) -> None:
     overrides = override("dy * y", order, region=gr.Region(["h"], ["k"]))
     found = client.hvp(region_graph(), {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides=overrides)["x"]
-    # The first gradient is x · k + k with k = x³; again k has its own slope, or k.
+    # The first gradient is x · k + k with k = x³; differentiated again, k has its own slope or that of the rule.
     slope = VALUES**3 if order == "all" else 3 * VALUES**2
     assert_close(found, (VALUES**3 + VALUES * slope + slope) * V)
 
 
-def test_a_rule_that_runs_the_graph_at_a_baseline(client: Any) -> None:
+def test_rule_that_runs_the_graph_at_a_baseline(client: Any) -> None:
     """DeepLIFT's multiplier is the secant to the baseline, here 0."""
-    graph = graph_of(lambda x, w: tf.matmul(tf.nn.sigmoid(tf.matmul(x, w)), w))
+    graph = graph_for_function(lambda x, w: tf.matmul(tf.nn.sigmoid(tf.matmul(x, w)), w))
     found = client.jacobian(graph, FEEDS, ys=["y"], xs=["x"], overrides={"Sigmoid": "deeplift_rescale"})["y"]["x"]
     hidden = X @ W
     secant = (1 / (1 + np.exp(-hidden)) - 0.5) / hidden
@@ -242,17 +242,17 @@ def test_a_rule_that_runs_the_graph_at_a_baseline(client: Any) -> None:
     assert_close(found, wanted.astype(np.float32), rtol=RTOL)
 
 
-def test_an_op_without_a_second_derivative(client: Any) -> None:
+def test_op_without_a_second_derivative_is_refused(client: Any) -> None:
     def build() -> None:
         tf.nn.lrn(placeholder("x", shape=(None, None, None, None)), name="y")
 
     image = np.ones((1, 2, 2, 3), np.float32)
     with refused("NO_GRADIENT") as refusal:
-        client.hvp(loaded(drawn(build)), {"x": image}, {"x": image}, ys=["y"], xs=["x"])
+        client.hvp(build_graph(build), {"x": image}, {"x": image}, ys=["y"], xs=["x"])
     refusal.says("LRNGrad")
 
 
-def test_an_order_that_there_is_not(client: Any) -> None:
+def test_invalid_order_is_refused(client: Any) -> None:
     with refused("INVALID_OVERRIDE") as refusal:
         gr.Override("ste_sign", op_type="Sign", order="second")
     refusal.says("'first'", "'all'", "'second'")

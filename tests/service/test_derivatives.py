@@ -1,4 +1,4 @@
-"""Jacobian-vector products, Jacobians, Hessian-vector products and many pull-backs at once, beside local TensorFlow."""
+"""Jacobian-vector, Jacobian, Hessian-vector products and stacked pull-backs, compared with local TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, dense, refused
-from tests.service.derivative_cases import CASES, FEEDS, RTOL, VW, VX, Local, W, X, graph_of, plain
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.derivative_cases import CASES, FEEDS, RTOL, VW, VX, LocalDerivatives, W, X, graph_for_function, plain
+from tests.service.graph_defs import build_graph, placeholder
 
 GRAD_YS = np.random.default_rng(8).normal(size=(4, *X.shape)).astype(np.float32)
 RNG = np.random.default_rng(9)
@@ -19,45 +19,45 @@ RNG = np.random.default_rng(9)
 
 @pytest.fixture(params=sorted(CASES))
 def case(request: pytest.FixtureRequest) -> Any:
-    """A function with a container inside."""
+    """Returns a function with control flow."""
     return CASES[request.param]
 
 
-def test_jacobian_vector_products(client: Any, case: Any) -> None:
-    found = client.jvp(graph_of(case), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"])
-    assert_close(found["y"], Local(case).jvp(VX, VW), rtol=RTOL)
+def test_jacobian_vector_products_equal_tensorflow(client: Any, case: Any) -> None:
+    found = client.jvp(graph_for_function(case), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"])
+    assert_close(found["y"], LocalDerivatives(case).jvp(VX, VW), rtol=RTOL)
 
 
-def test_jacobians(client: Any, case: Any) -> None:
-    found = client.jacobian(graph_of(case), FEEDS, ys=["y"], xs=["x", "w"])
-    by_x, by_w = Local(case).jacobian()
+def test_jacobians_equal_tensorflow(client: Any, case: Any) -> None:
+    found = client.jacobian(graph_for_function(case), FEEDS, ys=["y"], xs=["x", "w"])
+    by_x, by_w = LocalDerivatives(case).jacobian()
     assert_close(found["y"]["x"], by_x, rtol=RTOL)
     assert_close(found["y"]["w"], by_w, rtol=RTOL)
 
 
-def test_hessian_vector_products(client: Any, case: Any) -> None:
-    found = client.hvp(graph_of(case), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"])
-    by_x, by_w = Local(case).hvp(VX, VW)
+def test_hessian_vector_products_equal_tensorflow(client: Any, case: Any) -> None:
+    found = client.hvp(graph_for_function(case), FEEDS, {"x": VX, "w": VW}, ys=["y"], xs=["x", "w"])
+    by_x, by_w = LocalDerivatives(case).hvp(VX, VW)
     assert_close(found["x"], by_x, rtol=RTOL)
     assert_close(found["w"], by_w, rtol=RTOL)
 
 
-def test_many_pull_backs_at_once(client: Any, case: Any) -> None:
+def test_stacked_pull_backs_equal_tensorflow(client: Any, case: Any) -> None:
     found = client.evaluate(
-        graph_of(case), FEEDS, ["y"], ys=["y"], xs=["x", "w"], grad_ys={"y": GRAD_YS}, stacked_grad_ys=True
+        graph_for_function(case), FEEDS, ["y"], ys=["y"], xs=["x", "w"], grad_ys={"y": GRAD_YS}, stacked_grad_ys=True
     )
-    wanted = [Local(case).gradients(grad_y) for grad_y in GRAD_YS]
+    wanted = [LocalDerivatives(case).gradients(grad_y) for grad_y in GRAD_YS]
     assert_close(found.gradients["x"], np.stack([by_x for by_x, _ in wanted]), rtol=RTOL)
     assert_close(found.gradients["w"], np.stack([by_w for _, by_w in wanted]), rtol=RTOL)
     assert_close(found.outputs["y"], case(X, W).numpy(), rtol=RTOL)
 
 
 @pytest.mark.parametrize("shape", [None, (None, 3), (None, None)])
-def test_shapes_that_are_not_known_before_running(client: Any, shape: Any) -> None:
+def test_derivatives_of_shapes_unknown_before_running(client: Any, shape: Any) -> None:
     def build() -> None:
         tf.identity(tf.sin(placeholder("x", shape=shape)) * placeholder("w", shape=shape), name="y")
 
-    graph = loaded(drawn(build))
+    graph = build_graph(build)
     feeds = {"x": X, "w": W[:2]}
     by_x = np.cos(X) * W[:2]
     jacobian = client.jacobian(graph, feeds, ys=["y"], xs=["x"])["y"]["x"]
@@ -66,9 +66,9 @@ def test_shapes_that_are_not_known_before_running(client: Any, shape: Any) -> No
     assert_close(client.hvp(graph, feeds, {"x": VX}, ys=["y"], xs=["x"])["x"], -np.sin(X) * W[:2] * VX)
 
 
-def test_a_program_is_asked_for_other_derivatives(either: Any) -> None:
-    program = either.compile(graph_of(plain), fetches=["y"], ys=["y"], xs=["x", "w"])
-    local = Local(plain)
+def test_one_program_computes_several_derivatives(either: Any) -> None:
+    program = either.compile(graph_for_function(plain), fetches=["y"], ys=["y"], xs=["x", "w"])
+    local = LocalDerivatives(plain)
     assert_close(program.jvp(FEEDS, {"x": VX, "w:0": VW})["y"], local.jvp(VX, VW), rtol=RTOL)
     assert_close(program.jvp(FEEDS, {"w": VW})["y"], local.jvp(0 * VX, VW), rtol=RTOL)
     by_x, by_w = local.jacobian()
@@ -78,25 +78,25 @@ def test_a_program_is_asked_for_other_derivatives(either: Any) -> None:
     assert_close(program.hvp(FEEDS, {"x": VX})["w"], local.hvp(VX, 0 * VW)[1], rtol=RTOL)
     stacked = program.evaluate(FEEDS, grad_ys={"y": GRAD_YS}, stacked_grad_ys=True).gradients["x"]
     assert_close(stacked[2], local.gradients(GRAD_YS[2])[0], rtol=RTOL)
-    # And gradients are what it is for, before and after.
+    # Its gradients stay the same before and after.
     assert_close(program(FEEDS).gradients["x"], local.gradients(np.ones_like(X))[0], rtol=RTOL)
     program.delete()
 
 
-def test_derivatives_of_a_graph_on_both_clients(either: Any) -> None:
-    graph, local = graph_of(plain), Local(plain)
+def test_both_clients_compute_derivatives(either: Any) -> None:
+    graph, local = graph_for_function(plain), LocalDerivatives(plain)
     assert_close(either.jvp(graph, FEEDS, {"x": VX}, ys=["y"], xs=["x"])["y"], local.jvp(VX, 0 * VW), rtol=RTOL)
     assert_close(either.jacobian(graph, FEEDS, ys=["y"], xs=["w"])["y"]["w"], local.jacobian()[1], rtol=RTOL)
     assert_close(either.hvp(graph, FEEDS, {"w": VW}, ys=["y"], xs=["x", "w"])["w"], local.hvp(0 * VX, VW)[1], rtol=RTOL)
 
 
 def layer(x: Any, w: Any) -> Any:
-    """Examples do not depend on one another."""
+    """Computes a layer whose examples are independent."""
     return tf.tanh(tf.matmul(x, w))
 
 
-def test_a_batched_jacobian(client: Any) -> None:
-    by_x = client.jacobian(graph_of(layer), FEEDS, ys=["y"], xs=["x"], batched=True)["y"]["x"]
+def test_batch_jacobian(client: Any) -> None:
+    by_x = client.jacobian(graph_for_function(layer), FEEDS, ys=["y"], xs=["x"], batched=True)["y"]["x"]
     with tf.GradientTape(persistent=True) as tape:
         x = tf.constant(X)
         tape.watch(x)
@@ -108,7 +108,7 @@ def test_per_example_gradients_are_the_jacobian_of_a_vector_of_losses(client: An
     def losses(x: Any, w: Any) -> Any:
         return tf.reduce_sum(tf.square(layer(x, w)), axis=1)
 
-    found = client.jacobian(graph_of(losses), FEEDS, ys=["y"], xs=["w"])["y"]["w"]
+    found = client.jacobian(graph_for_function(losses), FEEDS, ys=["y"], xs=["w"])["y"]["w"]
     assert found.shape == (2, 3, 3)
     for example, gradient in enumerate(found):
         with tf.GradientTape() as tape:
@@ -119,31 +119,31 @@ def test_per_example_gradients_are_the_jacobian_of_a_vector_of_losses(client: An
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_any_number_of_pull_backs(client: Any, count: int) -> None:
+def test_number_of_pull_backs_may_differ_between_calls(client: Any, count: int) -> None:
     grad_ys = np.ones((count, *X.shape), np.float32)
     found = client.evaluate(
-        graph_of(plain), FEEDS, ys=["y"], xs=["x"], grad_ys={"y": grad_ys}, stacked_grad_ys=True
+        graph_for_function(plain), FEEDS, ys=["y"], xs=["x"], grad_ys={"y": grad_ys}, stacked_grad_ys=True
     ).gradients["x"]
     assert found.shape == (count, *X.shape)
 
 
-def test_the_jacobian_of_nothing(client: Any) -> None:
-    found = client.jacobian(graph_of(layer), {"x": X[:0], "w": W}, ys=["y"], xs=["x", "w"])["y"]
+def test_jacobian_of_an_empty_tensor(client: Any) -> None:
+    found = client.jacobian(graph_for_function(layer), {"x": X[:0], "w": W}, ys=["y"], xs=["x", "w"])["y"]
     assert found["x"].shape == (0, 3, 0, 3)
     assert found["w"].shape == (0, 3, 3, 3)
 
 
 def embedding() -> gr.Graph:
-    """A lookup, whose gradient comes in slices."""
+    """Looks up rows; its gradient is sparse."""
 
     def build() -> None:
         table, ids = placeholder("table", shape=(5, 2)), placeholder("ids", tf.int32)
         tf.square(tf.gather(table, ids), name="y")
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
-def test_slices_become_dense_where_many_are_stacked(client: Any) -> None:
+def test_stacked_sparse_gradients_are_dense(client: Any) -> None:
     table = RNG.normal(size=(5, 2)).astype(np.float32)
     feeds = {"table": table, "ids": np.int32([1, 3, 1])}
     grad_ys = RNG.normal(size=(2, 3, 2)).astype(np.float32)
@@ -157,7 +157,7 @@ def test_slices_become_dense_where_many_are_stacked(client: Any) -> None:
         assert_close(gradient, dense(one))
 
 
-def test_slices_differentiated_again(client: Any) -> None:
+def test_sparse_gradients_differentiated_again(client: Any) -> None:
     table = RNG.normal(size=(5, 2)).astype(np.float32)
     vector = RNG.normal(size=(5, 2)).astype(np.float32)
     feeds = {"table": table, "ids": np.int32([1, 3, 1])}
@@ -168,14 +168,14 @@ def test_slices_differentiated_again(client: Any) -> None:
     assert_close(pushed, (2 * table * vector)[[1, 3, 1]])
 
 
-def test_what_is_not_connected_and_what_has_no_derivatives(client: Any) -> None:
+def test_unconnected_and_not_differentiable_xs(client: Any) -> None:
     def build() -> None:
         x, n = placeholder("x"), placeholder("n", tf.int32)
         tf.square(x, name="y")
         tf.argmax(x, name="i")
         tf.cast(n, tf.float32, name="z")
 
-    graph, feeds = loaded(drawn(build)), {"x": np.float32([1, 2]), "n": np.int32([1])}
+    graph, feeds = build_graph(build), {"x": np.float32([1, 2]), "n": np.int32([1])}
     ys, xs = ["y", "i", "z"], ["x", "n"]
     pushed = client.jvp(graph, feeds, {"x": np.float32([1, 1])}, ys=ys, xs=xs)
     assert_close(pushed["y"], np.float32([2, 4]))
@@ -190,28 +190,28 @@ def test_what_is_not_connected_and_what_has_no_derivatives(client: Any) -> None:
     assert_close(zeros, np.zeros(2, np.float32))
 
 
-def test_stacks_of_ys_that_have_no_derivatives(client: Any) -> None:
+def test_stacked_grad_ys_of_ys_without_derivatives(client: Any) -> None:
     def build() -> None:
         x = placeholder("x")
         tf.argmax(x, name="i")
         tf.square(x, name="y")
 
-    graph, stack = loaded(drawn(build)), np.ones(3, np.int64)
+    graph, stack = build_graph(build), np.ones(3, np.int64)
     asked: dict[str, Any] = {"feeds": {"x": np.float32([1, 2])}, "xs": ["x"], "stacked_grad_ys": True}
     assert client.evaluate(graph, ys=["i"], grad_ys={"i": stack}, **asked).gradients["x"] is None
     found = client.evaluate(graph, ys=["i"], grad_ys={"i": stack}, unconnected_gradients="zero", **asked)
     assert_close(found.gradients["x"], np.zeros((3, 2), np.float32))
-    # A y without a grad_y gets ones in each.
+    # A y without a grad_y gets ones in each stack entry.
     found = client.evaluate(graph, ys=["i", "y"], grad_ys={"i": stack}, **asked)
     assert_close(found.gradients["x"], np.array([[2, 4]] * 3, np.float32))
 
 
-def test_stop_gradients_hold_in_every_differentiation(client: Any) -> None:
+def test_stop_gradients_apply_in_every_order(client: Any) -> None:
     def build() -> None:
         x = placeholder("x")
         tf.multiply(tf.square(x, name="s"), x, name="y")
 
-    graph, feeds = loaded(drawn(build)), {"x": np.float32([3.0])}
+    graph, feeds = build_graph(build), {"x": np.float32([3.0])}
     one = {"x": np.float32([1.0])}
     assert_close(client.jvp(graph, feeds, one, ys=["y"], xs=["x"], stop_gradients=["s"])["y"], np.float32([9.0]))
     assert_close(client.jacobian(graph, feeds, ys=["y"], xs=["x"], stop_gradients=["s"])["y"]["x"], np.float32([[9.0]]))
@@ -219,12 +219,12 @@ def test_stop_gradients_hold_in_every_differentiation(client: Any) -> None:
     assert_close(client.hvp(graph, feeds, one, ys=["y"], xs=["x"])["x"], np.float32([18.0]))
 
 
-def test_an_intermediate_tensor_as_x_and_one_that_is_fed(client: Any) -> None:
+def test_xs_may_be_intermediate_or_fed_tensors(client: Any) -> None:
     def build() -> None:
         h = tf.sin(placeholder("x"), name="h")
         tf.square(h, name="y")
 
-    graph, h = loaded(drawn(build)), np.sin(np.float32([0.5]))
+    graph, h = build_graph(build), np.sin(np.float32([0.5]))
     one = {"h": np.float32([1.0])}
     for feeds in ({"x": np.float32([0.5])}, {"h": h}):
         assert_close(client.jvp(graph, feeds, one, ys=["y"], xs=["h"])["y"], 2 * h)
@@ -232,19 +232,19 @@ def test_an_intermediate_tensor_as_x_and_one_that_is_fed(client: Any) -> None:
         assert_close(client.jacobian(graph, feeds, ys=["y"], xs=["h"])["y"]["h"], [2 * h])
 
 
-def test_one_x_named_twice(client: Any) -> None:
-    found = client.jvp(graph_of(plain), FEEDS, {"x": VX}, ys=["y", "y:0"], xs=["x", "x:0"])
-    wanted = Local(plain).jvp(VX, 0 * VW)
+def test_x_may_be_named_twice(client: Any) -> None:
+    found = client.jvp(graph_for_function(plain), FEEDS, {"x": VX}, ys=["y", "y:0"], xs=["x", "x:0"])
+    wanted = LocalDerivatives(plain).jvp(VX, 0 * VW)
     assert_close(found["y"], wanted, rtol=RTOL)
 
 
-def test_complex_tensors(client: Any) -> None:
+def test_derivatives_of_complex_tensors(client: Any) -> None:
     def build() -> None:
         x = placeholder("x", tf.complex64)
         tf.multiply(x, x, name="z")
         tf.reduce_sum(tf.abs(x) ** 3, name="y")
 
-    graph, x = loaded(drawn(build)), np.complex64([1 + 2j, -0.5j])
+    graph, x = build_graph(build), np.complex64([1 + 2j, -0.5j])
     tangent = np.complex64([0.5 - 1j, 2 + 1j])
     feeds = {"x": x}
     pushed = client.jvp(graph, feeds, {"x": tangent}, ys=["z"], xs=["x"])["z"]
@@ -266,8 +266,8 @@ def test_complex_tensors(client: Any) -> None:
     assert_close(client.hvp(graph, feeds, {"x": tangent}, ys=["y"], xs=["x"])["x"], wanted, rtol=RTOL)
 
 
-def test_xs_in_groups(either: Any) -> None:
-    graph, local = graph_of(plain), Local(plain)
+def test_xs_in_groups_return_groups(either: Any) -> None:
+    graph, local = graph_for_function(plain), LocalDerivatives(plain)
     xs = {"weights": ["w"], "inputs": "x", "all": ["x", "w:0"]}
     by_x, by_w = local.gradients(np.ones_like(X))
     program = either.compile(graph, ys=["y"], xs=xs)

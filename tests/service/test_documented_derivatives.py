@@ -1,5 +1,7 @@
-"""Examples of TensorFlow's pages on gradients, Hessians, Jacobians and forward accumulation, with the numbers that
-stand there: the pages' Python, traced, and the same in gradrule's own words."""
+"""Examples of TensorFlow's pages on gradients, Hessians, Jacobians and forward accumulation, with their documented
+numbers:
+the pages' Python traced, and the same with gradrule's API.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.service.answers import assert_close, refused
 
 
 def in_graph(build: Callable[[], Any]) -> Any:
-    """What TensorFlow computes of the tensors that `build` makes in a graph of its own."""
+    """Computes in TensorFlow the tensors that `build` makes in a new graph."""
     return [value.numpy() if value is not None else None for value in tf.function(build)()]
 
 
@@ -23,7 +25,7 @@ def in_graph(build: Callable[[], Any]) -> Any:
 
 
 def chain() -> gr.Graph:
-    """a, b = 2 · a, and their sum."""
+    """Returns a, b = 2 · a, and their sum."""
     g = gr.Graph()
     a = g.placeholder("a", "float32", [])
     b = g.multiply(2.0, a, name="b")
@@ -59,12 +61,12 @@ def test_stop_gradient_while_building(either: Any) -> None:
     g = gr.trace(stopped, ("float32", []))
     r = either.evaluate(g, {"a": 0.0}, ys=["sum"], xs=["StopGradient", "StopGradient_1", "a"])
     assert [r.gradients["StopGradient"], r.gradients["StopGradient_1"], r.gradients["a"]] == [1.0, 1.0, None]
-    # Their own names are those of copies, which nothing depends on.
+    # Their names belong to copies that nothing depends on.
     assert list(g.outputs) == ["output_a", "b", "sum"]
 
 
-def test_the_gradient_graph_itself_can_be_sent(either: Any) -> None:
-    """`tf.gradients` within a traced function is part of the graph."""
+def test_gradient_graph_can_be_sent(either: Any) -> None:
+    """`tf.gradients` in a traced function is part of the graph."""
 
     def example(weights: Any) -> Any:
         bs = 2 * weights
@@ -159,8 +161,8 @@ def test_batch_jacobian(either: Any) -> None:
 # tf.autodiff.ForwardAccumulator
 
 
-def test_the_linear_regression(either: Any) -> None:
-    """The kernel of a Dense layer pushed forward, column by column, is its gradient."""
+def test_linear_regression(either: Any) -> None:
+    """Pushing the kernel of a Dense layer forward column by column gives its gradient."""
     x = tf.constant([[2.0, 3.0], [1.0, 4.0]])
     targets = tf.constant([[1.0], [-1.0]])
     dense = tf.keras.layers.Dense(1, name="dense")
@@ -194,7 +196,7 @@ def test_the_linear_regression(either: Any) -> None:
 
 
 def test_higher_orders(either: Any) -> None:
-    """x ** 3.5 at 1.1; the documented numbers."""
+    """Checks x ** 3.5 at 1.1 against the documented numbers."""
 
     def power(primal: Any) -> Any:
         return primal**3.5
@@ -229,8 +231,8 @@ def test_several_ys_add_up(either: Any, ys: list[str]) -> None:
     assert either.evaluate(chain(), {"a": 0.0}, ys=ys, xs=["a"]).gradients["a"] == in_graph(local)[0]
 
 
-def test_what_is_no_number_is_told(either: Any) -> None:
-    """A tensor that is asked for under a name that the page's graph lacks."""
+def test_name_that_the_graph_lacks_is_refused(either: Any) -> None:
+    """A tensor is requested by a name of the documentation that the graph lacks."""
     with refused("UNKNOWN_TENSOR") as refusal:
         either.evaluate(chain(), {"a": 0.0}, ys=["summ"], xs=["a"])
     refusal.says("'summ'", "'sum'")

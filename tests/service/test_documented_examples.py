@@ -1,5 +1,6 @@
-"""Examples of TensorFlow's pages on custom gradients, with the numbers that stand there: the pages' Python, traced, and
-the same in gradrule's own words. `test_documented_derivatives` has those on derivatives."""
+"""Examples of TensorFlow's pages on custom gradients, with their documented numbers: the pages' Python traced, and the
+same with gradrule's API. `test_documented_derivatives` has those on derivatives.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ RuleMaker = Callable[..., str]
 
 
 def taped(fn: Callable[..., Any], *values: Any, also: Sequence[Any] = ()) -> list[Any]:
-    """TensorFlow's own gradients here: of the arguments, then of the variables in `also`."""
+    """Computes TensorFlow's own gradients: of the arguments, then of the variables in `also`."""
     xs = [tf.constant(value, tf.float32) for value in values]
     with tf.GradientTape() as tape:
         tape.watch(xs)
@@ -48,7 +49,7 @@ def test_log1pexp_traced(either: Any) -> None:
     assert list(rules_by_node(r).values()) == ["log1pexp"]
 
 
-def test_log1pexp_in_words(either: Any) -> None:
+def test_log1pexp_with_overrides(either: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [])
     y = g.op("Log", 1 + g.op("Exp", x), name="y")
@@ -67,7 +68,7 @@ def bar(x: Any, y: Any) -> Any:
     return x * y, grad
 
 
-def test_the_product_traced(either: Any) -> None:
+def test_product_traced(either: Any) -> None:
     feeds = {"x": 2.0, "y": 3.0}
     g = gr.trace(bar, ("float32", []), ("float32", []))
     r = either.evaluate(g, feeds, fetches=["output"], ys=["output"], xs=["x", "y"])
@@ -75,7 +76,7 @@ def test_the_product_traced(either: Any) -> None:
     assert [r.gradients["x"], r.gradients["y"]] == [3.0, 2.0] == taped(bar, 2.0, 3.0)
 
 
-def test_the_product_in_words(either: Any) -> None:
+def test_product_with_overrides(either: Any) -> None:
     g = gr.Graph()
     x, y = g.placeholder("x", "float32", []), g.placeholder("y", "float32", [])
     z = g.multiply(x, y, name="z")
@@ -87,7 +88,7 @@ def test_the_product_in_words(either: Any) -> None:
 
 @tf.custom_gradient
 def cube_with_fused_backprop(x: Any) -> Any:
-    """`op_with_fused_backprop` with x³ as the fused op, which gives 3x² along; nothing differentiates that."""
+    """Builds `op_with_fused_backprop` with x³ as the fused op, which also returns 3x²; nothing differentiates that."""
     y, x_grad = tf.stop_gradient(x**3), tf.stop_gradient(3 * x**2)
 
     def first_order_gradient(dy: Any) -> Any:
@@ -104,7 +105,7 @@ def cube_with_fused_backprop(x: Any) -> Any:
 
 
 def second_order(fn: Callable[[Any], Any], x: Any, vector: Any) -> Any:
-    """TensorFlow's, gradient by gradient."""
+    """Computes TensorFlow's second-order gradients one by one."""
     at = tf.constant(x)
     with tf.GradientTape() as outer:
         outer.watch(at)
@@ -119,7 +120,7 @@ X = np.float32([1.0, -2.0, 3.0])
 V = np.float32([1.0, 0.5, -1.0])
 
 
-def test_the_nested_fused_op_traced(either: Any) -> None:
+def test_nested_fused_op_traced(either: Any) -> None:
     g = gr.trace(cube_with_fused_backprop, ("float32", [None]))
     r = either.evaluate(g, {"x": X}, fetches=["output"], ys=["output"], xs=["x"])
     assert_close(r.outputs["output"], X**3)
@@ -130,8 +131,8 @@ def test_the_nested_fused_op_traced(either: Any) -> None:
     assert_close(found, second_order(cube_with_fused_backprop, X, V))
 
 
-def test_the_nested_fused_op_in_words(either: Any) -> None:
-    """The rule has a rule for its own gradient, for its inputs x, y and dy; here with 7 where 6 would be true."""
+def test_nested_fused_op_with_overrides(either: Any) -> None:
+    """The rule has a rule for its own gradient, for x, y and dy; here with 7 where 6 would be right."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     y = g.op("StopGradient", x * x * x, name="y")
@@ -145,7 +146,7 @@ POINTS = np.float32([1.0, 2.0, 3.0])
 
 
 def linear_polynomials() -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
-    """The weights, the page's function, and the same without a gradient of its own."""
+    """Returns the weights, the page's function, and the same function without a custom gradient."""
     weights = tf.Variable(tf.ones([2]), name="weights")
 
     def plain(x: Any) -> Any:
@@ -170,7 +171,7 @@ def linear_polynomials() -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
     return weights, linear_poly, plain
 
 
-def test_the_linear_polynomial_traced(either: Any) -> None:
+def test_linear_polynomial_traced(either: Any) -> None:
     weights, linear_poly, plain = linear_polynomials()
     for fn, wanted in ((linear_poly, [6.0, 3.0]), (plain, [3.0, 6.0])):
         g = gr.trace(fn, ("float32", [3]))
@@ -182,7 +183,7 @@ def test_the_linear_polynomial_traced(either: Any) -> None:
             assert_close(r.gradients[name], local)
 
 
-def test_the_linear_polynomial_in_words(either: Any) -> None:
+def test_linear_polynomial_with_overrides(either: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [3])
     weights = g.variable("weights", [1.0, 1.0])
@@ -201,11 +202,11 @@ def test_the_linear_polynomial_in_words(either: Any) -> None:
     assert r.gradients["weights"].tolist() == [6.0, 3.0]
 
 
-def test_the_shuffle_behind_stop_gradient(either: Any) -> None:
+def test_shuffle_behind_stop_gradient(either: Any) -> None:
     x: Any = np.float32([0.3, 0.5])
 
     @tf.custom_gradient
-    def test_func_with_stop_grad(x: Any) -> Any:
+    def test_function_with_stop_gradient(x: Any) -> Any:
         @tf.function
         def _inner_func() -> Any:
             return tf.stop_gradient(tf.random.shuffle(x))
@@ -215,19 +216,19 @@ def test_the_shuffle_behind_stop_gradient(either: Any) -> None:
 
         return _inner_func(), grad
 
-    g = gr.trace(test_func_with_stop_grad, ("float32", [2]))
+    g = gr.trace(test_function_with_stop_gradient, ("float32", [2]))
     r = either.evaluate(g, {"x": x}, fetches=["output"], ys=["output"], xs=["x"])
     assert sorted(r.outputs["output"].tolist()) == x.tolist()
     assert_close(r.gradients["x"], np.float32([1, 1]))
-    assert_close(r.gradients["x"], taped(test_func_with_stop_grad, x)[0])
+    assert_close(r.gradients["x"], taped(test_function_with_stop_gradient, x)[0])
 
 
-def test_the_shuffle_without_it_is_a_clear_error(either: Any) -> None:
+def test_shuffle_without_stop_gradient_is_refused(either: Any) -> None:
     @tf.function
     def shuffled(x: Any) -> Any:
         return tf.random.shuffle(x)
 
-    # Where the page tells of a LookupError, TensorFlow 2.21 has no gradient, without a word.
+    # The page announces a LookupError; TensorFlow 2.21 returns None instead.
     assert taped(shuffled, [0.3, 0.5]) == [None]
     g = gr.trace(shuffled, ("float32", [2]))
     with refused("NO_GRADIENT") as refusal:
@@ -236,7 +237,7 @@ def test_the_shuffle_without_it_is_a_clear_error(either: Any) -> None:
 
 
 def with_custom_square(name: str) -> Callable[[Any], Any]:
-    """The page's graph: a square with its own gradient, and one with the gradient of that name."""
+    """Builds the page's graph: a square with its own gradient, and one with the gradient of that name."""
 
     def both(c: Any) -> Any:
         s_1 = tf.square(c)
@@ -263,7 +264,7 @@ def test_custom_square_traced(either: Any) -> None:
     assert list(rules_by_node(r).values()) == [name]
 
 
-def test_custom_square_in_words(either: Any, rule: RuleMaker) -> None:
+def test_custom_square_with_overrides(either: Any, rule: RuleMaker) -> None:
     rule("CustomSquare", "7 * x * dy")
     g = gr.Graph()
     c = g.placeholder("c", "float32", [])
@@ -275,8 +276,8 @@ def test_custom_square_in_words(either: Any, rule: RuleMaker) -> None:
     assert rules_by_node(r) == {"s_2": "CustomSquare"}
 
 
-def test_the_gradient_of_sub_traced(either: Any) -> None:
-    """The page registers it for Sub, as TensorFlow itself does; here times 2, to tell it from TensorFlow's."""
+def test_gradient_of_sub_traced(either: Any) -> None:
+    """The page registers it for Sub, as TensorFlow does; here doubled, to tell it from TensorFlow's."""
     name = "GradruleReferenceSub"
 
     @tf.RegisterGradient(name)
@@ -295,7 +296,7 @@ def test_the_gradient_of_sub_traced(either: Any) -> None:
         assert_close(r.gradients[x], local)
 
 
-def test_the_gradient_of_sub_in_words(either: Any, rule: RuleMaker) -> None:
+def test_gradient_of_sub_with_overrides(either: Any, rule: RuleMaker) -> None:
     rule("SubGrad", "(dy, -dy)")
     g = gr.Graph()
     x, y = g.placeholder("x", "float32", [2]), g.placeholder("y", "float32", [2])

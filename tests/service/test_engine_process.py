@@ -1,4 +1,4 @@
-"""A real engine process, held as the front end holds it, without spares."""
+"""A real engine process, controlled as by the front end, without spares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -23,16 +23,12 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import EndReason, EngineLost, ProgramNotLoaded
-from tests.service import endless
+from tests.processes import count_descriptors
+from tests.service import loop_graphs
 from tests.service.shared_fork_server import SharedForkServer
+from tests.waiting import wait_for_condition
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-async def _until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 def _in(seconds: float) -> float:
@@ -40,7 +36,7 @@ def _in(seconds: float) -> float:
 
 
 def _pool(device: str = "cpu", **words: Any) -> EnginePool:
-    """One engine of two threads."""
+    """Returns a pool with one engine of two threads."""
     return EnginePool(ProcessOptions(device, 2), spares=0, **words)
 
 
@@ -53,13 +49,13 @@ async def fork_server() -> AsyncIterator[SharedForkServer]:
 
 @pytest.fixture
 def quick_starts(fork_server: SharedForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools fork their engines from one process."""
+    """Lets pools fork their engines from one shared process."""
     monkeypatch.setattr(process_module, "ForkServer", lambda: fork_server)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(quick_starts: None) -> AsyncIterator[Engine]:
-    """An engine of two threads."""
+    """Returns an engine of two threads."""
     pool = _pool()
     await pool.start()
     yield pool.engines[0]
@@ -67,7 +63,7 @@ async def engine(quick_starts: None) -> AsyncIterator[Engine]:
 
 
 async def _compile_endless(engine: Engine) -> None:
-    graph = endless.graph_def()
+    graph = loop_graphs.endless()
     request = link_pb2.CompileRequest(
         key="endless",
         graph=graph.SerializeToString(),
@@ -86,7 +82,7 @@ def _run(x: float) -> bytes:
 
 
 @pytest.mark.usefixtures("quick_starts")
-async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
+async def test_dead_engine_is_replaced_and_reported() -> None:
     changes: list[bool] = []
     lost = asyncio.Event()
 
@@ -104,14 +100,14 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
         first = engine.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        # The next engine is there within milliseconds, so polling could miss that there is none.
+        # The next engine starts within milliseconds, so polling could miss the time without one.
         async with asyncio.timeout(60):
             await lost.wait()
         with pytest.raises(GradruleError) as refusal:
             await engine.call(Kind.RUN, b"", _in(1.0))
         assert refusal.value.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE
         assert refusal.value.retry_after_s
-        await _until(lambda: engine.pid)
+        await wait_for_condition(lambda: engine.pid)
         assert engine.generation == 3
         assert changes == [True, False, True]
         with pytest.raises(ProgramNotLoaded) as unknown_key:
@@ -128,26 +124,26 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
 
 
 @pytest.mark.usefixtures("quick_starts")
-async def test_a_device_that_is_not_there_refuses_the_start() -> None:
+async def test_missing_device_refuses_the_start() -> None:
     pool = _pool("gpu:7")
     with pytest.raises(EngineRefused, match=r"gpu:7.*--device cpu"):
         await pool.start()
     await pool.stop()
 
 
-async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overran_ends_the_engine(
+async def test_waiting_call_is_dropped_and_overrunning_call_ends_the_engine(
     engine: Engine,
 ) -> None:
-    """Two endless calls hold both threads; a third's deadline passes: only theirs are the engine's end."""
+    """Two endless calls occupy both threads; the deadline of a third passes: only theirs end the engine."""
     await _compile_endless(engine)
     first = engine.pid
     ends_at = _in(4.0)
-    hanging = [asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), ends_at)) for _ in range(2)]
+    hanging = [asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), ends_at)) for _ in range(2)]
     await asyncio.sleep(0.5)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await engine.call(Kind.RUN, _run(endless.ENDS), _in(0.5))
-    waiting = asyncio.create_task(engine.call(Kind.RUN, _run(endless.ENDS), _in(60)))
+            await engine.call(Kind.RUN, _run(loop_graphs.ENDS), _in(0.5))
+    waiting = asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDS), _in(60)))
     await asyncio.sleep(1.5)
     assert engine.pid == first
     await asyncio.sleep(max(0.0, ends_at - asyncio.get_running_loop().time()))
@@ -157,15 +153,15 @@ async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overr
     with pytest.raises(EngineLost) as lost:
         await waiting
     assert not lost.value.is_blamable
-    await _until(lambda: engine.pid not in (None, first))
+    await wait_for_condition(lambda: engine.pid not in (None, first))
 
 
-async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -> None:
+async def test_only_the_overrunning_call_is_blamed(engine: Engine) -> None:
     await _compile_endless(engine)
-    beside = asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), _in(60)))
+    beside = asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), _in(60)))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await engine.call(Kind.RUN, _run(endless.STAYS), _in(0.5))
+            await engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), _in(0.5))
     with pytest.raises(EngineLost) as lost:
         await beside
     assert lost.value.engine_end.reason is EndReason.OVERRUN
@@ -173,28 +169,28 @@ async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-async def test_a_cancelled_call_goes_on_until_its_deadline_where_its_end_would_cost_others_what_is_kept(
+async def test_cancelled_call_runs_until_its_deadline_on_an_engine_with_state(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 1.5)
     await _compile_endless(engine)
     engine.add_kept(engine.generation, kept)
     first = engine.pid
-    hanging = asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), _in(4 if kept else 300)))
+    hanging = asyncio.create_task(engine.call(Kind.RUN, _run(loop_graphs.ENDLESS), _in(4 if kept else 300)))
     await asyncio.sleep(0.5)
     hanging.cancel()
     await asyncio.sleep(1.2)
     assert (engine.pid == first) is bool(kept)
-    await _until(lambda: engine.pid not in (None, first), 30)
+    await wait_for_condition(lambda: engine.pid not in (None, first), 30)
 
 
-async def test_a_deadline_that_has_passed_sends_nothing(engine: Engine) -> None:
+async def test_expired_call_is_not_sent(engine: Engine) -> None:
     with pytest.raises(GradruleError) as late:
         await engine.call(Kind.COMPILE, b"not looked at", _in(-1))
     assert late.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
 
 
-async def test_starting_is_tried_again_whatever_it_fails_with(
+async def test_start_is_retried_after_any_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start, failures = start_process, [OSError(errno.EMFILE, "Too many open files"), RuntimeError("odd")]
@@ -208,21 +204,21 @@ async def test_starting_is_tried_again_whatever_it_fails_with(
     monkeypatch.setattr(process_module, "_RETRY_DELAY_S", 0.05)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
-    await _until(lambda: engine.generation == 3)
+    await wait_for_condition(lambda: engine.generation == 3)
     assert [record.exc_info is not None for record in caplog.records if "cannot be started" in record.message] == [
         True,
         True,
     ]
 
 
-async def test_a_start_that_fails_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_start_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_process(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
     pool = _pool()
-    before = len(os.listdir("/proc/self/fd"))
+    before = count_descriptors()
     with pytest.raises(OSError, match="memory"):
         await pool.start()
     await pool.stop()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert count_descriptors() == before

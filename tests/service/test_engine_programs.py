@@ -1,4 +1,4 @@
-"""Programs that come and go: names that change hands or have any length, an engine that holds one at a time."""
+"""Programs that come and go: reused names, long names, and an engine that holds one program at a time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from gradrule.v1 import (
     rule_pb2_grpc,
 )
 from tests.service import raw
-from tests.service.answers import refused_raw
-from tests.service.refusals import fine
+from tests.service.answers import keeps_engine, refused_raw
 from tests.service.servers import running_server
 from tests.service.test_engine_work import chain
 
 
 def compile_program(channel: grpc.Channel, request: evaluate_pb2.EvaluateRequest, name: str) -> str:
-    """Compiles under a name; the digest."""
+    """Compiles under a name and returns the digest."""
     asked = program_pb2.CompileProgramRequest(spec=request.spec, program_id=name)
     program = program_pb2_grpc.ProgramServiceStub(channel).CompileProgram(asked, timeout=120).program
     return str(program.digests.program)
 
 
-def test_a_name_that_changes_hands_while_its_old_program_is_read(tmp_path: Path) -> None:
+def test_name_reused_while_its_old_program_is_loaded(tmp_path: Path) -> None:
     with running_server(tmp_path) as first, grpc.insecure_channel(first.target) as channel:
         compile_program(channel, raw.request(chain(20_000, "Identity")), "p")
     with running_server(tmp_path) as second, grpc.insecure_channel(second.target) as channel:
@@ -56,8 +55,8 @@ def test_a_name_that_changes_hands_while_its_old_program_is_read(tmp_path: Path)
         assert evaluate() == (-1.0, digest)
 
 
-def test_an_engine_that_holds_one_program_runs_many(tmp_path: Path) -> None:
-    """Each call's load drops another's program, never one that is about to run."""
+def test_engine_that_holds_one_program_runs_many(tmp_path: Path) -> None:
+    """Each load evicts another program, but never one that is about to run."""
 
     async def storm(target: str) -> int:
         requests = [raw.request(chain(2, "Sign", f"n{number}_")) for number in range(20)]
@@ -72,8 +71,8 @@ def test_an_engine_that_holds_one_program_runs_many(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [2000, 20_000, 10_000_000])
-@fine
-def test_names_of_any_length_are_refused_for_what_they_are(channel: grpc.Channel, length: int) -> None:
+@keeps_engine
+def test_invalid_names_of_any_length_are_refused(channel: grpc.Channel, length: int) -> None:
     name = "ab" * (length // 2)
     started = time.monotonic()
     with refused_raw("UNKNOWN_RULE"):
@@ -84,8 +83,8 @@ def test_names_of_any_length_are_refused_for_what_they_are(channel: grpc.Channel
 
 
 @pytest.mark.parametrize("name", ["x:00", "x:01"])
-@fine
-def test_a_feed_whose_output_is_written_with_zeros(channel: grpc.Channel, name: str) -> None:
+@keeps_engine
+def test_fed_tensor_of_an_op_with_zeroed_outputs(channel: grpc.Channel, name: str) -> None:
     with refused_raw("UNKNOWN_FEED") as refusal:
         raw.evaluate(channel, raw.request(raw.sign_graph(), {name: raw.tensor([1.0])}))
     refusal.says(name, f"'x:{name[-1]}'")

@@ -1,9 +1,8 @@
-"""Work that overruns, waits, is given up or loses its engine, at a server whose engine has two threads."""
+"""Work that overruns, waits, is cancelled or loses its engine, on an engine with two threads."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import threading
 import time
@@ -16,14 +15,16 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2_grpc, graph_pb2, tensor_pb2
-from tests.service import endless, raw
+from tests.processes import no_free_descriptors
+from tests.service import loop_graphs, raw
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose engine has two threads."""
+    """Returns a server whose engine has two threads."""
     with running_server(tmp_path_factory.mktemp("narrow"), ("--engine-threads", "2", "--trust", "full")) as running:
         yield running
 
@@ -36,16 +37,16 @@ def narrow_channel(narrow: RunningServer) -> Iterator[grpc.Channel]:
 
 
 def chain(count: int, op: str = "Neg", prefix: str = "n") -> graph_pb2.Graph:
-    """y = op(op(…x))."""
+    """Makes y = op(op(…x))."""
     nodes = [raw.node(f"{prefix}{i}", op, f"{prefix}{i - 1}" if i else "x") for i in range(count)]
     return raw.graph(raw.placeholder(), *nodes, raw.node("y", "Identity", f"{prefix}{count - 1}"))
 
 
 def endless_calls(server: RunningServer, channel: grpc.Channel, timeout: float) -> list[Any]:
-    """Starts two calls that never end; returns them when the engine runs both, on its two threads."""
-    request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.ENDS)})
+    """Starts two endless calls and returns them when both occupy the engine's threads."""
+    request = raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDS)})
     raw.evaluate(channel, request)
-    request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+    request = raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
     calls = [evaluate_pb2_grpc.GradientServiceStub(channel).Evaluate.future(request, timeout=timeout) for _ in range(2)]
     with gr.connect(server.target) as client:
         wait_until(lambda: sum(engine.running for engine in client.server_status().engines) == 2 or None, "two calls")
@@ -59,24 +60,22 @@ def code_of(call: Callable[[], object]) -> grpc.StatusCode:
     return code
 
 
-def test_a_call_that_waits_for_a_thread_past_its_deadline_does_no_harm(
-    narrow: RunningServer, narrow_channel: grpc.Channel
-) -> None:
+def test_expired_waiting_call_does_not_end_the_engine(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
     engine = narrow.wait_for_engine()
     calls = endless_calls(narrow, narrow_channel, timeout=6.0)
     sign = raw.request(raw.sign_graph())
-    # An engine is ended half a second after a deadline: by the second deadline, what follows the first has happened.
+    # An engine is killed half a second after a deadline: by the second deadline, the effect of the first has happened.
     for _ in range(2):
         assert code_of(lambda: raw.evaluate(narrow_channel, sign, timeout=1.0)) is grpc.StatusCode.DEADLINE_EXCEEDED
     assert narrow.engine_pid() == engine
     assert not any(call.done() for call in calls)
-    # Those that do run past theirs are the engine's end, also when they hold all its threads. This one waits, and runs.
+    # Overrunning calls end the engine even if they occupy all threads. This call waits and then runs.
     raw.evaluate(narrow_channel, sign, timeout=60.0)
     assert [code_of(call.result) for call in calls] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
     wait_for_another_engine(narrow, engine)
 
 
-def test_cancelled_calls_give_their_threads_back(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
+def test_cancelled_calls_free_their_threads(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
     for call in endless_calls(narrow, narrow_channel, timeout=300.0):
         call.cancel()
     started = time.monotonic()
@@ -84,9 +83,7 @@ def test_cancelled_calls_give_their_threads_back(narrow: RunningServer, narrow_c
     assert time.monotonic() - started < 30
 
 
-def test_a_call_whose_engine_dies_while_its_program_is_compiled(
-    narrow: RunningServer, narrow_channel: grpc.Channel
-) -> None:
+def test_call_survives_an_engine_killed_during_compilation(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
     engine = narrow.wait_for_engine()
     request = raw.request(chain(2500, prefix="killed"), vjp=raw.vjp())
     with futures.ThreadPoolExecutor() as pool:
@@ -98,7 +95,7 @@ def test_a_call_whose_engine_dies_while_its_program_is_compiled(
     wait_for_another_engine(narrow, engine)
 
 
-def test_a_short_deadline_does_not_take_the_program_from_who_has_time(
+def test_short_deadline_does_not_abort_compilation_for_other_callers(
     narrow: RunningServer, narrow_channel: grpc.Channel
 ) -> None:
     engine = narrow.wait_for_engine()
@@ -115,7 +112,7 @@ def test_a_short_deadline_does_not_take_the_program_from_who_has_time(
     assert narrow.engine_pid() == engine
 
 
-def test_an_engine_that_prints_lines_of_any_length_goes_on(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
+def test_engine_survives_printing_long_lines(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
     engine = narrow.wait_for_engine()
     text = tensor_pb2.Tensor(dtype=tensor_pb2.DT_STRING, string_val=[b"z" * 100_000])
     printing = raw.graph(
@@ -131,23 +128,17 @@ def test_an_engine_that_prints_lines_of_any_length_goes_on(narrow: RunningServer
     wait_until(lambda: True if "zzz… (" in narrow.log.read_text() else None, "a line in the log")
 
 
-def test_a_server_without_file_descriptors_for_an_engine_gets_one_later(
-    narrow: RunningServer, narrow_channel: grpc.Channel
-) -> None:
+def test_engine_starts_once_descriptors_are_free_again(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
     engine, pid = narrow.wait_for_engine(), narrow.process.pid
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) - 1, limits[1]))
-    try:
+    with no_free_descriptors(pid):
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: True if "cannot be started" in narrow.log.read_text() else None, "a failed start")
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     wait_for_another_engine(narrow, engine)
     with grpc.insecure_channel(narrow.target) as channel:
         raw.assert_healthy(channel)
 
 
-def test_a_quantised_fetch_keeps_its_type(narrow_channel: grpc.Channel) -> None:
+def test_quantized_fetch_keeps_its_dtype(narrow_channel: grpc.Channel) -> None:
     cast = raw.node(
         "y",
         "Bitcast",

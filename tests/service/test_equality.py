@@ -1,4 +1,4 @@
-"""Equality with local TensorFlow on generated graphs with random overrides, dtypes and shapes."""
+"""Generated graphs with random overrides, dtypes and shapes give the same results as local TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ import gradrule as gr
 from tests.service import reference
 from tests.service.answers import dense, statuses
 from tests.service.generated import COMPLEX, FLOATS, Case, Nested, Rule, cases, nested_cases, values
-from tests.service.graph_defs import drawn, loaded, nodes, placeholder
+from tests.service.graph_defs import all_nodes, build_graph_def, load_graph, placeholder
 
 QUICK = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 SEEN: Counter[str] = Counter()
 
 
 def as_override(rule: Rule, **selectors: Any) -> gr.Override:
-    """The rule as gradrule takes it; optional, because a generated node need not lie on the path."""
+    """Returns the override; optional, because a generated node need not lie on the path."""
     return gr.Override(rule.expression if rule.op_rule else gr.Rule(rule.expression), optional=True, **selectors)
 
 
 def assert_equal(got: Any, wanted: Any, dtype: str) -> None:
-    """Same dtype, same shape, values as near as the dtype's rounding allows; NaN and infinity in the same places."""
+    """Compares dtype, shape and values within the dtype's rounding error; NaN and infinity must agree."""
     got = dense(got)
     assert got.dtype == np.asarray(wanted).dtype
     assert got.shape == np.shape(wanted)
     tolerance = (FLOATS | COMPLEX)[dtype]
     a, b = reference.numpy_of(got), reference.numpy_of(wanted)
-    # What matters is the error against the tensor's size: cancelled sums have no relative accuracy of their own.
+    # Compare errors with the tensor's largest value: cancelled sums have no relative accuracy.
     finite = np.abs(b[np.isfinite(b)])
     scale = max(1.0, float(finite.max())) if finite.size else 1.0
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
 
 
 def compare(client: Any, case: Case) -> None:
-    """One case through the server and through TensorFlow here."""
+    """Runs one case on the server and in local TensorFlow."""
     wanted = reference.evaluate(
         case.graph_def, case.feeds, ["y"], ["y"], case.xs, rules={node: rule.python for node, rule in case.overrides}
     )
     r = client.evaluate(
-        loaded(case.graph_def),
+        load_graph(case.graph_def),
         feeds=case.feeds,
         fetches=["y"],
         ys=["y"],
@@ -64,14 +64,14 @@ def compare(client: Any, case: Case) -> None:
 
 @settings(max_examples=220, derandomize=True, deadline=None, database=None, suppress_health_check=QUICK)
 @given(case=cases())
-def test_generated_graphs(client: Any, case: Case) -> None:
+def test_generated_graphs_equal_tensorflow(client: Any, case: Case) -> None:
     compare(client, case)
 
 
-def test_generated_graphs_are_worth_something() -> None:
-    """The generator reaches every dtype and its rules are asked: a test of the test."""
+def test_generator_reaches_every_dtype_and_calls_rules() -> None:
+    """Tests the test."""
     if not SEEN:
-        pytest.skip("test_generated_graphs did not run")
+        pytest.skip("test_generated_graphs_equal_tensorflow did not run")
     assert SEEN["graphs"] >= 200
     assert SEEN["rules asked"] >= 150
     assert all(SEEN[dtype] >= 20 for dtype in FLOATS)
@@ -79,11 +79,11 @@ def test_generated_graphs_are_worth_something() -> None:
 
 @settings(max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=QUICK)
 @given(case=nested_cases())
-def test_generated_nested_graphs(client: Any, case: Nested) -> None:
-    rules = {node.name: case.rule.python for node in nodes(case.flat_def) if node.op == case.op_type}
+def test_generated_nested_graphs_equal_tensorflow(client: Any, case: Nested) -> None:
+    rules = {node.name: case.rule.python for node in all_nodes(case.flat_def) if node.op == case.op_type}
     wanted = reference.evaluate(case.flat_def, {"x": case.feed}, ["y"], ["y"], ["x"], rules=rules)
     r = client.evaluate(
-        loaded(case.graph_def),
+        load_graph(case.graph_def),
         feeds={"x": case.feed},
         fetches=["y"],
         ys=["y"],
@@ -97,7 +97,7 @@ def test_generated_nested_graphs(client: Any, case: Nested) -> None:
 
 @settings(max_examples=20, derandomize=True, deadline=None, database=None, suppress_health_check=QUICK)
 @given(data=st.data(), dtype=st.sampled_from(sorted(COMPLEX)))
-def test_generated_complex_graphs(client: Any, data: st.DataObject, dtype: str) -> None:
+def test_generated_complex_graphs_equal_tensorflow(client: Any, data: st.DataObject, dtype: str) -> None:
     import tensorflow as tf
 
     ops = {"Square": tf.square, "Neg": tf.negative, "Identity": tf.identity, "Sin": tf.sin, "Conj": tf.math.conj}
@@ -111,12 +111,12 @@ def test_generated_complex_graphs(client: Any, data: st.DataObject, dtype: str) 
             value = ops[op_type](value)
         tf.identity(value, name="y")
 
-    graph_def = drawn(build)
+    graph_def = build_graph_def(build)
     upstream = np.array([1 + 1j, 2, -0.5j], dtype)
     rules = {node.name: doubled for node in graph_def.node if node.op == overridden}
     wanted = reference.evaluate(graph_def, {"x": x}, ["y"], ["y"], ["x"], rules=rules, grad_ys=[upstream])
     r = client.evaluate(
-        loaded(graph_def),
+        load_graph(graph_def),
         feeds={"x": x},
         fetches=["y"],
         ys=["y"],

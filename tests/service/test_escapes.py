@@ -1,4 +1,4 @@
-"""What graphs reach that the checker would have refused: with the sandbox nothing, without it their canary."""
+"""Graphs that the op policy would refuse reach nothing inside the sandbox; without it each reaches its canary."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from tests.service.escape_graphs import ESCAPES, SECRET, Canaries, Escape, request
 
-# With the sandbox some graphs wait for what they cannot have; without it each gets there, however busy the machine is.
+# With the sandbox some graphs wait for blocked resources; without it each must reach its canary even on a busy machine.
 _PATIENCE_S = {"on": 4.0, "off": 60.0}
 _CASES = [pytest.param(escape, place, id=f"{escape.name}-{place}") for escape in ESCAPES for place in escape.places]
 
 
-class Prisoner:
-    """An engine that takes any graph, and the canaries around it."""
+class SandboxedEngine:
+    """Runs any graph in an engine that the canaries surround."""
 
     def __init__(self, folder: Path, sandbox: str) -> None:
         self.sandbox = sandbox
@@ -36,7 +36,7 @@ class Prisoner:
         self.canaries = Canaries(folder, self.listener, os.getpid())
         self.runner = asyncio.Runner()
         blobs = self.canaries.places["data"] / "blobs"
-        # With a limit of memory, a spare, and a thread for each graph that goes on for ever.
+        # A memory limit, a spare, and one thread for each endless graph.
         self.pool = EnginePool(ProcessOptions("cpu", 8, blobs, 4 << 30, sandbox))
         self.runner.run(self.pool.start())
         self._patience_s = _PATIENCE_S[sandbox]
@@ -51,12 +51,12 @@ class Prisoner:
         self.listener.close()
 
     def replace_engine(self) -> None:
-        """Ends it, upon which another takes its place."""
+        """Kills the engine and waits for the next one."""
         pid = self._end_engine()
         self.runner.run(self._replaced(pid))
 
     def attempt(self, escape: Escape, place: str) -> bool:
-        """Whether the graph reached its canary."""
+        """Returns whether the graph reached its canary."""
         self.canaries.restore(place)
         self._count += 1
         asked = request(escape.build, self.canaries, place, str(self._count))
@@ -72,7 +72,7 @@ class Prisoner:
         return pid
 
     async def _reaches(self, asked: link_pb2.CompileRequest, reach: str, place: str) -> bool:
-        """Whether it does before it ends or patience does: some graphs go on after they got there."""
+        """Returns whether the canary is reached before the graph ends or time is up: some graphs never end."""
         loop = asyncio.get_running_loop()
         engine = self.pool.engines[0]
         await engine.call(Kind.COMPILE, asked.SerializeToString(), loop.time() + 60)
@@ -85,7 +85,7 @@ class Prisoner:
                 return True
             await asyncio.wait([call], timeout=0.05)
         if not call.done():
-            # To give it up would end the engine, and whoever comes next would wait for another.
+            # Cancelling it would end the engine, and the next test would wait for another.
             self._unfinished.append(call)
             return False
         return self._is_reached(reach, place, call.result())
@@ -121,27 +121,27 @@ class Prisoner:
 
 
 @pytest.fixture(scope="module", params=["on", "off"])
-def prisoner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prisoner]:
-    """One that is confined, then one that is not."""
+def sandboxed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxedEngine]:
+    """Returns a confined engine, then an unconfined one."""
     if request.param == "on" and landlock_version() == 0:
         pytest.skip("this kernel has no Landlock")
-    made = Prisoner(tmp_path_factory.mktemp(request.param), request.param)
+    made = SandboxedEngine(tmp_path_factory.mktemp(request.param), request.param)
     yield made
     made.close()
 
 
-def test_an_engine_says_that_it_is_confined(prisoner: Prisoner) -> None:
-    assert ({"files", "calls"} <= set(prisoner.pool.greeting.sandbox)) == (prisoner.sandbox == "on")
+def test_engine_reports_that_it_is_confined(sandboxed: SandboxedEngine) -> None:
+    assert ({"files", "calls"} <= set(sandboxed.pool.greeting.sandbox)) == (sandboxed.sandbox == "on")
 
 
 @pytest.mark.parametrize(("escape", "place"), _CASES)
-def test_only_without_the_sandbox_is_a_canary_reached(prisoner: Prisoner, escape: Escape, place: str) -> None:
-    assert prisoner.attempt(escape, place) == (prisoner.sandbox == "off")
+def test_only_without_the_sandbox_is_a_canary_reached(sandboxed: SandboxedEngine, escape: Escape, place: str) -> None:
+    assert sandboxed.attempt(escape, place) == (sandboxed.sandbox == "off")
 
 
-@pytest.mark.parametrize("prisoner", ["on"], indirect=True)
-def test_what_takes_the_place_of_an_engine_that_ended_is_confined_too(prisoner: Prisoner) -> None:
-    prisoner.replace_engine()
+@pytest.mark.parametrize("sandboxed", ["on"], indirect=True)
+def test_replacement_engine_is_confined(sandboxed: SandboxedEngine) -> None:
+    sandboxed.replace_engine()
     for escape in ESCAPES:
         if escape.name in ("ReadFile", "WriteFile over another", "DebugIdentity to a file"):
-            assert not prisoner.attempt(escape, "data"), escape.name
+            assert not sandboxed.attempt(escape, "data"), escape.name

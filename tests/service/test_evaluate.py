@@ -11,7 +11,7 @@ import tensorflow as tf
 import gradrule as gr
 from tests.service import reference
 from tests.service.answers import assert_close, dense, refused
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, build_graph_def, load_graph, placeholder
 
 A, B = np.float32([1, -2, 3]), np.float32([0.5, 2, -1])
 
@@ -24,13 +24,13 @@ def two_layers() -> None:
     tf.reduce_sum(b, name="only_b")
 
 
-GRAPH = drawn(two_layers)
+GRAPH = build_graph_def(two_layers)
 FEEDS = {"a": A, "b": B}
 
 
 def check(client: Any, ys: list[str], xs: list[str], fetches: tuple[str, ...] = (), **words: Any) -> Any:
     """The server's answer, found equal to TensorFlow's."""
-    r = client.evaluate(loaded(GRAPH), feeds=FEEDS, fetches=fetches, ys=ys, xs=xs, **words)
+    r = client.evaluate(load_graph(GRAPH), feeds=FEEDS, fetches=fetches, ys=ys, xs=xs, **words)
     wanted = reference.evaluate(GRAPH, FEEDS, fetches, ys, xs, **words)
     assert list(r.outputs) == list(fetches)
     assert list(r.gradients) == xs
@@ -63,13 +63,13 @@ def test_handles_do_for_names(either: Any) -> None:
 
 
 def test_fetches_alone(either: Any) -> None:
-    r = either.evaluate(loaded(GRAPH), feeds=FEEDS, fetches=["p"])
+    r = either.evaluate(load_graph(GRAPH), feeds=FEEDS, fetches=["p"])
     assert_close(r.outputs["p"], (A * B) ** 2)
     assert not r.gradients
 
 
 def test_only_what_is_asked_needs_feeds(either: Any) -> None:
-    r = either.evaluate(loaded(GRAPH), feeds={"b": B}, fetches=["only_b"])
+    r = either.evaluate(load_graph(GRAPH), feeds={"b": B}, fetches=["only_b"])
     assert_close(r.outputs["only_b"], B.sum())
 
 
@@ -77,7 +77,7 @@ def test_only_what_is_asked_needs_feeds(either: Any) -> None:
 def test_grad_ys_as_arrays(either: Any, form: str) -> None:
     up, uq = np.float32([1, 10, 100]), np.float32([-1, 0, 2])
     given: Any = {"dict": {"p": up, "q": uq}, "list": [up, uq], "partial": {"q": uq}}[form]
-    r = either.evaluate(loaded(GRAPH), feeds=FEEDS, ys=["p", "q"], xs=["a", "b"], grad_ys=given)
+    r = either.evaluate(load_graph(GRAPH), feeds=FEEDS, ys=["p", "q"], xs=["a", "b"], grad_ys=given)
     wanted = reference.evaluate(
         GRAPH, FEEDS, ys=["p", "q"], xs=["a", "b"], grad_ys=[np.ones(3, np.float32) if form == "partial" else up, uq]
     )
@@ -86,21 +86,21 @@ def test_grad_ys_as_arrays(either: Any, form: str) -> None:
 
 
 def test_grad_ys_as_names_of_tensors(either: Any) -> None:
-    r = either.evaluate(loaded(GRAPH), feeds=FEEDS, ys=["p", "q"], xs=["a"], grad_ys=["middle", "b"])
+    r = either.evaluate(load_graph(GRAPH), feeds=FEEDS, ys=["p", "q"], xs=["a"], grad_ys=["middle", "b"])
     wanted = reference.evaluate(GRAPH, FEEDS, ys=["p", "q"], xs=["a"], grad_ys=[A * B, B])
     assert_close(r.gradients["a"], wanted.gradients["a"])
-    mixed = either.evaluate(loaded(GRAPH), feeds=FEEDS, ys=["p", "q"], xs=["a"], grad_ys={"p": "middle", "q": B})
+    mixed = either.evaluate(load_graph(GRAPH), feeds=FEEDS, ys=["p", "q"], xs=["a"], grad_ys={"p": "middle", "q": B})
     assert_close(mixed.gradients["a"], wanted.gradients["a"])
 
 
 def test_grad_ys_of_wrong_shape_or_type(either: Any) -> None:
     words: dict[str, Any] = {"feeds": FEEDS, "ys": ["p"], "xs": ["a"]}
     with refused("FEED_DTYPE"):
-        either.evaluate(loaded(GRAPH), grad_ys=[np.ones(3)], **words)
+        either.evaluate(load_graph(GRAPH), grad_ys=[np.ones(3)], **words)
     with refused("FEED_SHAPE"):
-        either.evaluate(loaded(GRAPH), grad_ys=[np.ones((2, 2), np.float32)], **words)
+        either.evaluate(load_graph(GRAPH), grad_ys=[np.ones((2, 2), np.float32)], **words)
     with refused("UNKNOWN_TENSOR"):
-        either.evaluate(loaded(GRAPH), grad_ys=["nowhere"], **words)
+        either.evaluate(load_graph(GRAPH), grad_ys=["nowhere"], **words)
 
 
 @pytest.mark.parametrize("stopped", [["middle"], ["a"], ["a", "b"]])
@@ -117,7 +117,7 @@ def test_unconnected_is_none_or_zeros(either: Any) -> None:
 def test_fed_tensor_in_the_middle_is_not_computed(either: Any) -> None:
     middle = np.float32([2, 4, 8])
     r = either.evaluate(
-        loaded(GRAPH), feeds={"a": A, "middle": middle}, fetches=["p", "q"], ys=["p", "q"], xs=["a", "middle"]
+        load_graph(GRAPH), feeds={"a": A, "middle": middle}, fetches=["p", "q"], ys=["p", "q"], xs=["a", "middle"]
     )
     assert_close(r.outputs["p"], middle**2)
     assert_close(r.outputs["q"], np.sin(middle) + A)
@@ -130,7 +130,7 @@ def test_placeholder_with_default(either: Any) -> None:
         scale = tf.compat.v1.placeholder_with_default(tf.constant(3.0), [], name="scale")
         tf.multiply(placeholder("x"), scale, name="y")
 
-    graph = loaded(drawn(build))
+    graph = build_graph(build)
     r = either.evaluate(graph, feeds={"x": A}, fetches=["y"], ys=["y"], xs=["x", "scale"])
     assert_close(r.outputs["y"], 3 * A)
     assert_close(r.gradients["scale"], A.sum())
@@ -164,9 +164,9 @@ def test_sparse_gradient(either: Any) -> None:
         table = placeholder("table", shape=(5, 2))
         tf.square(tf.gather(table, placeholder("rows", tf.int32)), name="y")
 
-    graph_def = drawn(build)
+    graph_def = build_graph_def(build)
     feeds = {"table": np.arange(10, dtype=np.float32).reshape(5, 2), "rows": np.int32([3, 0, 3])}
-    r = either.evaluate(loaded(graph_def), feeds=feeds, ys=["y"], xs=["table"])
+    r = either.evaluate(load_graph(graph_def), feeds=feeds, ys=["y"], xs=["table"])
     wanted = reference.evaluate(graph_def, feeds, ys=["y"], xs=["table"])
     sparse = r.gradients["table"]
     assert isinstance(sparse, gr.Sparse)
@@ -279,7 +279,7 @@ def test_special_values_pass_unharmed(either: Any) -> None:
 
 
 def test_answers_tell_where_and_how_long(either: Any) -> None:
-    r = either.evaluate(loaded(GRAPH), feeds=FEEDS, fetches=["p"])
+    r = either.evaluate(load_graph(GRAPH), feeds=FEEDS, fetches=["p"])
     assert r.device == "CPU:0"
     assert len(r.digests.graph) == len(r.digests.program) == 64
     import hashlib
@@ -301,7 +301,7 @@ def test_second_call_compiles_nothing(either: Any) -> None:
 
 
 def test_program(either: Any) -> None:
-    p = either.compile(loaded(GRAPH), fetches=["p"], ys=["p"], xs=["a", "b"])
+    p = either.compile(load_graph(GRAPH), fetches=["p"], ys=["p"], xs=["a", "b"])
     assert p.name.startswith("programs/")
     assert {name: (spec.dtype, spec.shape) for name, spec in p.inputs.items()} == {
         "a": ("float32", (None,)),
@@ -321,13 +321,13 @@ def test_program(either: Any) -> None:
 
 def test_program_of_equal_content_is_the_same(either: Any) -> None:
     words: dict[str, Any] = {"fetches": ["p"], "ys": ["p"], "xs": ["a"]}
-    first, again = either.compile(loaded(GRAPH), **words), either.compile(loaded(GRAPH), **words)
-    other = either.compile(loaded(GRAPH), fetches=["p"], ys=["p"], xs=["b"])
+    first, again = either.compile(load_graph(GRAPH), **words), either.compile(load_graph(GRAPH), **words)
+    other = either.compile(load_graph(GRAPH), fetches=["p"], ys=["p"], xs=["b"])
     assert first.name == again.name != other.name
 
 
 def test_deleted_program_is_gone(either: Any) -> None:
-    p = either.compile(loaded(GRAPH), fetches=["q"], name="short-lived")
+    p = either.compile(load_graph(GRAPH), fetches=["q"], name="short-lived")
     assert p.name in {item.name for item in either.list_programs()}
     either.delete_program(p.name)
     assert p.name not in {item.name for item in either.list_programs()}
@@ -338,7 +338,7 @@ def test_deleted_program_is_gone(either: Any) -> None:
 def test_parallel_calls_do_not_meet(client: Any) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    p = client.compile(loaded(GRAPH), fetches=["p"], ys=["p"], xs=["a"])
+    p = client.compile(load_graph(GRAPH), fetches=["p"], ys=["p"], xs=["a"])
 
     def call(number: int) -> bool:
         a = np.float32([number, number + 1, number + 2])

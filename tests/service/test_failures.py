@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import resource
 import signal
 import socket
 import threading
@@ -22,12 +21,13 @@ import gradrule as gr
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error, reason_name
 from gradrule_server.front.error_status import status_code, to_status
-from tests.service import endless, raw
-from tests.service.answers import refused, refused_raw
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.processes import no_free_descriptors
+from tests.service import loop_graphs, raw
+from tests.service.answers import PROVOKED, keeps_engine, provokes, refused, refused_raw
+from tests.service.graph_defs import SIGN_FEEDS, build_graph, placeholder, sign_graph
 from tests.service.health import wait_for_another_engine
-from tests.service.refusals import PROVOKED, X, fine, provokes, sign
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_until
 
 UNIT_LEVEL = {"INTERNAL"}
 """Reasons that nothing from outside can provoke: a fault of the server's own."""
@@ -80,7 +80,7 @@ def test_graph_that_is_too_large(small_channel: grpc.Channel) -> None:
 
 
 @provokes("PROGRAM_NOT_FOUND")
-@fine
+@keeps_engine
 def test_program_not_found(client: Any, channel: grpc.Channel) -> None:
     with refused("PROGRAM_NOT_FOUND") as refusal:
         client.program("programs/nowhere")
@@ -92,17 +92,17 @@ def test_program_not_found(client: Any, channel: grpc.Channel) -> None:
 
 
 @provokes("PROGRAM_EXISTS")
-@fine
+@keeps_engine
 def test_program_exists(either: Any) -> None:
-    first = either.compile(sign(), fetches=["y"], name="taken")
-    assert either.compile(sign(), fetches=["y"], name="taken").name == first.name == "programs/taken"
+    first = either.compile(sign_graph(), fetches=["y"], name="taken")
+    assert either.compile(sign_graph(), fetches=["y"], name="taken").name == first.name == "programs/taken"
     with refused("PROGRAM_EXISTS") as refusal:
-        either.compile(sign(), fetches=["x"], name="taken")
+        either.compile(sign_graph(), fetches=["x"], name="taken")
     refusal.says("taken")
 
 
 @provokes("EXECUTION_FAILED")
-@fine
+@keeps_engine
 def test_kernel_that_fails(either: Any) -> None:
     g = gr.Graph()
     g.op("FloorDiv", g.placeholder("x", "int32", []), g.placeholder("by", "int32", []), name="y")
@@ -115,7 +115,7 @@ def test_kernel_that_fails(either: Any) -> None:
 def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
     engine = small.wait_for_engine()
     with gr.connect(small.target) as client, refused("DEADLINE_EXCEEDED"):
-        client.evaluate(endless.graph_def(), feeds={"x": endless.STAYS}, fetches=["y"], timeout=1.0)
+        client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=1.0)
     wait_for_another_engine(small, engine)
     raw.assert_healthy(small_channel)
 
@@ -123,7 +123,7 @@ def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
 @provokes("MESSAGE_TOO_LARGE")
 def test_message_that_is_too_large(small: RunningServer, small_channel: grpc.Channel) -> None:
     with gr.connect(small.target, shared_memory=False) as client, refused("MESSAGE_TOO_LARGE"):
-        client.evaluate(sign(), feeds={"x": np.zeros(600_000, np.float32)}, fetches=["y"])
+        client.evaluate(sign_graph(), feeds={"x": np.zeros(600_000, np.float32)}, fetches=["y"])
     raw.assert_healthy(small_channel)
 
 
@@ -132,7 +132,7 @@ class Background:
 
     def __init__(self, client: Any, timeout: float = 30.0) -> None:
         self.error: gr.errors.GradruleError | None = None
-        self._words = {"feeds": {"x": endless.STAYS}, "fetches": ["y"], "timeout": timeout}
+        self._words = {"feeds": {"x": loop_graphs.ENDLESS}, "fetches": ["y"], "timeout": timeout}
         self._client = client
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -140,7 +140,7 @@ class Background:
     def _run(self) -> None:
         while self.error is None:
             try:
-                self._client.evaluate(endless.graph_def(), **self._words)
+                self._client.evaluate(loop_graphs.endless(), **self._words)
             except gr.errors.OverloadedError:
                 continue  # Whoever looks whether the server is busy held its only place.
             except gr.errors.GradruleError as caught:
@@ -198,15 +198,11 @@ def test_no_engine_can_be_started(small: RunningServer, small_channel: grpc.Chan
     # From now on a compile worker is there, which needs descriptors too.
     raw.assert_healthy(small_channel)
     engine, pid = small.wait_for_engine(), small.process.pid
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) - 1, limits[1]))
-    try:
+    with no_free_descriptors(pid):
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: True if "cannot be started" in small.log.read_text() else None, "a failed start")
         with refused_raw("ENGINE_UNAVAILABLE"):
             raw.evaluate(small_channel, raw.request(raw.sign_graph()))
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     wait_for_another_engine(small, engine)
     raw.assert_healthy(small_channel)
 
@@ -214,11 +210,11 @@ def test_no_engine_can_be_started(small: RunningServer, small_channel: grpc.Chan
 def test_calls_that_lose_their_engine_to_another_s_are_run_again(server: RunningServer, client: Any) -> None:
     """A call that overruns its deadline takes the engine with it; whoever is in that engine too notices nothing."""
     engine = server.wait_for_engine()
-    p = client.compile(endless.graph_def(), fetches=["y"])
-    slow = client.compile(_slow(), fetches=["y"])
+    p = client.compile(loop_graphs.endless(), fetches=["y"])
+    slow = client.compile(loop_graphs.counted(750_000), fetches=["y"])
     wanted = slow({"x": np.float32(3)}).outputs["y"]
     with futures.ThreadPoolExecutor() as pool:
-        hangs = pool.submit(p.evaluate, {"x": endless.STAYS}, timeout=1.0)
+        hangs = pool.submit(p.evaluate, {"x": loop_graphs.ENDLESS}, timeout=1.0)
         time.sleep(0.8)
         beside = [pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=60.0) for _ in range(3)]
         with refused("DEADLINE_EXCEEDED"):
@@ -229,17 +225,6 @@ def test_calls_that_lose_their_engine_to_another_s_are_run_again(server: Running
     wait_for_another_engine(server, engine)
 
 
-def _slow() -> Any:
-    """y = x after a loop of some seconds."""
-
-    def build() -> None:
-        x = placeholder("x", shape=())
-        _, last = tf.while_loop(lambda i, _: i < 750_000, lambda i, value: (i + 1, value * 1.0), [0, x])
-        tf.identity(last, name="y")
-
-    return drawn(build)
-
-
 @provokes("UNAVAILABLE")
 def test_server_that_is_gone(tmp_path_factory: pytest.TempPathFactory) -> None:
     with socket.socket() as taken:
@@ -247,7 +232,7 @@ def test_server_that_is_gone(tmp_path_factory: pytest.TempPathFactory) -> None:
         port = taken.getsockname()[1]
     started = time.monotonic()
     with gr.connect(f"127.0.0.1:{port}") as client, refused("UNAVAILABLE") as refusal:
-        client.evaluate(sign(), feeds=X, fetches=["y"], timeout=5.0)
+        client.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"], timeout=5.0)
     assert time.monotonic() - started < 10
     assert refusal.error.code is grpc.StatusCode.UNAVAILABLE
 
@@ -278,7 +263,7 @@ def test_status_of_a_fault(reason: str) -> None:
 def test_nothing_is_lost_over_all_of_this(client: Any, server: RunningServer) -> None:
     """The registry still holds what it held, and a graph of TensorFlow's still gives its gradient."""
     assert {item.name for item in client.list_rules(kind="user")} == set()
-    graph = loaded(drawn(lambda: tf.square(placeholder("x"), name="y")))
+    graph = build_graph(lambda: tf.square(placeholder("x"), name="y"))
     r = client.evaluate(graph, feeds={"x": [3.0]}, ys=["y"], xs=["x"])
     assert r.gradients["x"].tolist() == [6.0]
     assert server.process.poll() is None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,9 @@ from gradrule_server.link import fork_server as module
 from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
-from tests.battery.processes import engines
+from tests.processes import engines, open_descriptors
 from tests.service.shared_fork_server import SharedForkServer
+from tests.waiting import wait_for_condition
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,15 +60,6 @@ async def _end(process: ForkedProcess, link: socket.socket) -> None:
     link.close()
 
 
-def _descriptors(pid: int) -> list[str]:
-    """What a process has open; files that it closes meanwhile are left out."""
-    found = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(entry))
-    return found
-
-
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -84,10 +75,8 @@ async def test_an_engine_has_no_descriptors_but_its_own(shared: ForkServer) -> N
     first, first_link = await _fork(shared, *_FLAGS)
     second, second_link = await _fork(shared, *_FLAGS)
     # A file of /proc is open for a moment, while the engine writes how much it may be ended for lack of memory.
-    async with asyncio.timeout(60):
-        while any(kind.startswith("/proc/") for kind in _descriptors(second.pid)):
-            await asyncio.sleep(0.01)
-    kinds = _descriptors(second.pid)
+    await wait_for_condition(lambda: not any(kind.startswith("/proc/") for kind in open_descriptors(second.pid)))
+    kinds = open_descriptors(second.pid)
     # Standard input and output are /dev/null, stderr is too here, and the link is the only socket; it has an epoll.
     named = [kind.partition(":")[0] for kind in kinds if "urandom" not in kind and "eventpoll" not in kind]
     assert sorted(named) == [os.devnull] * 3 + ["socket"]
@@ -145,7 +134,7 @@ async def test_a_killed_engine_is_replaced_without_a_spare() -> None:
     killed = engine.pid
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
-    await _until(lambda: engine.is_ready and engine.pid != killed)
+    await wait_for_condition(lambda: engine.is_ready and engine.pid != killed)
     await pool.stop()
 
 
@@ -157,9 +146,3 @@ async def test_a_stop_waits_for_the_ends_of_processes() -> None:
     assert engines(os.getpid()) != before
     await pool.stop()
     assert engines(os.getpid()) == before
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)

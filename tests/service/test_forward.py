@@ -20,12 +20,12 @@ import gradrule as gr
 from gradrule._messages.error_status import error_from_status
 from gradrule.v1 import evaluate_pb2
 from tests.service import raw
-from tests.service.answers import assert_close, refused
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.answers import assert_close, provokes, refused
+from tests.service.graph_defs import build_graph_def, placeholder
 from tests.service.health import wait_for_another_engine
-from tests.service.refusals import provokes
-from tests.service.servers import RunningServer, running_server, wait_until
-from tests.service.streams import opened, reason
+from tests.service.servers import RunningServer, running_server
+from tests.service.streams import error_reason, open_stream
+from tests.waiting import wait_until
 
 X = np.float32([-2.0, 0.5, 3.0])
 
@@ -49,7 +49,7 @@ def in_branch() -> None:
 @pytest.mark.parametrize("build", [straight, in_loop, in_branch])
 def test_each_pull_back_is_what_an_evaluation_gives(either: Any, build: Callable[[], None]) -> None:
     words = {"fetches": ["y"], "ys": ["y"], "xs": ["x"], "overrides": {"Sign": "ste"}}
-    program = either.compile(drawn(build), **words)
+    program = either.compile(build_graph_def(build), **words)
     with program.forward({"x": X}) as handle:
         assert_close(handle.outputs["y"], program.evaluate({"x": X}).outputs["y"])
         assert handle.bytes > 0
@@ -68,7 +68,7 @@ def test_a_random_op_is_drawn_once(client: Any) -> None:
         x = placeholder("x", shape=(1000,))
         tf.multiply(x, tf.random.uniform((1000,)), name="y")
 
-    program = client.compile(drawn(build), fetches=["y"], ys=["y"], xs=["x"])
+    program = client.compile(build_graph_def(build), fetches=["y"], ys=["y"], xs=["x"])
     ones = np.ones(1000, np.float32)
     with program.forward({"x": ones}) as handle:
         assert_close(handle.vjp()["x"], handle.outputs["y"])
@@ -88,13 +88,13 @@ def test_params_are_those_of_the_forward_run(client: Any) -> None:
 
 
 def test_groups_of_xs_come_back_as_groups(client: Any) -> None:
-    program = client.compile(drawn(straight), ys=["y"], xs={"inputs": ["x"]})
+    program = client.compile(build_graph_def(straight), ys=["y"], xs={"inputs": ["x"]})
     with program.forward({"x": X}) as handle:
         assert_close(handle.vjp()["inputs"]["x"], 2 * np.abs(X))
 
 
 def test_what_cannot_be_pulled_back_is_refused(either: Any) -> None:
-    graph = drawn(straight)
+    graph = build_graph_def(straight)
     forward_only = either.compile(graph, fetches=["y"])
     with refused("INVALID_DERIVATIVE"):
         forward_only.forward({"x": X})
@@ -121,7 +121,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def compiled(client: gr.Client) -> gr.Program:
-    return client.compile(drawn(straight), fetches=["y"], ys=["y"], xs=["x"])
+    return client.compile(build_graph_def(straight), fetches=["y"], ys=["y"], xs=["x"])
 
 
 def forward_of(name: str, values: Any) -> evaluate_pb2.ForwardRequest:
@@ -131,7 +131,11 @@ def forward_of(name: str, values: Any) -> evaluate_pb2.ForwardRequest:
 
 @provokes("HANDLE_EXPIRED")
 def test_a_handle_lapses_after_its_last_use(small: RunningServer) -> None:
-    with gr.connect(small.target) as client, grpc.insecure_channel(small.target) as channel, opened(channel) as stream:
+    with (
+        gr.connect(small.target) as client,
+        grpc.insecure_channel(small.target) as channel,
+        open_stream(channel) as stream,
+    ):
         forward = forward_of(compiled(client).name, X)
         stream.send(1, forward=forward)
         assert stream.receive().forward.ttl.ToNanoseconds() == 1.5e9
@@ -190,11 +194,11 @@ def test_a_client_that_leaves_takes_its_handles_along(small: RunningServer) -> N
         name = compiled(client).name
         with grpc.insecure_channel(small.target) as channel:
             for _ in range(3):
-                with opened(channel) as stream:
+                with open_stream(channel) as stream:
                     for number in range(4):
                         stream.send(number, forward=forward_of(name, X))
                     # Handles of a stream that is cancelled a moment ago may still count.
-                    assert {reason(stream.receive()) for _ in range(4)} <= {"", "QUOTA_EXCEEDED"}
+                    assert {error_reason(stream.receive()) for _ in range(4)} <= {"", "QUOTA_EXCEEDED"}
 
         def free() -> bool | None:
             try:
@@ -211,17 +215,17 @@ def test_a_client_that_leaves_takes_its_handles_along(small: RunningServer) -> N
 def test_a_handle_belongs_to_its_stream(small: RunningServer) -> None:
     with gr.connect(small.target) as client, grpc.insecure_channel(small.target) as channel:
         name = compiled(client).name
-        with opened(channel) as owner, opened(channel) as other:
+        with open_stream(channel) as owner, open_stream(channel) as other:
             owner.send(1, forward=forward_of(name, X))
             pull_back = evaluate_pb2.PullBackRequest(handle=owner.receive().forward.handle)
             other.send(1, pull_back=pull_back)
-            assert reason(other.receive()) == "HANDLE_EXPIRED"
+            assert error_reason(other.receive()) == "HANDLE_EXPIRED"
             owner.send(2, pull_back=pull_back)
-            assert reason(owner.receive()) == ""
+            assert error_reason(owner.receive()) == ""
             owner.send(3, close_handle=evaluate_pb2.CloseHandleRequest(handle=pull_back.handle))
             assert owner.receive().WhichOneof("response") == "close_handle"
             owner.send(4, pull_back=pull_back)
-            assert reason(owner.receive()) == "HANDLE_EXPIRED"
+            assert error_reason(owner.receive()) == "HANDLE_EXPIRED"
 
 
 def test_a_lost_engine_costs_a_forward_run(tmp_path: Path) -> None:
@@ -240,7 +244,9 @@ def test_more_pull_backs_than_fit_into_an_answer_are_refused_before_they_are_mad
     """A few bytes of upstream gradients that ask for 3 GB."""
     x = np.ones(1_500_000, np.float32)
     rows = np.ones(500, np.float32)
-    program = client.compile(drawn(lambda: tf.reduce_sum(tf.square(placeholder("x")), name="y")), ys=["y"], xs=["x"])
+    program = client.compile(
+        build_graph_def(lambda: tf.reduce_sum(tf.square(placeholder("x")), name="y")), ys=["y"], xs=["x"]
+    )
     started = time.monotonic()
     with program.forward({"x": x}) as handle:
         with refused("MESSAGE_TOO_LARGE") as refusal:

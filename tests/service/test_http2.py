@@ -15,10 +15,11 @@ import gradrule as gr
 from tests.battery import http2, wire
 from tests.battery.figures import Scale
 from tests.battery.http2_cases import FORGED, SECRET, TIMEOUTS
-from tests.battery.processes import forget_peak, has_ended, holds, peak_bytes
 from tests.battery.unfinished import send_unfinished
+from tests.processes import has_ended, peak_bytes, reset_peak, resources
 from tests.service.guarded import Guarded
-from tests.service.servers import RunningServer, running_server, started_server, wait_until
+from tests.service.servers import RunningServer, running_server, started_server
+from tests.waiting import wait_until
 
 OK, UNKNOWN, UNIMPLEMENTED, INTERNAL = 0, 2, 12, 13
 MIB = 1 << 20
@@ -124,22 +125,22 @@ async def test_unfinished_messages_without_a_credential_take_no_memory(tmp_path:
     """3,000 MiB are announced. Of a server of its own, since what other tests have left in the heap would count."""
     with running_server(tmp_path) as server:
         pid = server.process.pid
-        before = holds(pid).resident_bytes
-        forget_peak(pid)
+        before = resources(pid).resident_bytes
+        reset_peak(pid)
         attacks = (send_unfinished(server.target, REFLECTION, streams=5, size=60 * MIB, hold_s=8) for _ in range(10))
         assert sum(sent for sent, _ in await asyncio.gather(*attacks)) > 10 * MIB
         assert peak_bytes(pid) - before < 1024 * MIB
         # Freed memory leaves gaps that the C library cannot give back: up to 140 MiB were measured.
         async with asyncio.timeout(60):
-            while holds(pid).resident_bytes - before > 256 * MIB:
+            while resources(pid).resident_bytes - before > 256 * MIB:
                 await asyncio.sleep(0.2)
         # 60,000 calls that are reset as soon as they begin took 900 MiB while nothing bounded how many wait.
-        forget_peak(pid)
+        reset_peak(pid)
         await asyncio.gather(*(send_resets(server.target, 1500) for _ in range(40)))
         await health_answers(server.target)
         assert peak_bytes(pid) - before < 768 * MIB
         async with asyncio.timeout(60):
-            while holds(pid).resident_bytes - before > 256 * MIB:
+            while resources(pid).resident_bytes - before > 256 * MIB:
                 await asyncio.sleep(0.2)
 
 

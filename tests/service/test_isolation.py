@@ -16,14 +16,14 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import session_pb2
-from tests.battery.processes import engines
-from tests.service import endless, raw
+from tests.processes import engines
+from tests.service import loop_graphs, raw
 from tests.service.answers import assert_close, refused
-from tests.service.corpus import CRASHES
+from tests.service.graph_defs import sign_graph
 from tests.service.guarded import Guarded
-from tests.service.refusals import sign
-from tests.service.servers import wait_until
-from tests.service.streams import reason
+from tests.service.harmful_graphs import CRASHES
+from tests.service.streams import error_reason
+from tests.waiting import wait_until
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
 RUN_SESSION = "/gradrule.v1.SessionService/RunSession"
@@ -92,7 +92,7 @@ class Noticing:
                 self.rounds += 1
                 assert step(session) == self.rounds
                 assert_close(handle.vjp({"y": np.ones(2, np.float32)})["x"], np.float32([2, 4]))
-                r = self._client.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=60.0)
+                r = self._client.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"], timeout=60.0)
                 assert r.outputs["y"].tolist() == [1.0, 1.0]
             assert_close(session.read()["w"], np.full(2, -self.rounds, np.float32))
 
@@ -113,7 +113,7 @@ def test_a_storm_of_new_crashing_graphs_costs_neither_others_nor_the_tenant_s_ow
             with refused("ENGINE_CRASHED"):
                 ada.evaluate(crashing(number), feeds=CRASHES[0].feeds, fetches=["y"], timeout=60.0)
         # Its calls beside them are run again elsewhere.
-        assert ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, 1.0]
+        assert ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, 1.0]
         assert step(own) == 2
         rounds = noticing.rounds
         wait_until(lambda: noticing.rounds > rounds + 1 or others.done() or None, "another round")
@@ -127,7 +127,7 @@ def test_no_engine_works_for_two_tenants(
 ) -> None:
     with ada.session(counter()), grace.session(counter()):
         for client in (ada, grace):
-            client.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+            client.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"])
         found = [engines_of(name, sessions=sessions) for name in names for sessions in (False, True)]
         assert [len(pids) for pids in found] == [1, 1, 1, 1]
         assert len(set.union(*found)) == 4
@@ -140,13 +140,16 @@ def test_endless_loops_of_one_tenant_keep_no_other_waiting(
     names: tuple[str, str],
     channels: Callable[[str], grpc.Channel],
 ) -> None:
-    grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+    grace.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"])
     loops = [start_loop(channels(names[0])) for _ in range(_LOOPS)]
     # They have all threads once a call of the same tenant waits.
     with refused("DEADLINE_EXCEEDED"):
-        wait_until(lambda: ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=1.0) and None, "a call")
+        wait_until(lambda: ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"], timeout=1.0) and None, "a call")
     for _ in range(10):
-        assert grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=20.0).outputs["y"].tolist() == [1.0, 1.0]
+        assert grace.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"], timeout=20.0).outputs["y"].tolist() == [
+            1.0,
+            1.0,
+        ]
     assert not any(loop.done() for loop in loops), "the loops had ended: nothing is shown"
     for loop in loops:
         loop.cancel()
@@ -154,7 +157,7 @@ def test_endless_loops_of_one_tenant_keep_no_other_waiting(
 
 def start_loop(channel: grpc.Channel) -> Any:
     """A call that never ends, until it is cancelled."""
-    request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+    request = raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
     return channel.unary_unary(EVALUATE).future(request.SerializeToString(), timeout=300)
 
 
@@ -166,18 +169,18 @@ def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
     channels: Callable[[str], grpc.Channel],
     is_cancelled: bool,
 ) -> None:
-    program = ada.compile(endless.graph_def(), fetches=["y"])
+    program = ada.compile(loop_graphs.endless(), fetches=["y"])
     with ada.session(counter()) as session:
         step(session)
         (before,) = engines_of(names[0])
         if is_cancelled:
             loop = start_loop(channels(names[0]))
             with refused("DEADLINE_EXCEEDED"):
-                program.evaluate({"x": endless.STAYS}, timeout=0.5)
+                program.evaluate({"x": loop_graphs.ENDLESS}, timeout=0.5)
             loop.cancel()
         else:
             with refused("DEADLINE_EXCEEDED"):
-                program.evaluate({"x": endless.STAYS}, timeout=1.0)
+                program.evaluate({"x": loop_graphs.ENDLESS}, timeout=1.0)
         wait_until(lambda: before not in engines_of(names[0]) or None, "the end of the engine that ran it")
         assert step(session) == 2
 
@@ -185,13 +188,13 @@ def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
 def test_a_session_that_opens_while_another_s_step_is_given_up_outlives_the_engine_of_that(
     ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
 ) -> None:
-    graph = gr.Graph.from_bytes(endless.graph_def().SerializeToString())
+    graph = gr.Graph.from_bytes(loop_graphs.endless().SerializeToString())
     graph.op("Sum", graph.variable("w", np.zeros(2, np.float32)), graph.constant([0]), name="loss")
     first = ada.session(graph)
     first.__enter__()
     (before,) = engines_of(names[0], sessions=True)
     with refused("DEADLINE_EXCEEDED"):
-        first.evaluate({"x": endless.STAYS}, fetches=["y"], timeout=0.3)
+        first.evaluate({"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=0.3)
     with ada.session(counter()) as second:
         assert before not in engines_of(names[0], sessions=True) or len(engines_of(names[0], sessions=True)) == 2
         step(second)
@@ -217,7 +220,7 @@ def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
     os.kill(pid, signal.SIGKILL)
     told = session_pb2.RunSessionResponse.FromString(next(stream))
     outgoing.set()
-    assert reason(told) == "SESSION_LOST"
+    assert error_reason(told) == "SESSION_LOST"
     message = told.status.message
     assert "SIGKILL" in message
     assert "the last step that was completed is 0" in message
@@ -261,7 +264,7 @@ async def test_a_lost_session_is_told_to_asynchronous_clients_too(
 
 
 def test_the_kernel_ends_engines_before_the_server(guarded: Guarded, ada: gr.Client, names: tuple[str, str]) -> None:
-    ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+    ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"])
     server = guarded.running.process.pid
     scores = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (server, *engines(server))}
     assert all(score == 1000 for pid, score in scores.items() if pid != server)

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from tests.battery.processes import has_ended
-from tests.service import endless, raw, servers
+from tests.processes import has_ended
+from tests.service import loop_graphs, raw, servers
 from tests.service.answers import assert_close, refused
 from tests.service.health import (
     GRADIENTS,
@@ -29,7 +29,8 @@ from tests.service.health import (
     recorded_health,
     wait_for_another_engine,
 )
-from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
+from tests.service.servers import RunningServer, running_server, serve_command, server_environment
+from tests.waiting import wait_until
 
 
 def refused_start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -145,13 +146,13 @@ def test_engine_killed_while_it_is_idle(own: RunningServer) -> None:
 def test_loop_that_never_ends(own: RunningServer) -> None:
     engine = own.wait_for_engine()
     with gr.connect(own.target) as client:
-        p = client.compile(endless.graph_def(), fetches=["y"])
+        p = client.compile(loop_graphs.endless(), fetches=["y"])
         started = time.monotonic()
         with refused("DEADLINE_EXCEEDED"):
-            p.evaluate({"x": endless.STAYS}, timeout=1.5)
+            p.evaluate({"x": loop_graphs.ENDLESS}, timeout=1.5)
         assert time.monotonic() - started < 5
         wait_for_another_engine(own, engine)
-        assert p.evaluate({"x": endless.ENDS}).outputs["y"] == endless.ENDS
+        assert p.evaluate({"x": loop_graphs.ENDS}).outputs["y"] == loop_graphs.ENDS
 
 
 def test_calls_beside_a_loop_that_never_ends(own: RunningServer) -> None:
@@ -161,7 +162,7 @@ def test_calls_beside_a_loop_that_never_ends(own: RunningServer) -> None:
 
     def hang(client: gr.Client) -> None:
         try:
-            client.evaluate(endless.graph_def(), feeds={"x": endless.STAYS}, fetches=["y"], timeout=4.0)
+            client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=4.0)
         except gr.errors.GradruleError as caught:
             ends.append(caught.reason)
 
@@ -308,10 +309,10 @@ def test_a_server_that_does_not_end_as_it_should_fails_its_test(
 def test_an_engine_ends_with_its_front_end_whatever_it_does(tmp_path: Path) -> None:
     """Nobody else would end it: here it is in a loop without an end when its front end is killed."""
     with running_server(tmp_path) as running, gr.connect(running.target) as client:
-        p = client.compile(endless.graph_def(), fetches=["y"])
+        p = client.compile(loop_graphs.endless(), fetches=["y"])
         engine = running.wait_for_engine()
         with futures.ThreadPoolExecutor() as pool:
-            call = pool.submit(p.evaluate, {"x": endless.STAYS}, timeout=60.0)
+            call = pool.submit(p.evaluate, {"x": loop_graphs.ENDLESS}, timeout=60.0)
             time.sleep(1.0)
             assert not call.done()
             running.process.kill()

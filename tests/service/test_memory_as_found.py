@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 from tests.service.servers import RunningServer, running_server
 
 SECRET = 1234.5
@@ -57,7 +57,7 @@ def holding() -> gr.Graph:
         value = tf.fill(tf.stack([placeholder("n", tf.int32, ()), 4]), placeholder("secret", tf.float32, ()))
         tf.identity(tf.reduce_sum(tf.tanh(value) + tf.reverse(value, [0])), name="y")
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
 def finding(rows: int) -> gr.Graph:
@@ -67,7 +67,7 @@ def finding(rows: int) -> gr.Graph:
         found = tf.raw_ops.ParallelConcat(values=[placeholder("x", tf.float32, (1, 4))], shape=[rows, 4])
         tf.identity(tf.math.count_nonzero(found), name="y")
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
 def found_by(running: RunningServer) -> dict[int, int]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.service.answers import rules_by_node
-from tests.service.graph_defs import loaded
-from tests.service.nested_cases import REGISTERED, REGISTERED_EXPRESSION, Case, case, straight
+from tests.service.graph_defs import load_graph
+from tests.service.nested_cases import REGISTERED, REGISTERED_EXPRESSION, Case, case, reference
 from tests.service.nested_graphs import graph_def
 
 CHUNK = 10
@@ -32,8 +32,8 @@ def assert_equal(got: Any, wanted: Any, what: str) -> None:
 
 
 def compare(client: Any, item: Case) -> None:
-    wanted = straight(item.number)
-    r = client.evaluate(loaded(graph_def(item.program, static=item.static)), **item.words())
+    wanted = reference(item.number)
+    r = client.evaluate(load_graph(graph_def(item.program, static=item.static)), **item.arguments())
     for name in item.fetches:
         assert_equal(r.outputs[item.tensor(name)], wanted.values[name], f"case {item.number}: output {name}")
     for x in item.xs:

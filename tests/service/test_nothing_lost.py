@@ -18,14 +18,9 @@ import pytest
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused
-from tests.service.guarded import command, token_command
-from tests.service.servers import (
-    RunningServer,
-    running_server,
-    serve_command,
-    server_environment,
-    wait_until,
-)
+from tests.service.guarded import run_gradrule, token_command
+from tests.service.servers import RunningServer, running_server, serve_command, server_environment
+from tests.waiting import wait_until
 
 # As a release without tenants wrote it: rules `Kept` and `Stays`, and a program `model` that was compiled when `Kept`
 # was still 3 * dy.
@@ -98,7 +93,7 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
         check_kept(first, ada)
         # As it was before it was changed, beside it.
         assert stat.S_IMODE((old / "gradrule.db.v1").stat().st_mode) == 0o600
-        assert "no problems found" in command("registry", "check", "--data-dir", str(old))
+        assert "no problems found" in run_gradrule("registry", "check", "--data-dir", str(old))
 
         stop = threading.Event()
         acknowledged: list[str] = []
@@ -113,7 +108,7 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
         try:
             wait_until(lambda: len(acknowledged) >= 20 or None, "twenty rules")
             before = len(acknowledged)
-            assert "copied" in command("registry", "backup", str(copy), "--data-dir", str(old))
+            assert "copied" in run_gradrule("registry", "backup", str(copy), "--data-dir", str(old))
         finally:
             stop.set()
             worker.join()
@@ -121,9 +116,9 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
         running.kill()
 
     shutil.rmtree(old)
-    assert "no registry" in command("registry", "check", "--data-dir", str(old), code=1)
-    assert "restored to" in command("registry", "restore", str(copy), "--data-dir", str(old))
-    assert "registry already" in command("registry", "restore", str(copy), "--data-dir", str(old), code=1)
+    assert "no registry" in run_gradrule("registry", "check", "--data-dir", str(old), code=1)
+    assert "restored to" in run_gradrule("registry", "restore", str(copy), "--data-dir", str(old))
+    assert "registry already" in run_gradrule("registry", "restore", str(copy), "--data-dir", str(old), code=1)
 
     with running_server(tmp_path / "server", flags) as running, tenants.clients(running) as (first, ada):
         check_kept(first, ada)
@@ -158,7 +153,7 @@ def test_a_registry_that_was_killed_while_it_was_written(tmp_path: Path) -> None
         wait_until(lambda: len(acknowledged) >= 50 or None, "fifty rules")
         running.kill()
         worker.join()
-    assert "no problems found" in command("registry", "check", "--data-dir", str(tmp_path / "registry"))
+    assert "no problems found" in run_gradrule("registry", "check", "--data-dir", str(tmp_path / "registry"))
     database = sqlite3.connect(tmp_path / "registry" / "gradrule.db")
     names = {name for (name,) in database.execute("SELECT name FROM rules")}
     database.close()
@@ -184,20 +179,20 @@ def check_not_begun_anew(folder: Path) -> None:
     [line] = serve.stderr.splitlines()
     assert f"{data / 'gradrule.db'} is gone" in line
     assert "`gradrule registry new --data-dir" in line
-    assert "empty registry" in command("registry", "new", "--data-dir", str(data))
-    assert "no problems found: 0 rules" in command("registry", "check", "--data-dir", str(data))
+    assert "empty registry" in run_gradrule("registry", "new", "--data-dir", str(data))
+    assert "no problems found: 0 rules" in run_gradrule("registry", "check", "--data-dir", str(data))
 
 
 def test_what_is_damaged_is_told(old: Path, tmp_path: Path) -> None:
     data = ["--data-dir", str(old)]
-    assert "no problems found" in command("registry", "check", *data)
+    assert "no problems found" in run_gradrule("registry", "check", *data)
     with sqlite3.connect(old / "gradrule.db") as database:
         database.execute("DELETE FROM meta")
     database.close()
-    assert "schema version" in command("registry", "check", *data, code=1)
+    assert "schema version" in run_gradrule("registry", "check", *data, code=1)
     (old / "gradrule.db").write_bytes(b"no database at all" * 100)
     for suffix in ("-wal", "-shm"):
         (old / f"gradrule.db{suffix}").unlink(missing_ok=True)
-    assert "cannot be read" in command("registry", "check", *data, code=1)
-    assert "cannot be read" in command("registry", "backup", str(tmp_path / "copy"), *data, code=1)
+    assert "cannot be read" in run_gradrule("registry", "check", *data, code=1)
+    assert "cannot be read" in run_gradrule("registry", "backup", str(tmp_path / "copy"), *data, code=1)
     assert not (tmp_path / "copy").exists()

@@ -27,17 +27,11 @@ import gradrule as gr
 from gradrule.cli.main import main
 from tests.service import raw
 from tests.service.answers import refused
-from tests.service.collector import Collector, collecting
+from tests.service.collector import Collector, running_collector
 from tests.service.guarded import token_command
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import (
-    STOP_TIMEOUT_S,
-    RunningServer,
-    running_server,
-    serve_command,
-    server_environment,
-    wait_until,
-)
+from tests.service.servers import STOP_TIMEOUT_S, RunningServer, running_server, serve_command, server_environment
+from tests.waiting import wait_until
 
 _MARKS = itertools.count(1)
 
@@ -100,7 +94,7 @@ def free_port() -> int:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
     port = free_port()
-    with collecting() as collector:
+    with running_collector() as collector:
         flags = ("--metrics-port", str(port), "--audit-log", str(folder / "audit.jsonl"), "--log-level", "debug")
         bounds = ("--otel-endpoint", collector.endpoint, "--max-blob-bytes", "8192")
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "200"}

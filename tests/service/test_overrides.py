@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused, rules_by_node, statuses
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, build_graph_def, load_graph, placeholder
 
 RuleMaker = Callable[..., str]
 
@@ -225,7 +225,7 @@ def test_nested_names_are_selectable(client: Any) -> None:
         with tf.name_scope("layer2"):
             tf.identity(block(first), name="out")
 
-    graph = loaded(drawn(build))
+    graph = build_graph(build)
     words: dict[str, Any] = {"feeds": {"layer1/x": [2.0]}, "ys": ["layer2/out"], "xs": ["layer1/x"]}
     everywhere = client.evaluate(graph, overrides=[gr.Override("ste", node="**/binarise")], **words)
     assert len(rules_by_node(everywhere)) == 2
@@ -241,10 +241,10 @@ def test_call_as_a_whole_takes_a_rule(client: Any) -> None:
     def block(value: Any) -> Any:
         return tf.sign(value) + value
 
-    graph_def = drawn(lambda: tf.identity(block(placeholder("x")), name="y"))
+    graph_def = build_graph_def(lambda: tf.identity(block(placeholder("x")), name="y"))
     (call,) = [node.name for node in graph_def.node if node.op.endswith("PartitionedCall")]
     r = client.evaluate(
-        loaded(graph_def),
+        load_graph(graph_def),
         feeds={"x": [2.0]},
         fetches=["y"],
         ys=["y"],
@@ -305,7 +305,7 @@ def test_default_exempts_a_loop_with_all_that_is_in_it(client: Any) -> None:
         tf.identity(out + tf.sign(x), name="y")
 
     overrides = [gr.Override("default", node="loop"), gr.Override("ste", op_type="Sign")]
-    r = ask(client, loaded(drawn(build)), overrides)
+    r = ask(client, build_graph(build), overrides)
     assert_close(r.gradients["x"], np.float32([2]))
     assert sorted(rules_by_node(r).values()) == ["default", "ste"]
 
@@ -318,13 +318,13 @@ def test_side_effects_of_a_call_happen_before_its_results_are_used(client: Any) 
         tf.debugging.Assert(tf.reduce_all(v > 0), ["NEGATIVE"], name="check")
         return v * 2.0
 
-    graph_def = drawn(lambda: tf.identity(checked(placeholder("x")), name="y"))
+    graph_def = build_graph_def(lambda: tf.identity(checked(placeholder("x")), name="y"))
     for function in graph_def.library.function:
         for node in function.node_def:
             kept = [item for item in node.input if not item.startswith("^")]
             del node.input[:]
             node.input.extend(kept)
-    g = loaded(graph_def)
+    g = load_graph(graph_def)
     assert_close(client.evaluate(g, {"x": [1.0]}, fetches=["y"]).outputs["y"], np.float32([2]))
     with refused("EXECUTION_FAILED") as refusal:
         client.evaluate(g, {"x": [-1.0]}, fetches=["y"])

@@ -19,10 +19,9 @@ from gradrule_server import graphs, policy
 from gradrule_server.errors import GradruleError
 from tests.policy import minimal
 from tests.service import raw
-from tests.service.answers import refused, refused_raw
-from tests.service.brought_graphs import brought
-from tests.service.graph_defs import drawn, loaded, placeholder
-from tests.service.refusals import X, fine, provokes, sign
+from tests.service.answers import keeps_engine, provokes, refused, refused_raw
+from tests.service.custom_gradient_graphs import graph_with_gradients
+from tests.service.graph_defs import SIGN_FEEDS, build_graph, build_graph_def, load_graph, placeholder, sign_graph
 from tests.service.servers import RunningServer, running_server
 
 SECRET = b"what is in the file"
@@ -139,11 +138,11 @@ PLACES: dict[str, Callable[[Path], Any]] = {
 
 
 def _graph(place: str, path: Path) -> gr.Graph:
-    return loaded(drawn(lambda: tf.identity(PLACES[place](path), name="y")))
+    return build_graph(lambda: tf.identity(PLACES[place](path), name="y"))
 
 
 @provokes("OP_NOT_ALLOWED")
-@fine
+@keeps_engine
 @pytest.mark.parametrize("place", PLACES)
 def test_files_stay_closed_wherever_a_node_stands(client: Any, canary: Path, place: str) -> None:
     graph = _graph(place, canary)
@@ -154,7 +153,7 @@ def test_files_stay_closed_wherever_a_node_stands(client: Any, canary: Path, pla
     assert canary.read_bytes() == SECRET
 
 
-@fine
+@keeps_engine
 def test_all_are_told_at_once(client: Any, canary: Path) -> None:
     def build() -> None:
         tf.identity(_read(canary) + _in_loop(canary), name="y")
@@ -162,19 +161,19 @@ def test_all_are_told_at_once(client: Any, canary: Path) -> None:
             tf.constant(1, name="z")
 
     with refused("OP_NOT_ALLOWED") as refusal:
-        client.evaluate(loaded(drawn(build)), fetches=["y", "z"])
+        client.evaluate(build_graph(build), fetches=["y", "z"])
     found = [(finding.reason, finding.message) for finding in refusal.error.details]
     assert sum("(ReadFile)" in message for _, message in found) == 2
     assert sum("(Abort)" in message for _, message in found) == 1
 
 
-@fine
+@keeps_engine
 def test_what_nothing_needs_may_stand_there(client: Any, canary: Path) -> None:
     def build() -> None:
         tf.identity(placeholder("x") * 2, name="y")
         _read(canary)
 
-    answer = client.evaluate(loaded(drawn(build)), X, fetches=["y"])
+    answer = client.evaluate(build_graph(build), SIGN_FEEDS, fetches=["y"])
     np.testing.assert_array_equal(answer.outputs["y"], [2.0, -4.0])
 
 
@@ -185,10 +184,10 @@ def _reading_rule(path: Path) -> gr.Graph:
         dy = placeholder("dy")
         tf.multiply(dy, tf.cast(_read(path), tf.float32), name="dx")
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
-@fine
+@keeps_engine
 def test_rules_that_are_graphs_are_held_to_the_list(client: Any, canary: Path) -> None:
     with refused("OP_NOT_ALLOWED") as refusal:
         client.create_rule("Reads", graph=_reading_rule(canary))
@@ -197,15 +196,15 @@ def test_rules_that_are_graphs_are_held_to_the_list(client: Any, canary: Path) -
         client.get_rule("Reads")
 
 
-@fine
+@keeps_engine
 def test_rules_within_a_request_are_too(client: Any, canary: Path) -> None:
     rule = gr.Rule(graph=_reading_rule(canary))
     with refused("OP_NOT_ALLOWED") as refusal:
-        client.evaluate(sign(), X, ys=["y"], xs=["x"], overrides={"Sign": rule})
+        client.evaluate(sign_graph(), SIGN_FEEDS, ys=["y"], xs=["x"], overrides={"Sign": rule})
     refusal.says("ReadFile")
 
 
-@fine
+@keeps_engine
 def test_gradients_that_a_graph_brings_are_too(client: Any, canary: Path) -> None:
     def build(custom_gradient: Any) -> None:
         def region(x: Any) -> Any:
@@ -214,7 +213,7 @@ def test_gradients_that_a_graph_brings_are_too(client: Any, canary: Path) -> Non
         tf.identity(custom_gradient(region)(placeholder("x")), name="y")
 
     with refused("OP_NOT_ALLOWED") as refusal:
-        client.evaluate(brought(build), X, ys=["y"], xs=["x"])
+        client.evaluate(graph_with_gradients(build), SIGN_FEEDS, ys=["y"], xs=["x"])
     refusal.says("ReadFile")
 
 
@@ -225,7 +224,7 @@ def test_who_trusts_lets_them_run(trusting_client: Any, canary: Path) -> None:
             answer = trusting_client.evaluate(_graph(place, canary), feeds, fetches=["y"])
             assert answer.outputs["y"] == len(SECRET) + (place == "function of a function")
     trusting_client.create_rule("Reads", graph=_reading_rule(canary))
-    answer = trusting_client.evaluate(sign(), X, ys=["y"], xs=["x"], overrides={"Sign": "Reads"})
+    answer = trusting_client.evaluate(sign_graph(), SIGN_FEEDS, ys=["y"], xs=["x"], overrides={"Sign": "Reads"})
     np.testing.assert_array_equal(answer.gradients["x"], [len(SECRET)] * 2)
 
 
@@ -234,11 +233,11 @@ def test_trust_does_not_lift_other_bounds(trusting_client: Any) -> None:
     graph.node.append(raw.node("a", "Placeholder", dtype=graph_pb2.AttrValue(type=3)))
     graph.node.append(raw.node("y", "Identity", "s"))
     with refused("LIMIT_EXCEEDED") as refusal:
-        trusting_client.evaluate(gr.Graph.from_bytes(graph.SerializeToString()), X, fetches=["y"])
+        trusting_client.evaluate(gr.Graph.from_bytes(graph.SerializeToString()), SIGN_FEEDS, fetches=["y"])
     refusal.says("num_split", "5000", "1024")
 
 
-@fine
+@keeps_engine
 def test_what_a_node_says_of_where_it_runs_is_dropped(client: Any) -> None:
     """Devices, groups and containers of other machines are nothing here; names of resources are nobody else's."""
 
@@ -249,17 +248,17 @@ def test_what_a_node_says_of_where_it_runs_is_dropped(client: Any) -> None:
         )
         tf.multiply(x, variable, name="y")
 
-    graph_def = drawn(build)
+    graph_def = build_graph_def(build)
     for node in graph_def.node:
         node.device = "/job:elsewhere/task:7/device:TPU:3"
         node.attr["_class"].list.s.append(b"loc:@nowhere")
         if node.op == "VarHandleOp":
             node.attr["shared_name"].s, node.attr["container"].s = b"of somebody else", b"theirs"
-    answer = client.evaluate(loaded(graph_def), X, fetches=["y"])
+    answer = client.evaluate(load_graph(graph_def), SIGN_FEEDS, fetches=["y"])
     np.testing.assert_array_equal(answer.outputs["y"], [3.0, -8.0])
 
 
-@fine
+@keeps_engine
 @pytest.mark.parametrize("where", ["constant", "placeholder", "feed"])
 def test_ranks_are_bounded(client: Any, channel: grpc.Channel, where: str) -> None:
     graph = raw.sign_graph()

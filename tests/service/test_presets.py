@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, dense, refused, rules_by_node
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 RNG = np.random.default_rng(5)
 IMAGES = RNG.normal(size=(2, 6, 6, 2))
@@ -43,7 +43,7 @@ def network(*, bias: bool = True, norm: str = "", dtype: Any = tf.float64, kerne
         head = tf.matmul(tf.reshape(h, (-1, 36 * 4)), tf.constant(HEAD, dtype), name="head")
         tf.identity(tf.nn.bias_add(head, tf.constant([1.0, 2.0, 3.0], dtype), name="logits"), name="y")
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
 def test_presets_are_listed(either: Any) -> None:
@@ -67,7 +67,7 @@ def test_relevance_is_conserved_without_biases(client: Any) -> None:
         h = tf.nn.avg_pool2d(h, 2, 2, "VALID")
         tf.matmul(tf.reshape(h, (-1, 36)), tf.constant(np.abs(HEAD[:36])), name="y")
 
-    g = loaded(drawn(build))
+    g = build_graph(build)
     y = client.evaluate(g, {"x": IMAGES}, fetches=["y"]).outputs["y"]
     for name in ("epsilon_plus", "epsilon_plus_flat", "epsilon_alpha2_beta1", "excitation_backprop"):
         # The stabiliser takes its share where an output is small.
@@ -170,7 +170,7 @@ def test_gradients_of_weights_stay_right_when_folded(client: Any) -> None:
         h = tf.nn.batch_normalization(tf.matmul(x, w), mean, variance, offset, scale, 1e-3)
         tf.reduce_sum(tf.tanh(h), name="y")
 
-    g = loaded(drawn(build))
+    g = build_graph(build)
     feeds = {"x": RNG.normal(size=(5, 3)), "w": RNG.normal(size=(3, 4))}
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x", "w"]}
     plain = client.evaluate(g, feeds, **words)
@@ -187,7 +187,7 @@ def test_training_batch_norms_and_unknown_rewrites(client: Any) -> None:
         y, *_ = tf.compat.v1.nn.fused_batch_norm(h, [1.0] * 4, [0.0] * 4, is_training=True)
         tf.identity(y, name="y")
 
-    g = loaded(drawn(build))
+    g = build_graph(build)
     r = client.evaluate(g, {"x": IMAGES.astype(np.float32)}, fetches=["y"], rewrites=["fold_batch_norm"])
     assert r.rewritten == []
     with refused("UNSUPPORTED") as refusal:
@@ -201,7 +201,7 @@ def affine(scale: Any, shift: Any) -> gr.Graph:
         linear = tf.matmul(x, tf.constant(HEAD[:4]))
         tf.identity(linear * tf.constant(scale) + tf.constant(shift), name="y")
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused, statuses
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 X = np.float32([100.0, -2.0, 0.5])
 
@@ -109,7 +109,7 @@ def test_inside_functions_and_loops(client: Any) -> None:
         tf.identity(out, name="y")
 
     for build in (in_call, in_loop):
-        g = loaded(drawn(build))
+        g = build_graph(build)
         plain = client.evaluate(g, {"x": [0.5, -1.0]}, ys=["y"], xs=["x"])
         # TensorFlow numbers the nodes of a loop's body: l_0.
         by_name = {name.rpartition("/")[2].split("_")[0]: name for name in plain.default_gradient_nodes}
@@ -211,7 +211,7 @@ def branches() -> gr.Graph:
             tf.cond(tf.reduce_sum(x) > 0, lambda: tf.multiply(tf.sin(x, name="h"), b, name="o"), lambda: x), name="y"
         )
 
-    return loaded(drawn(build))
+    return build_graph(build)
 
 
 def test_arguments_of_a_branch_depend_on_the_xs_too(client: Any) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service.answers import assert_close, refused, rules_by_node, statuses
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, placeholder
 
 TEN = gr.Rule("10 * dy")
 X = np.float32([[1.0, -2.0, 3.0], [0.5, 0.25, -1.0]])
@@ -122,7 +122,7 @@ def test_dependence_and_position_reach_into_loops_and_calls(client: Any) -> None
         )
         tf.identity(inner(looped), name="y")
 
-    g = loaded(drawn(build))
+    g = build_graph(build)
     by_position = [matched(client, gr.Override(TEN, op_type="Relu", position=n), graph=g) for n in (0, 1, 2, -1)]
     assert by_position[0] == {"first"}
     # TensorFlow numbers the nodes of a loop's body: middle_0.
@@ -224,7 +224,10 @@ def test_a_step_gets_a_surrogate_gradient(either: Any, inside: bool) -> None:
     dy = np.float32([[1, 2, 3], [4, 5, 6]])
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x", "t"], "grad_ys": {"y": dy}, "fetches": ["y"]}
     r = either.evaluate(
-        loaded(drawn(build)), {"x": X, "t": threshold}, overrides={"@step": ("fast_sigmoid", {"slope": 2.0})}, **words
+        build_graph(build),
+        {"x": X, "t": threshold},
+        overrides={"@step": ("fast_sigmoid", {"slope": 2.0})},
+        **words,
     )
     assert_close(r.outputs["y"], (threshold < X).astype(np.float32))
     factor = dy / (1 + 2 * np.abs(X - threshold)) ** 2

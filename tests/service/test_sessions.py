@@ -22,12 +22,12 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule.v1 import session_pb2
-from tests.battery.processes import engines
+from tests.processes import engines, resident_bytes
 from tests.service import raw
-from tests.service.answers import assert_close, refused
-from tests.service.refusals import provokes
-from tests.service.servers import RunningServer, resident_bytes, running_server, wait_until
-from tests.service.streams import reason
+from tests.service.answers import assert_close, provokes, refused
+from tests.service.servers import RunningServer, running_server
+from tests.service.streams import error_reason
+from tests.waiting import wait_until
 
 RNG = np.random.default_rng(7)
 X = RNG.normal(size=(16, 3)).astype(np.float32)
@@ -376,7 +376,7 @@ def test_malformed_message_does_not_end_the_session(channel: grpc.Channel) -> No
     session = RawSession(channel)
     assert [spec.name for spec in session.ask(start()).started.variables] == ["w", "b"]
     for data in (b"\xff\xff", b"", start()):
-        assert reason(session.ask(data)) == "MALFORMED_REQUEST"
+        assert error_reason(session.ask(data)) == "MALFORMED_REQUEST"
     request = session_pb2.RunSessionRequest(read=session_pb2.ReadRequest())
     assert len(session.ask(request.SerializeToString()).read.variables) == 2
     session.call.cancel()

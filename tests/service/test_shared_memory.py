@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import EngineLost
-from tests.service.graph_defs import drawn, placeholder
+from tests.processes import count_descriptors, shared_bytes
+from tests.service.graph_defs import build_graph_def, placeholder
+from tests.waiting import wait_for_condition
 
 _MEBIBYTE = 1024 * 1024
 _LIMIT = 1024 * _MEBIBYTE
@@ -64,7 +66,7 @@ def _graph() -> Any:
         x = placeholder("x", shape=(None,))
         tf.multiply(x, 2.0, name="y")
 
-    return drawn(build)
+    return build_graph_def(build)
 
 
 async def _ask(pool: EnginePool, kind: Kind, request: Any) -> bytes:
@@ -98,18 +100,6 @@ def _values(answer: bytes) -> np.ndarray:
     return np.frombuffer(content, np.float32)
 
 
-def _shared_bytes(pid: int) -> int:
-    """Shared memory that a process has in use."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssShmem"))
-    return int(line.split()[1]) * 1024
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.05)
-
-
 def test_large_values_arrive_concurrently_and_their_memory_is_released(front: Front) -> None:
     front.runner.run(_send_large_values_concurrently(front.pool))
 
@@ -117,14 +107,14 @@ def test_large_values_arrive_concurrently_and_their_memory_is_released(front: Fr
 async def _send_large_values_concurrently(pool: EnginePool) -> None:
     pid = pool.engines[0].pid
     assert pid is not None
-    before = _shared_bytes(pid)
+    before = shared_bytes(pid)
     chance = np.random.default_rng(0)
     given = [chance.random(size, np.float32) for size in (8 * _MEBIBYTE, 100_000, 3, 4 * _MEBIBYTE + 1)] * 3
     answers = await asyncio.gather(*(_ask(pool, Kind.RUN, _run(values)) for values in given))
     for values, answer in zip(given, answers, strict=True):
         np.testing.assert_array_equal(_values(answer), 2 * values)
-    assert _shared_bytes(pid) > before + 60 * _MEBIBYTE
-    await _until(lambda: _shared_bytes(pid) <= before)
+    assert shared_bytes(pid) > before + 60 * _MEBIBYTE
+    await wait_for_condition(lambda: shared_bytes(pid) <= before)
 
 
 def test_stored_values_do_not_change_with_the_next_request(front: Front) -> None:
@@ -158,7 +148,7 @@ def test_killed_engine_leaves_no_descriptors_or_files(front: Front) -> None:
 
 
 async def _kill_engine_twice(pool: EnginePool) -> None:
-    descriptors, names = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    descriptors, names = count_descriptors(), sorted(os.listdir("/dev/shm"))
     mapped = Path("/proc/self/maps").read_text().count("memfd:gradrule")
     engine = pool.engines[0]
     for _ in range(2):
@@ -171,9 +161,9 @@ async def _kill_engine_twice(pool: EnginePool) -> None:
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineLost):
             await asked
-        await _until(lambda: pool.is_ready)
+        await wait_for_condition(lambda: pool.is_ready)
         await _compile(pool)
-    await _until(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
+    await wait_for_condition(lambda: count_descriptors() == descriptors)
     assert sorted(os.listdir("/dev/shm")) == names
     assert Path("/proc/self/maps").read_text().count("memfd:gradrule") == mapped
 

@@ -13,16 +13,18 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2
-from tests.service import endless, raw
-from tests.service.graph_defs import drawn
+from tests.processes import processor_s, resident_bytes
+from tests.service import loop_graphs, raw
+from tests.service.graph_defs import build_graph_def
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import RunningServer, processor_s, resident_bytes, running_server, wait_until
-from tests.service.streams import RawStream, opened, reason
+from tests.service.servers import RunningServer, running_server
+from tests.service.streams import RawStream, error_reason, open_stream
+from tests.waiting import wait_until
 
 
 @pytest.fixture
 def stream(channel: grpc.Channel) -> Iterator[RawStream]:
-    with opened(channel) as stream:
+    with open_stream(channel) as stream:
         yield stream
 
 
@@ -31,7 +33,7 @@ def sign_of(value: float) -> evaluate_pb2.EvaluateRequest:
 
 
 def staying() -> evaluate_pb2.EvaluateRequest:
-    return raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+    return raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
 
 
 def await_rest(server: RunningServer) -> None:
@@ -47,7 +49,7 @@ def await_rest(server: RunningServer) -> None:
 
 
 def output(answer: evaluate_pb2.StreamEvaluateResponse) -> float:
-    assert reason(answer) == ""
+    assert error_reason(answer) == ""
     content = answer.evaluate.outputs[0].value.inline_tensor.tensor_content
     return float(np.frombuffer(content, np.float32)[0])
 
@@ -82,7 +84,7 @@ def test_answer_equals_that_of_a_unary_call(stream: RawStream, channel: grpc.Cha
 
 def test_failed_request_does_not_end_the_stream(stream: RawStream) -> None:
     stream.send(1, evaluate=evaluate_pb2.EvaluateRequest(program="programs/none"))
-    assert reason(stream.receive()) == "PROGRAM_NOT_FOUND"
+    assert error_reason(stream.receive()) == "PROGRAM_NOT_FOUND"
     stream.send(2, evaluate=sign_of(3.0))
     assert output(stream.receive()) == 1.0
 
@@ -100,7 +102,7 @@ def test_failed_request_does_not_end_the_stream(stream: RawStream) -> None:
 def test_malformed_message_is_reported_and_does_not_end_the_stream(stream: RawStream, data: bytes, number: int) -> None:
     stream.send_bytes(data)
     answer = stream.receive()
-    assert (answer.request_id, reason(answer)) == (number, "MALFORMED_REQUEST")
+    assert (answer.request_id, error_reason(answer)) == (number, "MALFORMED_REQUEST")
     stream.send(1, evaluate=sign_of(3.0))
     assert output(stream.receive()) == 1.0
 
@@ -108,9 +110,9 @@ def test_malformed_message_is_reported_and_does_not_end_the_stream(stream: RawSt
 def test_id_in_use_is_refused(stream: RawStream) -> None:
     stream.send(5, evaluate=staying())
     stream.send(5, evaluate=sign_of(1.0))
-    assert reason(stream.receive()) == "MALFORMED_REQUEST"
+    assert error_reason(stream.receive()) == "MALFORMED_REQUEST"
     stream.send(0, cancel=evaluate_pb2.CancelRequest(request_id=5))
-    assert reason(stream.receive()) == "CANCELLED"
+    assert error_reason(stream.receive()) == "CANCELLED"
     stream.send(5, evaluate=sign_of(1.0))
     assert output(stream.receive()) == 1.0
 
@@ -122,7 +124,7 @@ def test_slow_request_delays_no_other_and_can_be_cancelled(stream: RawStream) ->
     assert (answer.request_id, output(answer)) == (2, -1.0)
     stream.send(0, cancel=evaluate_pb2.CancelRequest(request_id=1))
     answer = stream.receive()
-    assert (answer.request_id, reason(answer)) == (1, "CANCELLED")
+    assert (answer.request_id, error_reason(answer)) == (1, "CANCELLED")
     stream.send(0, cancel=evaluate_pb2.CancelRequest(request_id=99))
     stream.send(3, evaluate=sign_of(4.0))
     assert output(stream.receive()) == 1.0
@@ -132,14 +134,18 @@ def test_each_request_has_its_own_deadline(stream: RawStream) -> None:
     request = evaluate_pb2.StreamEvaluateRequest(request_id=1, evaluate=staying())
     request.timeout.FromMilliseconds(300)
     stream.send_bytes(request.SerializeToString())
-    assert reason(stream.receive()) == "DEADLINE_EXCEEDED"
+    assert error_reason(stream.receive()) == "DEADLINE_EXCEEDED"
 
 
 def test_unread_answers_do_not_accumulate(tmp_path: Path) -> None:
     """Each is of 4 MB: after some of them the stream is not read any more, and goes on as soon as they are."""
     count = 300
-    graph = drawn(lambda: tf.negative(tf.ones([1_000_000]), name="y")).SerializeToString()
-    with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel, opened(channel) as stream:
+    graph = build_graph_def(lambda: tf.negative(tf.ones([1_000_000]), name="y")).SerializeToString()
+    with (
+        running_server(tmp_path) as server,
+        grpc.insecure_channel(server.target) as channel,
+        open_stream(channel) as stream,
+    ):
         request = raw.request(graph, {})
         stream.send(0, evaluate=request)
         stream.receive()
@@ -151,7 +157,11 @@ def test_unread_answers_do_not_accumulate(tmp_path: Path) -> None:
 
 
 def test_stopping_server_finishes_requests_and_ends_streams(tmp_path: Path) -> None:
-    with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel, opened(channel) as stream:
+    with (
+        running_server(tmp_path) as server,
+        grpc.insecure_channel(server.target) as channel,
+        open_stream(channel) as stream,
+    ):
         stream.send(1, evaluate=sign_of(2.0))
         assert output(stream.receive()) == 1.0
         started = time.monotonic()
@@ -167,7 +177,7 @@ def test_stopping_server_finishes_requests_and_ends_streams(tmp_path: Path) -> N
 def test_client_that_disconnects_leaves_nothing_running(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel:
         before = server.wait_for_engine()
-        with opened(channel) as stream:
+        with open_stream(channel) as stream:
             stream.send(1, evaluate=staying())
             stream.send(2, evaluate=sign_of(1.0))
             assert output(stream.receive()) == 1.0

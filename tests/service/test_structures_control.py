@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.service.structures import Table, check, enter, feed, values
+from tests.service.structures import Table, check, feed, register, values
 
 TABLE: Table = {}
 ROWS = {"x": values(4, 3), "w": values(3, 3)}
 
 
-@enter(TABLE, "map_fn", ROWS, "Tanh")
+@register(TABLE, "map_fn", ROWS, "Tanh")
 def with_map_fn() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
     tf.identity(tf.map_fn(lambda row: tf.tanh(tf.linalg.matvec(w, row)) * row, x), name="y")
 
 
-@enter(TABLE, "map_fn of several", ROWS, "Sin")
+@register(TABLE, "map_fn of several", ROWS, "Sin")
 def with_map_fn_of_several() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
     found = tf.map_fn(
@@ -31,21 +31,21 @@ def with_map_fn_of_several() -> None:
     tf.identity(found[0] * found[1][:, None], name="y")
 
 
-@enter(TABLE, "scan", ROWS, "Tanh")
+@register(TABLE, "scan", ROWS, "Tanh")
 def with_scan() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
     start = tf.zeros([3], tf.float64)
     tf.identity(tf.scan(lambda h, row: tf.tanh(tf.linalg.matvec(w, h) + row), x, start), name="y")
 
 
-@enter(TABLE, "scan backwards", ROWS, "Tanh")
+@register(TABLE, "scan backwards", ROWS, "Tanh")
 def with_scan_backwards() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
     start = tf.zeros([3], tf.float64)
     tf.identity(tf.scan(lambda h, row: tf.tanh(tf.linalg.matvec(w, h) + row), x, start, reverse=True), name="y")
 
 
-@enter(TABLE, "loop in loop", ROWS, "Sin")
+@register(TABLE, "loop in loop", ROWS, "Sin")
 def with_loop_in_loop() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
 
@@ -60,13 +60,13 @@ def with_loop_in_loop() -> None:
     tf.identity(tf.while_loop(lambda i, _: i < 3, outer, [0, x])[1], name="y")
 
 
-@enter(TABLE, "cond", ROWS, "Sign")
+@register(TABLE, "cond", ROWS, "Sign")
 def with_cond() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
     tf.identity(tf.cond(tf.reduce_sum(x) < 100.0, lambda: tf.sign(x) @ w, lambda: x - w[:1]), name="y")
 
 
-@enter(TABLE, "cond in a loop", ROWS, "Tanh")
+@register(TABLE, "cond in a loop", ROWS, "Tanh")
 def with_cond_in_a_loop() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
 
@@ -79,7 +79,7 @@ def with_cond_in_a_loop() -> None:
 CHOICE = {"x": values(4, 3), "which": np.int32(1)}
 
 
-@enter(TABLE, "switch_case", CHOICE, "Sign")
+@register(TABLE, "switch_case", CHOICE, "Sign")
 def with_switch_case() -> None:
     x = feed("x", CHOICE)
     branches = [lambda: x * 2.0, lambda: tf.sign(x) * x, lambda: tf.cos(x)]
@@ -89,24 +89,24 @@ def with_switch_case() -> None:
 LOOKUP = {"table": values(6, 3), "ids": np.int32([1, 4, 1, 0])}
 
 
-@enter(TABLE, "embedding", LOOKUP, "Tanh", xs=["table"])
+@register(TABLE, "embedding", LOOKUP, "Tanh", xs=["table"])
 def with_embedding() -> None:
     found = tf.nn.embedding_lookup(feed("table", LOOKUP), feed("ids", LOOKUP))
     tf.identity(tf.tanh(found) * found, name="y")
 
 
-@enter(TABLE, "embedding behind an op", LOOKUP, "Sign", xs=["table"])
+@register(TABLE, "embedding behind an op", LOOKUP, "Sign", xs=["table"])
 def with_embedding_behind_an_op() -> None:
     tf.identity(tf.gather(tf.sign(feed("table", LOOKUP)), feed("ids", LOOKUP)), name="y")
 
 
-@enter(TABLE, "embedding in a loop", LOOKUP, "Tanh", xs=["table"])
+@register(TABLE, "embedding in a loop", LOOKUP, "Tanh", xs=["table"])
 def with_embedding_in_a_loop() -> None:
     table, ids = feed("table", LOOKUP), feed("ids", LOOKUP)
     tf.identity(tf.map_fn(lambda i: tf.tanh(tf.gather(table, i)), ids, fn_output_signature=tf.float64), name="y")
 
 
-@enter(TABLE, "tensor lists of unknown shapes", ROWS, "Sin")
+@register(TABLE, "tensor lists of unknown shapes", ROWS, "Sin")
 def with_lists() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
     array = tf.TensorArray(tf.float64, size=0, dynamic_size=True, infer_shape=False)

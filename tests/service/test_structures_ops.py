@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.service.structures import Table, both_halves, check, enter, feed, values
+from tests.service.structures import Table, both_halves, check, feed, register, values
 
 TABLE: Table = {}
 IMAGE = {"x": values(2, 4, 4, 3).astype(np.float32), "scale": values(3).astype(np.float32)}
@@ -27,12 +27,12 @@ def batch_norm(training: bool) -> None:
 
 for training in (False, True):
     words: dict[str, Any] = {"tolerance": 1e-3}
-    enter(TABLE, f"batch norm, training={training}", IMAGE, "Relu", **words)(functools.partial(batch_norm, training))
+    register(TABLE, f"batch norm, training={training}", IMAGE, "Relu", **words)(functools.partial(batch_norm, training))
 ROWS = {"x": values(4, 3), "w": values(3, 3)}
 SEEDED = {"x": values(6, 5), "seed": np.int32([3, 4])}
 
 
-@enter(TABLE, "stateless dropout", SEEDED, "Sign")
+@register(TABLE, "stateless dropout", SEEDED, "Sign")
 def with_stateless_dropout() -> None:
     x = feed("x", SEEDED)
     kept = tf.nn.experimental.stateless_dropout(
@@ -44,7 +44,7 @@ def with_stateless_dropout() -> None:
 RAGGED = {"flat": values(7), "splits": np.int64([0, 3, 3, 5, 7])}
 
 
-@enter(TABLE, "ragged", RAGGED, "Sin")
+@register(TABLE, "ragged", RAGGED, "Sin")
 def with_ragged() -> None:
     ragged = tf.RaggedTensor.from_row_splits(feed("flat", RAGGED), feed("splits", RAGGED), validate=False)
     doubled = tf.ragged.map_flat_values(tf.sin, ragged) * 2.0
@@ -55,14 +55,14 @@ def with_ragged() -> None:
 SPARSE = {"indices": np.int64([[0, 1], [1, 0], [2, 2]]), "nonzero": values(3), "w": values(3, 2)}
 
 
-@enter(TABLE, "sparse", SPARSE, "Sin")
+@register(TABLE, "sparse", SPARSE, "Sin")
 def with_sparse() -> None:
     indices = tf.compat.v1.placeholder(tf.int64, [None, 2], name="indices")
     matrix = tf.SparseTensor(indices, tf.sin(feed("nonzero", SPARSE)), tf.constant([3, 3], tf.int64))
     tf.identity(tf.sparse.sparse_dense_matmul(matrix, feed("w", SPARSE)), name="y")
 
 
-@enter(
+@register(
     TABLE,
     "sparse matmul overridden",
     SPARSE,
@@ -77,7 +77,7 @@ def with_sparse_overridden() -> None:
 WORDS = {"words": np.array([b"1.5 2", b"-0.25 4"], object), "x": values(2, 2)}
 
 
-@enter(TABLE, "strings", WORDS, "Tanh", xs=["x"])
+@register(TABLE, "strings", WORDS, "Tanh", xs=["x"])
 def with_strings() -> None:
     parts = tf.strings.split(feed("words", WORDS), " ").to_tensor("0")
     numbers = tf.strings.to_number(tf.strings.regex_replace(parts, "-", ""), tf.float64)
@@ -89,7 +89,7 @@ def with_strings() -> None:
 TABLE["strings"].fetches.append("text")
 
 
-@enter(TABLE, "einsum", ROWS, "Einsum", expression="each(0.5 * default)", python=both_halves)
+@register(TABLE, "einsum", ROWS, "Einsum", expression="each(0.5 * default)", python=both_halves)
 def with_einsum() -> None:
     tf.identity(tf.einsum("ij,jk->ki", feed("x", ROWS), feed("w", ROWS)), name="y")
 
@@ -102,20 +102,20 @@ def resized(method: str) -> None:
 
 
 for method in ("bilinear", "nearest", "bicubic"):
-    enter(TABLE, f"resize {method}", PICTURE, "Tanh", tolerance=1e-4)(functools.partial(resized, method))
-enter(TABLE, "crop and resize", PICTURE, "Tanh", tolerance=1e-4)(
+    register(TABLE, f"resize {method}", PICTURE, "Tanh", tolerance=1e-4)(functools.partial(resized, method))
+register(TABLE, "crop and resize", PICTURE, "Tanh", tolerance=1e-4)(
     lambda: tf.image.crop_and_resize(tf.tanh(feed("x", PICTURE)), [[0.1, 0.2, 0.8, 0.9]], [0], [3, 3], name="y")
 )
 WAVE = {"x": values(2, 8)}
 
 
-@enter(TABLE, "fft", WAVE, "Sin", tolerance=1e-6)
+@register(TABLE, "fft", WAVE, "Sin", tolerance=1e-6)
 def with_fft() -> None:
     spectrum = tf.signal.rfft(tf.sin(feed("x", WAVE)))
     tf.identity(tf.abs(spectrum) + tf.math.real(spectrum * spectrum), name="y")
 
 
-@enter(TABLE, "complex inside", WAVE, "Exp", expression="2 * dy", python=lambda op, dy: dy * 2)
+@register(TABLE, "complex inside", WAVE, "Exp", expression="2 * dy", python=lambda op, dy: dy * 2)
 def with_complex() -> None:
     x = feed("x", WAVE)
     turned = tf.exp(tf.complex(tf.zeros_like(x), x))
@@ -130,28 +130,28 @@ def positive() -> Any:
     return tf.tanh(a) @ tf.transpose(a) + 4.0 * tf.eye(3, dtype=tf.float64)
 
 
-@enter(TABLE, "cholesky", SQUARE, "Tanh")
+@register(TABLE, "cholesky", SQUARE, "Tanh")
 def with_cholesky() -> None:
     symmetric = positive()
     root = tf.linalg.cholesky(symmetric + tf.transpose(symmetric))
     tf.identity(tf.linalg.triangular_solve(root, feed("b", SQUARE)), name="y")
 
 
-@enter(TABLE, "svd", SQUARE, "Tanh", xs=["a"], tolerance=1e-7)
+@register(TABLE, "svd", SQUARE, "Tanh", xs=["a"], tolerance=1e-7)
 def with_svd() -> None:
     singular, left, right = tf.linalg.svd(positive())
     feed("b", SQUARE)
     tf.identity(left @ tf.linalg.diag(singular**2) @ tf.transpose(right), name="y")
 
 
-@enter(TABLE, "inverse, determinant and solve", SQUARE, "Tanh")
+@register(TABLE, "inverse, determinant and solve", SQUARE, "Tanh")
 def with_inverse() -> None:
     matrix = positive()
     solved = tf.linalg.solve(matrix, feed("b", SQUARE))
     tf.identity(tf.linalg.inv(matrix) @ solved * tf.linalg.slogdet(matrix)[1], name="y")
 
 
-@enter(TABLE, "self-adjoint eigenvalues", SQUARE, "Tanh", xs=["a"], tolerance=1e-7)
+@register(TABLE, "self-adjoint eigenvalues", SQUARE, "Tanh", xs=["a"], tolerance=1e-7)
 def with_eigenvalues() -> None:
     symmetric = positive()
     feed("b", SQUARE)

@@ -12,7 +12,7 @@ import tensorflow as tf
 import gradrule as gr
 from tests.service import reference
 from tests.service.answers import assert_close, refused, rules_by_node
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import build_graph, build_graph_def, load_graph, placeholder
 
 X = np.float32([-2, 0.5, 3])
 
@@ -23,9 +23,9 @@ def with_seeded_dropout() -> None:
 
 
 def test_dropout_with_op_seeds_drops_in_the_gradient_what_it_drops_forward(client: Any) -> None:
-    graph_def = drawn(with_seeded_dropout)
+    graph_def = build_graph_def(with_seeded_dropout)
     x = np.linspace(1, 2, 64, dtype=np.float32)
-    program = client.compile(loaded(graph_def), fetches=["y"], ys=["y"], xs=["x"])
+    program = client.compile(load_graph(graph_def), fetches=["y"], ys=["y"], xs=["x"])
     first, second = program.evaluate({"x": x}), program.evaluate({"x": x})
     for r in (first, second):
         assert_close(r.gradients["x"], np.where(r.outputs["y"] == 0, 0, 2).astype(np.float32))
@@ -44,9 +44,9 @@ def test_gradients_of_lookups_are_sparse_and_become_dense(client: Any) -> None:
         tf.reduce_sum(tf.tanh(found) * found, name="y")
 
     table, ids = np.arange(10, dtype=np.float32).reshape(5, 2) / 10, np.int32([3, 1, 3])
-    graph_def = drawn(build)
+    graph_def = build_graph_def(build)
     feeds = {"table": table, "ids": ids}
-    r = client.evaluate(loaded(graph_def), feeds, ys=["y"], xs=["table"], overrides={"Tanh": gr.Rule("-dy")})
+    r = client.evaluate(load_graph(graph_def), feeds, ys=["y"], xs=["table"], overrides={"Tanh": gr.Rule("-dy")})
     gradient = r.gradients["table"]
     assert r.gradient_kinds["table"] == "sparse"
     assert isinstance(gradient, gr.Sparse)
@@ -73,7 +73,7 @@ def case_in_case_in_loop(x: Any) -> Any:
 
 @pytest.mark.parametrize("structure", [branch_in_branch, case_in_case_in_loop])
 def test_params_reach_a_branch_in_a_branch(either: Any, structure: Callable[[Any], Any]) -> None:
-    graph = loaded(drawn(lambda: tf.reduce_sum(structure(placeholder("x")), name="y")))
+    graph = build_graph(lambda: tf.reduce_sum(structure(placeholder("x")), name="y"))
     rule = gr.Rule("alpha * dy", params=["alpha"])
     words: dict[str, Any] = {"feeds": {"x": X}, "ys": ["y"], "xs": ["x"]}
     override = gr.Override(rule, op_type="Sign", params={"alpha": 5.0}, label="sign")
@@ -96,7 +96,7 @@ def test_params_of_a_rule_that_is_code_reach_a_branch_in_a_branch(client: Any) -
         return x[None] @ tf.constant([[1.0, -2.0], [0.5, 1.0], [2.0, 0.25]])
 
     def gradient(structure: Callable[[Any], Any]) -> Any:
-        graph = loaded(drawn(lambda: tf.reduce_sum(structure(placeholder("x")), name="y")))
+        graph = build_graph(lambda: tf.reduce_sum(structure(placeholder("x")), name="y"))
         overrides = {"MatMul": ("lrp_epsilon", {"eps": 0.5})}
         return client.evaluate(graph, feeds={"x": X}, ys=["y"], xs=["x"], overrides=overrides).gradients["x"]
 
@@ -119,7 +119,7 @@ def test_a_branch_takes_one_tensor_twice(either: Any, kind: str) -> None:
         x = placeholder("x")
         tf.reduce_sum(function(x, x), name="y")
 
-    r = either.evaluate(loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("5 * dy")})
+    r = either.evaluate(build_graph(build), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("5 * dy")})
     assert_close(r.gradients["x"], 5 * X**2 + 2 * np.sign(X) * X)
     assert len(rules_by_node(r)) == 1
 
@@ -142,12 +142,12 @@ def test_control_flow_of_version_1_is_refused(either: Any, kind: str) -> None:
             found = tf.while_loop(lambda i, _: i < 3, lambda i, value: (i + 1, tf.sign(value)), [0, x])[1]
         tf.reduce_sum(found, name="y")
 
-    graph_def = drawn(build)
+    graph_def = build_graph_def(build)
     expected = {"cond": {"Switch", "Merge"}, "while": {"Enter", "Exit", "NextIteration", "LoopCond", "Switch", "Merge"}}
     present = {node.op for node in graph_def.node} & expected["while"]
     assert present == expected[kind]
     with refused("UNSUPPORTED_OP") as refusal:
-        either.evaluate(loaded(graph_def), feeds={"x": X}, fetches=["y"], ys=["y"], xs=["x"])
+        either.evaluate(load_graph(graph_def), feeds={"x": X}, fetches=["y"], ys=["y"], xs=["x"])
     refusal.says("control flow of version 1", "enable_control_flow_v2")
     nodes = {detail.node for detail in refusal.error.details}
     assert {node.name for node in graph_def.node if node.op in ("Merge", "Enter", "Exit")} & nodes

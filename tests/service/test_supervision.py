@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -15,14 +17,13 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from tests.battery.processes import engines
-from tests.service import endless
-from tests.service.answers import refused
-from tests.service.corpus import CRASHES, HANGS, Bad
-from tests.service.graph_defs import drawn, placeholder
-from tests.service.healthy import healthy_client
-from tests.service.refusals import provokes, sign
-from tests.service.servers import RunningServer, processor_s, running_server, wait_until
+from tests.processes import engines, processor_s
+from tests.service import loop_graphs
+from tests.service.answers import provokes, refused
+from tests.service.graph_defs import build_graph_def, placeholder, sign_graph
+from tests.service.harmful_graphs import CRASHES, HANGS, HarmfulGraph
+from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_until
 
 _QUARANTINE_S = 5.0
 _LIMIT = "3GiB"
@@ -35,6 +36,61 @@ _KINDS_OF_HANGS = {"While", "calls", "Const"}
 
 _REFUSED = {"LIMIT_EXCEEDED", "INVALID_GRAPH", "OP_NOT_ALLOWED", "MEMORY_EXCEEDED", "MESSAGE_TOO_LARGE"}
 """What a graph of the corpus of hangs may be told instead of being run until its deadline."""
+
+
+_PAUSE_S = 0.02
+_TIMEOUT_S = 60.0
+
+
+class HealthyTraffic:
+    """Counts right answers and collects errors."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self.errors: list[BaseException] = []
+
+    def ask(self, client: Any, program: Any) -> None:
+        """Evaluates a compiled program and an inline one in turn."""
+        x = np.float32([self.answers - 3, 2.5])
+        if self.answers % 2:
+            r = program.evaluate({"x": x}, timeout=_TIMEOUT_S)
+        else:
+            r = client.evaluate(sign_graph(), feeds={"x": x}, fetches=["y"], timeout=_TIMEOUT_S)
+        assert r.outputs["y"].tolist() == np.sign(x).tolist()
+        self.answers += 1
+
+
+@contextlib.contextmanager
+def healthy_client(target: str) -> Iterator[HealthyTraffic]:
+    """Sends requests while the block runs; asserts that none failed and at least one was answered."""
+    found = HealthyTraffic()
+    stop = threading.Event()
+    with gr.connect(target) as client:
+        program = client.compile(sign_graph(), fetches=["y"])
+        found.ask(client, program)
+        found.ask(client, program)
+
+        def keep_asking() -> None:
+            while not stop.is_set():
+                try:
+                    found.ask(client, program)
+                except Exception as caught:
+                    found.errors.append(caught)
+                time.sleep(_PAUSE_S)
+
+        thread = threading.Thread(target=keep_asking)
+        thread.start()
+        before = found.answers
+        try:
+            yield found
+            # Answers after the end of the block do not count.
+            beside = found.answers - before
+        finally:
+            stop.set()
+            thread.join()
+        found.ask(client, program)
+    assert not found.errors, found.errors[:3]
+    assert beside, "nothing was answered beside it"
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +145,19 @@ def wait_for_spare(server: RunningServer) -> set[int]:
     return wait_until(probe, "spare", 90)
 
 
-def evaluate(client: Any, graph: Any, bad: Bad, timeout: float, **changes: Any) -> Any:
+def evaluate(client: Any, graph: Any, bad: HarmfulGraph, timeout: float, **changes: Any) -> Any:
     return client.evaluate(graph, feeds={**bad.feeds, **changes}, fetches=["y"], timeout=timeout)
 
 
-def cases(corpus: tuple[Bad, ...], kinds: set[str]) -> Any:
+def cases(corpus: tuple[HarmfulGraph, ...], kinds: set[str]) -> Any:
     return pytest.mark.parametrize("bad", [pytest.param(b, id=b.name) for b in corpus if WHOLE or b.name in kinds])
 
 
 @provokes("ENGINE_CRASHED", "QUARANTINED")
 @cases(CRASHES, _KINDS_OF_CRASHES)
-def test_a_graph_that_kills_is_found_out_told_and_refused(supervised: RunningServer, own: Any, bad: Bad) -> None:
+def test_a_graph_that_kills_is_found_out_told_and_refused(
+    supervised: RunningServer, own: Any, bad: HarmfulGraph
+) -> None:
     graph = bad.build()
     with healthy_client(supervised.target):
         with refused(bad.told) as told:
@@ -116,11 +174,13 @@ def test_a_graph_that_kills_is_found_out_told_and_refused(supervised: RunningSer
         name = next(iter(bad.feeds))
         with refused("QUARANTINED"):
             evaluate(own, graph, bad, 60.0, **{name: np.zeros_like(bad.feeds[name])})
-        assert own.evaluate(sign(), feeds={"x": [-2.0]}, fetches=["y"]).outputs["y"].tolist() == [-1.0]
+        assert own.evaluate(sign_graph(), feeds={"x": [-2.0]}, fetches=["y"]).outputs["y"].tolist() == [-1.0]
 
 
 @cases(HANGS, _KINDS_OF_HANGS)
-def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(supervised: RunningServer, own: Any, bad: Bad) -> None:
+def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(
+    supervised: RunningServer, own: Any, bad: HarmfulGraph
+) -> None:
     before, graph = engine_pids(supervised), bad.build()
     with healthy_client(supervised.target):
         with pytest.raises(gr.errors.GradruleError) as told:
@@ -136,25 +196,25 @@ def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(supervised: Run
 
 
 def test_a_second_overrun_is_the_last_for_a_while(supervised: RunningServer, own: Any) -> None:
-    program = own.compile(endless.graph_def(), fetches=["y"])
+    program = own.compile(loop_graphs.endless(), fetches=["y"])
     with healthy_client(supervised.target):
         for _ in range(2):
             with refused("DEADLINE_EXCEEDED"):
-                program.evaluate({"x": endless.STAYS}, timeout=1.0)
+                program.evaluate({"x": loop_graphs.ENDLESS}, timeout=1.0)
             time.sleep(1.0)
         with refused("QUARANTINED") as held:
-            program.evaluate({"x": endless.ENDS}, timeout=10.0)
+            program.evaluate({"x": loop_graphs.ENDS}, timeout=10.0)
         time.sleep(held.error.retry_delay + 0.1)
-        assert program.evaluate({"x": endless.ENDS}, timeout=30.0).outputs["y"] == endless.ENDS
+        assert program.evaluate({"x": loop_graphs.ENDS}, timeout=30.0).outputs["y"] == loop_graphs.ENDS
 
 
 @provokes("MEMORY_EXCEEDED")
 def test_what_takes_too_much_memory_is_told_the_limit(supervised: RunningServer, own: Any) -> None:
     before = engine_pids(supervised)
-    zeros = drawn(lambda: tf.reduce_sum(tf.zeros([placeholder("n", tf.int64, [])]), name="y"))
+    zeros = build_graph_def(lambda: tf.reduce_sum(tf.zeros([placeholder("n", tf.int64, [])]), name="y"))
     with healthy_client(supervised.target):
         # What shapes tell is refused before it runs; what they do not, when there is no more to be had.
-        for graph, limit in ((zeros, "3 GiB"), (drawn(_doubled), str(3 * 1024**3))):
+        for graph, limit in ((zeros, "3 GiB"), (build_graph_def(_doubled), str(3 * 1024**3))):
             with refused("MEMORY_EXCEEDED") as told:
                 own.evaluate(graph, feeds={"n": np.int64(10_000_000_000)}, fetches=["y"])
             told.says(limit)
@@ -175,20 +235,9 @@ def _doubled() -> None:
     tf.reduce_sum(grown, name="y")
 
 
-def _slow() -> Any:
-    """y = x after a loop of some seconds."""
-
-    def build() -> None:
-        x = placeholder("x", shape=())
-        _, last = tf.while_loop(lambda i, _: i < 1_500_000, lambda i, value: (i + 1, value * 1.0), [0, x])
-        tf.identity(last, name="y")
-
-    return drawn(build)
-
-
 def test_engines_that_are_killed_from_outside_are_nobody_s_doing(supervised: RunningServer, own: Any) -> None:
     """Idle or at work, one after the other: every call gets its answer."""
-    slow = own.compile(_slow(), fetches=["y"])
+    slow = own.compile(loop_graphs.counted(1_500_000), fetches=["y"])
     told_before = server_log(supervised).count("(SIGKILL)")
     with healthy_client(supervised.target), futures.ThreadPoolExecutor() as pool:
         call = pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=120.0)
@@ -211,7 +260,7 @@ def test_an_engine_that_falls_silent_is_ended(supervised: RunningServer, own: An
     # Both are asked whether they live; nothing runs on either.
     wait_until(lambda: None if before & engine_pids(supervised) else True, "an end of both", 20)
     wait_until(lambda: "answered nothing for" in server_log(supervised) or None, "a line in the log")
-    assert own.evaluate(sign(), feeds={"x": [2.0]}, fetches=["y"], timeout=60.0).outputs["y"].tolist() == [1.0]
+    assert own.evaluate(sign_graph(), feeds={"x": [2.0]}, fetches=["y"], timeout=60.0).outputs["y"].tolist() == [1.0]
 
 
 def _chain(count: int, op: Any = tf.sin) -> Any:
@@ -221,7 +270,7 @@ def _chain(count: int, op: Any = tf.sin) -> Any:
             value = op(value)
         tf.identity(value, name="y")
 
-    return drawn(build)
+    return build_graph_def(build)
 
 
 def test_the_next_engine_has_the_programs_in_use_before_they_are_asked_for(supervised: RunningServer, own: Any) -> None:

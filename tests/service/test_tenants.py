@@ -16,17 +16,19 @@ import pytest
 import gradrule as gr
 from gradrule.v1 import blob_pb2, blob_pb2_grpc, evaluate_pb2, rule_pb2
 from tests.service import raw
-from tests.service.answers import assert_close, refused, refused_raw
+from tests.service.answers import assert_close, provokes, refused, refused_raw
+from tests.service.graph_defs import SIGN_FEEDS, sign_graph
 from tests.service.guarded import Guarded
-from tests.service.refusals import X, provokes, sign
-from tests.service.servers import wait_until
-from tests.service.streams import opened, reason
+from tests.service.streams import error_reason, open_stream
+from tests.waiting import wait_until
 
 WORDS: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
 
 
 def gradient(client: gr.Client, rule: Any) -> list[float]:
-    found: list[float] = client.evaluate(sign(), feeds=X, overrides={"Sign": rule}, **WORDS).gradients["x"].tolist()
+    found: list[float] = (
+        client.evaluate(sign_graph(), feeds=SIGN_FEEDS, overrides={"Sign": rule}, **WORDS).gradients["x"].tolist()
+    )
     return found
 
 
@@ -65,7 +67,7 @@ def refusals_of_rules(client: gr.Client, name: str) -> list[str]:
         lambda: client.delete_rule(name),
         lambda: client.sample_rule(name, x=[1.0], dy=[1.0]),
         lambda: gradient(client, name),
-        lambda: client.compile(sign(), overrides={"Sign": name}, name="p", **WORDS),
+        lambda: client.compile(sign_graph(), overrides={"Sign": name}, name="p", **WORDS),
     ):
         with refused("UNKNOWN_RULE") as refusal:
             call()
@@ -98,12 +100,12 @@ def test_a_row_that_cannot_be_read_costs_its_tenant_that_row(
         gradient(ada, "Broken")
     refusal.says("cannot be read", "create it anew")
     with refused("PROGRAM_NOT_FOUND") as refusal:
-        ada.program("p").evaluate(X)
+        ada.program("p").evaluate(SIGN_FEEDS)
     refusal.says("cannot be read", "compile it anew")
     ada.create_rule("Broken", "3 * dy")
     assert gradient(ada, "Broken") == [3.0, 3.0]
-    program = ada.compile(sign(), overrides={"Sign": "Broken"}, name="p", **WORDS)
-    assert program.evaluate(X).gradients["x"].tolist() == [3.0, 3.0]
+    program = ada.compile(sign_graph(), overrides={"Sign": "Broken"}, name="p", **WORDS)
+    assert program.evaluate(SIGN_FEEDS).gradients["x"].tolist() == [3.0, 3.0]
     with refused("UNKNOWN_RULE") as refusal:
         gradient(grace, "Broken")
     assert "cannot be read" not in refusal.message
@@ -115,12 +117,14 @@ def test_a_row_that_cannot_be_read_costs_its_tenant_that_row(
 def test_programs_of_the_same_name_never_meet(ada: gr.Client, grace: gr.Client) -> None:
     ada.create_rule("Mine", "3 * dy")
     grace.create_rule("Mine", "5 * dy")
-    programs = [client.compile(sign(), overrides={"Sign": "Mine"}, name="model", **WORDS) for client in (ada, grace)]
-    assert [p.evaluate(X).gradients["x"].tolist() for p in programs] == [[3.0, 3.0], [5.0, 5.0]]
+    programs = [
+        client.compile(sign_graph(), overrides={"Sign": "Mine"}, name="model", **WORDS) for client in (ada, grace)
+    ]
+    assert [p.evaluate(SIGN_FEEDS).gradients["x"].tolist() for p in programs] == [[3.0, 3.0], [5.0, 5.0]]
     ada.delete_program("model")
     with refused("PROGRAM_NOT_FOUND"):
-        programs[0].evaluate(X)
-    assert programs[1].evaluate(X).gradients["x"].tolist() == [5.0, 5.0]
+        programs[0].evaluate(SIGN_FEEDS)
+    assert programs[1].evaluate(SIGN_FEEDS).gradients["x"].tolist() == [5.0, 5.0]
     assert [p.name for p in grace.list_programs()] == ["programs/model"]
     assert ada.list_programs() == []
 
@@ -213,19 +217,19 @@ def test_variables_of_one_name_are_each_session_s_own(ada: gr.Client, grace: gr.
 
 
 def test_a_handle_s_name_is_worth_nothing_to_others(ada: gr.Client, names: tuple[str, str], channels: Any) -> None:
-    name = ada.compile(sign(), **WORDS, overrides={"Sign": "ste"}).name
-    request = evaluate_pb2.EvaluateRequest(program=name, feeds=raw.feeds({"x": raw.tensor(X["x"])}))
-    with opened(channels(names[0])) as owner, opened(channels(names[1])) as thief:
+    name = ada.compile(sign_graph(), **WORDS, overrides={"Sign": "ste"}).name
+    request = evaluate_pb2.EvaluateRequest(program=name, feeds=raw.feeds({"x": raw.tensor(SIGN_FEEDS["x"])}))
+    with open_stream(channels(names[0])) as owner, open_stream(channels(names[1])) as thief:
         owner.send(1, forward=evaluate_pb2.ForwardRequest(evaluate=request))
         pull_back = evaluate_pb2.PullBackRequest(handle=owner.receive().forward.handle)
         thief.send(1, pull_back=pull_back)
-        assert reason(thief.receive()) == "HANDLE_EXPIRED"
+        assert error_reason(thief.receive()) == "HANDLE_EXPIRED"
         thief.send(2, close_handle=evaluate_pb2.CloseHandleRequest(handle=pull_back.handle))
         thief.receive()
         thief.send(3, forward=evaluate_pb2.ForwardRequest(evaluate=request))
-        assert reason(thief.receive()) == "PROGRAM_NOT_FOUND"
+        assert error_reason(thief.receive()) == "PROGRAM_NOT_FOUND"
         owner.send(2, pull_back=pull_back)
-        assert reason(owner.receive()) == ""
+        assert error_reason(owner.receive()) == ""
 
 
 def test_the_tenant_is_the_credential_s_whatever_a_request_says(
@@ -259,16 +263,16 @@ def test_a_tenant_s_rules_and_programs_are_bounded(ada: gr.Client, grace: gr.Cli
     # What is there already is no more.
     ada.create_rule("r1", "3 * dy")
     for number in range(4):
-        ada.compile(sign(), name=f"p{number}", **WORDS)
+        ada.compile(sign_graph(), name=f"p{number}", **WORDS)
     with refused("QUOTA_EXCEEDED") as refusal:
-        ada.compile(sign(), name="more", **WORDS)
+        ada.compile(sign_graph(), name="more", **WORDS)
     refusal.says("--tenant-programs", "4")
     grace.create_rule("mine", "9 * dy")
-    grace.compile(sign(), name="p", **WORDS)
+    grace.compile(sign_graph(), name="p", **WORDS)
     ada.delete_rule("r0")
     ada.delete_program("p0")
     ada.create_rule("more", "9 * dy")
-    ada.compile(sign(), name="more", **WORDS)
+    ada.compile(sign_graph(), name="more", **WORDS)
 
 
 def heavy(number: int) -> gr.Graph:
@@ -346,24 +350,24 @@ def test_a_tenant_s_streams_are_bounded(channels: Any) -> None:
     request = raw.request(raw.sign_graph())
     with ExitStack() as stack:
         for _ in range(8):
-            stream = stack.enter_context(opened(ada))
+            stream = stack.enter_context(open_stream(ada))
             stream.send(1, evaluate=request)
-            assert reason(stream.receive()) == ""
-        with opened(ada) as ninth, refused_raw("QUOTA_EXCEEDED") as refusal:
+            assert error_reason(stream.receive()) == ""
+        with open_stream(ada) as ninth, refused_raw("QUOTA_EXCEEDED") as refusal:
             ninth.send(1, evaluate=request)
             ninth.receive()
         refusal.says("--tenant-streams")
-        with opened(grace) as other:
+        with open_stream(grace) as other:
             other.send(1, evaluate=request)
-            assert reason(other.receive()) == ""
+            assert error_reason(other.receive()) == ""
     assert wait_until(lambda: takes_a_stream(ada, request) or None, "room for a stream")
 
 
 def takes_a_stream(channel: grpc.Channel, request: Any) -> bool:
-    with opened(channel) as stream:
+    with open_stream(channel) as stream:
         stream.send(1, evaluate=request)
         try:
-            return reason(stream.receive()) == ""
+            return error_reason(stream.receive()) == ""
         except grpc.RpcError:
             return False
 
@@ -372,7 +376,7 @@ def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None
     graph = raw.graph(raw.placeholder(), raw.node("y", "Neg", "x"))
     request = raw.request(graph, {"x": raw.tensor(np.ones(1_000_000, np.float32))})
     channel = channels("who does not read")
-    with opened(channel) as stream:
+    with open_stream(channel) as stream:
         for number in range(1, 9):
             stream.send(number, evaluate=request)
         wait_until(lambda: "was not read within" in guarded.running.log.read_text() or None, "the end of the stream")
@@ -385,9 +389,9 @@ def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None
     closed = threading.Event()
     channel.subscribe(lambda state: closed.set() if state is grpc.ChannelConnectivity.IDLE else None)
     assert closed.wait(60)
-    with opened(channels("who reads")) as stream:
+    with open_stream(channels("who reads")) as stream:
         stream.send(1, evaluate=request)
-        assert reason(stream.receive()) == ""
+        assert error_reason(stream.receive()) == ""
 
 
 # Whoever is greedy waits for themselves.
@@ -408,7 +412,7 @@ def test_a_greedy_tenant_is_told_to_wait_and_nobody_else_is(guarded: Guarded) ->
     feeds = {"x": np.eye(600, dtype=np.float32)}
     with guarded.connect("greedy") as greedy, guarded.connect("modest") as modest:
         greedy.evaluate(slow(), feeds=feeds, fetches=["y"])
-        modest.evaluate(sign(), feeds=X, fetches=["y"])
+        modest.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"])
 
         def ask() -> gr.errors.OverloadedError | None:
             try:
@@ -421,7 +425,7 @@ def test_a_greedy_tenant_is_told_to_wait_and_nobody_else_is(guarded: Guarded) ->
             asked = [pool.submit(ask) for _ in range(60)]
             answers = 0
             while not all(one.done() for one in asked):
-                modest.evaluate(sign(), feeds=X, fetches=["y"])
+                modest.evaluate(sign_graph(), feeds=SIGN_FEEDS, fetches=["y"])
                 answers += 1
         refusals = [found for one in asked if (found := one.result()) is not None]
         assert 12 <= 60 - len(refusals) < 60

@@ -12,7 +12,7 @@ import tensorflow as tf
 import gradrule as gr
 from tests.service import reference
 from tests.service.answers import assert_close, dense, refused, rules_by_node, statuses
-from tests.service.graph_defs import drawn, loaded, nodes, placeholder
+from tests.service.graph_defs import all_nodes, build_graph, build_graph_def, load_graph, placeholder
 
 RuleMaker = Callable[..., str]
 
@@ -73,11 +73,11 @@ PLACES = [at_top, nested, nested_deeply, in_while, in_if, in_case, in_map_fn]
 
 @pytest.mark.parametrize("build", PLACES)
 def test_override_holds_wherever_the_node_lies(either: Any, rule: RuleMaker, build: Callable[[], None]) -> None:
-    graph_def = drawn(build)
-    assert any(node.op == "Sign" for node in nodes(graph_def))
+    graph_def = build_graph_def(build)
+    assert any(node.op == "Sign" for node in all_nodes(graph_def))
     rule("Five", "5 * dy")
     r = either.evaluate(
-        loaded(graph_def), feeds={"x": X}, fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "Five"}
+        load_graph(graph_def), feeds={"x": X}, fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "Five"}
     )
     assert_close(r.outputs["y"], np.float32(5.5))
     assert_close(r.gradients["x"], SIGN_TIMES_X)
@@ -86,8 +86,8 @@ def test_override_holds_wherever_the_node_lies(either: Any, rule: RuleMaker, bui
 
 @pytest.mark.parametrize("build", PLACES)
 def test_without_an_override_tensorflows_gradient_stays(client: Any, build: Callable[[], None]) -> None:
-    graph_def = drawn(build)
-    r = client.evaluate(loaded(graph_def), feeds={"x": X}, ys=["y"], xs=["x"])
+    graph_def = build_graph_def(build)
+    r = client.evaluate(load_graph(graph_def), feeds={"x": X}, ys=["y"], xs=["x"])
     wanted = reference.evaluate(graph_def, {"x": X}, ys=["y"], xs=["x"])
     assert_close(r.gradients["x"], wanted.gradients["x"])
     assert_close(r.gradients["x"], np.float32([-1, 1, 1]))
@@ -95,22 +95,26 @@ def test_without_an_override_tensorflows_gradient_stays(client: Any, build: Call
 
 @pytest.mark.parametrize("build", [nested, nested_deeply, in_while, in_if, in_case])
 def test_nested_nodes_are_named_by_their_call(client: Any, build: Callable[[], None]) -> None:
-    r = client.evaluate(loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("5 * dy")})
+    r = client.evaluate(build_graph(build), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("5 * dy")})
     (node,) = rules_by_node(r)
     assert "/" in node
     by_name = client.evaluate(
-        loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides=[gr.Override(gr.Rule("5 * dy"), node=node)]
+        build_graph(build),
+        feeds={"x": X},
+        ys=["y"],
+        xs=["x"],
+        overrides=[gr.Override(gr.Rule("5 * dy"), node=node)],
     )
     assert_close(by_name.gradients["x"], SIGN_TIMES_X)
 
 
 def test_attribute_on_a_nested_node_is_honoured_too(client: Any, rule: RuleMaker) -> None:
     rule("Five", "5 * dy")
-    graph_def = drawn(nested)
-    for node in nodes(graph_def):
+    graph_def = build_graph_def(nested)
+    for node in all_nodes(graph_def):
         if node.op == "Sign":
             node.attr["_gradient_op_type"].s = b"Five"
-    r = client.evaluate(loaded(graph_def), feeds={"x": X}, ys=["y"], xs=["x"])
+    r = client.evaluate(load_graph(graph_def), feeds={"x": X}, ys=["y"], xs=["x"])
     assert_close(r.gradients["x"], SIGN_TIMES_X)
 
 
@@ -120,7 +124,7 @@ def test_one_function_called_twice_is_two_places(client: Any) -> None:
         first = tf.identity(sign_times(x), name="first")
         tf.reduce_sum(sign_times(first), name="y")
 
-    r = client.evaluate(loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": "ste"})
+    r = client.evaluate(build_graph(build), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": "ste"})
     signs = list(rules_by_node(r))
     assert len(signs) == 2
     first = np.sign(X) * X
@@ -128,7 +132,11 @@ def test_one_function_called_twice_is_two_places(client: Any) -> None:
     wanted = (np.sign(first) + first) * (np.sign(X) + X)
     assert_close(r.gradients["x"], wanted)
     one = client.evaluate(
-        loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides=[gr.Override("ste", node=signs[0])]
+        build_graph(build),
+        feeds={"x": X},
+        ys=["y"],
+        xs=["x"],
+        overrides=[gr.Override("ste", node=signs[0])],
     )
     assert statuses(one) == {signs[0]: "active"}
     assert not np.allclose(one.gradients["x"], wanted)
@@ -144,24 +152,24 @@ def with_custom_gradient() -> None:
 
 
 def test_custom_gradient_of_another_process_is_an_error_on_the_path(either: Any) -> None:
-    graph = loaded(drawn(with_custom_gradient))
+    graph = build_graph(with_custom_gradient)
     with refused("FOREIGN_GRADIENT") as refusal:
         either.evaluate(graph, feeds={"x": X}, ys=["y"], xs=["x"])
     refusal.says("CustomGradient-", "IdentityN", "default")
 
 
 def test_custom_gradient_of_another_process_does_not_matter_off_the_path(client: Any) -> None:
-    graph = loaded(drawn(with_custom_gradient))
+    graph = build_graph(with_custom_gradient)
     forward = client.evaluate(graph, feeds={"x": X}, fetches=["y"])
     assert_close(forward.outputs["y"], np.float32(3))
 
 
 @pytest.mark.parametrize(("covering", "factor"), [("default", 2), (gr.Rule("(7 * dy0, None)"), 14)])
 def test_custom_gradient_of_another_process_can_be_covered(client: Any, covering: Any, factor: float) -> None:
-    graph_def = drawn(with_custom_gradient)
+    graph_def = build_graph_def(with_custom_gradient)
     (node,) = [node.name for node in graph_def.node if node.op == "IdentityN"]
     r = client.evaluate(
-        loaded(graph_def), feeds={"x": X}, ys=["y"], xs=["x"], overrides=[gr.Override(covering, node=node)]
+        load_graph(graph_def), feeds={"x": X}, ys=["y"], xs=["x"], overrides=[gr.Override(covering, node=node)]
     )
     assert_close(r.gradients["x"], np.full(3, factor, np.float32))
 
@@ -171,14 +179,14 @@ def silu() -> None:
 
 
 def test_silu_graph(client: Any) -> None:
-    graph_def = drawn(silu)
+    graph_def = build_graph_def(silu)
     (node,) = [node for node in graph_def.node if node.op == "IdentityN"]
     assert node.attr["_gradient_op_type"].s.startswith(b"CustomGradient-")
     sigmoid = 1 / (1 + np.exp(-X))
     with refused("FOREIGN_GRADIENT"):
-        client.evaluate(loaded(graph_def), feeds={"x": X}, ys=["y"], xs=["x"])
+        client.evaluate(load_graph(graph_def), feeds={"x": X}, ys=["y"], xs=["x"])
     r = client.evaluate(
-        loaded(graph_def), feeds={"x": X}, fetches=["y"], ys=["y"], xs=["x"], overrides={"IdentityN": "default"}
+        load_graph(graph_def), feeds={"x": X}, fetches=["y"], ys=["y"], xs=["x"], overrides={"IdentityN": "default"}
     )
     assert_close(r.outputs["y"], (X * sigmoid).sum())
     assert_close(r.gradients["x"], sigmoid * (1 + X * (1 - sigmoid)))
@@ -186,19 +194,19 @@ def test_silu_graph(client: Any) -> None:
 
 def test_misspelt_op_type(either: Any) -> None:
     with refused("UNKNOWN_OP_TYPE") as refusal:
-        either.evaluate(loaded(drawn(at_top)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sgin": "ste"})
+        either.evaluate(build_graph(at_top), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sgin": "ste"})
     refusal.says("Sgin", "Did you mean", "Sign")
 
 
 def test_op_type_in_the_wrong_case(either: Any) -> None:
     with refused("UNKNOWN_OP_TYPE") as refusal:
-        either.evaluate(loaded(drawn(at_top)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Matmul": "ste"})
+        either.evaluate(build_graph(at_top), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Matmul": "ste"})
     refusal.says("'MatMul'")
 
 
 def test_op_type_that_the_graph_lacks(either: Any) -> None:
     with refused("UNMATCHED_OVERRIDE") as refusal:
-        either.evaluate(loaded(drawn(at_top)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Add": "ste"})
+        either.evaluate(build_graph(at_top), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Add": "ste"})
     refusal.says("Add")
 
 
@@ -208,7 +216,7 @@ def test_model_that_is_already_built(client: Any) -> None:
         hidden = tf.nn.relu(image @ tf.constant([[1.0, -1.0], [2.0, 1.0]]))
         return tf.identity(tf.reduce_sum(hidden), name="score")
 
-    graph = loaded(model.get_concrete_function().graph.as_graph_def())
+    graph = load_graph(model.get_concrete_function().graph.as_graph_def())
     x = np.float32([[1, -1], [2, 3]])
     r = client.evaluate(graph, feeds={"image": x}, ys=["score"], xs=["image"], overrides={"Relu": gr.Rule("-dy")})
     assert_close(r.gradients["image"], -np.ones((2, 2), np.float32) @ np.array([[1, 2], [-1, 1]], np.float32))
@@ -238,7 +246,11 @@ def multiply() -> None:
 def test_too_few_or_too_many_gradients(either: Any, expression: str) -> None:
     with refused("RULE_ARITY") as refusal:
         either.evaluate(
-            loaded(drawn(multiply)), feeds={"a": X, "b": X}, ys=["y"], xs=["a"], overrides={"Mul": gr.Rule(expression)}
+            build_graph(multiply),
+            feeds={"a": X, "b": X},
+            ys=["y"],
+            xs=["a"],
+            overrides={"Mul": gr.Rule(expression)},
         )
     refusal.says("y", "Mul", "2")
 
@@ -246,14 +258,18 @@ def test_too_few_or_too_many_gradients(either: Any, expression: str) -> None:
 def test_single_expression_on_two_inputs(either: Any) -> None:
     with refused("RULE_ARITY") as refusal:
         either.evaluate(
-            loaded(drawn(multiply)), feeds={"a": X, "b": X}, ys=["y"], xs=["a"], overrides={"Mul": gr.Rule("dy")}
+            build_graph(multiply),
+            feeds={"a": X, "b": X},
+            ys=["y"],
+            xs=["a"],
+            overrides={"Mul": gr.Rule("dy")},
         )
     refusal.says("y", "Mul", "2")
 
 
 def test_rule_that_gives_nothing_cuts_the_path(client: Any) -> None:
     r = client.evaluate(
-        loaded(drawn(multiply)),
+        build_graph(multiply),
         feeds={"a": X, "b": X},
         ys=["y"],
         xs=["a", "b"],
@@ -270,7 +286,7 @@ def test_wrong_shape_or_dtype(either: Any, expression: str) -> None:
 
     with refused("RULE_OUTPUT") as refusal:
         either.evaluate(
-            loaded(drawn(build)),
+            build_graph(build),
             feeds={"x": np.ones((2, 3), np.float32)},
             ys=["y"],
             xs=["x"],
@@ -289,10 +305,10 @@ def integers() -> None:
 def test_integer_tensors_are_told(either: Any, op_type: str) -> None:
     x = np.float32([[1, 3, 2], [5, 4, 6]])
     with refused("INACTIVE_OVERRIDE") as refusal:
-        either.evaluate(loaded(drawn(integers)), feeds={"x": x}, ys=["y"], xs=["x"], overrides={op_type: "ste"})
+        either.evaluate(build_graph(integers), feeds={"x": x}, ys=["y"], xs=["x"], overrides={op_type: "ste"})
     refusal.says({"ArgMax": "best", "Cast": "float"}[op_type])
     r = either.evaluate(
-        loaded(drawn(integers)),
+        build_graph(integers),
         feeds={"x": x},
         ys=["y"],
         xs=["x"],
@@ -308,12 +324,12 @@ def test_bool_tensor_is_told(either: Any) -> None:
         tf.multiply(tf.cast(tf.greater(x, 0.0, name="fired"), tf.float32), x, name="y")
 
     with refused("INACTIVE_OVERRIDE") as refusal:
-        either.evaluate(loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Greater": "ste"})
+        either.evaluate(build_graph(build), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Greater": "ste"})
     refusal.says("fired")
 
 
 def test_unknown_rule_is_told_before_anything_runs(either: Any) -> None:
-    graph = loaded(drawn(at_top))
+    graph = build_graph(at_top)
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x"], "overrides": {"Sign": "ste_sing"}}
     with refused("UNKNOWN_RULE") as refusal:
         either.compile(graph, **words)
@@ -327,12 +343,12 @@ def test_node_that_a_gradient_makes_is_not_overridden(client: Any) -> None:
         x = placeholder("x")
         tf.reduce_sum(tf.abs(x) + tf.sign(x), name="y")
 
-    r = client.evaluate(loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("5 * dy")})
+    r = client.evaluate(build_graph(build), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("5 * dy")})
     assert list(rules_by_node(r)) == ["Sign"]
     assert_close(r.gradients["x"], np.sign(X) + 5)
     with refused("UNMATCHED_OVERRIDE"):
         client.evaluate(
-            loaded(drawn(lambda: tf.abs(placeholder("x"), name="y"))),
+            build_graph(lambda: tf.abs(placeholder("x"), name="y")),
             feeds={"x": X},
             ys=["y"],
             xs=["x"],
@@ -341,9 +357,9 @@ def test_node_that_a_gradient_makes_is_not_overridden(client: Any) -> None:
 
 
 def test_op_rule_on_another_op(either: Any) -> None:
-    graph_def = drawn(at_top)
+    graph_def = build_graph_def(at_top)
     (sign,) = [node.name for node in graph_def.node if node.op == "Sign"]
-    r = either.evaluate(loaded(graph_def), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": "Relu"})
+    r = either.evaluate(load_graph(graph_def), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": "Relu"})
     wanted = reference.evaluate(graph_def, {"x": X}, ys=["y"], xs=["x"], rules={sign: reference.own_gradient("Relu")})
     assert wanted.asked == {sign}
     assert_close(r.gradients["x"], wanted.gradients["x"])
@@ -351,19 +367,19 @@ def test_op_rule_on_another_op(either: Any) -> None:
 
 def test_op_rule_that_lacks_attributes(either: Any) -> None:
     with refused("RULE_NOT_APPLICABLE") as refusal:
-        either.compile(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "MatMul"})
+        either.compile(build_graph(at_top), ys=["y"], xs=["x"], overrides={"Sign": "MatMul"})
     refusal.says("MatMul", "Sign")
 
 
 def test_gradient_of_an_op_with_other_inputs(either: Any) -> None:
     with refused("RULE_ARITY") as refusal:
-        either.compile(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "ArgMax"})
+        either.compile(build_graph(at_top), ys=["y"], xs=["x"], overrides={"Sign": "ArgMax"})
     refusal.says("ArgMax", "2", "Sign")
 
 
 def test_op_that_has_no_gradient_is_no_rule(either: Any) -> None:
     with refused("UNKNOWN_RULE") as refusal:
-        either.compile(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "RandomShuffle"})
+        either.compile(build_graph(at_top), ys=["y"], xs=["x"], overrides={"Sign": "RandomShuffle"})
     refusal.says("RandomShuffle")
 
 
@@ -374,6 +390,10 @@ def test_slices_that_arrive_are_made_dense(either: Any) -> None:
 
     table = np.arange(8, dtype=np.float32).reshape(4, 2)
     r = either.evaluate(
-        loaded(drawn(build)), feeds={"table": table}, ys=["y"], xs=["table"], overrides={"Sign": gr.Rule("5 * dy")}
+        build_graph(build),
+        feeds={"table": table},
+        ys=["y"],
+        xs=["table"],
+        overrides={"Sign": gr.Rule("5 * dy")},
     )
     assert_close(dense(r.gradients["table"]), np.float32([[0, 0], [10, 10], [0, 0], [5, 5]]))

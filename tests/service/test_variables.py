@@ -14,8 +14,7 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.v1 import graph_pb2, tensor_pb2
 from tests.service import raw
-from tests.service.answers import assert_close, dense, refused, refused_raw
-from tests.service.refusals import fine, provokes
+from tests.service.answers import assert_close, dense, keeps_engine, provokes, refused, refused_raw
 
 v1 = tf.compat.v1
 Arrays = dict[str, npt.NDArray[Any]]
@@ -139,7 +138,7 @@ CASES: list[tuple[Callable[[], Any], Arrays, Arrays, list[str]]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case[0].__name__ for case in CASES])
-@fine
+@keeps_engine
 def test_values_and_gradients_as_tensorflow_has_them(
     either: Any, case: tuple[Callable[[], Any], Arrays, Arrays, list[str]]
 ) -> None:
@@ -187,7 +186,7 @@ def _line() -> gr.Graph:
     return g
 
 
-@fine
+@keeps_engine
 def test_variables_of_the_builder(either: Any) -> None:
     answer = either.evaluate(_line(), feeds={"x": [1.0, 2.0]}, fetches=["y", "w"], ys=["y"], xs=["w", "b", "x"])
     assert answer.outputs["y"] == 17.0
@@ -197,7 +196,7 @@ def test_variables_of_the_builder(either: Any) -> None:
     assert answer.gradients["x"].tolist() == [3.0, 6.0]
 
 
-@fine
+@keeps_engine
 def test_a_feed_wins_over_a_value_and_compiles_nothing(either: Any) -> None:
     program = either.compile(_line(), fetches=["y"], ys=["y"], xs=["x"])
     assert {name: spec.optional for name, spec in program.inputs.items()} == {"x": False, "w": True, "b": True}
@@ -209,7 +208,7 @@ def test_a_feed_wins_over_a_value_and_compiles_nothing(either: Any) -> None:
     assert program.evaluate({"x": x}).outputs["y"] == 17.0
 
 
-@fine
+@keeps_engine
 def test_a_value_that_is_set_again_is_the_one_that_counts(client: Any) -> None:
     g = _line()
     for value in (1.0, 5.0):
@@ -220,7 +219,7 @@ def test_a_value_that_is_set_again_is_the_one_that_counts(client: Any) -> None:
         g.variables["w"] += 1.0
 
 
-@fine
+@keeps_engine
 def test_stop_gradients_at_a_variable(client: Any) -> None:
     answer = client.evaluate(
         _line(), feeds={"x": [1.0, 2.0]}, ys=["y"], xs=["x", "w"], stop_gradients=["w"], unconnected_gradients="zero"
@@ -229,7 +228,7 @@ def test_stop_gradients_at_a_variable(client: Any) -> None:
     assert answer.gradients["x"].tolist() == [3.0, 6.0]
 
 
-@fine
+@keeps_engine
 def test_overrides_reach_reads_and_what_comes_after(client: Any) -> None:
     g = gr.Graph()
     w = g.variable("w", [0.5, -3.0])
@@ -240,7 +239,7 @@ def test_overrides_reach_reads_and_what_comes_after(client: Any) -> None:
         assert answer.gradients["w"].tolist() == [7.0, 7.0]
 
 
-@fine
+@keeps_engine
 def test_comparing_with_respect_to_variables(client: Any) -> None:
     g = gr.Graph()
     w = g.variable("w", [0.5, -0.25])
@@ -253,7 +252,7 @@ def test_comparing_with_respect_to_variables(client: Any) -> None:
         assert difference < 1e-4
 
 
-@fine
+@keeps_engine
 def test_a_variable_with_an_initialiser_may_be_fed(either: Any) -> None:
     def make() -> Any:
         w = v1.get_variable("w", initializer=tf.constant([1.0, 2.0]), use_resource=True)
@@ -276,7 +275,7 @@ def _shared() -> gr.Graph:
     return g
 
 
-@fine
+@keeps_engine
 def test_the_shared_name_is_a_name(either: Any) -> None:
     g = _shared()
     for name in ("handle", "weights"):
@@ -294,14 +293,14 @@ def test_the_shared_name_is_a_name(either: Any) -> None:
 
 
 @provokes("MISSING_FEED")
-@fine
+@keeps_engine
 def test_a_variable_without_a_value_must_be_fed(either: Any) -> None:
     with refused("MISSING_FEED") as refusal:
         either.evaluate(_shared(), fetches=["y"])
     refusal.says("'handle'", "float32")
 
 
-@fine
+@keeps_engine
 def test_values_that_do_not_fit(either: Any) -> None:
     for value, reason in (
         (np.zeros(2), "FEED_DTYPE"),
@@ -315,7 +314,7 @@ def test_values_that_do_not_fit(either: Any) -> None:
         refusal.says("'handle'")
 
 
-@fine
+@keeps_engine
 def test_values_for_what_is_no_variable(either: Any) -> None:
     g = _line()
     g.variables["ww"] = [1.0]
@@ -324,13 +323,13 @@ def test_values_for_what_is_no_variable(either: Any) -> None:
     refusal.says("'ww'", "Did you mean")
 
 
-@fine
+@keeps_engine
 def test_a_value_that_is_not_needed_is_fine(either: Any) -> None:
     g = _line()
     assert either.evaluate(g, feeds={"x": [1.0, 2.0]}, fetches=["x"]).outputs["x"].tolist() == [1.0, 2.0]
 
 
-@fine
+@keeps_engine
 def test_values_that_no_client_sends(channel: grpc.Channel) -> None:
     variable = raw.node(
         "w",

@@ -22,7 +22,7 @@ const fired = net.op("Sign", [net.op("MatMul", [points, w])], { name: "fired" })
 const errors = net.op("SquaredDifference", [fired, labels]);
 const loss = net.op("Mean", [errors, net.constant([0, 1], { dtype: "int32" })], { name: "loss" });
 
-// Compiled once; then only tensors travel.
+// Compiled once; calls send only tensors.
 const program = await client.compile(net, {
   fetches: [loss],
   ys: [loss],

@@ -29,7 +29,7 @@ export type AttrInput =
 export function attr(kind: AttrKind, value: AttrInput): AttrValue {
   const inner = /^list\((\w+)\)$/.exec(kind)?.[1];
   if (inner === undefined) return create(AttrValueSchema, { value: single(kind as Single, value) });
-  if (!Array.isArray(value)) throw unfit(kind, value);
+  if (!Array.isArray(value)) throw mismatch(kind, value);
   return create(AttrValueSchema, { value: { case: "list", value: list(inner as Single, value as AttrInput[]) } });
 }
 
@@ -37,7 +37,7 @@ export function attr(kind: AttrKind, value: AttrInput): AttrValue {
 export function attrValue(opType: string, name: string, value: AttrInput): AttrValue {
   if (isAttrValue(value)) return value;
   try {
-    return attr(attrKind(opType, name) ?? guess(value), value);
+    return attr(attrKind(opType, name) ?? inferredKind(value), value);
   } catch (cause) {
     if (!(cause instanceof GradruleError)) throw cause;
     throw createError("INVALID_ATTR", `Attribute ${name} of ${opType}: ${cause.message}`);
@@ -63,11 +63,12 @@ function attrKind(opType: string, name: string): AttrKind | undefined {
   if (!Object.hasOwn(ATTRS, opType)) return undefined;
   const kinds = attrKinds(opType);
   if (kinds.has(name) || name.startsWith("_")) return kinds.get(name);
-  throw createError("INVALID_ATTR", `there is none of this name; there are ${[...kinds.keys()].join(", ")}.`);
+  throw createError("INVALID_ATTR", `the op has no attribute of this name; it has ${[...kinds.keys()].join(", ")}.`);
 }
 
-function guess(value: AttrInput): AttrKind {
-  if (Array.isArray(value)) return value.length > 0 ? `list(${guess(value[0] as AttrInput) as Single})` : "list(int)";
+function inferredKind(value: AttrInput): AttrKind {
+  if (Array.isArray(value))
+    return value.length > 0 ? `list(${inferredKind(value[0] as AttrInput) as Single})` : "list(int)";
   if (typeof value === "boolean") return "bool";
   if (typeof value === "bigint") return "int";
   if (typeof value === "number") return Number.isInteger(value) ? "int" : "float";
@@ -88,7 +89,7 @@ function single(kind: Single, value: AttrInput): AttrValue["value"] {
     case "float":
       return { case: "f", value: toNumber(value) };
     case "bool":
-      if (typeof value !== "boolean") throw unfit(kind, value);
+      if (typeof value !== "boolean") throw mismatch(kind, value);
       return { case: "b", value };
     case "type":
       return { case: "type", value: toTypeNumber(value) };
@@ -97,7 +98,7 @@ function single(kind: Single, value: AttrInput): AttrValue["value"] {
     case "tensor":
       return { case: "tensor", value: tensorMessage(tensor(value as TensorLike)) };
     case "func":
-      if (typeof value !== "string") throw unfit(kind, value);
+      if (typeof value !== "string") throw mismatch(kind, value);
       return { case: "func", value: { $typeName: "gradrule.v1.NameAttrList", name: value, attr: {} } };
     default:
       throw createError("INVALID_ATTR", `There is no attribute type ${JSON.stringify(kind)}.`);
@@ -122,25 +123,25 @@ function list(kind: Single, values: readonly AttrInput[]): AttrValue_ListValue {
 function toBytes(value: AttrInput): Uint8Array {
   if (typeof value === "string") return new TextEncoder().encode(value);
   if (value instanceof Uint8Array) return value;
-  throw unfit("string", value);
+  throw mismatch("string", value);
 }
 
 function toInteger(value: AttrInput): bigint {
   if (typeof value === "bigint") return value;
   if (typeof value === "number" && Number.isSafeInteger(value)) return BigInt(value);
-  throw unfit("int", value);
+  throw mismatch("int", value);
 }
 
 function toNumber(value: AttrInput): number {
   if (typeof value === "number") return value;
-  throw unfit("float", value);
+  throw mismatch("float", value);
 }
 
 function toTypeNumber(value: AttrInput): ReturnType<typeof dtypeNumber> {
   if (isDType(value)) return dtypeNumber(value);
-  throw unfit("type", value);
+  throw mismatch("type", value);
 }
 
-function unfit(kind: AttrKind, value: AttrInput): Error {
+function mismatch(kind: AttrKind, value: AttrInput): Error {
   return createError("INVALID_ATTR", `${formatValue(value)} is no value of type ${kind}.`);
 }

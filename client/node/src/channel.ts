@@ -265,7 +265,9 @@ function outcomeResponse(outcome: Outcome, failure: GradruleError | undefined): 
 
 function checkedTimeout(seconds: number): number {
   if (!Number.isFinite(seconds) || seconds <= 0) {
-    throw new RangeError(`timeout is ${seconds}; it is a number of seconds above 0, for every call has a deadline.`);
+    throw new RangeError(
+      `timeout is ${seconds}; it must be a number of seconds above 0, because every call has a deadline.`,
+    );
   }
   return seconds;
 }

@@ -74,13 +74,13 @@ export class Client {
   async createRule(name: string, form: RuleForm, options: CreateRuleOptions = {}): Promise<Rule> {
     const { params = {}, description = "" } = options;
     const definition = definitionMessage({ ...(typeof form === "string" ? { expression: form } : form), params });
-    const request = { rule: { name: resource("rules", name), definition, description } };
+    const request = { rule: { name: resourceName("rules", name), definition, description } };
     return required(readRule, (await this.#channel.unary(RuleService.method.createRule, request, options)).rule);
   }
 
   /** Returns one rule. Rejects with UNKNOWN_RULE, whose message suggests similar names. */
   async getRule(name: string, options: CallOptions = {}): Promise<Rule> {
-    const request = { name: resource("rules", name) };
+    const request = { name: resourceName("rules", name) };
     return required(readRule, (await this.#channel.unary(RuleService.method.getRule, request, options)).rule);
   }
 
@@ -101,7 +101,7 @@ export class Client {
 
   /** Deletes a rule. Compiled programs still use it. Rejects with UNKNOWN_RULE, RULE_READ_ONLY. */
   async deleteRule(name: string, options: CallOptions = {}): Promise<void> {
-    await this.#channel.unary(RuleService.method.deleteRule, { name: resource("rules", name) }, options);
+    await this.#channel.unary(RuleService.method.deleteRule, { name: resourceName("rules", name) }, options);
   }
 
   /** Returns all presets, by name: lists of overrides that `{ preset: name }` adds to the overrides of a program. */
@@ -119,7 +119,7 @@ export class Client {
     const request = {
       source:
         typeof rule === "string"
-          ? { case: "name" as const, value: resource("rules", rule) }
+          ? { case: "name" as const, value: resourceName("rules", rule) }
           : { case: "definition" as const, value: definitionMessage(rule, Object.keys(options.params ?? {})) },
       values: feedMessages(values, () => undefined),
       params: paramValues(options.params ?? {}),
@@ -170,7 +170,7 @@ export class Client {
 
   /** Returns a stored program. Rejects with PROGRAM_NOT_FOUND. */
   async program(name: string, options: CallOptions = {}): Promise<Program> {
-    const request = { name: resource("programs", name) };
+    const request = { name: resourceName("programs", name) };
     const answer = await this.#channel.unary(ProgramService.method.getProgram, request, options);
     return required((message) => new Program(this.#channel, message), answer.program);
   }
@@ -190,7 +190,7 @@ export class Client {
 
   /** Deletes a program. Rejects with PROGRAM_NOT_FOUND. */
   async deleteProgram(name: string, options: CallOptions = {}): Promise<void> {
-    await this.#channel.unary(ProgramService.method.deleteProgram, { name: resource("programs", name) }, options);
+    await this.#channel.unary(ProgramService.method.deleteProgram, { name: resourceName("programs", name) }, options);
   }
 
   /** Closes the connection. Later calls reject with UNAVAILABLE. */
@@ -200,7 +200,7 @@ export class Client {
 }
 
 /** Returns `collection/name`; adds the collection if it is missing. */
-function resource(collection: string, name: string): string {
+function resourceName(collection: string, name: string): string {
   return name.startsWith(`${collection}/`) ? name : `${collection}/${name}`;
 }
 

@@ -2,7 +2,8 @@
 
 import { Dt } from "./gen/gradrule/v1/tensor_pb.js";
 
-interface Ctor<A> {
+/** Constructor of a typed array. */
+interface ArrayConstructor<A> {
   new (length: number): A;
   new (buffer: ArrayBufferLike, byteOffset: number, length: number): A;
   readonly BYTES_PER_ELEMENT: number;
@@ -12,7 +13,7 @@ interface Layout<A> {
   /** Number on the wire. */
   readonly dt: Dt;
   /** Class of the array that holds the elements. */
-  readonly array: Ctor<A>;
+  readonly array: ArrayConstructor<A>;
   /** Array entries per element: 2 for complex (real, imaginary), else 1. */
   readonly parts: 1 | 2;
   /** How JavaScript values of this type are represented. */
@@ -21,7 +22,7 @@ interface Layout<A> {
   readonly range?: readonly [bigint, bigint];
 }
 
-function layout<A>(dt: Dt, array: Ctor<A>, kind: Layout<A>["kind"], range?: [bigint, bigint]): Layout<A> {
+function layout<A>(dt: Dt, array: ArrayConstructor<A>, kind: Layout<A>["kind"], range?: [bigint, bigint]): Layout<A> {
   return { dt, array, parts: kind === "complex" ? 2 : 1, kind, ...(range ? { range } : {}) };
 }
 
@@ -94,12 +95,12 @@ export function dtypeNumber(dtype: DType): Dt {
   return dtype === "string" ? Dt.STRING : LAYOUTS[dtype].dt;
 }
 
-/** Name of an element type, or undefined for one that no tensor of this client can have (resource, variant). */
+/** Returns the name of an element type; undefined for types that this client does not support (resource, variant). */
 export function dtypeFromNumber(dt: Dt): DType | undefined {
   return BY_NUMBER.get(dt);
 }
 
-/** The element type that a typed array has where none is named: never bool, float16, bfloat16 or complex. */
+/** Returns the default element type of a typed array, which is never bool, float16, bfloat16 or complex. */
 export function dtypeFromArray(array: TypedArray): NumericDType {
   if (array instanceof Float32Array) return "float32";
   if (array instanceof Float64Array) return "float64";

@@ -12,7 +12,7 @@ export const REASONS: readonly Reason[] = Object.keys(ErrorReason).filter(
   (key): key is Reason => Number.isNaN(Number(key)) && key !== "UNSPECIFIED",
 );
 
-/** Returns the name of a reason; its number where this client is older than the reason. */
+/** Returns the name of a reason; its number if this client does not know the reason. */
 export function reasonName(reason: ErrorReason): string {
   return ErrorReason[reason] ?? String(reason);
 }
@@ -54,7 +54,8 @@ export interface Detail {
   readonly field: string;
 }
 
-interface Rest {
+/** Properties of an error besides its reason and message. */
+interface ErrorProperties {
   readonly code?: Code;
   readonly details?: readonly Detail[];
   readonly findingsTotal?: number;
@@ -78,17 +79,17 @@ export class GradruleError extends Error {
   readonly retryDelay: number | null;
 
   constructor(
-    /** Why; a value that this client does not know comes from a newer server. */
+    /** Why the request failed. A newer server may send reasons that this client does not know. */
     readonly reason: Reason | (string & {}),
     message: string,
-    rest: Rest = {},
+    properties: ErrorProperties = {},
   ) {
-    super(message, rest.cause === undefined ? undefined : { cause: rest.cause });
-    this.code = rest.code ?? CODES[reason as Reason] ?? Code.INVALID_ARGUMENT;
-    this.details = rest.details?.length ? rest.details : [{ reason, message, node: "", field: "" }];
-    this.findingsTotal = rest.findingsTotal ?? this.details.length;
-    this.resource = rest.resource ?? null;
-    this.retryDelay = rest.retryDelay ?? null;
+    super(message, properties.cause === undefined ? undefined : { cause: properties.cause });
+    this.code = properties.code ?? CODES[reason as Reason] ?? Code.INVALID_ARGUMENT;
+    this.details = properties.details?.length ? properties.details : [{ reason, message, node: "", field: "" }];
+    this.findingsTotal = properties.findingsTotal ?? this.details.length;
+    this.resource = properties.resource ?? null;
+    this.retryDelay = properties.retryDelay ?? null;
   }
 }
 
@@ -116,8 +117,12 @@ for (const reason of REASONS) {
 export const errors = Object.freeze(byName) as { readonly [N in ErrorName]: typeof GradruleError };
 
 /** Creates an error of the reason's class. */
-export function createError(reason: Reason | (string & {}), message: string, rest: Rest = {}): GradruleError {
-  return new (classes.get(reason) ?? GradruleError)(reason, message, rest);
+export function createError(
+  reason: Reason | (string & {}),
+  message: string,
+  properties: ErrorProperties = {},
+): GradruleError {
+  return new (classes.get(reason) ?? GradruleError)(reason, message, properties);
 }
 
 /** Creates an error about a tensor's data, shape or element type. */

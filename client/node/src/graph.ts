@@ -30,7 +30,7 @@ export interface OpOptions {
   readonly name?: string;
   /** Attributes. Those that can be inferred from the inputs may be omitted. */
   readonly attrs?: Readonly<Record<string, AttrInput>>;
-  /** Nodes that must run first. */
+  /** Nodes that must run before this node. */
   readonly control?: readonly Output[];
 }
 
@@ -126,11 +126,11 @@ export class Graph {
     options: OpOptions & { outputs?: number } = {},
   ): Output | Output[] {
     const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [name, attrValue(opType, name, value)]);
-    const wished = this.scoped(options.name ?? opType);
-    const names = inputs.map((input) => this.inputName(input, wished));
-    const controls = (options.control ?? []).map((output) => `^${this.get(this.inputName(output, wished)).node}`);
+    const requested = this.scoped(options.name ?? opType);
+    const names = inputs.map((input) => this.inputName(input, requested));
+    const controls = (options.control ?? []).map((output) => `^${this.get(this.inputName(output, requested)).node}`);
     const node = create(NodeSchema, {
-      name: this.names.make(wished),
+      name: this.names.make(requested),
       op: opType,
       input: [...names, ...controls],
       attr: Object.fromEntries(attrs) as Node["attr"],
@@ -153,7 +153,7 @@ export class Graph {
 
   /**
    * Sets the rule of nodes that `build` creates, by their op type: a name, a rule that is not registered, or either with
-   * params. Maps nest; the innermost one with the op type applies. The rule `default` makes an exception.
+   * params. Maps nest; the innermost one with the op type applies. The rule `default` exempts an op type.
    */
   gradientOverrideMap<T>(map: Readonly<Record<string, RuleChoice>>, build: () => T): T {
     return within(this.overrideMaps, new Map(Object.entries(map)), build);

@@ -64,7 +64,8 @@ export interface Conditions {
   readonly region?: Region;
 }
 
-interface Use {
+/** Properties that overrides and presets share. */
+interface SharedProperties {
   readonly params?: Params;
   /**
    * Name of the override in params of calls and in results. Default: the preset's name, otherwise the first that is set of op
@@ -75,8 +76,8 @@ interface Use {
   readonly optional?: boolean;
 }
 
-/** Nodes and their rule; the rule `default` makes an exception. */
-export interface Override extends Conditions, Use {
+/** Assigns a rule to nodes; the rule `default` exempts them from later overrides. */
+export interface Override extends Conditions, SharedProperties {
   readonly rule: RuleRef;
 }
 
@@ -84,7 +85,7 @@ export interface Override extends Conditions, Use {
  * A named list of overrides. They apply after all overrides that are not in a preset. Params apply to all rules of the preset
  * that have a param with this name.
  */
-export interface PresetChoice extends Use {
+export interface PresetChoice extends SharedProperties {
   readonly preset: string;
 }
 
@@ -93,8 +94,8 @@ export type Overrides = Readonly<Record<string, RuleChoice>> | readonly (Overrid
 
 type OverrideMessage = MessageInitShape<typeof GradientOverrideSchema>;
 
-const PRESET_WORDS = ["preset", "params", "label", "optional"] satisfies (keyof PresetChoice)[];
-const OVERRIDE_WORDS = [
+const PRESET_PROPERTIES = ["preset", "params", "label", "optional"] satisfies (keyof PresetChoice)[];
+const OVERRIDE_PROPERTIES = [
   "rule",
   "opType",
   "node",
@@ -139,7 +140,7 @@ export function overrideMessages(overrides: Overrides, graph?: Graph): OverrideM
   if (!isRecord(overrides))
     throw invalid(`overrides is an object of rules by op type, or a list, not ${formatValue(overrides)}.`);
   return Object.entries(overrides).map(([opType, choice]) => {
-    // TensorFlow's op types start with a capital letter.
+    // No op type has these names: TensorFlow's op types start with a capital letter.
     if (opType === "rule" || opType === "preset") {
       throw invalid(`overrides has the key ${opType}, but its keys are op types; a single override goes into a list.`);
     }
@@ -150,7 +151,7 @@ export function overrideMessages(overrides: Overrides, graph?: Graph): OverrideM
 }
 
 function presetMessage(choice: PresetChoice, where: string): OverrideMessage {
-  checkWords(choice, PRESET_WORDS, `${where}, a preset,`);
+  checkProperties(choice, PRESET_PROPERTIES, `${where}, a preset,`);
   const { preset, params = {}, label, optional } = choice;
   if (typeof preset !== "string")
     throw invalid(`${where} chooses a preset by its name, not by ${formatValue(preset)}.`);
@@ -162,7 +163,7 @@ function presetMessage(choice: PresetChoice, where: string): OverrideMessage {
 }
 
 function overrideMessage(override: Override, where: string, graph: Graph | undefined): OverrideMessage {
-  checkWords(override, OVERRIDE_WORDS, where);
+  checkProperties(override, OVERRIDE_PROPERTIES, where);
   const { params = {}, label, optional } = override;
   const rule = checkedRule(override.rule, where);
   const values = paramValues(params, `params of ${where}`);
@@ -203,7 +204,7 @@ function selectorMessage(conditions: Conditions, where: string, graph: Graph | u
   if (dependsOn !== undefined) selector.dependsOn = tensors(dependsOn, `dependsOn of ${where}`, graph);
   if (region !== undefined) {
     if (!isRecord(region)) throw invalid(`region of ${where} is { inputs, outputs }, not ${formatValue(region)}.`);
-    checkWords(region, ["inputs", "outputs"], `region of ${where}`);
+    checkProperties(region, ["inputs", "outputs"], `region of ${where}`);
     const inputs = tensors(region.inputs, `region.inputs of ${where}`, graph);
     selector.region = create(RegionSchema, {
       inputs,
@@ -260,9 +261,9 @@ function text(value: unknown, what: string, where: string, kinds = "a string"): 
 }
 
 /** Refuses unknown properties, because ignoring one would make the override match more nodes. */
-function checkWords(given: object, known: readonly string[], what: string): void {
-  const words = Object.entries(given).filter(([, value]) => value !== undefined);
-  const unknown = words.map(([word]) => word).find((word) => !known.includes(word));
+function checkProperties(given: object, known: readonly string[], what: string): void {
+  const properties = Object.entries(given).filter(([, value]) => value !== undefined);
+  const unknown = properties.map(([name]) => name).find((name) => !known.includes(name));
   if (unknown !== undefined) throw invalid(`${what} has ${unknown}, which is none of ${known.join(", ")}.`);
 }
 

@@ -152,7 +152,9 @@ async function unpacked(message: TensorMessage, keep: boolean): Promise<TensorMe
 async function unpackContent({ compression, content, shape }: PackedTensor, stored: Dt): Promise<Uint8Array> {
   if (compression === Compression.UNSPECIFIED) return content;
   if (compression !== Compression.ZSTD || ZSTD === undefined) {
-    throw invalidTensor(`The server compressed a tensor as ${Compression[compression]}, which was not asked for.`);
+    throw invalidTensor(
+      `The server compressed a tensor as ${Compression[compression]}, which the client did not request.`,
+    );
   }
   const { array, parts } = LAYOUTS[dtypeFromNumber(stored) as NumericDType];
   const elements = (shape?.dim ?? []).reduce((product, { size }) => product * Number(size), 1);

@@ -121,7 +121,7 @@ function seconds(duration: Duration | undefined): number {
   return duration ? Number(duration.seconds) + duration.nanos / 1e9 : 0;
 }
 
-/** A field of a kind that this client does not know: the server is newer. */
+/** Returns the error for a field in a form that this client does not know, because the server is newer. */
 function unreadable(what: string): Error {
   return createError("UNSUPPORTED", `The server sent the ${what} in a form that this client does not know.`);
 }

@@ -57,7 +57,7 @@ export interface Preset {
   readonly description: string;
   /** Paper or library that defines it. */
   readonly reference: string;
-  /** Its overrides in order, one line each, for people. */
+  /** Its overrides in order, one line each, as text. */
   readonly overrides: readonly string[];
   /** Params of its rules, each name once, with the preset's values as defaults. */
   readonly params: readonly Param[];
@@ -65,7 +65,7 @@ export interface Preset {
 
 /** A registered rule. */
 export interface Rule {
-  /** Bare name, without `rules/`. */
+  /** Name without `rules/`. */
   readonly name: string;
   readonly kind: Kind;
   readonly expression: string | null;
@@ -85,7 +85,7 @@ export interface Rule {
   /** Whether the gradient of each example along axis 0 does not depend on other examples; null if unknown. */
   readonly perSample: boolean | null;
   readonly aliases: readonly string[];
-  /** What it computes, for people. */
+  /** What it computes, as text. */
   readonly formula: string;
   /** Family of a BUILTIN rule, for example `surrogate`. */
   readonly family: string;
@@ -147,9 +147,9 @@ export function paramValues(
 function paramValue(name: string, value: TensorLike): MessageInitShape<typeof ParamValueSchema> {
   if (typeof value === "number") return { value: { case: "number", value } };
   // float64 keeps the precision until the rule converts the value to the element type of x.
-  const listed = Array.isArray(value) && typeof value.flat(Number.POSITIVE_INFINITY)[0] === "number";
+  const isNumberArray = Array.isArray(value) && typeof value.flat(Number.POSITIVE_INFINITY)[0] === "number";
   try {
-    const content = tensor(value, listed ? { dtype: "float64" } : {});
+    const content = tensor(value, isNumberArray ? { dtype: "float64" } : {});
     if (content.dtype !== "string") return { value: { case: "tensor", value: tensorMessage(content) } };
   } catch (cause) {
     if (!(cause instanceof GradruleError)) throw cause;

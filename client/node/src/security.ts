@@ -22,7 +22,10 @@ export interface TlsOptions {
 /** Creates TLS credentials for `connect(target, { credentials })`, with the client's certificate if given. */
 export function tls(options: TlsOptions = {}): ChannelCredentials {
   if ((options.certificate === undefined) !== (options.key === undefined)) {
-    throw createError("INVALID_PARAM", "A client's certificate and its key go together: give both or none.");
+    throw createError(
+      "INVALID_PARAM",
+      "A client's certificate needs its key and the key its certificate: give both or none.",
+    );
   }
   return credentials.createSsl(content(options.root), content(options.key), content(options.certificate));
 }
@@ -36,13 +39,13 @@ export function checkToken(
 ): void {
   if (token === undefined) return;
   if (!/^[\x21-\x7e]+$/.test(token)) {
-    throw createError("INVALID_PARAM", "The token is empty, or holds characters that no token has.");
+    throw createError("INVALID_PARAM", "The token is empty or has characters that tokens must not have.");
   }
   if (!isEncrypted && !insecureToken && !isLocal(target)) {
     throw createError(
       "INVALID_PARAM",
-      `The token would travel unencrypted to '${target}': connect with { credentials: tls() }, or say ` +
-        "insecureToken: true where something else encrypts.",
+      `The token would be sent unencrypted to '${target}': connect with { credentials: tls() }, or set ` +
+        "insecureToken: true if the connection is encrypted by other means.",
     );
   }
 }

@@ -135,7 +135,7 @@ export function specMessage(
     xs: tensorNames(options.xs, graph),
     gradYs: inGraph.map(([y, name]) => ({ y, tensor: name })),
     stopGradients: tensorNames(options.stopGradients, graph),
-    unconnectedGradients: chosen(options.unconnectedGradients ?? "none", UNCONNECTED, "unconnectedGradients"),
+    unconnectedGradients: choiceValue(options.unconnectedGradients ?? "none", UNCONNECTED, "unconnectedGradients"),
   };
   const parts = [vjp.ys, vjp.xs, vjp.gradYs, vjp.stopGradients, values];
   const differentiates = parts.some((part) => part.length > 0);
@@ -146,16 +146,19 @@ export function specMessage(
     overrides: [...overrideMessages(options.overrides ?? [], graph), ...overrideMessages(recorded)],
     fetches: tensorNames(options.fetches, graph),
     derivative: differentiates ? { case: "vjp", value: vjp } : { case: undefined },
-    noGradient: chosen(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
+    noGradient: choiceValue(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
     rewrites: rewriteNames(options.rewrites ?? []),
-    jit: chosen(options.jit ?? "off", JIT, "jit"),
+    jit: choiceValue(options.jit ?? "off", JIT, "jit"),
     ...(options.batching === false ? { batching: { allowed: false } } : {}),
   };
 }
 
-function chosen<W extends string, T>(word: W, choices: Readonly<Record<W, T>>, what: string): T {
-  if (typeof word === "string" && Object.hasOwn(choices, word)) return choices[word];
-  throw createError("INVALID_DERIVATIVE", `${what} is ${listChoices(Object.keys(choices))}, not ${formatValue(word)}.`);
+function choiceValue<W extends string, T>(choice: W, choices: Readonly<Record<W, T>>, what: string): T {
+  if (typeof choice === "string" && Object.hasOwn(choices, choice)) return choices[choice];
+  throw createError(
+    "INVALID_DERIVATIVE",
+    `${what} is ${listChoices(Object.keys(choices))}, not ${formatValue(choice)}.`,
+  );
 }
 
 function rewriteNames(rewrites: string | readonly string[]): string[] {

@@ -17,7 +17,7 @@ export type Scalar = number | bigint | boolean | string | Complex | Uint8Array;
 /** Elements in nested plain arrays of equal lengths. */
 export type Nested = Scalar | readonly Nested[];
 
-/** What may stand for a tensor. */
+/** Values that can be converted to a tensor. */
 export type TensorLike = Tensor | TypedArray | Nested;
 
 const utf8 = new TextDecoder("utf-8", { fatal: true });
@@ -106,7 +106,7 @@ export class Tensor<D extends DType = DType> {
  * A typed array keeps its element type and is not copied; with `dtype` it may be the storage of a type that has no
  * array of its own (Uint8Array for bool, Uint16Array bits for float16 and bfloat16, Float32Array pairs for complex64).
  * Numbers in nested arrays become float32, bigints int64, booleans bool, strings and Uint8Arrays string, unless `dtype`
- * says otherwise; a value that the type cannot hold is INVALID_TENSOR. `shape` defaults to that of the nesting.
+ * gives another type. Throws INVALID_TENSOR for a value that the type cannot represent. `shape` defaults to that of the nesting.
  */
 export function tensor<D extends DType>(data: TensorLike, options: { dtype: D; shape?: readonly number[] }): Tensor<D>;
 export function tensor(data: TensorLike, options?: { dtype?: DType; shape?: readonly number[] }): Tensor;
@@ -117,15 +117,15 @@ export function tensor(data: TensorLike, options: { dtype?: DType; shape?: reado
   }
   if (data instanceof Tensor) {
     if (dtype !== undefined && dtype !== data.dtype) {
-      throw invalidTensor(`The tensor is ${data.dtype}, but ${dtype} is asked for; tensors are not converted.`);
+      throw invalidTensor(`The tensor is ${data.dtype}, but ${dtype} was requested; tensors are not converted.`);
     }
     return shape === undefined ? data : new Tensor(data.dtype, shape, data.data);
   }
   if (isTypedArray(data) && !(dtype === "string" && data instanceof Uint8Array)) return fromArray(data, dtype, shape);
-  const leaves: Scalar[] = [];
-  const nesting = flatten(data, dtype, leaves, []);
-  const type = dtype ?? guess(leaves);
-  const values = type === "string" ? leaves.map(toBytes) : encode(leaves, type);
+  const scalars: Scalar[] = [];
+  const nesting = flatten(data, dtype, scalars, []);
+  const type = dtype ?? inferredDType(scalars);
+  const values = type === "string" ? scalars.map(toBytes) : encode(scalars, type);
   return new Tensor(type, shape ?? nesting, values);
 }
 
@@ -149,8 +149,8 @@ function arrayTypeName(data: TypedArray): string {
   return data.constructor.name;
 }
 
-/** Appends the elements of `data` to `leaves` and returns the shape of the nesting. */
-function flatten(data: Nested, dtype: DType | undefined, leaves: Scalar[], path: number[]): number[] {
+/** Appends the elements of `data` to `scalars` and returns the shape of the nesting. */
+function flatten(data: Nested, dtype: DType | undefined, scalars: Scalar[], path: number[]): number[] {
   if (!Array.isArray(data)) {
     if (isTypedArray(data) && !(data instanceof Uint8Array && (dtype ?? "string") === "string")) {
       throw invalidTensor(
@@ -158,12 +158,12 @@ function flatten(data: Nested, dtype: DType | undefined, leaves: Scalar[], path:
           "and their `shape`.",
       );
     }
-    leaves.push(data as Scalar);
+    scalars.push(data as Scalar);
     return [];
   }
   let shape: number[] | undefined;
   for (const [index, entry] of (data as readonly Nested[]).entries()) {
-    const inner = flatten(entry, dtype, leaves, [...path, index]);
+    const inner = flatten(entry, dtype, scalars, [...path, index]);
     if (shape && inner.join() !== shape.join()) {
       throw invalidTensor(
         `Nested arrays must be of equal shape: [${[...path, index].join("][")}] has shape [${inner.join(", ")}], ` +
@@ -175,8 +175,8 @@ function flatten(data: Nested, dtype: DType | undefined, leaves: Scalar[], path:
   return [data.length, ...(shape ?? [])];
 }
 
-function guess(leaves: readonly Scalar[]): DType {
-  const first = leaves[0];
+function inferredDType(scalars: readonly Scalar[]): DType {
+  const first = scalars[0];
   if (first === undefined || typeof first === "number") return "float32";
   if (typeof first === "bigint") return "int64";
   if (typeof first === "boolean") return "bool";
@@ -187,26 +187,26 @@ function guess(leaves: readonly Scalar[]): DType {
 function toBytes(value: Scalar, index: number): Uint8Array {
   if (typeof value === "string") return toUtf8.encode(value);
   if (value instanceof Uint8Array) return value;
-  throw unfit(value, index, "string");
+  throw mismatch(value, index, "string");
 }
 
-function encode(leaves: readonly Scalar[], dtype: NumericDType): DataOf<DType> {
+function encode(scalars: readonly Scalar[], dtype: NumericDType): DataOf<DType> {
   const { array, parts, kind } = LAYOUTS[dtype];
-  const out = new array(leaves.length * parts);
+  const out = new array(scalars.length * parts);
   if (kind === "bits") throw invalidTensor(`A ${dtype} tensor is made of a Uint8Array of its bits, not of numbers.`);
-  for (const [index, value] of leaves.entries()) {
+  for (const [index, value] of scalars.entries()) {
     if (kind === "complex") {
       const { re, im } = toComplex(value, index, dtype);
       out[2 * index] = re;
       out[2 * index + 1] = im;
     } else if (kind === "bool") {
-      if (typeof value !== "boolean") throw unfit(value, index, dtype);
+      if (typeof value !== "boolean") throw mismatch(value, index, dtype);
       out[index] = Number(value);
     } else if (kind === "int" || kind === "bigint") {
       const whole = toInteger(value, index, dtype);
       out[index] = kind === "bigint" ? whole : Number(whole);
     } else {
-      if (typeof value !== "number") throw unfit(value, index, dtype);
+      if (typeof value !== "number") throw mismatch(value, index, dtype);
       out[index] = dtype === "float16" ? float16Bits(value) : dtype === "bfloat16" ? bfloat16Bits(value) : value;
     }
   }
@@ -215,22 +215,22 @@ function encode(leaves: readonly Scalar[], dtype: NumericDType): DataOf<DType> {
 
 function toInteger(value: Scalar, index: number, dtype: NumericDType): bigint {
   const range = LAYOUTS[dtype].range!;
-  // Above 2^53 a number no longer tells which integer was meant.
+  // Above 2^53 a number does not represent every integer.
   if (typeof value === "number" ? !Number.isSafeInteger(value) : typeof value !== "bigint") {
-    throw unfit(value, index, dtype);
+    throw mismatch(value, index, dtype);
   }
   const whole = BigInt(value as number | bigint);
-  if (whole < range[0] || whole > range[1]) throw unfit(value, index, dtype);
+  if (whole < range[0] || whole > range[1]) throw mismatch(value, index, dtype);
   return whole;
 }
 
 function toComplex(value: Scalar, index: number, dtype: NumericDType): Complex {
   if (typeof value === "number") return { re: value, im: 0 };
   if (typeof value === "object" && value !== null && "re" in value && "im" in value) return value;
-  throw unfit(value, index, dtype);
+  throw mismatch(value, index, dtype);
 }
 
-function unfit(value: unknown, index: number, dtype: DType): Error {
+function mismatch(value: unknown, index: number, dtype: DType): Error {
   const formatValue =
     typeof value === "bigint" ? `${value}n` : typeof value === "string" ? JSON.stringify(value) : String(value);
   return invalidTensor(`Element ${index} is ${formatValue}, which is no ${dtype}.`);

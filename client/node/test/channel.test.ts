@@ -191,7 +191,7 @@ test("a signal cancels, and a closed client says so", async () => {
   );
 });
 
-test("the token travels with every call", async () => {
+test("the token is sent with every call", async () => {
   await against(
     (call, answer) => answer({ code: Code.ABORTED, details: String(call.metadata.get("authorization")) }),
     async (client) => assert.equal((await rejection(client.getRule("r"))).message, "Bearer secret"),

@@ -72,7 +72,8 @@ test("an attribute means what its op says", () => {
   assert.throws(
     () => g.op("LeakyRelu", [x], { attrs: { aplha: 1 } }),
     (thrown) =>
-      thrown instanceof errors.InvalidAttrError && /aplha of LeakyRelu: .*there are alpha, T\./.test(thrown.message),
+      thrown instanceof errors.InvalidAttrError &&
+      /aplha of LeakyRelu: .*the op has no attribute of this name; it has alpha, T\./.test(thrown.message),
   );
 });
 

@@ -64,13 +64,13 @@ for (const [name, transfer] of TRANSFERS) {
     const packing = connect(target(), { transfer });
     t.after(() => packing.close());
     const same = (data: Float32Array): Float32Array => data;
-    const travel = transfer.wireDtype ? rounded : same;
-    const expected = await client.evaluate(graph(), { ...ASK, feeds: feeds(travel) });
+    const sent = transfer.wireDtype ? rounded : same;
+    const expected = await client.evaluate(graph(), { ...ASK, feeds: feeds(sent) });
     const check = (found: Evaluation): void => {
       const wanted = tensors(expected);
       for (const [index, each] of tensors(found).entries()) {
         const data = wanted[index]!.data;
-        assert.deepEqual(each.data, data instanceof Float32Array ? travel(data) : data);
+        assert.deepEqual(each.data, data instanceof Float32Array ? sent(data) : data);
         assert.deepEqual(each.shape, wanted[index]!.shape);
       }
     };

@@ -1,16 +1,16 @@
-// The real server that the service tests run against.
+// Finds the server that the tests call.
 
 import { after } from "node:test";
 
 import { connect } from "../src/index.js";
 import type { Client } from "../src/index.js";
 
-/** Address of the server; fails loudly where none is given, for a test that runs nothing proves nothing. */
+/** Returns the address of the server. Throws if none is given, so that no test is skipped silently. */
 export function target(): string {
   return given("GRADRULE_TARGET", "start `gradrule serve` and set it to its address");
 }
 
-/** A server that asks for credentials: its address, the file of its authority, and tokens of two tenants. */
+/** Returns the address, certificate authority file and tokens of two tenants of a server with authentication. */
 export function guarded(): { target: string; root: string; tokens: [string, string] } {
   const how = "start `gradrule serve --tls-cert … --tls-key … --tokens …` and set it";
   const [first, second] = given("GRADRULE_TEST_TOKENS", `${how} to two tenants' tokens, with a comma between`).split(

@@ -128,7 +128,7 @@ async function against(
   }
 }
 
-/** How a call travelled. */
+/** How a call was sent. */
 async function way(program: Program, options: { timeout?: number; signal?: AbortSignal } = {}): Promise<string> {
   const { gradients, device } = await program.evaluate({ x: [1, 2] }, options);
   assert.ok(gradients["x"] && "data" in gradients["x"]);
@@ -153,7 +153,7 @@ test("calls that are repeated go over one stream, side by side", async () => {
   );
 });
 
-test("without the stream each call travels alone", async () => {
+test("without the stream each call is sent by itself", async () => {
   await against(
     () => "answer",
     async (program) => {

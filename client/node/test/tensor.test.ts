@@ -91,7 +91,7 @@ test("what does not fit is INVALID_TENSOR, and the message says where and why", 
     [() => tensor(new Float32Array(3), { dtype: "complex64" }), /dimension 1\.5/],
     [() => tensor([new Float32Array(2)] as never), /\[0\] is a Float32Array; rows are plain arrays/],
     [() => tensor([1], { dtype: "float" as DType }), /no element type "float"; there are .*float32/],
-    [() => tensor(tensor([1]), { dtype: "int32" }), /The tensor is float32, but int32 is asked for/],
+    [() => tensor(tensor([1]), { dtype: "int32" }), /The tensor is float32, but int32 was requested/],
     [() => tensor([1]).strings(), /strings\(\) is for string tensors/],
     [() => tensor([new Uint8Array([0xff])]).strings(), /Element 0 is not UTF-8/],
   ];

@@ -21,18 +21,17 @@ if TYPE_CHECKING:
     from gradrule._builder.handles import Node, TensorHandle
     from gradrule._builder.overrides import Override, Preset, Region
     from gradrule._builder.rules import Rule
-    from gradrule._builder.tensor_specs import TensorSpec
-    from gradrule._comparison.comparisons import ComparedRow, Comparison, FirstDifference
+    from gradrule._builder.specs import TensorSpec
+    from gradrule._comparison.compare import ComparedRow, Comparison, FirstDifference
     from gradrule._comparison.numeric_gradients import FiniteDifferences
     from gradrule._messages.session_calls import StepResult
     from gradrule._messages.transfer_options import Transfer
-    from gradrule._results.call_results import Digests, Resolution, Result, Sparse, Timings
-    from gradrule._results.explanations import Explanation
+    from gradrule._results.call_results import Digests, Explanation, Resolution, Result, Sparse, Timings
     from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo, SampleResult
     from gradrule._results.status_report import ServerStatus
     from gradrule._rpc.async_client.forward import AsyncForwardHandle
     from gradrule._rpc.async_client.sessions import AsyncSession
-    from gradrule._rpc.security import tls
+    from gradrule._rpc.channels import tls
     from gradrule._rpc.sync_client.client import Client, connect, local
     from gradrule._rpc.sync_client.forward import ForwardHandle
     from gradrule._rpc.sync_client.programs import Program
@@ -77,12 +76,12 @@ _HOMES = {
     "Override": "_builder.overrides",
     "Preset": "_builder.overrides",
     "Region": "_builder.overrides",
-    "Comparison": "_comparison.comparisons",
-    "ComparedRow": "_comparison.comparisons",
-    "FirstDifference": "_comparison.comparisons",
+    "Comparison": "_comparison.compare",
+    "ComparedRow": "_comparison.compare",
+    "FirstDifference": "_comparison.compare",
     "FiniteDifferences": "_comparison.numeric_gradients",
     "Result": "_results.call_results",
-    "Explanation": "_results.explanations",
+    "Explanation": "_results.call_results",
     "SampleResult": "_results.rule_infos",
     "RuleInfo": "_results.rule_infos",
     "PresetInfo": "_results.rule_infos",
@@ -91,8 +90,8 @@ _HOMES = {
     "Timings": "_results.call_results",
     "Digests": "_results.call_results",
     "Sparse": "_results.call_results",
-    "TensorSpec": "_builder.tensor_specs",
-    "tls": "_rpc.security",
+    "TensorSpec": "_builder.specs",
+    "tls": "_rpc.channels",
     "Transfer": "_messages.transfer_options",
     "GradruleError": "errors",
 }

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gradrule_server.front.sockets import Address, Peer, Socket, Sockets, parse_peer
-from gradrule_server.front.unread_answers import read_timeout
+from gradrule_server.front.time_limits import read_timeout
 from gradrule_server.link.system_memory import HeapTrimmer
 from gradrule_server.operations.log_writing import RateLimiter
 
@@ -60,7 +60,7 @@ class ConnectionLimits:
         unauthenticated_s: seconds that an unauthenticated connection may be without a call.
         connection_bytes: bytes of unfinished messages of one connection.
         address_bytes: bytes of unfinished messages of one address.
-        stall_s: seconds that a message has to make progress, see `unread_answers.read_timeout`.
+        stall_s: seconds that a message has to make progress, see `time_limits.read_timeout`.
     """
 
     connections: int = 4096

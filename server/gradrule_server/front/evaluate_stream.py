@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 from gradrule.common import wire_format
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.front.arriving_requests import RequestChunks
+from gradrule_server.front.admission import RequestChunks
 from gradrule_server.front.calls import Caller, MethodTable, Write
 from gradrule_server.front.error_status import log_incident, to_status
 from gradrule_server.front.request_pipeline import RequestPipeline

@@ -12,8 +12,7 @@ from gradrule_server.front.authentication import CallerAuthenticator, Credential
 from gradrule_server.front.calls import MAX_COMPRESSED_BYTES, Caller, Context, StreamMethod, when_done
 from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.sockets import close_connection
-from gradrule_server.front.timers import IntervalChecks
-from gradrule_server.front.unread_answers import WatchedWriter
+from gradrule_server.front.time_limits import IntervalChecks, WatchedWriter
 
 # The connection of an ended stream is closed after this many times `stall_s`, if its last message is still unread.
 _CLOSE_AFTER_STALLS = 2
@@ -26,7 +25,7 @@ class OpenStreams:
         authenticator: checks the credentials again.
         admission: counts unread answers.
         connections: counts bytes of unfinished messages.
-        stall_s: seconds that an answer may stay unread, see `unread_answers.read_timeout`.
+        stall_s: seconds that an answer may stay unread, see `time_limits.read_timeout`.
         recheck_s: seconds between two checks of the credential that opened a stream.
     """
 

@@ -20,8 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.front.admission import Admission
-from gradrule_server.front.arriving_requests import UnaryRequests
+from gradrule_server.front.admission import Admission, UnaryRequests
 from gradrule_server.front.authentication import CallerAuthenticator, CreateHandler, Handler, RpcService
 from gradrule_server.front.calls import (
     MAX_COMPRESSED_BYTES,
@@ -44,8 +43,7 @@ from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.error_status import abort, log_incident
 from gradrule_server.front.open_streams import OpenStreams
 from gradrule_server.front.tenants import Tenant
-from gradrule_server.front.timers import Deadline, Deadlines, IntervalChecks
-from gradrule_server.front.unread_answers import UnreadAnswer, read_timeout
+from gradrule_server.front.time_limits import Deadline, Deadlines, IntervalChecks, UnreadAnswer, read_timeout
 from gradrule_server.identity import Principal
 from gradrule_server.operations.audit import record_registration
 from gradrule_server.operations.request_record import ObservedRequest, Observer, RequestRecord
@@ -80,7 +78,7 @@ class CallTimes:
     Attributes:
         default_deadline_s: deadline of a call that sets none.
         max_deadline_s: longest deadline.
-        stall_s: how long an answer may stay unread, see `unread_answers.read_timeout`.
+        stall_s: how long an answer may stay unread, see `time_limits.read_timeout`.
         recheck_s: interval at which the credential that opened a stream is checked again.
     """
 

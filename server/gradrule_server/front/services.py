@@ -1,4 +1,4 @@
-"""Unary services and uploads: each method decodes a request, calls the tenant's objects, and encodes the response.
+"""Handles calls of the services: each method decodes a request, calls the tenant's objects, and encodes the response.
 
 The protos document the methods.
 """
@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError, Message
 
 from gradrule.common import wire_format
-from gradrule.v1 import admin_pb2, blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2
-from gradrule_server.errors import error
+from gradrule.v1 import admin_pb2, blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamTable, Upload, UploadTable, Write
+from gradrule_server.front.error_status import to_status
 from gradrule_server.front.evaluate_stream import EvaluateStream
 from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.front.shared_memory import SharedMemoryServer
@@ -22,6 +26,7 @@ from gradrule_server.identity import require_admin
 from gradrule_server.link.messages import finding_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.forward_handles import StreamHandles
+from gradrule_server.programs.sessions import Session
 from gradrule_server.registry.rule_entries import preset_message, rule_message
 from gradrule_server.rules import has_graph
 from gradrule_server.rules.catalogue.presets import PRESETS
@@ -32,7 +37,13 @@ GRADIENT_SERVICE = "gradrule.v1.GradientService"
 BLOB_SERVICE = "gradrule.v1.BlobService"
 ADMIN_SERVICE = "gradrule.v1.AdminService"
 
+SESSION_SERVICE = "gradrule.v1.SessionService"
+
+MessageT = TypeVar("MessageT", bound=Message)
+
 _MAX_BLOB_NAMES = 10_000
+# Name of a session's response field, where it differs from that of the request.
+_RESPONSE_FIELDS = {"start": "started"}
 
 
 class RuleServicer:
@@ -222,6 +233,81 @@ class BlobServicer:
         return blob_pb2.UploadBlobResponse(sha256=name, size_bytes=size)
 
 
+class SessionServicer:
+    """Implements `SessionService`: runs the requests of one session in order."""
+
+    def __init__(self, pipeline: RequestPipeline) -> None:
+        self._pipeline = pipeline
+
+    def streams(self) -> StreamTable:
+        return {"RunSession": self.run}
+
+    async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
+        """Serves the session of one stream. Reports a lost session once, without waiting for a request."""
+        session = Session(caller.tenant.sessions)
+        started = is_loss_reported = False
+
+        async def report_loss(cause: GradruleError) -> None:
+            if not is_loss_reported:
+                await write(session_pb2.RunSessionResponse(status=to_status(cause)).SerializeToString())
+
+        try:
+            async for raw in _messages(requests, self._pipeline.draining, session.loss, report_loss):
+                response = session_pb2.RunSessionResponse()
+                try:
+                    await self._answer(caller, raw, session, response, started=started)
+                    started = True
+                except GradruleError as cause:
+                    if not started:
+                        raise
+                    is_loss_reported = is_loss_reported or cause.reason == errors_pb2.ERROR_REASON_SESSION_LOST
+                    response.status.CopyFrom(to_status(cause))
+                await write(response.SerializeToString())
+        finally:
+            session.close()
+
+    async def _answer(
+        self, caller: Caller, raw: bytes, session: Session, response: session_pb2.RunSessionResponse, *, started: bool
+    ) -> None:
+        received_ns = time.monotonic_ns()
+        try:
+            request = link_pb2.RawSessionRequest.FromString(raw)
+        except DecodeError as cause:
+            name = session_pb2.RunSessionRequest.DESCRIPTOR.full_name
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {name}") from cause
+        kind = request.WhichOneof("request")
+        if kind is None or (kind == "start") == started:
+            expected = "step, evaluate, read or assign" if started else "start"
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"expected {expected}, not {kind or 'nothing'}")
+
+        part = getattr(request, kind)
+        packing = request.answer_packing if request.HasField("answer_packing") else None
+
+        async def read(request_type: type[MessageT]) -> MessageT:
+            return await self._pipeline.parse(request_type, part, caller)
+
+        async def run(ends_at: float) -> Message:
+            match kind:
+                case "start":
+                    return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at)
+                case "step":
+                    return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at, packing)
+                case "evaluate":
+                    evaluation = await read(session_pb2.SessionEvaluateRequest)
+                    return await session.evaluate(evaluation, received_ns, ends_at, packing)
+                case "read":
+                    return await session.read(await read(session_pb2.ReadRequest), ends_at, packing)
+                case _:
+                    return await session.assign(await read(session_pb2.AssignRequest), ends_at)
+
+        remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        with self._pipeline.observer.part(kind) as observed:
+            observed.request.bytes_in = len(raw)
+            answer = await self._pipeline.run(caller, run, remaining, len(raw))
+            observed.request.bytes_out = len(answer)
+        getattr(response, _RESPONSE_FIELDS.get(kind, kind)).MergeFromString(answer)
+
+
 class AdminServicer:
     """Implements `AdminService`, for administrators only. `status` returns the state of the server."""
 
@@ -234,3 +320,39 @@ class AdminServicer:
     async def status(self, call: Call[admin_pb2.GetServerStatusRequest]) -> admin_pb2.GetServerStatusResponse:
         require_admin(call.principal)
         return admin_pb2.GetServerStatusResponse(status=self._status())
+
+
+async def _messages(
+    requests: AsyncIterator[bytes],
+    draining: asyncio.Event,
+    loss: asyncio.Future[GradruleError],
+    on_loss: Callable[[GradruleError], Awaitable[None]],
+) -> AsyncIterator[bytes]:
+    """Yields the messages of a stream until the client has sent its last. UNAVAILABLE once the server stops.
+
+    Calls `on_loss` once `loss` is set, between two messages.
+    """
+    is_reported = False
+    drained = asyncio.ensure_future(draining.wait())
+    try:
+        while True:
+            arriving = asyncio.ensure_future(anext(requests, None))
+            try:
+                if not is_reported:
+                    waited: set[asyncio.Future[Any]] = {arriving, drained, loss}
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    if loss.done():
+                        await on_loss(loss.result())
+                        is_reported = True
+                await asyncio.wait({arriving, drained}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not arriving.done():
+                    arriving.cancel()
+            if not arriving.done():
+                raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
+            raw = arriving.result()
+            if raw is None:
+                return
+            yield raw
+    finally:
+        drained.cancel()

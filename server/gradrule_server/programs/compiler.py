@@ -22,7 +22,7 @@ from gradrule_server.programs.preparer import Prepared, Preparer, RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.rules import Param
-from gradrule_server.rules.param_table import BoundParams, ParamTable
+from gradrule_server.rules.params import BoundParams, ParamTable
 from gradrule_server.tenant_locks import TenantLocks
 
 _LARGE_BYTES = 8 << 20

@@ -30,7 +30,7 @@ from gradrule.v1 import (
     tensor_pb2,
 )
 from tests.service import generated, nested_graphs, nested_programs
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.graph_defs import build_graph_def, placeholder
 
 _USES = Path(__file__).parents[2] / "contract" / "uses"
 _FILES = (admin_pb2, rule_pb2, program_pb2, evaluate_pb2, blob_pb2, session_pb2)
@@ -162,7 +162,7 @@ def _with_variables() -> evaluate_pb2.EvaluateRequest:
         with tf.control_dependencies([count.assign_add(1.0)]):
             tf.reduce_sum(x * weight * count.read_value(), name="y")
 
-    return request(drawn(build), {"x": np.ones(3, np.float32)}, ["y"], ["x"], [])
+    return request(build_graph_def(build), {"x": np.ones(3, np.float32)}, ["y"], ["x"], [])
 
 
 def request(

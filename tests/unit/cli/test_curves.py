@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 import gradrule as gr
-from gradrule.cli.rules import svg, terminal
+from gradrule.cli.rules import curve_drawing
 from gradrule.cli.rules.curves import Curve, Line
-from gradrule.cli.rules.sites import SITES, NoSiteError, params_of, site_of
+from gradrule.cli.rules.setups import SETUPS, NoSetupError, params_of, setup_of
 
 X = np.linspace(-2, 2, 41)
 
@@ -32,7 +32,9 @@ def info(**words: Any) -> gr.RuleInfo:
 
 def test_svg_has_a_line_for_each_finite_stretch() -> None:
     broken = np.where(np.abs(X) < 0.2, np.nan, X)
-    drawn = ElementTree.fromstring(svg.draw(made(Line("Sign(x)", np.sign(X), "forward"), Line("dx", broken))))
+    drawn = ElementTree.fromstring(
+        curve_drawing.curve_svg(made(Line("Sign(x)", np.sign(X), "forward"), Line("dx", broken)))
+    )
     lines = [element for element in drawn.iter() if element.tag == "polyline"]
     assert [line.get("class") for line in lines] == ["forward", "gradient", "gradient"]
     points = [tuple(map(float, point.split(","))) for point in (lines[1].get("points") or "").split()]
@@ -45,16 +47,18 @@ def test_svg_has_a_line_for_each_finite_stretch() -> None:
 def test_a_far_outlier_does_not_flatten_the_picture() -> None:
     values = np.sin(X)
     values[20] = 1e6
-    low, high = svg.span(made(Line("dx", values)))
+    low, high = curve_drawing.span(made(Line("dx", values)))
     assert high < 20 and low < -1
-    assert svg.span(made(Line("dx", np.full_like(X, np.nan)))) == (-1, 1)
-    low, high = svg.span(made(Line("dx", np.ones_like(X))))
+    assert curve_drawing.span(made(Line("dx", np.full_like(X, np.nan)))) == (-1, 1)
+    low, high = curve_drawing.span(made(Line("dx", np.ones_like(X))))
     assert low < 1 < high
 
 
 def test_terminal_draws_axes_and_lines() -> None:
     screen = Console(width=100, record=True, markup=False, highlight=False, file=io.StringIO())
-    terminal.draw(screen, made(Line("Relu(x)", np.maximum(X, 0), "forward"), Line("dx", 1.0 * (X > 0), "opposite")))
+    curve_drawing.print_curve(
+        screen, made(Line("Relu(x)", np.maximum(X, 0), "forward"), Line("dx", 1.0 * (X > 0), "opposite"))
+    )
     text = screen.export_text()
     rows = [line for line in text.splitlines() if "│" in line]
     assert len(rows) == 16
@@ -66,13 +70,13 @@ def test_terminal_draws_axes_and_lines() -> None:
 
 
 def test_the_first_op_that_makes_one_number_of_one_is_chosen() -> None:
-    assert site_of(info(op_types=("@linear", "@activation")), None).op_type == "Relu"
-    assert site_of(info(op_types=("@step", "Sign")), None).is_step
-    assert site_of(info(op_types=("Sign",)), "Tanh").op_type == "Tanh"
-    assert site_of(info(op_types=("Identity",), expression="-dy"), None).over_dy
-    assert not site_of(info(op_types=("Identity",), expression="dy * y"), None).over_dy
-    assert site_of(gr.Rule("dy * x"), None).op_type is None
-    assert site_of(info(op_types=("Minimum",)), None, (0.5,)).forward == "Minimum(x, 0.5)"
+    assert setup_of(info(op_types=("@linear", "@activation")), None).op_type == "Relu"
+    assert setup_of(info(op_types=("@step", "Sign")), None).is_step
+    assert setup_of(info(op_types=("Sign",)), "Tanh").op_type == "Tanh"
+    assert setup_of(info(op_types=("Identity",), expression="-dy"), None).over_dy
+    assert not setup_of(info(op_types=("Identity",), expression="dy * y"), None).over_dy
+    assert setup_of(gr.Rule("dy * x"), None).op_type is None
+    assert setup_of(info(op_types=("Minimum",)), None, (0.5,)).forward == "Minimum(x, 0.5)"
 
 
 @pytest.mark.parametrize(
@@ -84,23 +88,23 @@ def test_the_first_op_that_makes_one_number_of_one_is_chosen() -> None:
     ],
 )
 def test_why_there_is_none(rule: Any, words: str) -> None:
-    with pytest.raises(NoSiteError, match=re.escape(words)):
-        site_of(rule, None)
+    with pytest.raises(NoSetupError, match=re.escape(words)):
+        setup_of(rule, None)
 
 
 def test_params_are_made_up_for_the_catalogue_alone() -> None:
     seed = gr.ParamInfo("seed", None, "", "")
     assert params_of(info(param_infos=(seed,)), {}) == {"seed": 0}
     assert params_of(info(param_infos=(seed,)), {"seed": 3}) == {"seed": 3}
-    with pytest.raises(NoSiteError, match="--param seed"):
+    with pytest.raises(NoSetupError, match="--param seed"):
         params_of(info(kind="user", param_infos=(seed,)), {})
 
 
 def test_all_sites_are_ops_that_exist() -> None:
     from gradrule.common import op_definitions
 
-    for name, site in SITES.items():
-        if site.op_type is not None:
-            definition = op_definitions.find(site.op_type)
+    for name, setup in SETUPS.items():
+        if setup.op_type is not None:
+            definition = op_definitions.find(setup.op_type)
             assert definition is not None, name
-            assert len(definition.inputs) == 1 + len(site.others), name
+            assert len(definition.inputs) == 1 + len(setup.others), name

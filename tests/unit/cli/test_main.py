@@ -11,8 +11,8 @@ import gradrule
 import gradrule_server
 from gradrule import errors
 from gradrule.cli import connection
-from gradrule.cli.failures import describe
 from gradrule.cli.main import build_parser, main
+from gradrule.cli.output import describe
 from gradrule_server.settings import Settings
 
 COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "compare", "demo")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import gradrule as gr
-from gradrule.cli import overrides
+from gradrule.cli import parsing
 
 SELECTORS: dict[str, dict[str, object]] = {
     "Sign": {"op_type": "Sign"},
@@ -36,27 +36,25 @@ SELECTORS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("text", SELECTORS)
 def test_every_selector(text: str) -> None:
-    assert overrides.override(f"{text}=ste").message() == gr.Override("ste", **SELECTORS[text]).message()
+    assert parsing.override(f"{text}=ste").message() == gr.Override("ste", **SELECTORS[text]).message()
 
 
 def test_every_word_of_an_override_can_be_said() -> None:
     """What the message of a selector has, a condition can say."""
     said = {
-        field.name
-        for text in SELECTORS
-        for field, _ in overrides.override(f"{text}=ste").message().selector.ListFields()
+        field.name for text in SELECTORS for field, _ in parsing.override(f"{text}=ste").message().selector.ListFields()
     }
     assert said == {field.name for field in gr.Override("ste", op_type="Sign").message().selector.DESCRIPTOR.fields}
 
 
 def test_an_override_may_hold_a_formula_with_equals_signs_and_colons() -> None:
-    read = overrides.override("Sign=expr:where(x == 0, dy, 0)")
+    read = parsing.override("Sign=expr:where(x == 0, dy, 0)")
     assert isinstance(read.rule, gr.Rule)
     assert (read.selector.op_type, read.rule.expression) == ("Sign", "where(x == 0, dy, 0)")
 
 
 def test_params_of_a_rule() -> None:
-    read = overrides.override("Sign=ste_sign:clip=2,mask=[1, 2]")
+    read = parsing.override("Sign=ste_sign:clip=2,mask=[1, 2]")
     assert (read.rule, read.params) == ("ste_sign", {"clip": 2, "mask": [1, 2]})
 
 
@@ -69,7 +67,7 @@ def test_params_of_a_rule() -> None:
     ],
 )
 def test_presets(text: str, name: str, params: dict[str, object]) -> None:
-    read = overrides.preset(text)
+    read = parsing.preset(text)
     assert (read.name, read.params) == (name, params)
 
 
@@ -109,7 +107,7 @@ def test_presets(text: str, name: str, params: dict[str, object]) -> None:
     ],
 )
 def test_maps(text: str, label: str, expected: list[gr.Override | gr.Preset]) -> None:
-    found_label, found = overrides.override_map(text)
+    found_label, found = parsing.override_map(text)
     assert found_label == label
     assert [item.message() for item in found] == [item.message() for item in expected]
 
@@ -117,27 +115,27 @@ def test_maps(text: str, label: str, expected: list[gr.Override | gr.Preset]) ->
 @pytest.mark.parametrize(
     ("read", "text", "words"),
     [
-        (overrides.override, "Sign", "expected OP_TYPE=RULE"),
-        (overrides.override, "Sign=", "expected OP_TYPE=RULE"),
+        (parsing.override, "Sign", "expected OP_TYPE=RULE"),
+        (parsing.override, "Sign=", "expected OP_TYPE=RULE"),
         (
-            overrides.override,
+            parsing.override,
             "nodes:a/*=ste",
             "'nodes' is no selector; expected one of op, node, regex, scope, pattern",
         ),
-        (overrides.override, "node:=ste", "nothing is selected"),
-        (overrides.override, "Sign&op:Relu=ste", "op_type is given twice"),
-        (overrides.override, "region:x,y=ste", "region:INPUT,…>OUTPUT,…=RULE"),
-        (overrides.override, "region:>y=ste", "empty name"),
-        (overrides.override, "pattern:MatMul++Relu=ste", "empty name"),
-        (overrides.override, "Relu&position:first=ste", "position is a number, not 'first'"),
-        (overrides.override, "Relu&dtype:float=ste", "no element type such as float32"),
-        (overrides.override, "Relu&rank:-1=ste", "from 0 on"),
-        (overrides.override, "Sign=ste_sign:clip", "expected param=value"),
-        (overrides.override, "Sign=ste_sign:clip=wide", "JSON value"),
-        (overrides.override, "Sign=2*dy", "write a formula as 'expr:2*dy'"),
-        (overrides.preset, "epsilon plus", "no preset's name"),
-        (overrides.override_map, "Sign", "NAME=OVERRIDE"),
-        (overrides.override_map, "a=Sign", "expected OP_TYPE=RULE"),
+        (parsing.override, "node:=ste", "nothing is selected"),
+        (parsing.override, "Sign&op:Relu=ste", "op_type is given twice"),
+        (parsing.override, "region:x,y=ste", "region:INPUT,…>OUTPUT,…=RULE"),
+        (parsing.override, "region:>y=ste", "empty name"),
+        (parsing.override, "pattern:MatMul++Relu=ste", "empty name"),
+        (parsing.override, "Relu&position:first=ste", "position is a number, not 'first'"),
+        (parsing.override, "Relu&dtype:float=ste", "no element type such as float32"),
+        (parsing.override, "Relu&rank:-1=ste", "from 0 on"),
+        (parsing.override, "Sign=ste_sign:clip", "expected param=value"),
+        (parsing.override, "Sign=ste_sign:clip=wide", "JSON value"),
+        (parsing.override, "Sign=2*dy", "write a formula as 'expr:2*dy'"),
+        (parsing.preset, "epsilon plus", "no preset's name"),
+        (parsing.override_map, "Sign", "NAME=OVERRIDE"),
+        (parsing.override_map, "a=Sign", "expected OP_TYPE=RULE"),
     ],
 )
 def test_what_cannot_be_read_says_what_would_be_right(read: Callable[[str], object], text: str, words: str) -> None:

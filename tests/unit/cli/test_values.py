@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradrule.cli import values
+from gradrule.cli import parsing
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_inline_values(text: str, name: str, expected: object) -> None:
-    assert values.feed(text) == {name: expected}
+    assert parsing.feed(text) == {name: expected}
 
 
 @pytest.mark.parametrize(
@@ -46,31 +46,31 @@ def test_inline_values(text: str, name: str, expected: object) -> None:
     ],
 )
 def test_values_from_files_keep_their_type(files: Path, text: str, name: str, expected: Any) -> None:
-    value = values.feed(text)[name]
+    value = parsing.feed(text)[name]
     assert value.dtype == expected.dtype
     np.testing.assert_array_equal(value, expected)
 
 
 def test_a_npz_file_alone_feeds_all_that_it_holds(files: Path) -> None:
-    assert {name: list(value) for name, value in values.feed("two.npz").items()} == {"x": [1], "w": [2]}
+    assert {name: list(value) for name, value in parsing.feed("two.npz").items()} == {"x": [1], "w": [2]}
 
 
 @pytest.mark.parametrize(
     ("read", "text", "words"),
     [
-        (values.feed, "x", "expected NAME=VALUE"),
-        (values.feed, "=1", "no name before the ="),
-        (values.feed, "x=[1,", "JSON value"),
-        (values.feed, "x=missing.npy", "no file 'missing.npy'"),
-        (values.feed, "x=text.npy", "cannot read 'text.npy'"),
-        (values.feed, "x=objects.npy", "cannot read 'objects.npy'"),
-        (values.feed, "y=two.npz", "no array 'y'; it has 'x', 'w'"),
-        (values.feed, "y=two.npz:z", "no array 'z'"),
-        (values.variable, "z=1", "'z' is no variable"),
-        (values.call_param, "alpha=2", "expected LABEL.PARAM=VALUE"),
-        (values.call_param, ".alpha=2", "expected LABEL.PARAM=VALUE"),
-        (values.call_param, "Sign.alpha=two", "JSON value"),
-        (values.rule_param, "a=", "expected NAME=VALUE"),
+        (parsing.feed, "x", "expected NAME=VALUE"),
+        (parsing.feed, "=1", "no name before the ="),
+        (parsing.feed, "x=[1,", "JSON value"),
+        (parsing.feed, "x=missing.npy", "no file 'missing.npy'"),
+        (parsing.feed, "x=text.npy", "cannot read 'text.npy'"),
+        (parsing.feed, "x=objects.npy", "cannot read 'objects.npy'"),
+        (parsing.feed, "y=two.npz", "no array 'y'; it has 'x', 'w'"),
+        (parsing.feed, "y=two.npz:z", "no array 'z'"),
+        (parsing.variable, "z=1", "'z' is no variable"),
+        (parsing.call_param, "alpha=2", "expected LABEL.PARAM=VALUE"),
+        (parsing.call_param, ".alpha=2", "expected LABEL.PARAM=VALUE"),
+        (parsing.call_param, "Sign.alpha=two", "JSON value"),
+        (parsing.rule_param, "a=", "expected NAME=VALUE"),
     ],
 )
 def test_what_cannot_be_read_says_what_would_be_right(
@@ -81,9 +81,9 @@ def test_what_cannot_be_read_says_what_would_be_right(
 
 
 def test_params_upstream_gradients_and_declared_params() -> None:
-    assert values.call_param("layer.1/*.alpha=2") == ("layer.1/*", "alpha", 2)
-    assert values.call_param("Sign.w=[1, 2]") == ("Sign", "w", [1, 2])
-    assert values.grad_y("y=tensor:upstream:1") == ("y", "upstream:1")
-    assert values.grad_y("y:1=[1, 10]") == ("y:1", [1, 10])
-    assert values.rule_param("a=0.5") == ("a", 0.5)
-    assert values.rule_param("a") == ("a", None)
+    assert parsing.call_param("layer.1/*.alpha=2") == ("layer.1/*", "alpha", 2)
+    assert parsing.call_param("Sign.w=[1, 2]") == ("Sign", "w", [1, 2])
+    assert parsing.grad_y("y=tensor:upstream:1") == ("y", "upstream:1")
+    assert parsing.grad_y("y:1=[1, 10]") == ("y:1", [1, 10])
+    assert parsing.rule_param("a=0.5") == ("a", 0.5)
+    assert parsing.rule_param("a") == ("a", None)

@@ -8,7 +8,7 @@ import pytest
 
 import gradrule as gr
 from gradrule._messages import request_messages, rpc_calls
-from gradrule._messages.program_encoding import ProgramEncoder
+from gradrule._messages.program_calls import ProgramEncoder
 from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2

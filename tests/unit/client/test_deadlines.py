@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule._rpc import deadlines
+from gradrule._rpc import call_routes
 
 WRONG = [0, -1, float("inf"), float("nan"), "3", True, [1.0], np.float32("nan")]
 
@@ -40,9 +40,9 @@ def test_connect_needs_a_timeout() -> None:
 
 
 def test_right_timeouts() -> None:
-    assert deadlines.of_call(None, 30.0) == 30.0
-    assert deadlines.of_call(np.float32(0.5), 30.0) == 0.5
-    assert deadlines.of_call(3, 30.0) == 3.0
+    assert call_routes.of_call(None, 30.0) == 30.0
+    assert call_routes.of_call(np.float32(0.5), 30.0) == 0.5
+    assert call_routes.of_call(3, 30.0) == 3.0
     # Beyond what gRPC's clock holds the deadline would have passed at once.
-    assert deadlines.seconds(1e300) == 1e9
-    assert deadlines.seconds(10**400) == 1e9
+    assert call_routes.seconds(1e300) == 1e9
+    assert call_routes.seconds(10**400) == 1e9

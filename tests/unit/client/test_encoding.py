@@ -10,7 +10,7 @@ import pytest
 
 import gradrule as gr
 from gradrule._messages import request_messages
-from gradrule._messages.program_encoding import ProgramEncoder
+from gradrule._messages.program_calls import ProgramEncoder
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 TYPES = {
@@ -103,7 +103,7 @@ def test_a_large_array_is_not_copied(encoder: ProgramEncoder) -> None:
 
 
 def test_ever_new_shapes_take_no_more_memory(encoder: ProgramEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradrule._messages.program_encoding._MAX_HEADS", 8)
+    monkeypatch.setattr("gradrule._messages.program_calls._MAX_HEADS", 8)
     for size in range(100):
         assert len(sent(encoder, {"x": np.ones(size, np.float32)}).feeds) == 1
         assert len(encoder._heads) <= 8

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule._builder.op_names import op_type_of, snake_case
+from gradrule._builder.op_methods import op_type_of, snake_case
 from gradrule.common import op_definitions
 
 X = np.float32([[0.5, -2.0, 3.0], [1.5, 0.25, -1.0]])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from gradrule._builder import by_name
+from gradrule._builder import names
 from gradrule._messages import request_messages
 
 
@@ -32,7 +32,7 @@ def test_a_node_of_one_output_is_that_tensor() -> None:
     assert (request.feeds[0].name, request.feeds[0].value.inline_tensor.dtype) == ("x:0", 1)
     assert g.op("AddN", [y, x]).node.inputs == ("y", "x")
     assert g.matmul(y, x).node.inputs == ("y", "x")
-    results: Any = by_name.ByName({"y": 1})
+    results: Any = names.ByName({"y": 1})
     assert (results[y], y in results, x in results) == (1, True, False)
 
 

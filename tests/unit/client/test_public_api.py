@@ -13,9 +13,9 @@ import pytest
 import gradrule as gr
 from gradrule import optimizers
 from gradrule._builder.notebook_text import MAX_REPR_CHARACTERS, html_table, short_repr
-from gradrule._comparison.comparisons import ComparedRow
+from gradrule._comparison.compare import ComparedRow
 from gradrule._messages.program_calls import ProgramBase
-from gradrule._results import call_results, explanations
+from gradrule._results import call_results
 from gradrule.errors import Detail
 from gradrule.v1 import evaluate_pb2, program_pb2
 from gradrule.v1.tensor_pb2 import Dt
@@ -116,7 +116,7 @@ def explanation(name: str, *, findings: bool = False) -> gr.Explanation:
     response = program_pb2.CompileProgramResponse()
     response.program.overrides.add(node=name, op_type="Relu", rule=name, label=name, status=1)
     response.program.ys.add(name=name, dtype=1)
-    found = explanations.explanation(response)
+    found = call_results.explanation(response)
     if findings:
         found.findings.append(Detail("UNKNOWN_RULE", name, name))
     return found

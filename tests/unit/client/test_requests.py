@@ -13,9 +13,9 @@ import tensorflow as tf
 from google.protobuf.duration_pb2 import Duration
 
 import gradrule as gr
-from gradrule._builder import by_name
+from gradrule._builder import names
 from gradrule._messages import request_messages
-from gradrule._results import call_results, explanations
+from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message, to_numpy
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2
 
@@ -322,7 +322,7 @@ def test_sparse_gradients_are_arrays_to_numpy() -> None:
 
 def test_results_by_handle() -> None:
     g = simple()
-    values: Any = by_name.ByName({"y": 1, "z:0": 2})
+    values: Any = names.ByName({"y": 1, "z:0": 2})
     assert (values[g.tensor("y")], values[g.tensor("z")], values["z"], values.get("q", 5)) == (1, 2, 2, 5)
     assert g.tensor("x") not in values
 
@@ -331,9 +331,9 @@ def test_explanations_raise_what_they_found() -> None:
     answer = program_pb2.CompileProgramResponse()
     answer.findings.add(reason="ERROR_REASON_UNKNOWN_RULE", message="no rule 'a'", field="overrides[0].rule")
     answer.findings.add(reason="ERROR_REASON_GRAPH_CYCLE", message="a cycle", node="n")
-    found = explanations.explanation(answer)
+    found = call_results.explanation(answer)
     with pytest.raises(gr.errors.UnknownRuleError) as caught:
         found.raise_for_findings()
     assert [detail.reason for detail in caught.value.details] == ["UNKNOWN_RULE", "GRAPH_CYCLE"]
     assert "a cycle" in str(caught.value)
-    explanations.explanation(program_pb2.CompileProgramResponse()).raise_for_findings()
+    call_results.explanation(program_pb2.CompileProgramResponse()).raise_for_findings()

@@ -15,13 +15,13 @@ from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
-from tests.service.graph_defs import drawn, loaded
+from tests.service.graph_defs import build_graph
 from tests.unit.engine.building import prepared
 
 
 def doubled() -> gr.Graph:
     """Returns a graph in which y is twice x, of any shape."""
-    return loaded(drawn(lambda: tf.add(*[tf.compat.v1.placeholder(tf.float32, None, "x")] * 2, name="y")))
+    return build_graph(lambda: tf.add(*[tf.compat.v1.placeholder(tf.float32, None, "x")] * 2, name="y"))
 
 
 @pytest.mark.parametrize("most", [2, 9])

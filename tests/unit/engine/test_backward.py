@@ -15,8 +15,8 @@ from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.derivatives import DENSE, NOT_DIFFERENTIABLE, SPARSE, UNCONNECTED
 from gradrule_server.errors import GradruleError
 from tests.service.answers import assert_close
-from tests.service.derivative_cases import CASES, FEEDS, RTOL, VX, Local, X, graph_of
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.derivative_cases import CASES, FEEDS, RTOL, VX, LocalDerivatives, X, graph_for_function
+from tests.service.graph_defs import build_graph, placeholder
 from tests.unit.engine.building import arguments, prepared, split
 
 XW = program_pb2.Vjp(ys=["y"], xs=["x", "w"])
@@ -24,11 +24,11 @@ XW = program_pb2.Vjp(ys=["y"], xs=["x", "w"])
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_one_forward_serves_many_pull_backs(name: str) -> None:
-    program = prepared(graph_of(CASES[name]), vjp=XW)
+    program = prepared(graph_for_function(CASES[name]), vjp=XW)
     built = split(program)
     assert built.two_parts is not None
     outputs, saved = built.two_parts.forward(arguments(program, built, FEEDS))
-    local = Local(CASES[name])
+    local = LocalDerivatives(CASES[name])
     assert_close(outputs[0].numpy(), CASES[name](tf.constant(X), tf.constant(FEEDS["w"])).numpy(), rtol=RTOL)
     assert built.two_parts.layout == built.layout == [(("x",), DENSE), (("w",), DENSE)]
     for grad_y in (VX, -2 * VX):
@@ -44,7 +44,7 @@ def test_one_forward_serves_many_pull_backs(name: str) -> None:
 @pytest.mark.parametrize(("op_type", "rule"), [("Sigmoid", "deeplift_rescale"), ("MatMul", "lrp_epsilon")])
 def test_code_rules_and_their_params(op_type: str, rule: str) -> None:
     """Uses a rule that runs the graph a second time, and one that repeats single ops."""
-    graph = graph_of(lambda x, w: tf.matmul(tf.sigmoid(tf.matmul(x, w)), w))
+    graph = graph_for_function(lambda x, w: tf.matmul(tf.sigmoid(tf.matmul(x, w)), w))
     program = prepared(graph, {op_type: rule}, vjp=XW)
     built, whole = split(program), build(program.request)
     given = arguments(program, built, FEEDS)
@@ -59,13 +59,13 @@ def test_code_rules_and_their_params(op_type: str, rule: str) -> None:
 
 
 def test_forms_of_gradients_and_ys_without_grad_y() -> None:
-    def build_graph() -> None:
+    def build() -> None:
         table, ids, x = placeholder("table", shape=(5, 2)), placeholder("ids", tf.int32), placeholder("x")
         tf.square(tf.gather(table, ids), name="y")
         tf.square(x, name="z")
         tf.argmax(x, name="i")
 
-    graph = loaded(drawn(build_graph))
+    graph = build_graph(build)
     program = prepared(graph, vjp=program_pb2.Vjp(ys=["i", "y"], xs=["table", "ids", "x"]))
     built = split(program)
     assert built.two_parts is not None
@@ -103,7 +103,7 @@ def test_pull_backs_may_give_some_of_the_grad_ys() -> None:
 
 
 def test_invalid_pull_backs_are_refused() -> None:
-    program = prepared(graph_of(CASES["plain"]), vjp=XW)
+    program = prepared(graph_for_function(CASES["plain"]), vjp=XW)
     built = split(program)
     assert built.two_parts is not None
     _, saved = built.two_parts.forward(arguments(program, built, FEEDS))

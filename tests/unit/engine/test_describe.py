@@ -23,9 +23,9 @@ from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import prepare
-from gradrule_server.preparation.rule_lookup import ResolvedRule
+from gradrule_server.preparation.references import ResolvedRule
 from gradrule_server.rules import RuleContent
-from tests.service.graph_defs import loaded
+from tests.service.graph_defs import load_graph
 from tests.service.nested_cases import REGISTERED, REGISTERED_EXPRESSION, case
 from tests.service.nested_graphs import graph_def
 from tests.stores import no_blobs
@@ -84,8 +84,8 @@ def _assert_equal(graph: Any, words: Words) -> Any:
 @pytest.mark.parametrize("number", range(12))
 def test_functions_loops_and_branches(number: int) -> None:
     item = case(number)
-    words = {key: value for key, value in item.words().items() if key not in ("feeds", "params")}
-    _assert_equal(loaded(graph_def(item.program, static=item.static)), Words(**words))
+    words = {key: value for key, value in item.arguments().items() if key not in ("feeds", "params")}
+    _assert_equal(load_graph(graph_def(item.program, static=item.static)), Words(**words))
 
 
 def _random_graph(rng: random.Random) -> gr.Graph:

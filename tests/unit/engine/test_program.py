@@ -20,7 +20,7 @@ from gradrule_server.engine.run import run
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_traits import ops_with
-from tests.service.graph_defs import drawn, loaded
+from tests.service.graph_defs import build_graph
 from tests.unit.engine.building import prepared
 
 _SESSION = (
@@ -32,7 +32,7 @@ _FUNCTION = ("qint8", "quint8", "qint32", "int4", "uint4", "float8_e5m2", "float
 
 def passed_on(name: str) -> gr.Graph:
     """Returns a graph in which y is x, of any element type."""
-    return loaded(drawn(lambda: tf.identity(tf.compat.v1.placeholder(tf.as_dtype(name), [None], "x"), name="y")))
+    return build_graph(lambda: tf.identity(tf.compat.v1.placeholder(tf.as_dtype(name), [None], "x"), name="y"))
 
 
 def answer(graph: gr.Graph, feeds: dict[str, Any], **derivative: Any) -> evaluate_pb2.EvaluateResponse:
@@ -71,13 +71,13 @@ def test_programs_run_in_a_session_if_it_supports_their_types(names: tuple[str, 
 def mixed() -> gr.Graph:
     """Returns a graph with a table lookup, an input on which nothing depends, and integers."""
 
-    def build_graph() -> None:
+    def build() -> None:
         table = tf.compat.v1.placeholder(tf.float32, [4, 2], "table")
         index = tf.compat.v1.placeholder(tf.int32, [None], "index")
         tf.compat.v1.placeholder(tf.float32, [2], "apart")
         tf.reduce_sum(tf.gather(table, index) ** 2, name="y")
 
-    return loaded(drawn(build_graph))
+    return build_graph(build)
 
 
 def test_answers_equal_those_that_protobuf_writes() -> None:

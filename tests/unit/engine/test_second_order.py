@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule.v1 import override_pb2
-from tests.service.brought_graphs import brought_def
-from tests.service.graph_defs import drawn, placeholder
+from tests.service.custom_gradient_graphs import graph_def_with_gradients
+from tests.service.graph_defs import build_graph_def, placeholder
 from tests.unit.engine.second_order import twice, twice_locally
 
 X = np.float32([-1.5, 0.5, 2.0])
@@ -32,7 +32,7 @@ def assert_same(build: Callable[[Custom, Any], Any], reference: Callable[[Any], 
     def draw(custom_gradient: Custom) -> None:
         tf.identity(build(custom_gradient, placeholder("x", shape=(3,))), name="y")
 
-    got = twice(brought_def(draw).SerializeToString(), {"x": X}, "y", DY, SEED)
+    got = twice(graph_def_with_gradients(draw).SerializeToString(), {"x": X}, "y", DY, SEED)
     wanted = twice_locally(reference or (lambda x: build(tf.custom_gradient, x)), [X], DY, SEED)
     assert [value is None for value in got] == [value is None for value in wanted]
     for value, expected in zip(got, wanted, strict=True):
@@ -160,7 +160,7 @@ def sign_graph() -> bytes:
     def build() -> None:
         tf.identity(2 * tf.raw_ops.Sign(x=3 * placeholder("x", shape=(3,))), name="y")
 
-    found: bytes = drawn(build).SerializeToString()
+    found: bytes = build_graph_def(build).SerializeToString()
     return found
 
 

@@ -37,7 +37,10 @@ class FakeTenants:
     async def load(self, name: str) -> Any:
         quotas = {"streams": Quota(self._streams, "streams", "--tenant-streams")}
         return self.tenants.setdefault(
-            name, SimpleNamespace(name=name, in_flight=InFlight(), quotas=quotas, sessions=None)
+            name,
+            SimpleNamespace(
+                name=name, in_flight=InFlight(), quotas=quotas, sessions=SimpleNamespace(blobs=None, limits=None)
+            ),
         )
 
     def retain(self, _: Any) -> None:

@@ -1,11 +1,29 @@
-"""Which requests are admitted when the server is full."""
+"""Tests the limits of requests and bytes in flight, also while requests arrive."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from gradrule.v1 import rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.front.admission import Admission, InFlight, InFlightLimits
+from gradrule_server.front.admission import Admission, InFlight, InFlightLimits, UnaryRequests
+from gradrule_server.front.authentication import CallerAuthenticator
+from gradrule_server.front.calls import Call
+from gradrule_server.front.connections import ConnectionWatch
+from gradrule_server.front.error_status import DETAILS_KEY
+from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
+from gradrule_server.identity import Authenticator
+from tests.battery import wire
+
+MESSAGE = 1_000_000
 
 
 def admission(requests: int = 8, size: int = 800, *, of_one: int = 100, size_of_one: int = 10_000) -> Admission:
@@ -119,3 +137,202 @@ def test_refused_request_is_not_counted() -> None:
         refused(pipeline, one, 10)
     pipeline.release(one, 0)
     assert (pipeline.in_flight, one.requests, one.size) == (0, 0, 0)
+
+
+class FakeTenants:
+    """One fake tenant without quotas."""
+
+    def __init__(self) -> None:
+        self.tenant: Any = SimpleNamespace(name="default", in_flight=InFlight(), quotas={})
+
+    def get_loaded(self, _: str) -> Any:
+        return self.tenant
+
+    async def load(self, _: str) -> Any:
+        return self.tenant
+
+    def retain(self, _: Any) -> None: ...
+
+    def release(self, _: Any) -> None: ...
+
+
+async def echo(call: Call[rule_pb2.GetRuleRequest]) -> bytes:
+    return call.raw
+
+
+class Served:
+    """A real server with one unary method, which answers with its request."""
+
+    def __init__(self, *, requests: int = 9, deadline_s: float = 10.0, stall_s: float = 60.0) -> None:
+        bound = InFlightLimits(requests, 3 * MESSAGE // 2)
+        self.admission = Admission(bound, bound, MESSAGE)
+        self.tenants = FakeTenants()
+        self.pipeline = RequestPipeline(
+            CallerAuthenticator(Authenticator()), self.tenants, self.admission, CallTimes(deadline_s, 60.0, stall_s)
+        )
+        self.target = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Any]:
+        """Yields the method."""
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((self.pipeline.create_service("s", {"m": (rule_pb2.GetRuleRequest, echo)}),))
+        self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(self.target) as channel:
+                yield channel.stream_unary("/s/m")
+        finally:
+            await server.stop(0)
+
+    async def has_in_flight(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while self.admission.in_flight != count:
+                await asyncio.sleep(0.01)
+
+
+async def never() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def of(*messages: bytes) -> AsyncIterator[bytes]:
+    for message in messages:
+        yield message
+
+
+async def status_of(call: Any) -> str:
+    """The reason that the server gives."""
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    failure: Any = caught.value
+    info = error_details_pb2.ErrorInfo()
+    for key, value in failure.trailing_metadata():
+        if key == DETAILS_KEY:
+            status_pb2.Status.FromString(value).details[0].Unpack(info)
+    return info.reason
+
+
+async def test_missing_request_is_counted_and_times_out() -> None:
+    served = Served(requests=1, deadline_s=1.0)
+    async with served.running() as method:
+        slow = method(never())
+        await served.has_in_flight(1)
+        assert await status_of(method(of(b""), timeout=30)) == "OVERLOADED"
+        assert await status_of(slow) == "DEADLINE_EXCEEDED"
+        assert await method(of(b"\n\x01a"), timeout=30) == b"\n\x01a"
+    assert (served.tenants.tenant.in_flight.requests, served.tenants.tenant.in_flight.size) == (0, 0)
+
+
+async def test_incomplete_request_is_counted_and_times_out() -> None:
+    served = Served(deadline_s=1.0)
+    async with served.running(), wire.connected(served.target) as (_, writer):
+        half = wire.frame(wire.DATA, 0, 1, wire.message(bytes(1000))[:500])
+        start = wire.PREFACE + wire.settings() + wire.frame(wire.HEADERS, wire.END_HEADERS, 1, wire.headers("/s/m"))
+        writer.write(start + half)
+        await served.has_in_flight(1)
+        await served.has_in_flight(0)
+
+
+async def test_call_without_a_message_is_malformed() -> None:
+    served = Served()
+    async with served.running() as method:
+        assert await status_of(method(of(), timeout=30)) == "MALFORMED_REQUEST"
+
+
+async def test_slow_requests_count_as_the_largest_message() -> None:
+    served = Served()
+    served.pipeline._unary_requests = UnaryRequests(served.admission, ConnectionWatch(), 0.1)
+    share = served.tenants.tenant.in_flight
+    async with served.running() as method:
+        first = method(never(), timeout=30)
+        await served.has_in_flight(1)
+        await asyncio.sleep(0.3)
+        assert share.size == MESSAGE
+        # There is no room for a second one that may be as large; what comes quickly fits in beside it.
+        assert await status_of(method(never(), timeout=30)) == "OVERLOADED"
+        assert await method(of(b"\n\x01a"), timeout=30) == b"\n\x01a"
+        first.cancel()
+        await served.has_in_flight(0)
+        async with asyncio.timeout(10):
+            while share.size:
+                await asyncio.sleep(0.01)
+
+
+async def test_request_too_large_beside_others_is_refused() -> None:
+    served = Served()
+    async with served.running() as method:
+        served.admission.adjust_bytes(served.tenants.tenant.in_flight, MESSAGE)
+        large = rule_pb2.GetRuleRequest(name="x" * MESSAGE).SerializeToString()
+        assert await status_of(method(of(large), timeout=30)) == "OVERLOADED"
+        served.admission.adjust_bytes(served.tenants.tenant.in_flight, -MESSAGE)
+        assert await method(of(large), timeout=30) == large
+
+
+@pytest.mark.parametrize("stall_s", [0.4, 60.0])
+async def test_connection_with_an_unread_answer_is_closed(stall_s: float) -> None:
+    served = Served(stall_s=stall_s)
+    share = served.tenants.tenant.in_flight
+    request = rule_pb2.GetRuleRequest(name="x" * 1000).SerializeToString()
+    async with served.running() as method, wire.connected(served.target) as (reader, writer):
+        start = wire.PREFACE + wire.settings((wire.INITIAL_WINDOW_SIZE, 0))
+        start += wire.frame(wire.HEADERS, wire.END_HEADERS, 1, wire.headers("/s/m"))
+        writer.write(start + wire.frame(wire.DATA, wire.END_STREAM, 1, wire.message(request)))
+        async with asyncio.timeout(10):
+            while share.size != len(request) or share.requests:
+                await asyncio.sleep(0.01)
+        # No other connection is closed.
+        assert await method(of(request)) == request
+        assert await wire.drained(reader, 3.0) is (stall_s < 3)
+        if stall_s < 3:
+            async with asyncio.timeout(10):
+                while share.size:
+                    await asyncio.sleep(0.01)
+        else:
+            assert share.size == len(request)
+        assert await method(of(request)) == request
+
+
+async def test_abandoned_read_ends_with_its_call() -> None:
+    """grpc.aio never frees what belongs to a read that is cancelled."""
+    message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    class Call:
+        def peer(self) -> str:
+            return "ipv4:192.0.2.1:1234"
+
+        async def read(self) -> bytes:
+            return await message
+
+    bound = InFlightLimits(9, MESSAGE)
+    context: Any = Call()
+    reading = asyncio.create_task(UnaryRequests(Admission(bound, bound), ConnectionWatch()).read(context, InFlight()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert not message.cancelled()
+    message.set_result(b"")
+
+
+async def test_abandoned_read_of_a_stream_ends_with_its_call() -> None:
+    message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    class Requests:
+        def __aiter__(self) -> AsyncIterator[bytes]:
+            return self
+
+        async def __anext__(self) -> bytes:
+            return await message
+
+    connection = ConnectionWatch().get("ipv4:192.0.2.1:1234")
+    reading: asyncio.Future[bytes] = asyncio.ensure_future(anext(connection.messages(Requests())))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert not message.cancelled()
+    assert not connection.reads
+    message.set_result(b"")

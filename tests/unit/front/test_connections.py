@@ -23,7 +23,7 @@ from gradrule_server.identity import Authenticator
 from gradrule_server.link.system_memory import HeapTrimmer
 from tests.battery import wire
 from tests.battery.unfinished import send_unfinished
-from tests.descriptors import count_descriptors
+from tests.processes import count_descriptors
 from tests.unit.front.pipelines import FakeTenants, create_admission
 
 CHECK = "/grpc.health.v1.Health/Check"

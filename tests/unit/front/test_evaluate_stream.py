@@ -17,8 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.admission import InFlight
-from gradrule_server.front.arriving_requests import RequestChunks
+from gradrule_server.front.admission import InFlight, RequestChunks
 from gradrule_server.front.calls import Call, Caller, Write
 from gradrule_server.front.evaluate_stream import EvaluateStream
 from gradrule_server.link.v1 import link_pb2

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from gradrule_server.front.calls import Call, Caller
-from gradrule_server.front.session_service import SessionServicer
+from gradrule_server.front.services import SessionServicer
 from gradrule_server.identity import Authenticator, Principal
 from gradrule_server.operations.request_record import ANSWER_COMPRESSION
 from tests.unit.front.pipelines import Aborted, Context, call, create_pipeline, stream

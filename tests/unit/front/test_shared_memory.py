@@ -22,7 +22,7 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.quotas import Quota
-from tests.descriptors import count_descriptors
+from tests.processes import count_descriptors
 
 _MEBIBYTE = 1 << 20
 

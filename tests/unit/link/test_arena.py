@@ -16,7 +16,7 @@ from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas, Chunk, Incomi
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.framing import Frame, FrameSocket, Kind, pack_header, pack_place
 from gradrule_server.link.request_scheduler import ConnectionLost
-from tests.descriptors import count_descriptors
+from tests.processes import count_descriptors
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SIZE = 256 * _PAGE

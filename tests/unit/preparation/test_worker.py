@@ -14,7 +14,7 @@ from gradrule_server.link.framing import Buffer, Frame, FrameSocket, Kind
 from gradrule_server.link.messages import CallShape, fault_message, read_call_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.preparation.front_end_lookup import FrontEndBlobs, FrontEndRules
+from gradrule_server.preparation.references import FrontEndBlobs, FrontEndRuleLookup
 from gradrule_server.preparation.worker import PreparationService
 from tests.service import raw
 
@@ -119,7 +119,7 @@ def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
         asked.append(question)
         return answer(question)
 
-    rules = FrontEndRules(ask)
+    rules = FrontEndRuleLookup(ask)
     rules.fetch(f"R{index}" for index in range(1200))
     for index in range(1200):
         with pytest.raises(GradruleError, match="there is no rule"):
@@ -187,15 +187,31 @@ def test_a_rule_without_its_definition_is_requested_again() -> None:
             ]
         )
 
-    rules = FrontEndRules(ask)
+    rules = FrontEndRuleLookup(ask)
     rules.fetch(["A", "B", "C"])
     assert asked == [["A", "B", "C"], ["B", "C"], ["C"]]
     assert [rules.resolve(name).name for name in "ABC"] == ["A", "B", "C"]
     assert len(asked) == 3
 
 
+def test_names_beyond_the_limit_are_refused_without_a_suggestion() -> None:
+    asked: list[link_pb2.Question] = []
+
+    def ask(question: link_pb2.Question) -> link_pb2.Told:
+        asked.append(question)
+        return answer(question)
+
+    rules = FrontEndRuleLookup(ask)
+    rules.fetch(f"R{index}" for index in range(20_000))
+    with pytest.raises(GradruleError) as caught:
+        rules.resolve("Mine")
+    assert reason_name(caught.value.reason) == "LIMIT_EXCEEDED"
+    assert "20000 rules" in caught.value.message
+    assert "unknown_rule" not in {question.WhichOneof("question") for question in asked}
+
+
 def test_too_long_names_are_not_requested() -> None:
-    rules = FrontEndRules(lambda question: pytest.fail("it asked"))
+    rules = FrontEndRuleLookup(lambda question: pytest.fail("it asked"))
     with pytest.raises(GradruleError) as caught:
         rules.resolve("x" * 10_000)
     assert reason_name(caught.value.reason) == "UNKNOWN_RULE"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
+from gradrule._builder.graph_lookup import GRADIENT_ATTR
 from gradrule._builder.names import UniqueNames
 from gradrule.common import tensor_codec
 from gradrule.errors import UnsupportedError
@@ -20,7 +21,6 @@ from gradrule.v1.tensor_pb2 import Dt
 Node: TypeAlias = Any
 Function: TypeAlias = Any
 
-_GRADIENT_ATTR = "_gradient_op_type"
 _READ = "ReadVariableOp"
 
 
@@ -97,7 +97,7 @@ def needed_functions(nodes: Any, definitions: Mapping[str, Function], gradients:
     pending = list(nodes)
     while pending:
         node = pending.pop()
-        gradient = node.attr[_GRADIENT_ATTR].s.decode() if _GRADIENT_ATTR in node.attr else ""
+        gradient = node.attr[GRADIENT_ATTR].s.decode() if GRADIENT_ATTR in node.attr else ""
         for name in [*(function.name for function in functions_of(node)), node.op, gradients.get(gradient, "")]:
             if name in definitions and name not in needed:
                 needed.add(name)
@@ -157,7 +157,7 @@ class _Copies:
 
     def _handles(self, node: Node) -> dict[int, int]:
         """Returns the indices of handles among a region node's inputs, with the variables' dtypes."""
-        gradient = self._gradients.get(node.attr[_GRADIENT_ATTR].s.decode()) if _GRADIENT_ATTR in node.attr else None
+        gradient = self._gradients.get(node.attr[GRADIENT_ATTR].s.decode()) if GRADIENT_ATTR in node.attr else None
         if gradient is None or node.op != "IdentityN":
             return {}
         first = node.attr["_gradrule_outputs"].i
@@ -176,10 +176,10 @@ class _Copies:
         first = node.attr["_gradrule_outputs"].i
         for index, dtype in handles.items():
             node.attr["T"].list.type[index] = dtype
-        old = self._gradients[node.attr[_GRADIENT_ATTR].s.decode()]
+        old = self._gradients[node.attr[GRADIENT_ATTR].s.decode()]
         new = self._copy(old, {_x(index - first): dtype for index, dtype in handles.items()})
         self._gradients[new] = new
-        node.attr[_GRADIENT_ATTR].s = new.encode()
+        node.attr[GRADIENT_ATTR].s = new.encode()
 
     def _copy(self, name: str, values: Mapping[str, int]) -> str:
         key = (name, tuple(sorted(values)))

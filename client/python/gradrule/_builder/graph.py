@@ -10,41 +10,33 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from gradrule._builder import blob_values
-from gradrule._builder.arguments import Conversion, assign_arguments
-from gradrule._builder.attribute_values import attr_value, free_value, natural
-from gradrule._builder.by_name import ByName
-from gradrule._builder.graph_types import GraphTypes
+from gradrule._builder.graph_lookup import GraphLookup, GraphTypes
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.indexing import index
-from gradrule._builder.layer_calls import LayerCall
-from gradrule._builder.names import UniqueNames, bare, glob, is_node_name, near, split
+from gradrule._builder.names import UniqueNames, is_node_name
+from gradrule._builder.node_arguments import Conversion, array_of_type, assign_arguments, attr_values
 from gradrule._builder.ops import GraphOps
-from gradrule._builder.override_contexts import GRADIENT_ATTR, OverrideContexts
+from gradrule._builder.override_contexts import OverrideContexts
 from gradrule._builder.overrides import Override
 from gradrule._builder.rules import OverrideValue
-from gradrule._builder.tensor_specs import TensorSpec
+from gradrule._builder.specs import LayerCall
 from gradrule._builder.variables import Variables
 from gradrule.common import op_definitions, tensor_codec
-from gradrule.common.dtypes import as_dt, dtype_name, without_ref
+from gradrule.common.dtypes import as_dt
 from gradrule.common.op_inference import InferenceError, complete
 from gradrule.errors import (
-    InvalidAttrError,
     InvalidGraphError,
     InvalidOverrideError,
     InvalidTensorError,
     TypeMismatchError,
     UnknownOpTypeError,
-    UnknownTensorError,
     of_reason,
 )
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue
 
-_VARIABLE_OPS = ("VarHandleOp", "VariableV2", "Variable")
-_INPUT_OPS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
 
-
-class Graph(GraphOps):
+class Graph(GraphLookup, GraphOps):
     """Holds a TensorFlow graph with the values of its variables, and adds nodes to it.
 
     `placeholder`, `constant`, `variable`, `op`, operators on handles, and any op type's name in snake case
@@ -173,13 +165,11 @@ class Graph(GraphOps):
         Raises:
             InvalidTensorError: the value is not a tensor of this type.
         """
+        where = f"constant {name or ''}"
         try:
-            array = (
-                natural(value) if dtype is None else tensor_codec.from_value(value, tensor_codec.dtype_number(dtype))
-            )
-            message = tensor_codec.to_message(array, dtype)
+            message = tensor_codec.to_message(array_of_type(value, dtype, where), dtype)
         except ValueError as cause:
-            raise InvalidTensorError(f"constant {name or ''}: {cause}") from None
+            raise InvalidTensorError(f"{where}: {cause}") from None
         attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
         return self._add("Const", self._unique(name or "Const"), [], attrs)[0]
 
@@ -199,18 +189,10 @@ class Graph(GraphOps):
         Raises:
             InvalidTensorError: the value is not a tensor of this type.
         """
-        try:
-            value = (
-                natural(initial_value)
-                if dtype is None
-                else tensor_codec.from_value(initial_value, tensor_codec.dtype_number(dtype))
-            )
-            number = tensor_codec.number_of_array(value)
-        except ValueError as cause:
-            raise InvalidTensorError(f"variable {name}: {cause}") from None
+        value = array_of_type(initial_value, dtype, f"variable {name}")
         full = self._unique(name)
         attrs = {
-            "dtype": AttrValue(type=as_dt(number)),
+            "dtype": AttrValue(type=as_dt(tensor_codec.number_of_array(value))),
             "shape": AttrValue(shape=tensor_codec.shape_message(value.shape)),
             "shared_name": AttrValue(s=full.encode()),
         }
@@ -247,17 +229,7 @@ class Graph(GraphOps):
         full_name = self._unique(name or op_type.lstrip("_"))
         where = f"{op_type} node {full_name!r}"
         by_name = {arg.name: attrs.pop(arg.name) for arg in definition.inputs if arg.name in attrs}
-        known = {attr.name: attr for attr in definition.attrs}
-        messages: dict[str, AttrValue] = {}
-        for key, value in attrs.items():
-            if key in known:
-                messages[key] = attr_value(known[key], value, where)
-            elif key.startswith("_"):
-                messages[key] = free_value(key, value, where)
-            else:
-                raise InvalidAttrError(
-                    f"{where} has no attribute {key!r}; it has: {', '.join(known)}.{near(key, known)}"
-                )
+        messages = attr_values(definition, attrs, where)
         arguments = [
             (arg, [as_tensor(entry) for entry in entries])
             for arg, entries in assign_arguments(definition, inputs, by_name, where)
@@ -316,6 +288,12 @@ class Graph(GraphOps):
         assert isinstance(handle, TensorHandle)
         return handle
 
+    def _node_handle(self, message: graph_pb2.Node) -> Node:
+        return Node(self, message)
+
+    def _tensor_handle(self, node: str, index: int, number: int) -> TensorHandle:
+        return TensorHandle(self, node, index, number)
+
     def _controls(self, given: Any, where: str) -> list[Node]:
         controls = []
         for control in [given] if isinstance(given, Node | TensorHandle) else given:
@@ -363,7 +341,7 @@ class Graph(GraphOps):
             node.attr[key].CopyFrom(value)
         self._contexts.apply(node)
         self._bytes = b""
-        self._types.added(node, completed.outputs)
+        self._types.add(node, completed.outputs)
         return self.outputs_of(name)
 
     def _unique(self, name: str) -> str:
@@ -418,169 +396,6 @@ class Graph(GraphOps):
             self._definition(op_type)
         return self._contexts.entered(overrides, optional)
 
-    # Finding nodes and tensors.
-
-    def node(self, name: str) -> Node:
-        """Finds a node by name.
-
-        Args:
-            name: Full name of the node, with scopes.
-
-        Returns:
-            The handle of the node.
-
-        Raises:
-            UnknownTensorError: The graph has no such node.
-        """
-        message = self._types.node(name)
-        if message is None:
-            raise UnknownTensorError(f"the graph has no node {name!r}.{near(name, self._types.names())}")
-        return Node(self, message)
-
-    def tensor(self, name: str) -> TensorHandle:
-        """Finds a tensor by name.
-
-        Args:
-            name: `node` (its first output), `node:output`, or an alias.
-
-        Returns:
-            The handle of the tensor.
-
-        Raises:
-            UnknownTensorError: The graph has no such node, or the node has no such output.
-        """
-        node, index = split(self.aliases.get(name, name))
-        if self._types.node(node) is None:
-            known = f" Aliases: {', '.join(map(repr, self.aliases))}." if self.aliases else ""
-            hint = near(node, [*self._types.names(), *self.aliases])
-            raise UnknownTensorError(f"the graph has no tensor {name!r}.{hint}{known}")
-        handles = self.outputs_of(node)
-        if index >= len(handles):
-            raise UnknownTensorError(f"the graph has no tensor {name!r}: node {node!r} has {len(handles)} outputs")
-        return handles[index]
-
-    def value_of(self, name: str) -> TensorHandle:
-        """Returns the handle of a tensor or of a variable's value.
-
-        Args:
-            name: Name of a tensor; or a variable's name or shared name: the handle then has the variable's type.
-
-        Returns:
-            The handle.
-
-        Raises:
-            UnknownTensorError: The graph has neither a tensor nor a variable of this name.
-        """
-        node, index = split(name)
-        message = self._types.node(node)
-        if message is None:
-            message = next((item for item in self._message.node if _is_shared(item, node)), None)
-        if message is not None and index == 0 and message.op in _VARIABLE_OPS and "dtype" in message.attr:
-            return TensorHandle(self, message.name, 0, message.attr["dtype"].type)
-        return self.tensor(name)
-
-    def _variable_type(self, name: str) -> int:
-        try:
-            return without_ref(self.value_of(name).number)
-        except UnknownTensorError:
-            return 0
-
-    def find(self, op_type: str | None = None, *, node: str | None = None, scope: str | None = None) -> list[Node]:
-        """Returns the nodes that match all selectors, in the order of the graph.
-
-        Args:
-            op_type: op type of the nodes.
-            node: name or glob; `*` and `?` match within a part between slashes, `**` matches across slashes.
-            scope: matches the nodes whose names start with `scope/`.
-
-        Returns:
-            The nodes; empty if none matches.
-        """
-        pattern = None if node is None else glob(node)
-        return [
-            Node(self, message)
-            for message in self._message.node
-            if (op_type is None or message.op == op_type)
-            and (pattern is None or pattern.fullmatch(message.name))
-            and (scope is None or message.name.startswith(scope.rstrip("/") + "/"))
-        ]
-
-    def outputs_of(self, node: str) -> tuple[TensorHandle, ...]:
-        """Returns the handles of a node's outputs.
-
-        Args:
-            node: Name of the node.
-        """
-        return tuple(TensorHandle(self, node, index, number) for index, number in enumerate(self._types.outputs(node)))
-
-    def stated_shape(self, tensor: str) -> tuple[int | None, ...] | None:
-        """Returns a tensor's shape if its node holds it (placeholder, constant, `_output_shapes`), else None.
-
-        Args:
-            tensor: Name of the tensor.
-
-        Returns:
-            The sizes, None for an unknown size; None if the node holds no shape.
-        """
-        node, index = split(tensor)
-        message = self._types.node(node)
-        assert message is not None
-        if message.op in _INPUT_OPS and "shape" in message.attr:
-            return tensor_codec.shape_tuple(message.attr["shape"].shape)
-        if message.op == "Const":
-            return tensor_codec.shape_tuple(message.attr["value"].tensor.tensor_shape)
-        if "_output_shapes" in message.attr:
-            shapes = message.attr["_output_shapes"].list.shape
-            return tensor_codec.shape_tuple(shapes[index]) if index < len(shapes) else None
-        return None
-
-    def op_types_with_rule_names(self) -> set[str]:
-        """Returns the op types of the nodes that name a rule in an attribute, including nodes in functions.
-
-        The params of a call refer to such rules by op type.
-        """
-        bodies = [self._message.node, *(function.node_def for function in self._message.library.function)]
-        return {node.op for body in bodies for node in body if GRADIENT_ATTR in node.attr}
-
-    @property
-    def inputs(self) -> Mapping[str, TensorSpec]:
-        """Specs of the placeholders (name, dtype, shape), by alias or name."""
-        return self._by_alias(
-            [
-                self._spec(node.name, optional=node.op == "PlaceholderWithDefault")
-                for node in self._message.node
-                if node.op in _INPUT_OPS
-            ]
-        )
-
-    @property
-    def outputs(self) -> Mapping[str, TensorSpec]:
-        """Specs of the outputs (name, dtype, shape), by alias or name.
-
-        Outputs are the tensors with an alias, placeholders excluded. Without aliases, they are the outputs of nodes
-        that no other node uses, placeholders and constants excluded.
-        """
-        named = {
-            alias: self._spec(tensor)
-            for alias, tensor in self.aliases.items()
-            if (node := self._types.node(split(tensor)[0])) is not None and node.op not in _INPUT_OPS
-        }
-        if named:
-            return ByName(named, self.aliases)
-        used = {split(name.removeprefix("^"))[0] for node in self._message.node for name in node.input}
-        return self._by_alias(
-            [
-                self._spec(handle.name)
-                for node in self._message.node
-                if node.name not in used and node.op != "Const" and node.op not in _INPUT_OPS
-                for handle in self.outputs_of(node.name)
-            ]
-        )
-
-    def _by_alias(self, specs: list[TensorSpec]) -> Mapping[str, TensorSpec]:
-        aliases = {bare(tensor): alias for alias, tensor in self.aliases.items()}
-        return ByName({aliases.get(bare(spec.name), bare(spec.name)): spec for spec in specs}, self.aliases)
-
     def save(self, path: str | os.PathLike[str], *, freeze: bool = False) -> None:
         """Writes the graph to a `.pb` file, and its variables and aliases, if any, to a `.npz` file beside it.
 
@@ -597,15 +412,3 @@ class Graph(GraphOps):
         from gradrule._builder.saving import save
 
         save(self, path, freeze=freeze)
-
-    def _spec(self, tensor: str, *, optional: bool = False) -> TensorSpec:
-        node, index = split(tensor)
-        types = self._types.outputs(node)
-        dtype = dtype_name(types[index]) if index < len(types) else dtype_name(as_dt(0))
-        return TensorSpec(tensor, dtype, self.stated_shape(tensor), optional)
-
-
-def _is_shared(node: graph_pb2.Node, name: str) -> bool:
-    if node.op not in _VARIABLE_OPS or "shared_name" not in node.attr:
-        return False
-    return node.attr["shared_name"].s.decode(errors="replace") == name

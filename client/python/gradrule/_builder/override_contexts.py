@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Set
 
+from gradrule._builder.graph_lookup import GRADIENT_ATTR
 from gradrule._builder.names import near
 from gradrule._builder.overrides import Override
 from gradrule._builder.rules import OverrideValue, Rule, rule_and_params
 from gradrule.errors import Detail, InvalidOverrideError, UnmatchedOverrideError
 from gradrule.v1 import graph_pb2
-
-GRADIENT_ATTR = "_gradient_op_type"
 
 _MAX_SHOWN = 10
 

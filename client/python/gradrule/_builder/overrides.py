@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from gradrule._builder.attribute_values import attr_of_op
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.names import near
+from gradrule._builder.node_arguments import attr_of_op
 from gradrule._builder.notebook_text import short_repr
 from gradrule._builder.rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
 from gradrule.common.dtypes import as_dt

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradrule._builder import blob_values
-from gradrule._builder.attribute_values import natural
+from gradrule._builder.node_arguments import natural
 from gradrule._builder.notebook_text import names_text, short_repr
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidTensorError

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradrule._builder import blob_values
-from gradrule._builder.by_name import ByName
 from gradrule._builder.graph_sources import GraphLike
-from gradrule._builder.names import bare
+from gradrule._builder.names import ByName, bare
 from gradrule._messages.request_messages import (
     CallParams,
     Feeds,

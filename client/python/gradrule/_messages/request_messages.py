@@ -10,11 +10,11 @@ import numpy as np
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
-from gradrule._builder.attribute_values import natural
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.names import bare, near
+from gradrule._builder.node_arguments import natural
 from gradrule._builder.overrides import Overrides, label_of, override_messages
 from gradrule._builder.rules import param_value
 from gradrule.common import large_tensors, tensor_codec, wire_format

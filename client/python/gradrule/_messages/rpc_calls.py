@@ -1,23 +1,24 @@
-"""Describes calls, which both clients send: the request, and how to decode the answer."""
+"""Describes the calls that both clients send: the request, how to decode the answer, and the uploads it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
+from gradrule._builder.blob_values import Data, Upload
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, sent_bytes
 from gradrule._messages import request_messages
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._messages.x_groups import flat_words, groups_of
-from gradrule._results import call_results, explanations
+from gradrule._results import call_results
 from gradrule._results.answers import AnswerReader, labeller
 from gradrule.common import wire_format
-from gradrule.errors import InvalidDerivativeError
-from gradrule.v1 import evaluate_pb2, program_pb2
+from gradrule.errors import BlobNotFoundError, InvalidDerivativeError
+from gradrule.v1 import blob_pb2, evaluate_pb2, program_pb2
 
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
@@ -31,6 +32,8 @@ _PACKAGE = "gradrule.v1"
 EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"
 PAGE_SIZE = 1000
 """Most rules or programs in one page of a list."""
+# A server that is short of space may evict a blob right after its upload.
+_UPLOAD_TRIES = 3
 
 
 class Call(NamedTuple, Generic[R]):
@@ -132,7 +135,7 @@ def explain(
     feeds: request_messages.Feeds | None,
     params: request_messages.CallParams | None,
     words: request_messages.Words,
-) -> Call[explanations.Explanation]:
+) -> Call[call_results.Explanation]:
     """Returns the call of CompileProgram that only checks. Feeds, params and arrays are checked here and not sent."""
     blobs: blob_values.Blobs = {}
     spec, grad_ys = request_messages.program_spec(graph, flat_words(words, graph), blobs)
@@ -145,7 +148,7 @@ def explain(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        lambda response: explanations.explanation(response, aliases, sent),
+        lambda response: call_results.explanation(response, aliases, sent),
         blobs,
     )
 
@@ -177,3 +180,39 @@ def evaluate_call(
 def full_name(collection: str, name: str) -> str:
     """Returns `collection/name` for a name with or without its collection."""
     return name if name.startswith(f"{collection}/") else f"{collection}/{name}"
+
+
+def find_missing(names: Iterable[str]) -> Call[list[str]]:
+    """Returns the call of FindMissingBlobs."""
+    return Call(
+        "/gradrule.v1.BlobService/FindMissingBlobs",
+        blob_pb2.FindMissingBlobsRequest(sha256=names),
+        blob_pb2.FindMissingBlobsResponse.FromString,
+        lambda response: list(response.missing),
+    )
+
+
+def call_steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
+    """Yields the steps that run a call: the call, and uploads of blobs that the server lacks; returns the answer.
+
+    The caller sends each step's outcome to the generator, or throws its error.
+    """
+    bare = call._replace(blobs={})
+    for _ in range(_UPLOAD_TRIES):
+        try:
+            answer: R = yield bare
+        except BlobNotFoundError:
+            if not call.blobs:
+                raise
+        else:
+            return answer
+        yield from upload_steps(call.blobs)
+    last: R = yield bare
+    return last
+
+
+def upload_steps(blobs: Mapping[str, Data]) -> Generator[Call[Any] | Upload, Any, None]:
+    """Yields the steps that upload those blobs that the server lacks."""
+    missing = yield find_missing(blobs)
+    for name in missing:
+        yield Upload(name, blobs[name])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradrule._builder.attribute_values import attr_of_op, natural
+from gradrule._builder.node_arguments import attr_of_op, natural
 from gradrule._builder.rules import Rule, param_value
 from gradrule._messages.request_messages import is_array, tensor_message
 from gradrule.common import op_definitions

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from gradrule._builder import blob_values, by_name, graph_sources
+from gradrule._builder import blob_values, graph_sources
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike
-from gradrule._builder.names import bare
+from gradrule._builder.names import ByName, bare
 from gradrule._builder.overrides import Overrides
-from gradrule._builder.tensor_specs import TensorSpec
+from gradrule._builder.specs import TensorSpec
 from gradrule._messages import request_messages
 from gradrule._messages.error_status import error_from_status, serialized
 from gradrule._messages.request_messages import CallParams, Feeds, Name, Names
@@ -128,7 +128,7 @@ class SessionBase:
             loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
             return StepResult(
                 loss_value,
-                by_name.ByName(dict(zip(names, outputs, strict=True))),
+                ByName(dict(zip(names, outputs, strict=True))),
                 answer.step,
                 call_results.timings(answer.timings),
                 call_results.resolutions(answer.overrides),
@@ -170,7 +170,7 @@ class SessionBase:
         request = session_pb2.ReadRequest(variables=request_messages.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
-            return by_name.ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
+            return ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
 
         return Call("read", request, session_pb2.ReadResponse.FromString, decode)
 

@@ -8,14 +8,13 @@ from google.protobuf.message import DecodeError
 
 from gradrule._picture import page, svg
 from gradrule._picture.facts import facts_of
-from gradrule._picture.making import view_of
 from gradrule._picture.reading import read
-from gradrule._picture.view import View
+from gradrule._picture.view import View, view_of
 from gradrule.errors import InvalidGraphError
 from gradrule.v1.graph_pb2 import Graph
 
 if TYPE_CHECKING:
-    from gradrule._results.explanations import Explanation
+    from gradrule._results.call_results import Explanation
 
 
 def view(explanation: Explanation, graph: bytes) -> View:

@@ -14,8 +14,7 @@ from gradrule._builder.names import split
 from gradrule._picture.reading import Structure
 
 if TYPE_CHECKING:
-    from gradrule._results.call_results import Resolution
-    from gradrule._results.explanations import Explanation
+    from gradrule._results.call_results import Explanation, Resolution
 
 ACTIVE = "active"
 

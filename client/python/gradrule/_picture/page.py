@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from html import escape
 
-from gradrule._picture import style, svg
+from gradrule._picture import svg
 from gradrule._picture.view import View
 
 _SCRIPTS = ("layout.js", "page.js", "start.js")
@@ -28,7 +28,7 @@ def draw(view: View) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width"><title>gradrule: graph</title>\n'
-        f"<style>{style.of_page(len(view.legend))}{_file('page.css')}</style></head><body>\n"
+        f"<style>{svg.of_page(len(view.legend))}{_file('page.css')}</style></head><body>\n"
         f"<header><h1>gradrule: graph</h1>{_CONTROLS}</header>\n<main>\n"
         '<svg id="canvas" tabindex="0" role="application" aria-label="graph">'
         f'<defs>{svg.ARROWS}</defs><g id="space"></g></svg>\n'
@@ -66,7 +66,7 @@ def _data(view: View) -> str:
         "legend": [{"mark": row.mark, "name": row.name} for row in view.legend],
         "details": details,
         "texts": list(texts),
-        "pills": style.PILLS,
+        "pills": svg.PILLS,
     }
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     return "".join(_IN_SCRIPT.get(character, character) for character in text)

@@ -1,19 +1,140 @@
-"""Writes the SVG file: white background, no fonts, no scripts. `page.js` draws the same boxes."""
+"""Writes the SVG file and its style sheet; `page.js` draws the same boxes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
 
-from gradrule._picture import style
 from gradrule._picture.placing import Placed, Rect, Route, place, routes
 from gradrule._picture.reading import ROOT
 from gradrule._picture.text import width
 from gradrule._picture.view import Badge, View
 
+# The palette of Okabe and Ito, which is safe for colour blindness; with a readable text colour for each.
+PALETTE = (
+    ("#e69f00", "#000"),
+    ("#56b4e9", "#000"),
+    ("#009e73", "#000"),
+    ("#cc79a7", "#000"),
+    ("#0072b2", "#fff"),
+    ("#d55e00", "#000"),
+    ("#f0e442", "#000"),
+)
+
+PILLS = {"x": "x", "y": "y", "wrong": "!"}
+
+SAMPLES = (
+    ("leaf path", "on the path from xs to ys"),
+    ("leaf", "not on the path"),
+    ("leaf off_path", "an override that is off the path"),
+    ("leaf not_differentiable", "an override of an op that is not differentiable"),
+)
+PATH = "the path from xs to ys"
+
+_LIGHT = {
+    "ground": "#ffffff",
+    "ink": "#1c2430",
+    "soft": "#5d6878",
+    "line": "#b4bcc8",
+    "card": "#ffffff",
+    "scope": "#eef1f5",
+    "open": "#5d68780d",
+    "path": "#1c2430",
+    "edge": "#a3adba",
+    "wrong": "#c62f2f",
+}
+_DARK = {
+    "ground": "#14181e",
+    "ink": "#e4e8ee",
+    "soft": "#9aa4b2",
+    "line": "#4a5463",
+    "card": "#1c222b",
+    "scope": "#28303c",
+    "open": "#9aa4b20f",
+    "path": "#e4e8ee",
+    "edge": "#5b6676",
+    "wrong": "#ff7b72",
+}
+
+_RULES = """
+text { font: 11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: {ink}; }
+.legend text { font-size: 12px; }
+.ground { fill: {ground}; }
+.body { fill: {card}; stroke: {line}; }
+.leaf > .first, .leaf > .second { fill: {soft}; }
+.leaf.path > .first, .leaf.rule > .first, .scope > .first { fill: {ink}; }
+.second { font-size: 10px; fill: {soft}; }
+.leaf.rule > .second { fill: {ink}; }
+.scope > .body, .scope > .behind { fill: {scope}; stroke: {line}; }
+.open > .body { fill: {open}; }
+.name { paint-order: stroke; stroke: {ground}; stroke-width: 3; stroke-linejoin: round; }
+.path > .body { stroke: {path}; stroke-width: 2; }
+.open.path > .body { stroke-width: 1.2; }
+.off_path > .body { stroke-dasharray: 6 3; }
+.not_differentiable > .body { stroke-dasharray: 1.5 3; stroke-linecap: round; stroke-width: 2; }
+.x > .body, .y > .body { stroke-width: 3; }
+.open.x > .body, .open.y > .body { stroke-width: 1.2; }
+.wrong > .body { stroke: {wrong}; stroke-width: 3; }
+circle.pill { fill: {path}; }
+circle.wrong { fill: {wrong}; }
+text.pill { fill: {ground}; font-size: 10px; font-weight: bold; }
+text.mark { font-size: 10px; font-weight: bold; }
+.edge { fill: none; stroke: {edge}; stroke-width: 1; }
+.edge.path { stroke: {path}; stroke-width: 2.6; }
+.tip.plain { fill: {edge}; }
+.tip.thick { fill: {path}; }
+"""
 _MARGIN = 16.0
 _LINE_HEIGHT = 20.0
 _SWATCH = 22.0
+
+
+def of_svg(rules: int) -> str:
+    """Returns the light style sheet of the SVG file, without CSS variables, which some programs do not support."""
+    sheet = _RULES + _of_rules(rules)
+    for name, value in _theme(_LIGHT, rules).items():
+        sheet = sheet.replace(f"{{{name}}}", value)
+    return sheet
+
+
+def of_page(rules: int) -> str:
+    """Returns the style sheet of the page's drawing, with light and dark colours."""
+    sheet = _RULES + _of_rules(rules)
+    light, dark = _theme(_LIGHT, rules), _theme(_DARK, rules)
+    for name in light:
+        sheet = sheet.replace(f"{{{name}}}", f"var(--{name})")
+    light_text, dark_text = (" ".join(f"--{name}: {value};" for name, value in each.items()) for each in (light, dark))
+    return (
+        f":root {{ color-scheme: light dark; {light_text} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark_text} }} }}\n{sheet}"
+    )
+
+
+def _theme(colours: dict[str, str], rules: int) -> dict[str, str]:
+    """Returns colours by name, including two background colours per rule: strong if it is active, else faint."""
+    theme = dict(colours)
+    for number in range(rules):
+        colour, _ = PALETTE[number % len(PALETTE)]
+        theme[f"strong{number}"] = _mixed(colour, colours["card"], 0.32)
+        theme[f"faint{number}"] = _mixed(colour, colours["card"], 0.1)
+    return theme
+
+
+def _mixed(one: str, other: str, share: float) -> str:
+    pairs = [(int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(share * a + (1 - share) * b):02x}" for a, b in pairs)
+
+
+def _of_rules(count: int) -> str:
+    """Returns the CSS of the rules' classes `r0`, `r1`, …; the colours repeat after seven rules, the marks do not."""
+    lines = []
+    for number in range(count):
+        colour, ink = PALETTE[number % len(PALETTE)]
+        lines.append(f".r{number} rect.mark {{ fill: {colour}; }} .r{number} text.mark {{ fill: {ink}; }}")
+        lines.append(f".r{number}.leaf > .body {{ fill: {{strong{number}}}; }}")
+        for status in ("off_path", "not_differentiable"):
+            lines.append(f".r{number}.{status} > .body {{ fill: {{faint{number}}}; }}")
+    return "\n".join([*lines, ""])
 
 
 def draw(view: View) -> str:
@@ -28,7 +149,7 @@ def draw(view: View) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" '
         f'height="{high:.0f}" role="img">',
         f"<title>{_heading(view)}</title>",
-        f"<style>{style.of_svg(len(view.legend))}</style>",
+        f"<style>{of_svg(len(view.legend))}</style>",
         f"<defs>{ARROWS}</defs>",
         f'<rect class="ground" width="{wide:.0f}" height="{high:.0f}"/>',
     ]
@@ -65,10 +186,10 @@ def legend(view: View) -> Iterable[tuple[int | None, str, str]]:
         yield None, _pill(pill, 12, 9) if pill else "", line
     for number, row in enumerate(view.legend):
         yield number, _mark(number, row.mark, 2, 1), f"{row.name}: {row.counts}" if row.counts else row.name
-    for classes, line in style.SAMPLES:
+    for classes, line in SAMPLES:
         drawn = f'<rect class="body" x="1" y="3" width="{_SWATCH:g}" height="12" rx="3"/>'
         yield None, f'<g class="{classes}">{drawn}</g>', line
-    yield None, f'<path class="edge path" d="M1,9 H{_SWATCH + 1:g}"/>', style.PATH
+    yield None, f'<path class="edge path" d="M1,9 H{_SWATCH + 1:g}"/>', PATH
 
 
 def _arrow(name: str) -> str:
@@ -106,7 +227,7 @@ def _box(view: View, box: int, at: Rect) -> str:
     parts.append(f'<text class="first" x="{left}" y="16">{escape(view.labels[box])}</text>')
     parts.append(f'<text class="second" x="{left}" y="31">{escape(view.seconds[box])}</text>')
     right = at.w - 12
-    for word in style.PILLS:
+    for word in PILLS:
         if word in words:
             parts.append(_pill(word, right, 11))
             right -= 16
@@ -117,7 +238,7 @@ def _box(view: View, box: int, at: Rect) -> str:
 def _pill(word: str, x: float, y: float) -> str:
     return (
         f'<circle class="pill {word}" cx="{x:g}" cy="{y:g}" r="7"/>'
-        f'<text class="pill" x="{x:g}" y="{y + 3.5:g}" text-anchor="middle">{style.PILLS[word]}</text>'
+        f'<text class="pill" x="{x:g}" y="{y + 3.5:g}" text-anchor="middle">{PILLS[word]}</text>'
     )
 
 

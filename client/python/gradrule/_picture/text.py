@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from gradrule._builder.graph_lookup import GRADIENT_ATTR
 from gradrule.common.dtypes import dtype_name
 from gradrule.common.tensor_codec import shape_tuple
 from gradrule.v1.graph_pb2 import AttrValue, Node
@@ -40,7 +41,7 @@ def width(text: str, size: float = 11.0) -> float:
 
 def attrs(node: Node) -> list[str]:
     """Returns a node's attributes as short lines `name: value`, without attributes for TensorFlow's tools."""
-    names = sorted(name for name in node.attr if not name.startswith("_") or name == "_gradient_op_type")
+    names = sorted(name for name in node.attr if not name.startswith("_") or name == GRADIENT_ATTR)
     lines = [f"{shortened(clean(name), _ATTR_LENGTH)}: {_value(node.attr[name])}" for name in names[:_ATTRS]]
     return lines if len(names) <= _ATTRS else [*lines, f"… {len(names) - _ATTRS} more"]
 

@@ -1,10 +1,25 @@
-"""Defines the content of a picture as plain lists, for the SVG file and, as JSON, for the page."""
+"""Computes the content of a picture as plain lists, for the SVG file and, as JSON, for the page."""
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradrule._picture.layers import Item
+from gradrule._picture import text
+from gradrule._picture.facts import ACTIVE, Fact, Facts
+from gradrule._picture.layers import Item, rows_of
+from gradrule._picture.reading import ROOT, Leaf, Structure
+from gradrule._picture.tree import CROWD, Tree, tree_of
+
+_LINE = 34
+_MARK = 18
+_BADGES = 4
+_LEAF_HEIGHT, _BADGE_HEIGHT = 38, 18
+_PILL = 16
+_HEADING = 160
+_MOST_MESSAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +105,197 @@ def meeting(view: View, source: int, target: int) -> tuple[int, int, int]:
         else:
             b = view.parents[b]
     return view.parents[a], a, b
+
+
+def view_of(structure: Structure, facts: Facts) -> View:
+    """Makes the view from a graph's structure and the facts about its leaves."""
+    tree = tree_of(structure)
+    size = len(tree.parents)
+    order = list(tree.downwards())
+    depths = [0] * size
+    for box in order[1:]:
+        depths[box] = depths[tree.parents[box]] + 1
+    wires: dict[tuple[int, int], bool] = {}
+    for wire in structure.wires:
+        pair = tree.box_of[wire.source], tree.box_of[wire.target]
+        head = wire.head
+        on_path = head is not None and bool(facts.path[wire.tail] and facts.path[head])
+        wires[pair] = wires.get(pair, False) or on_path
+    marks = [mark(number) for number in range(len(facts.rules))]
+    view = View(
+        parents=tree.parents,
+        depths=depths,
+        children=tree.children,
+        labels=[text.shortened(text.clean(label), _LINE) for label in tree.labels],
+        titles=_titles(tree, structure, order),
+        seconds=[""] * size,
+        widths=[0] * size,
+        heights=[_LEAF_HEIGHT] * size,
+        classes=[""] * size,
+        rule=[-1] * size,
+        badges=[[] for _ in range(size)],
+        more=[False] * size,
+        rows=[[] for _ in range(size)],
+        row=[0] * size,
+        before={},
+        wires=[(*pair, on_path) for pair, on_path in wires.items()],
+        details={
+            tree.box_of[index]: _detail(leaf, facts.leaves[index], facts.rules)
+            for index, leaf in enumerate(structure.leaves)
+        },
+        legend=[
+            LegendRow(marks[number], text.clean(name), _counts(facts, number))
+            for number, name in enumerate(facts.rules)
+        ],
+        heading=_heading(structure, facts),
+    )
+    _lay_out(view)
+    interest = _fill(view, tree, structure, facts, marks, order)
+    view.opened = _opened(view, interest)
+    return view
+
+
+def mark(number: int) -> str:
+    """Returns a rule's mark (A, B, …, Z, A1, B1, …), which distinguishes rules without colours."""
+    return f"{chr(ord('A') + number % 26)}{number // 26 or ''}"
+
+
+def _titles(tree: Tree, structure: Structure, order: Sequence[int]) -> list[str]:
+    """Returns the full names of boxes; the label of a group is not part of its children's names."""
+    titles, outer = [""] * len(tree.parents), [""] * len(tree.parents)
+    for box in order[1:]:
+        around = outer[tree.parents[box]]
+        whole = f"{around}/{tree.labels[box]}" if around else tree.labels[box]
+        outer[box] = around if box in tree.groups else whole
+        titles[box] = structure.leaves[tree.leaf[box]].name if tree.leaf[box] >= 0 else whole
+    return [text.clean(title) for title in titles]
+
+
+def _heading(structure: Structure, facts: Facts) -> list[tuple[str, str]]:
+    lines = [("", f"{len(structure.leaves)} nodes")]
+    for pill, names in (("y", facts.ys), ("x", facts.xs)):
+        if names:
+            lines.append((pill, f"{pill}s: {text.shortened(text.clean(', '.join(names)), _HEADING)}"))
+    for pill, messages in (("wrong", facts.wrong), ("", facts.notes)):
+        lines += [(pill, text.shortened(text.clean(line), _HEADING)) for line in messages[:_MOST_MESSAGES]]
+        lines += [("", f"… {len(messages) - _MOST_MESSAGES} more")] if len(messages) > _MOST_MESSAGES else []
+    return lines
+
+
+def _counts(facts: Facts, rule: int) -> str:
+    counts = Counter(fact.status for fact in facts.leaves if fact.rule == rule)
+    return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.most_common())
+
+
+def _detail(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> Detail:
+    lines = [f"op: {text.clean(leaf.node.op)}"]
+    if leaf.function:
+        lines.append(f"in function: {text.clean(leaf.function)}")
+    if fact.rule is not None:
+        lines.append(f"rule: {text.clean(rules[fact.rule])}")
+        lines.append(f"override: {text.clean(fact.label)}")
+        lines.append(f"status: {fact.status.replace('_', ' ')}")
+    else:
+        lines.append(f"gradient: {'its own' if fact.on_path else 'not asked for'}")
+    if fact.rewritten:
+        lines.append("rewritten: yes")
+    lines += [f"wrong: {text.shortened(text.clean(message), 300)}" for message in fact.wrong[:3]]
+    return Detail(text.clean(leaf.name), lines + text.attrs(leaf.node))
+
+
+def _lay_out(view: View) -> None:
+    """Computes the rows of all scopes from the edges between their children."""
+    edges: dict[int, dict[tuple[int, int], None]] = {}
+    entered: set[int] = set()
+    left: set[int] = set()
+    for source, target, _ in view.wires:
+        scope, upper, lower = meeting(view, source, target)
+        edges.setdefault(scope, {})[upper, lower] = None
+        for box, outer, crossing in ((source, upper, left), (target, lower, entered)):
+            while box != outer and box not in crossing:
+                crossing.add(box)
+                box = view.parents[box]
+    for pairs in edges.values():
+        for upper, lower in pairs:
+            view.before.setdefault(lower, []).append(upper)
+    for scope, children in enumerate(view.children):
+        view.rows[scope] = rows_of(children, edges.get(scope, ()), entered, left)
+        for number, row in enumerate(view.rows[scope]):
+            for item in row:
+                if item >= 0:
+                    view.row[item] = number
+
+
+def _fill(
+    view: View, tree: Tree, structure: Structure, facts: Facts, marks: Sequence[str], order: Sequence[int]
+) -> list[int]:
+    """Sets the texts, classes and sizes of boxes; returns a score of interest for each box."""
+    rules: list[Counter[int]] = [Counter() for _ in tree.parents]
+    nodes, interest = [0] * len(tree.parents), [0] * len(tree.parents)
+    words: list[dict[str, None]] = [{} for _ in tree.parents]
+    for box in reversed(order):
+        index = tree.leaf[box]
+        if index >= 0:
+            fact = facts.leaves[index]
+            words[box] = dict.fromkeys(_words(fact))
+            rules[box].update(() if fact.rule is None else [fact.rule])
+            nodes[box], interest[box] = 1, 2 * (fact.rule is not None) + fact.on_path
+            view.rule[box] = -1 if fact.rule is None else fact.rule
+            view.seconds[box] = _second(structure.leaves[index], fact, facts.rules)
+        else:
+            view.seconds[box] = f"{nodes[box]} nodes"
+            for rule, count in sorted(rules[box].items())[:_BADGES]:
+                view.badges[box].append(Badge(rule, f"{marks[rule]}×{count}"))
+            view.more[box] = len(rules[box]) > _BADGES
+            view.heights[box] += _BADGE_HEIGHT * bool(rules[box])
+        view.classes[box] = " ".join(["leaf" if index >= 0 else "scope", *words[box]])
+        view.widths[box] = round(_width(view, box))
+        if box != ROOT:
+            parent = tree.parents[box]
+            nodes[parent] += nodes[box]
+            interest[parent] += interest[box]
+            rules[parent].update(rules[box])
+            words[parent].update(dict.fromkeys(word for word in words[box] if word in ("path", "x", "y", "wrong")))
+    return interest
+
+
+def _words(fact: Fact) -> list[str]:
+    flags = {"path": fact.on_path, "x": fact.is_x, "y": fact.is_y, "wrong": fact.wrong, "rule": fact.rule is not None}
+    found = [word for word, flag in flags.items() if flag]
+    return found + ([fact.status] if fact.status not in ("", ACTIVE) else [])
+
+
+def _second(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> str:
+    op = text.shortened(text.clean(leaf.node.op), _LINE)
+    if fact.rule is None:
+        return op
+    status = "" if fact.status == ACTIVE else f" ({fact.status.replace('_', ' ')})"
+    return text.shortened(f"{op} → {text.clean(rules[fact.rule])}", _LINE) + status
+
+
+def _width(view: View, box: int) -> float:
+    words = view.classes[box].split()
+    pills = _PILL * sum(word in words for word in ("x", "y", "wrong"))
+    first = text.width(view.labels[box]) + pills + _MARK * (view.rule[box] >= 0)
+    badges = sum(text.width(badge.text, 10.0) + 14 for badge in view.badges[box]) + 14 * view.more[box]
+    return max(first, text.width(view.seconds[box], 10.0) + _MARK * (view.rule[box] >= 0), badges, 30.0) + 20
+
+
+def _opened(view: View, interest: Sequence[int]) -> list[int]:
+    """Returns the scopes to open, outer and interesting scopes first, until `CROWD` boxes are visible."""
+    opened, count = [], len(view.children[ROOT])
+    pending: list[tuple[int, int, int]] = []
+
+    def offer(children: Sequence[int]) -> None:
+        for child in children:
+            if view.children[child]:
+                heapq.heappush(pending, (view.depths[child], -interest[child], child))
+
+    offer(view.children[ROOT])
+    while pending:
+        _, _, box = heapq.heappop(pending)
+        if count - 1 + len(view.children[box]) <= CROWD:
+            count += len(view.children[box]) - 1
+            opened.append(box)
+            offer(view.children[box])
+    return opened

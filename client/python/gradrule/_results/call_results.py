@@ -1,22 +1,21 @@
-"""Holds the results of calls: outputs, gradients, resolved overrides and timings."""
+"""Holds the results of calls: outputs, gradients, resolved overrides, timings and explanations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from gradrule._builder.by_name import ByName
-from gradrule._builder.names import bare
+from gradrule._builder.names import ByName, bare
 from gradrule._builder.notebook_text import html_table, names_text, short_repr
-from gradrule._builder.tensor_specs import TensorSpec
+from gradrule._builder.specs import TensorSpec
 from gradrule._results.answers import Answer, AnswerReader, labeller, labels
 from gradrule.common.tensor_codec import Array, to_numpy
-from gradrule.errors import InvalidTensorError
-from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
+from gradrule.errors import Detail, InvalidTensorError, of_reason, reason_name
+from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
 V = TypeVar("V")
 
@@ -300,3 +299,82 @@ def array(message: tensor_pb2.Tensor) -> Array:
 def sparse(message: tensor_pb2.SparseTensor) -> Sparse:
     """Decodes a sparse gradient."""
     return Sparse(array(message.values), array(message.indices), array(message.dense_shape))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation:
+    """Describes what a program would do, without running it.
+
+    Attributes:
+        overrides: The rule of each overridden node.
+        default_gradient_nodes: Nodes on the path without an override; they keep TensorFlow's gradient.
+        findings: All problems of the request; if there are any, the other attributes are empty.
+        inputs: Specs of the placeholders to feed, by alias or name.
+        outputs: Specs of the fetches, by the names given.
+        ys: Specs of the ys, by the names given.
+        xs: Specs of the xs, by the names given.
+        rewritten: Nodes that rewrites replaced.
+        graph: Bytes of the explained GraphDef.
+    """
+
+    overrides: list[Resolution]
+    default_gradient_nodes: list[str]
+    findings: list[Detail]
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    ys: Mapping[str, TensorSpec]
+    xs: Mapping[str, TensorSpec]
+    rewritten: list[str]
+    graph: bytes = field(default=b"", repr=False)
+
+    def __repr__(self) -> str:
+        problems = f"{len(self.findings)} findings" if self.findings else "no findings"
+        return short_repr(
+            f"<Explanation ys: {names_text(self.ys)}; xs: {names_text(self.xs)}; {len(self.overrides)} overrides, "
+            f"{problems}>"
+        )
+
+    def _repr_html_(self) -> str:
+        if self.findings:
+            rows = [(item.reason, item.node, item.message) for item in self.findings]
+            return html_table("Findings", ("reason", "node", "message"), rows)
+        return resolutions_table(self.overrides)
+
+    def svg(self) -> str:
+        """Returns an SVG picture of the graph: folded by scope, nodes coloured by rule, with the path from xs to ys."""
+        from gradrule import _picture
+
+        return _picture.draw_svg(self, self.graph)
+
+    def html(self) -> str:
+        """Returns the picture as an HTML page in one file, in which scopes fold and nodes can be searched."""
+        from gradrule import _picture
+
+        return _picture.draw_html(self, self.graph)
+
+    def raise_for_findings(self) -> None:
+        """Raises the error that `evaluate` or `compile` would raise, if there is one."""
+        if self.findings:
+            first = self.findings[0]
+            raise of_reason(first.reason, first.message, details=self.findings)
+
+
+def explanation(
+    response: program_pb2.CompileProgramResponse, aliases: Mapping[str, str] | None = None, graph: bytes = b""
+) -> Explanation:
+    """Decodes the answer of CompileProgram with validate_only.
+
+    aliases: names of tensors in the result. graph: bytes of the explained graph.
+    """
+    program = response.program
+    return Explanation(
+        overrides=resolutions(program.overrides),
+        default_gradient_nodes=list(program.default_gradient_nodes),
+        findings=[Detail(reason_name(item.reason), item.message, item.node, item.field) for item in response.findings],
+        inputs=specs(program.inputs, aliases),
+        outputs=specs(program.outputs, aliases),
+        ys=specs(program.ys, aliases),
+        xs=specs(program.xs, aliases),
+        rewritten=list(program.rewritten),
+        graph=graph,
+    )

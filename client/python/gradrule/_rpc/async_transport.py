@@ -1,11 +1,12 @@
-"""What the asyncio client does in another way than the sync one; `sync_transport` has the same names."""
+"""Implements for asyncio what differs between the two clients; `sync_transport` has the same names."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -14,12 +15,18 @@ from gradrule._messages.error_status import error_of
 from gradrule._messages.session_calls import METHOD
 from gradrule.errors import UnavailableError
 
+if TYPE_CHECKING:
+    from gradrule._messages.request_messages import Feeds
+    from gradrule._messages.rpc_calls import Call
+    from gradrule._rpc.async_client.base import AsyncClientBase
+
 R = TypeVar("R")
 
 CHANNEL_CLOSED = grpc.aio.UsageError
 """What gRPC raises when a closed channel is used."""
 
 sleep = asyncio.sleep
+ManyFeeds: TypeAlias = "Iterable[Feeds] | AsyncIterable[Feeds]"
 
 
 async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
@@ -61,3 +68,45 @@ class AsyncSessionStream:
     def close(self) -> None:
         """Ends the stream."""
         self._call.cancel()
+
+
+async def iterate(items: Iterable[R] | AsyncIterable[R]) -> AsyncIterator[R]:
+    """Yields the items of an iterable of either kind."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+class AsyncPipeline(Generic[R]):
+    """Calls that were started, in order; `len()` counts those whose result was not read.
+
+    Args:
+        client: Sends them.
+        timeout: Seconds for each call; None: the client's.
+    """
+
+    def __init__(self, client: AsyncClientBase, timeout: float | None) -> None:
+        self._client = client
+        self._timeout = timeout
+        self._tasks: deque[asyncio.Task[R]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, call: Call[R]) -> None:
+        """Sends a call without waiting for its answer."""
+        self._tasks.append(asyncio.ensure_future(self._client._run(call, self._timeout)))
+
+    async def next_result(self) -> R:
+        """Waits for the first call and returns its result. Raises what it failed with."""
+        return await self._tasks.popleft()
+
+    async def cancel(self) -> None:
+        """Cancels all calls that are left."""
+        for task in self._tasks:
+            task.cancel()
+        # asyncio logs failures that nobody has read.
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,14 +1,19 @@
-"""Chooses how a call of `Evaluate` is sent: alone, over the client's stream, or in chunks."""
+"""Decides how a call is sent (alone, over the stream of the client, or in chunks), and how long it may take."""
 
 from __future__ import annotations
 
+import math
+import numbers
 import time
+from typing import Any
 
 from gradrule.common import fast_paths
+from gradrule.errors import InvalidParamError
 
+# About thirty years. With much longer timeouts gRPC's clock overflows, and calls end at once.
+_LONGEST_S = 1e9
 MAX_WHOLE_BYTES = 64 << 20
 """Longer requests are sent in chunks: servers limit the length of a message, by default to 64 MiB."""
-
 _MAX_STREAMED_BYTES = 512 << 10
 # A stream is opened for calls that are repeated, each within REPEATED_WITHIN_S after the one before.
 _CALLS_BEFORE = 3
@@ -17,9 +22,27 @@ REPEATED_WITHIN_S = 60.0
 # A server runs at most this many requests of one stream at a time; more would wait.
 _MAX_PENDING = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-
 TRIES = 4
 """How often a call in chunks is sent if streams are lost; gRPC sends other calls as often."""
+
+
+def seconds(timeout: Any) -> float:
+    """Returns a timeout as a float. Raises `InvalidParamError` unless it is a positive, finite number."""
+    if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):
+        number: Any = timeout
+        if 0 < number < math.inf:
+            return float(min(number, _LONGEST_S))
+    raise InvalidParamError(f"timeout is a positive number of seconds, not {timeout!r}")
+
+
+def of_call(timeout: Any, default: float) -> float:
+    """Returns the timeout of a call in seconds: its own, or the client's."""
+    return default if timeout is None else seconds(timeout)
+
+
+def left(ends_at: float) -> float:
+    """Returns the seconds until a time on the clock `time.monotonic`, at least 1 µs."""
+    return max(ends_at - time.monotonic(), 1e-6)
 
 
 class Routes:

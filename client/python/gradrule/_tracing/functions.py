@@ -10,12 +10,12 @@ from tensorflow.core.framework import types_pb2
 
 from gradrule._builder.graph import Graph
 from gradrule._tracing import tf_private
-from gradrule._tracing.arguments import as_specs, leaf_names
 from gradrule._tracing.assembly import assembled
+from gradrule._tracing.signatures import as_specs, leaf_names
 from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
 
 if TYPE_CHECKING:
-    from gradrule._tracing.layer_scopes import TracedCall
+    from gradrule._tracing.keras_models import TracedCall
 
 
 def trace(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Graph:

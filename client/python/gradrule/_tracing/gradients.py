@@ -1,8 +1,8 @@
 """Converts gradients that are Python functions of this process to functions of the graph.
 
-`tf.custom_gradient` adds an IdentityN node over results, arguments and variables; this node becomes a region (see
-`Site`). A node whose gradient was registered with `tf.RegisterGradient`, under a name that is not an op type, gets a
-gradient function of the op's own inputs and outputs.
+`tf.custom_gradient` adds an IdentityN node over results, arguments and variables; this node becomes a region. A node
+whose gradient was registered with `tf.RegisterGradient`, under a name that is not an op type, gets a gradient function
+of the op's own inputs and outputs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,19 @@ from typing import Any
 
 import tensorflow as tf
 
+from gradrule._builder.graph_lookup import GRADIENT_ATTR
 from gradrule._builder.names import UniqueNames
 from gradrule._tracing import tf_private
-from gradrule._tracing.bodies import GRADIENT_ATTR, Body, Definition, Library, Node, data_inputs, note_handle
-from gradrule._tracing.editing import referenced, renamed
+from gradrule._tracing.bodies import (
+    Body,
+    Definition,
+    Library,
+    Node,
+    data_inputs,
+    note_handle,
+    referenced,
+    renamed,
+)
 from gradrule.errors import UnsupportedError
 
 REGION_ATTR = "_gradrule_region"
@@ -26,7 +35,7 @@ _LOADED_NAME = "custom_gradient"
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class GradientNode:
     """Describes a node whose gradient is a Python function of this process.
 
     Attributes:
@@ -102,40 +111,40 @@ def _attach(library: Library, body: Body, op: Any, shared: dict[Any, str]) -> No
     except LookupError:
         # The name is a rule on the server or a gradient of another process; the server distinguishes them.
         return
-    site, wished_name = _site(body, node, op, function)
-    key = None if site.region else (gradient_name, op.type, _static(op))
+    target, wished_name = _target(body, node, op, function)
+    key = None if target.region else (gradient_name, op.type, _static(op))
     if key is not None and key in shared:
         node.attr[GRADIENT_ATTR].s = shared[key].encode()
         return
     name = library.unique_gradient(wished_name)
     try:
-        graph, output_names = _traced(site, function, name)
+        graph, output_names = _traced(target, function, name)
     except UnsupportedError:
         if library.runs_forward(body):
             raise
         # Functions such as tf.recompute_grad have no second derivative. Keep the gradient's name: a call that computes
         # this derivative then fails on the server with FOREIGN_GRADIENT.
         return
-    if site.region:
-        node.attr[REGION_ATTR].s = (name if site.region == _LOADED_NAME else site.region).encode()
-        node.attr[OUTPUTS_ATTR].i = site.outputs
-        node.attr[INPUTS_ATTR].i = len(site.xs)
+    if target.region:
+        node.attr[REGION_ATTR].s = (name if target.region == _LOADED_NAME else target.region).encode()
+        node.attr[OUTPUTS_ATTR].i = target.outputs
+        node.attr[INPUTS_ATTR].i = len(target.xs)
     elif key is not None:
         shared[key] = name
     node.attr[GRADIENT_ATTR].s = name.encode()
     library.gradients[name] = name
-    _write(library, site, graph, name, output_names)
+    _write(library, target, graph, name, output_names)
 
 
-def _site(body: Body, node: Node, op: Any, function: Any) -> tuple[Site, str]:
-    """Returns the site and a wished name for its gradient function."""
+def _target(body: Body, node: Node, op: Any, function: Any) -> tuple[GradientNode, str]:
+    """Returns the target and a wished name for its gradient function."""
     if op.type == "IdentityN" and function is not None:
         custom = tf_private.custom_gradient_of(function)
         if custom is not None:
-            return Site(body, node, op, *custom), f"{custom[0]}_gradient"
+            return GradientNode(body, node, op, *custom), f"{custom[0]}_gradient"
         if tf_private.is_loaded_gradient(function):
-            return Site(body, node, op, _LOADED_NAME, _results_of_loaded(op)), _LOADED_NAME
-    return Site(body, node, op, None, len(op.outputs)), _gradient_name(op)
+            return GradientNode(body, node, op, _LOADED_NAME, _results_of_loaded(op)), _LOADED_NAME
+    return GradientNode(body, node, op, None, len(op.outputs)), _gradient_name(op)
 
 
 def _results_of_loaded(op: Any) -> int:
@@ -157,29 +166,29 @@ def _static(op: Any) -> tuple[Any, ...]:
     return (attrs, tuple((tensor.dtype, str(tensor.shape)) for tensor in [*op.inputs, *op.outputs]))
 
 
-def _traced(site: Site, function: Any, name: str) -> tuple[Any, list[str]]:
+def _traced(target: GradientNode, function: Any, name: str) -> tuple[Any, list[str]]:
     """Traces a gradient function.
 
     Returns the function graph, whose inputs are upstream gradients and captured tensors, and the names of its outputs.
     """
     names = []
-    with site.body.graph.as_default():
+    with target.body.graph.as_default():
         graph = tf_private.FuncGraph(name)
     with graph.as_default():
         upstream: list[Any] = []
-        for index, y in enumerate(site.ys):
+        for index, y in enumerate(target.ys):
             if _is_differentiable(y):
                 upstream.append(tf.compat.v1.placeholder(y.dtype, y.shape, name=variable("dy", index)))
             else:
                 upstream.append(None)
         graph.inputs = [tensor for tensor in upstream if tensor is not None]
-        rest = [None] * (len(site.op.outputs) - len(upstream))
+        rest = [None] * (len(target.op.outputs) - len(upstream))
         try:
-            gradients = None if function is None else function(site.op, *upstream, *rest)
+            gradients = None if function is None else function(target.op, *upstream, *rest)
         except Exception as cause:
-            raise UnsupportedError(f"{site}: its gradient function cannot be traced: {cause}") from cause
-        gradients = _as_list(site, gradients)[site.outputs if site.region else 0 :]
-        for index, (x, gradient) in enumerate(zip(site.xs, gradients, strict=True)):
+            raise UnsupportedError(f"{target}: its gradient function cannot be traced: {cause}") from cause
+        gradients = _as_list(target, gradients)[target.outputs if target.region else 0 :]
+        for index, (x, gradient) in enumerate(zip(target.xs, gradients, strict=True)):
             if gradient is not None and _is_differentiable(x):
                 dense = tf.convert_to_tensor(gradient, dtype=x.dtype)
                 graph.outputs.append(tf.identity(dense, name=variable("dx", index)))
@@ -187,15 +196,15 @@ def _traced(site: Site, function: Any, name: str) -> tuple[Any, list[str]]:
     return graph, names
 
 
-def _as_list(site: Site, gradients: Any) -> list[Any]:
-    wanted = len(site.op.inputs)
+def _as_list(target: GradientNode, gradients: Any) -> list[Any]:
+    wanted = len(target.op.inputs)
     if gradients is None:
         return [None] * wanted
     found = list(gradients) if isinstance(gradients, list | tuple) else [gradients]
     if len(found) != wanted:
-        extra = site.outputs if site.region else 0
+        extra = target.outputs if target.region else 0
         raise UnsupportedError(
-            f"{site}: its gradient function gives {len(found) - extra} gradients for {wanted - extra} inputs"
+            f"{target}: its gradient function gives {len(found) - extra} gradients for {wanted - extra} inputs"
         )
     return found
 
@@ -204,7 +213,7 @@ def _is_differentiable(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
-def _write(library: Library, site: Site, graph: Any, name: str, output_names: list[str]) -> None:
+def _write(library: Library, target: GradientNode, graph: Any, name: str, output_names: list[str]) -> None:
     """Adds a gradient function to the library, with arguments that are named like a rule's variables."""
     definition = tf_private.definition_of(graph, f"{name}_{id(graph)}")
     definition.signature.name = name
@@ -227,7 +236,7 @@ def _write(library: Library, site: Site, graph: Any, name: str, output_names: li
             constants.append((taken.make("captured"), outer))
             arguments.append(constants[-1][0])
         else:
-            arguments.append(_variable_of(library, site, outer, further))
+            arguments.append(_variable_of(library, target, outer, further))
     renamed(definition, old_names, arguments)
     _set_outputs(definition, output_names)
     for argument, tensor in zip(definition.signature.input_arg, graph.inputs, strict=True):
@@ -247,7 +256,7 @@ def _write(library: Library, site: Site, graph: Any, name: str, output_names: li
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
         renamed(definition, [constant], [f"{constant}:output:0"], nodes=False)
     body = Body(definition, graph, [_reference(argument, constant_names) for argument in arguments])
-    body.gradient_of = (site.body, site.node)
+    body.gradient_of = (target.body, target.node)
     library.add(body)
 
 
@@ -255,24 +264,24 @@ def _reference(argument: str | None, constants: set[str]) -> str | None:
     return f"{argument}:output:0" if argument in constants else argument
 
 
-def _variable_of(library: Library, site: Site, outer: Any, further: dict[Any, str]) -> str:
+def _variable_of(library: Library, target: GradientNode, outer: Any, further: dict[Any, str]) -> str:
     """Returns the rule variable for a captured tensor; adds an input to the region if there is none."""
-    body = site.body
+    body = target.body
     inside = outer if getattr(outer, "graph", None) is body.graph else body.captured(outer)
     key = tf_private.identity_of(outer if inside is None else inside)
-    for letter, tensors in (("x", site.xs), ("y", site.ys)):
+    for letter, tensors in (("x", target.xs), ("y", target.ys)):
         for index, tensor in enumerate(tensors):
             if tf_private.identity_of(tensor) == key:
                 return variable(letter, index)
     if key in further:
         return further[key]
-    if not site.region:
+    if not target.region:
         raise UnsupportedError(
-            f"{site}: its gradient function uses the tensor {getattr(outer, 'name', outer)!r}, which is neither an "
+            f"{target}: its gradient function uses the tensor {getattr(outer, 'name', outer)!r}, which is neither an "
             "input nor an output of the node; write the function with tf.custom_gradient"
         )
-    index = len(data_inputs(site.node)) - site.outputs
-    library.append_to_region(body, site.node, outer)
+    index = len(data_inputs(target.node)) - target.outputs
+    library.append_to_region(body, target.node, outer)
     further[key] = variable("x", index)
     return further[key]
 

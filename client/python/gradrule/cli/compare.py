@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gradrule.cli import figures, output, overrides
+from gradrule.cli import figures, output, parsing
+from gradrule.cli.call_flags import add_feed_flag, add_rewrite_flag, add_tensor_flags, feeds, load_graph
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.failures import USAGE, CommandError
-from gradrule.cli.words import add_ends, add_feeds, add_rewrites, feeds, load_graph
+from gradrule.cli.output import USAGE, CommandError
 
 if TYPE_CHECKING:
     from gradrule import Comparison, Override, Preset
@@ -25,12 +25,12 @@ def add(commands: Any) -> None:
         "differences, and shows the norm of the upstream gradient of each tensor on the path from ys to xs.",
     )
     parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
-    group = add_ends(parser)
-    add_feeds(group)
+    group = add_tensor_flags(parser)
+    add_feed_flag(group)
     group.add_argument(
         "--map",
         metavar="NAME=OVERRIDE,…",
-        type=overrides.override_map,
+        type=parsing.override_map,
         action="append",
         default=[],
         help="an override map: 'guided=Relu=guided_relu', 'both=Sign=ste_sign:clip=2,preset:epsilon_plus', with the "
@@ -39,12 +39,12 @@ def add(commands: Any) -> None:
     group.add_argument(
         "--preset",
         metavar="NAME=PRESET",
-        type=overrides.preset_map,
+        type=parsing.preset_map,
         action="append",
         default=[],
         help="an override map that is a preset: lrp=epsilon_plus:eps=1e-4; may be repeated",
     )
-    add_rewrites(group)
+    add_rewrite_flag(group)
     group.add_argument(
         "--no-finite-differences", action="store_true", help="skip the finite differences, which take many evaluations"
     )

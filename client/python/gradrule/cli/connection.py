@@ -98,11 +98,11 @@ def connect(options: argparse.Namespace) -> Client:
 
 def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
     """Returns the gRPC credentials that the flags give; None for an unencrypted connection."""
-    from gradrule._rpc import security
+    from gradrule._rpc import channels
 
     if not (options.tls or options.tls_ca or options.client_cert or options.client_key):
         return None
-    return security.tls(options.tls_ca, certificate=options.client_cert, key=options.client_key)
+    return channels.tls(options.tls_ca, certificate=options.client_cert, key=options.client_key)
 
 
 def seconds(text: str) -> float:

@@ -11,9 +11,18 @@ import numpy as np
 
 from gradrule._results.call_results import Result, Sparse
 from gradrule.cli import output
+from gradrule.cli.call_flags import (
+    PROGRAM_PREFIX,
+    add_program_flags,
+    add_value_flags,
+    call_params,
+    feeds,
+    load_graph,
+    program_arguments,
+    refuse_program_flags,
+)
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.failures import USAGE, CommandError
-from gradrule.cli.words import PROGRAM_PREFIX, add_call, add_words, call_params, feeds, load_graph, refuse_words, words
+from gradrule.cli.output import USAGE, CommandError
 from gradrule.common import tensor_codec
 
 
@@ -25,8 +34,8 @@ def add(commands: Any) -> None:
         description="Sends a graph, overrides and feeds, and shows outputs, gradients, and which node got which rule.",
     )
     parser.add_argument("graph", metavar="GRAPH", help=f"file .pb, .pbtxt or .json, or {PROGRAM_PREFIX}ID")
-    add_words(parser)
-    add_call(parser)
+    add_program_flags(parser)
+    add_value_flags(parser)
     parser.add_argument(
         "--out",
         metavar="FILE.npz",
@@ -54,8 +63,10 @@ def _evaluate(options: argparse.Namespace) -> Result:
     if not options.graph.startswith(PROGRAM_PREFIX):
         graph = load_graph(options.graph)
         with connect(options) as client:
-            return client.evaluate(graph, feeds=feeds(options), params=call_params(options), **words(options))
-    refuse_words(options)
+            return client.evaluate(
+                graph, feeds=feeds(options), params=call_params(options), **program_arguments(options)
+            )
+    refuse_program_flags(options)
     with connect(options) as client:
         program = client.program(options.graph)
         grad_ys = dict(options.grad_y) or None

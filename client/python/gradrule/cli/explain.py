@@ -7,11 +7,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradrule._results.explanations import Explanation
+from gradrule._results.call_results import Explanation
 from gradrule.cli import output
+from gradrule.cli.call_flags import (
+    add_program_flags,
+    add_value_flags,
+    call_params,
+    feeds,
+    load_graph,
+    program_arguments,
+)
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.failures import FAILED
-from gradrule.cli.words import add_call, add_words, call_params, feeds, load_graph, words
+from gradrule.cli.output import FAILED
 
 
 def add(commands: Any) -> None:
@@ -22,8 +29,8 @@ def add(commands: Any) -> None:
         description="Checks a graph with its overrides and lists all errors. The exit code is 1 if there are any.",
     )
     parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
-    add_words(parser)
-    add_call(parser)
+    add_program_flags(parser)
+    add_value_flags(parser)
     group = parser.add_argument_group("pictures")
     for suffix, text in _PICTURES.items():
         group.add_argument(f"--{suffix}", metavar=f"FILE.{suffix}", type=Path, help=text)
@@ -43,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """
     graph = load_graph(options.graph)
     with connect(options) as client:
-        found = client.explain(graph, feeds=feeds(options), params=call_params(options), **words(options))
+        found = client.explain(graph, feeds=feeds(options), params=call_params(options), **program_arguments(options))
     pictures = [(options.svg, found.svg), (options.html, found.html)]
     wrote = [_write(path, draw()) for path, draw in pictures if path is not None]
     if options.json:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule.cli.failures import missing_extra
+from gradrule.cli.output import missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

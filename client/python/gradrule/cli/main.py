@@ -9,12 +9,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from gradrule import __version__
-from gradrule.cli import compare, evaluate, explain, health, programs, serve, status
+from gradrule.cli import compare, evaluate, explain, programs, serve, status
 from gradrule.cli.demo import command as demo
-from gradrule.cli.failures import FAILED, INTERRUPTED, CommandError, describe, report
-from gradrule.cli.rules import command as rules
+from gradrule.cli.output import FAILED, INTERRUPTED, CommandError, describe, report
+from gradrule.cli.rules import checking, drawing, registry
 from gradrule.errors import GradruleError
 
 
@@ -49,9 +50,21 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, what in serve.COMMANDS.items():
         commands.add_parser(name, help=what, add_help=False)
-    for group in (health, status, rules, programs, evaluate, explain, compare, demo):
-        group.add(commands)
+    status.add_health(commands)
+    status.add_status(commands)
+    _add_rules(commands)
+    for command in (programs, evaluate, explain, compare, demo):
+        command.add(commands)
     return parser
+
+
+def _add_rules(commands: Any) -> None:
+    """Adds the commands `rules …`."""
+    verbs = commands.add_parser(
+        "rules", help="list, show, create, delete, try, draw and check rules; list presets"
+    ).add_subparsers(dest="verb", metavar="VERB", required=True)
+    for group in (registry, drawing, checking):
+        group.add(verbs)
 
 
 def _with_intervals(arguments: Sequence[str]) -> list[str]:

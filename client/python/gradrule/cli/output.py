@@ -1,4 +1,4 @@
-"""Prints the results of commands as tables or JSON."""
+"""Prints the results and the failures of commands: tables, JSON, and one message on stderr with an exit code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,12 +15,49 @@ import numpy as np
 from gradrule._results.call_results import Resolution, Sparse
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
+from gradrule.errors import GradruleError, UnknownRuleError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
 _PIPE_WIDTH = 200
 _SHOWN_VALUES = 24
+RESOLUTION_COLUMNS = ("node", "op type", "rule", "label", "status")
+ARRAY_COLUMNS = ("name", "type", "shape", "norm", "values")
+
+
+class CommandError(Exception):
+    """Ends a command. The message gives the cause and the remedy; `code` is the exit code."""
+
+    def __init__(self, message: str, code: int = FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def missing_extra(what: str, extra: str) -> CommandError:
+    """Returns the error for a missing optional dependency; `what` describes it."""
+    return CommandError(f"{what}; install it with: pip install 'gradrule[{extra}]'")
+
+
+def report(command: str, message: str) -> None:
+    """Writes the message to stderr."""
+    print(f"{command}: {message}", file=sys.stderr)
+
+
+def describe(failure: GradruleError) -> str:
+    """Formats an error: reason, message, all findings with their fields, and the time of a retry."""
+    lines = [str(failure)]
+    fields = [f"{detail.field}" for detail in failure.details if detail.field]
+    if fields:
+        lines.append(f"  at: {', '.join(dict.fromkeys(fields))}")
+    if isinstance(failure, UnknownRuleError) and any(field.endswith(".rule") for field in fields):
+        lines.append("  to use a formula instead of a rule's name, write expr:FORMULA")
+    if failure.retry_delay is not None:
+        lines.append(f"  retry after {failure.retry_delay:g} s")
+    return "\n".join(lines)
 
 
 class Screen(Protocol):
@@ -118,10 +156,6 @@ def print_json(value: object) -> None:
 def resolution_rows(overrides: Iterable[Resolution]) -> list[list[str]]:
     """Returns rows of `RESOLUTION_COLUMNS`."""
     return [[item.node, item.op_type, item.rule, item.label, item.status.replace("_", " ")] for item in overrides]
-
-
-RESOLUTION_COLUMNS = ("node", "op type", "rule", "label", "status")
-ARRAY_COLUMNS = ("name", "type", "shape", "norm", "values")
 
 
 def array_row(name: str, value: tensor_codec.Array | Sparse | None, kind: str = "dense") -> list[str]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gradrule._builder.tensor_specs import TensorSpec
+from gradrule._builder.specs import TensorSpec
 from gradrule.cli import output
+from gradrule.cli.call_flags import add_program_flags, load_graph, program_arguments
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.words import add_words, load_graph, words
 
 if TYPE_CHECKING:
     from gradrule import Program
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     parser = group.add_parser("compile", help="check and compile a graph, and store the program")
     parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
     parser.add_argument("--name", help="name of the program [default: made from the content]")
-    add_words(parser)
+    add_program_flags(parser)
     finish(parser, run_compile)
 
     parser = group.add_parser("list", help="list programs by name")
@@ -45,7 +45,7 @@ def run_compile(options: argparse.Namespace) -> int:
     """Compiles and prints the program."""
     graph = load_graph(options.graph)
     with connect(options) as client:
-        _show(client.compile(graph, name=options.name, **words(options)), options.json)
+        _show(client.compile(graph, name=options.name, **program_arguments(options)), options.json)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Implements `gradrule status`: shows engines, queue, caches and tenants of a server in tables."""
+"""Implements `gradrule status` and `gradrule health`: show the state of a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gradrule.cli import output
-from gradrule.cli.connection import connect, finish, seconds
+from gradrule.cli.connection import (
+    DEFAULT_TARGET,
+    TARGET_VARIABLE,
+    add_tls,
+    connect,
+    credentials,
+    default_target,
+    finish,
+    seconds,
+)
+from gradrule.cli.output import FAILED, CommandError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,6 +27,10 @@ if TYPE_CHECKING:
     from gradrule._results.status_report import EngineStatus, ServerStatus, TenantStatus, Usage
 
 _INTERVAL_S = 1.0
+_HEALTH_TIMEOUT_S = 5.0
+# Values of `grpc.health.v1.HealthCheckResponse.ServingStatus`.
+_SERVING = 1
+_STATUS_NAMES = {0: "UNKNOWN", _SERVING: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MOST_TENANTS = 20
 
@@ -30,7 +44,7 @@ TENANT_COLUMNS = ("tenant", "requests", "programs", "rules", "sessions", "handle
 QUARANTINE_COLUMNS = ("quarantined program", "for", "why")
 
 
-def add(commands: Any) -> None:
+def add_status(commands: Any) -> None:
     """Adds the command `status` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "status",
@@ -44,10 +58,10 @@ def add(commands: Any) -> None:
         default=_INTERVAL_S,
         help=f"time between updates of the tables [default: {_INTERVAL_S:g}]",
     )
-    finish(parser, run)
+    finish(parser, run_status)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_status(options: argparse.Namespace) -> int:
     """Shows the status once, or until Ctrl-C on a terminal; returns the exit code."""
     with connect(options) as client:
         if options.json:
@@ -160,3 +174,45 @@ def duration_text(span_s: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def add_health(commands: Any) -> None:
+    """Adds the command `health` to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "health", help="check whether a server is ready (exit code 0) or not (1)"
+    )
+    parser.add_argument(
+        "target",
+        metavar="HOST:PORT",
+        nargs="?",
+        default=default_target(),
+        help=f"address of the server [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=seconds,
+        default=_HEALTH_TIMEOUT_S,
+        help=f"deadline [default: {_HEALTH_TIMEOUT_S:g}]",
+    )
+    add_tls(parser.add_argument_group("server"))
+    parser.set_defaults(run=run_health)
+
+
+def run_health(options: argparse.Namespace) -> int:
+    """Prints the status of `gradrule.v1.GradientService` from `grpc.health.v1`; needs only grpc."""
+    import grpc
+
+    from gradrule._rpc import channels
+
+    address, secured = channels.address(options.target), credentials(options)
+    with grpc.insecure_channel(address) if secured is None else grpc.secure_channel(address, secured) as channel:
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(channels.HEALTH_METHOD)
+        try:
+            answer = check(channels.HEALTH_REQUEST, timeout=options.timeout)
+        except grpc.RpcError as cause:
+            raise CommandError(f"{options.target}: {cause.code().name}: {cause.details()}") from None
+    # The answer is one enum in field 1; proto3 omits a zero.
+    number = answer[1] if len(answer) > 1 else 0
+    print(_STATUS_NAMES.get(number, str(number)))
+    return 0 if number == _SERVING else FAILED

@@ -18,14 +18,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradrule._builder.layer_calls import LayerCall
+    from gradrule._builder.specs import LayerCall
     from gradrule.keras._remote import RemoteLayer
     from gradrule.keras._selection import layers, overrides
 
 __all__ = ["LayerCall", "RemoteLayer", "layers", "overrides"]
 
 _HOMES = {
-    "LayerCall": "gradrule._builder.layer_calls",
+    "LayerCall": "gradrule._builder.specs",
     "RemoteLayer": "gradrule.keras._remote",
     "layers": "gradrule.keras._selection",
     "overrides": "gradrule.keras._selection",

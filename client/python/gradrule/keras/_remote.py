@@ -13,8 +13,7 @@ from gradrule._messages.request_messages import CallParams
 from gradrule._messages.rpc_calls import NoGradient
 from gradrule._rpc.sync_client.client import Client, connect
 from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
-from gradrule.keras._part import traced
-from gradrule.keras._programs import RemoteOptions, RemotePart
+from gradrule.keras._part import RemoteOptions, RemotePart, traced
 from gradrule.keras._selection import Keyed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradrule._messages.program_encoding import ProgramEncoder
+from gradrule._messages.program_calls import ProgramEncoder
 from gradrule._results.answers import AnswerReader
 from gradrule._rpc.call_routes import Routes
 from gradrule.common import fast_paths

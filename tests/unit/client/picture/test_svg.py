@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 import gradrule as gr
-from gradrule._picture import style
+from gradrule._picture import svg
 from gradrule._picture.view import View
 from gradrule.v1.graph_pb2 import Graph
 from tests.unit.client.picture.made import explained, graph, large, large_explained, nested, node, took, view
@@ -99,7 +99,7 @@ def test_overridden_nodes_have_the_colour_and_the_letter_of_their_rule() -> None
     }
     assert "off_path" in ruled["aside"][0] and "not_differentiable" in ruled["pred"][0]
     for number in range(3):
-        assert f".r{number} rect.mark {{ fill: {style.PALETTE[number][0]}; }}" in sheet
+        assert f".r{number} rect.mark {{ fill: {svg.PALETTE[number][0]}; }}" in sheet
 
 
 def test_the_path_is_drawn_and_its_ends_are_marked() -> None:
@@ -199,14 +199,14 @@ def test_more_rules_than_colours_are_told_apart_by_letters() -> None:
     assert len(marks) == len(set(marks)) == count
 
 
-@pytest.mark.parametrize("theme", [style._LIGHT, style._DARK])
+@pytest.mark.parametrize("theme", [svg._LIGHT, svg._DARK])
 def test_texts_can_be_read_on_every_ground(theme: dict[str, str]) -> None:
-    tinted = [colour for name, colour in style._theme(theme, 7).items() if name.startswith(("strong", "faint"))]
+    tinted = [colour for name, colour in svg._theme(theme, 7).items() if name.startswith(("strong", "faint"))]
     for ground in (theme["card"], theme["scope"], theme["ground"], *tinted):
         assert contrast(theme["ink"], ground) >= 4.5
     for ground in (theme["card"], theme["scope"]):
         assert contrast(theme["soft"], ground) >= 4.5
-    for colour, ink in style.PALETTE:
+    for colour, ink in svg.PALETTE:
         assert contrast(f"#{ink[1] * 6}", colour) >= 4.5
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._comparison import compare
-from gradrule._comparison.comparisons import Comparison
+from gradrule._comparison.compare import Comparison
 from gradrule._messages import derivatives, rpc_calls
 from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
 from gradrule._messages.transfer_options import Transfer
-from gradrule._results import call_results, explanations
+from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 
 
@@ -115,7 +115,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
         params: CallParams | None = None,
         dense_gradients: bool = False,
         timeout: float | None = None,
-    ) -> explanations.Explanation:
+    ) -> call_results.Explanation:
         """Tells which node would get which rule, and everything that is wrong, without running the graph.
 
         Args:

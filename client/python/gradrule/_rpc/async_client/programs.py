@@ -15,7 +15,7 @@ from gradrule._messages.x_groups import groups_of
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
-from gradrule._rpc.async_pipeline import AsyncPipeline, ManyFeeds, iterate
+from gradrule._rpc.async_transport import AsyncPipeline, ManyFeeds, iterate
 from gradrule.errors import InvalidParamError
 from gradrule.v1 import program_pb2
 

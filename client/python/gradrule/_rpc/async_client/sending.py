@@ -12,7 +12,7 @@ import grpc.aio
 
 from gradrule._messages import rpc_calls
 from gradrule._messages.error_status import error_of, message_parts, parsed
-from gradrule._rpc import call_routes, deadlines, shared_memory
+from gradrule._rpc import call_routes, shared_memory
 from gradrule._rpc.async_streams import AsyncStream
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, run_in_thread, sleep
 from gradrule._rpc.shared_memory import SharedMemory, may_resend
@@ -86,18 +86,18 @@ class AsyncCallSender:
                 raise self._closed() from cause
             else:
                 # The server may answer slowly; other calls continue meanwhile.
-                await run_in_thread(memory.open, call, size, offer, deadlines.left(ends_at))
+                await run_in_thread(memory.open, call, size, offer, call_routes.left(ends_at))
         shared = memory.place(call, parts)
         if shared is not None:
             try:
-                answer = await self._send_unary(shared.call, shared.parts, deadlines.left(ends_at))
+                answer = await self._send_unary(shared.call, shared.parts, call_routes.left(ends_at))
                 memory.end(shared)
                 return answer
             except BaseException as failure:
                 memory.end(shared, failure)
                 if not may_resend(failure):
                     raise
-        return await self._send_evaluate(call, parts, size, deadlines.left(ends_at))
+        return await self._send_evaluate(call, parts, size, call_routes.left(ends_at))
 
     async def _send_evaluate(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
@@ -116,11 +116,11 @@ class AsyncCallSender:
                 self._routes.note_answered()
                 return answer
         try:
-            return await self._send_unary(call, parts, deadlines.left(ends_at))
+            return await self._send_unary(call, parts, call_routes.left(ends_at))
         except MessageTooLargeError:
             if size <= CHUNK_BYTES:
                 raise
-        answer = await self._send_in_chunks(call, parts, size, deadlines.left(ends_at))
+        answer = await self._send_in_chunks(call, parts, size, call_routes.left(ends_at))
         self._routes.note_too_long(size)
         return answer
 
@@ -129,7 +129,7 @@ class AsyncCallSender:
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
             try:
-                return await self._stream.run(call, parts, size, deadlines.left(ends_at))
+                return await self._stream.run(call, parts, size, call_routes.left(ends_at))
             except (StreamLostError, UnavailableError) as failure:
                 cause = failure.cause if isinstance(failure, StreamLostError) else failure
                 if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == call_routes.TRIES:

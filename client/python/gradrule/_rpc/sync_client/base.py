@@ -12,11 +12,11 @@ import grpc
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
-from gradrule._messages import blob_uploads, rpc_calls
+from gradrule._messages import rpc_calls
 from gradrule._messages.error_status import error_of, waiting_error
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results.status_report import ServerStatus, server_status
-from gradrule._rpc import channels, deadlines
+from gradrule._rpc import call_routes, channels
 from gradrule._rpc.call_routes import Routes
 from gradrule._rpc.shared_memory import SharedMemory
 from gradrule._rpc.sync_client.sending import CallSender
@@ -63,7 +63,7 @@ class ClientBase:
         Returns:
             Those of `names` whose bytes the server does not have.
         """
-        return self._run(blob_uploads.find_missing(names), timeout)
+        return self._run(rpc_calls.find_missing(names), timeout)
 
     def upload(self, value: Any, *, timeout: float | None = None) -> str:
         """Sends a graph or a tensor unless the server has it.
@@ -82,7 +82,7 @@ class ClientBase:
             QuotaExceededError: The tenant's blobs take too many bytes.
         """
         wanted = rpc_calls.upload(value)
-        self._follow(blob_uploads.uploads({wanted.sha256: wanted.data}), timeout)
+        self._follow(rpc_calls.upload_steps({wanted.sha256: wanted.data}), timeout)
         return wanted.sha256
 
     def server_status(self, *, timeout: float | None = None) -> ServerStatus:
@@ -112,7 +112,7 @@ class ClientBase:
             UnavailableError: The server was not reached in time.
             EngineUnavailableError: The server was reached, but no engine was ready in time.
         """
-        ends_at = time.monotonic() + deadlines.of_call(timeout, self._timeout)
+        ends_at = time.monotonic() + call_routes.of_call(timeout, self._timeout)
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(channels.HEALTH_METHOD)
         while True:
             left = ends_at - time.monotonic()
@@ -165,8 +165,8 @@ class ClientBase:
     def _run(self, call: rpc_calls.Call[R], timeout: float | None) -> R:
         """Sends a call, and what the server turns out to lack for it. Raises what the call failed with."""
         if call.blobs:
-            return self._follow(blob_uploads.steps(call), timeout)
-        return self._sender.send(call, deadlines.of_call(timeout, self._timeout))
+            return self._follow(rpc_calls.call_steps(call), timeout)
+        return self._sender.send(call, call_routes.of_call(timeout, self._timeout))
 
     def _follow(self, steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R], timeout: float | None) -> R:
         """Runs the steps that a generator yields, sends it their outcomes, and returns its result."""
@@ -186,7 +186,7 @@ class ClientBase:
     def _step(self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None) -> Any:
         if not isinstance(step, blob_values.Upload):
             return self._run(step, timeout)
-        deadline = step.deadline(deadlines.of_call(timeout, self._timeout))
+        deadline = step.deadline(call_routes.of_call(timeout, self._timeout))
         try:
             send: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(blob_values.UPLOAD_METHOD)
             return send(step.pieces(), timeout=deadline, metadata=self._metadata)
@@ -196,10 +196,10 @@ class ClientBase:
             raise self._closed() from cause
 
     def _send_blobs(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
-        self._follow(blob_uploads.uploads(blobs), timeout)
+        self._follow(rpc_calls.upload_steps(blobs), timeout)
 
     def _deadline(self, timeout: float | None) -> float:
-        return deadlines.of_call(timeout, self._timeout)
+        return call_routes.of_call(timeout, self._timeout)
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")

@@ -14,7 +14,7 @@ from gradrule._builder.overrides import Overrides
 from gradrule._messages.rpc_calls import NoGradient
 from gradrule._messages.session_calls import SessionOptions
 from gradrule._messages.transfer_options import PLAIN, Transfer
-from gradrule._rpc import channels, deadlines, security
+from gradrule._rpc import call_routes, channels
 from gradrule._rpc.local_server import LocalServer
 from gradrule._rpc.sync_client.evaluation import EvaluationMethods
 from gradrule._rpc.sync_client.programs import ProgramMethods
@@ -51,8 +51,8 @@ def connect(
     Raises:
         InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
     """
-    timeout = deadlines.seconds(timeout)
-    security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
+    timeout = call_routes.seconds(timeout)
+    channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
         channel = grpc.insecure_channel(address, options=channels.OPTIONS, compression=compression)

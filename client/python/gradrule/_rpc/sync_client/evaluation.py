@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._comparison import compare
-from gradrule._comparison.comparisons import Comparison
+from gradrule._comparison.compare import Comparison
 from gradrule._messages import derivatives, rpc_calls
 from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
 from gradrule._messages.transfer_options import Transfer
-from gradrule._results import call_results, explanations
+from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
 
 
@@ -116,7 +116,7 @@ class EvaluationMethods(ClientBase):
         params: CallParams | None = None,
         dense_gradients: bool = False,
         timeout: float | None = None,
-    ) -> explanations.Explanation:
+    ) -> call_results.Explanation:
         """Tells which node would get which rule, and everything that is wrong, without running the graph.
 
         Args:

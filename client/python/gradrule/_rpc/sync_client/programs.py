@@ -16,7 +16,7 @@ from gradrule._messages.x_groups import groups_of
 from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
-from gradrule._rpc.sync_pipeline import ManyFeeds, Pipeline, iterate
+from gradrule._rpc.sync_transport import ManyFeeds, Pipeline, iterate
 from gradrule.errors import InvalidParamError
 from gradrule.v1 import program_pb2
 

@@ -12,7 +12,7 @@ import grpc
 
 from gradrule._messages import rpc_calls
 from gradrule._messages.error_status import error_of, message_parts, parsed
-from gradrule._rpc import call_routes, deadlines, shared_memory
+from gradrule._rpc import call_routes, shared_memory
 from gradrule._rpc.shared_memory import SharedMemory, may_resend
 from gradrule._rpc.stream_messages import CHUNK_BYTES, StreamLostError
 from gradrule._rpc.sync_streams import Stream
@@ -84,18 +84,18 @@ class CallSender:
                 raise self._closed() from cause
             else:
                 # The server may answer slowly; other calls continue meanwhile.
-                run_in_thread(memory.open, call, size, offer, deadlines.left(ends_at))
+                run_in_thread(memory.open, call, size, offer, call_routes.left(ends_at))
         shared = memory.place(call, parts)
         if shared is not None:
             try:
-                answer = self._send_unary(shared.call, shared.parts, deadlines.left(ends_at))
+                answer = self._send_unary(shared.call, shared.parts, call_routes.left(ends_at))
                 memory.end(shared)
                 return answer
             except BaseException as failure:
                 memory.end(shared, failure)
                 if not may_resend(failure):
                     raise
-        return self._send_evaluate(call, parts, size, deadlines.left(ends_at))
+        return self._send_evaluate(call, parts, size, call_routes.left(ends_at))
 
     def _send_evaluate(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
@@ -114,11 +114,11 @@ class CallSender:
                 self._routes.note_answered()
                 return answer
         try:
-            return self._send_unary(call, parts, deadlines.left(ends_at))
+            return self._send_unary(call, parts, call_routes.left(ends_at))
         except MessageTooLargeError:
             if size <= CHUNK_BYTES:
                 raise
-        answer = self._send_in_chunks(call, parts, size, deadlines.left(ends_at))
+        answer = self._send_in_chunks(call, parts, size, call_routes.left(ends_at))
         self._routes.note_too_long(size)
         return answer
 
@@ -127,7 +127,7 @@ class CallSender:
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
             try:
-                return self._stream.run(call, parts, size, deadlines.left(ends_at))
+                return self._stream.run(call, parts, size, call_routes.left(ends_at))
             except (StreamLostError, UnavailableError) as failure:
                 cause = failure.cause if isinstance(failure, StreamLostError) else failure
                 if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == call_routes.TRIES:

@@ -1,23 +1,55 @@
-"""`gradrule demo`: starts a server, trains two networks, and writes two pictures and a line of JSON."""
+"""Implements `gradrule demo`: starts a server, trains networks, writes two pictures and a line of JSON."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradrule.cli import output
-from gradrule.cli.failures import missing_extra
+from gradrule.cli.output import Screen, missing_extra
 
 if TYPE_CHECKING:
     from gradrule import Client
     from gradrule.cli.demo.data import Digits
     from gradrule.cli.demo.training import Recipe, Run
 
+_LINES = 5
+
+Report = Callable[[int, float, float], None]
 RULE = {"Sign": "ste_sign"}
 _EPOCHS = 20
 _RELU_EPOCHS = 4
+
+
+@contextlib.contextmanager
+def _shown(screen: Screen, title: str, total: int) -> Iterator[Report]:
+    """Yields the function to call after each step, with the number of steps, the loss and the latest test accuracy."""
+    if not screen.is_terminal:
+
+        def line(done: int, loss: float, accuracy: float) -> None:
+            if done == total or done % max(total // _LINES, 1) == 0:
+                screen.print(f"{title}: step {done}/{total}, loss {loss:.3f}, test accuracy {accuracy:.3f}")
+
+        yield line
+        return
+    # Bars need rich.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    assert isinstance(screen, Console)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    detail = TextColumn("loss {task.fields[loss]:.3f}  test accuracy {task.fields[accuracy]:.3f}")
+    with Progress(*columns, detail, console=screen) as bars:
+        task = bars.add_task(title, total=total, loss=float("nan"), accuracy=float("nan"))
+
+        def bar(done: int, loss: float, accuracy: float) -> None:
+            bars.update(task, completed=done, loss=loss, accuracy=accuracy)
+
+        yield bar
 
 
 def add(commands: Any) -> None:
@@ -70,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _story(screen: output.Screen, client: Client, digits: Digits, options: argparse.Namespace) -> dict[str, object]:
-    from gradrule.cli.demo import pictures, saliency
+    from gradrule.cli.demo import pictures
     from gradrule.cli.demo.networks import binary_network, relu_network
     from gradrule.cli.demo.training import Recipe
 
@@ -85,9 +117,9 @@ def _story(screen: output.Screen, client: Client, digits: Digits, options: argpa
 
     curves = options.out / "learning_curves.png"
     pictures.learning_curves({"TensorFlow's gradient of Sign": default, "rule ste_sign": rule}, curves)
-    chosen = saliency.one_of_each(digits)
+    chosen = pictures.one_of_each(digits)
     x, labels = digits.test_x[chosen], digits.test_labels[chosen]
-    plain, guided = saliency.gradients(client, relu, explained.weights, x, labels)
+    plain, guided = pictures.gradients(client, relu, explained.weights, x, labels)
     seen = options.out / "saliency.png"
     pictures.saliency({"digit": x, "gradient": plain, "guided": guided}, labels, seen)
 
@@ -122,10 +154,9 @@ def _train(
     overrides: dict[str, str] | None,
     seed: int,
 ) -> Run:
-    from gradrule.cli.demo import progress
     from gradrule.cli.demo.training import train
 
-    with progress.shown(screen, title, recipe.steps(digits)) as report:
+    with _shown(screen, title, recipe.steps(digits)) as report:
         return train(client, network, digits, recipe, overrides=overrides, seed=seed, progress=report)
 
 

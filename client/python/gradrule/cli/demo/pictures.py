@@ -1,19 +1,40 @@
-"""Draws the demo's two PNGs, without pyplot, which needs global state."""
+"""Computes and draws the demo's two PNG files: learning curves and saliency maps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from gradrule.cli.demo.data import SIDE
+from gradrule.cli.demo.data import CLASSES, SIDE, Digits
+from gradrule.cli.demo.networks import Network
 from gradrule.cli.demo.training import Run
 from gradrule.common.tensor_codec import Array
 
+if TYPE_CHECKING:
+    from gradrule import Client
+
+GUIDED = {"Relu": "guided_relu"}
 _DPI = 120
 _SMOOTH = 15
+
+
+def one_of_each(digits: Digits) -> Array:
+    """Returns the index of the first test digit of each class."""
+    return np.array([np.flatnonzero(digits.test_labels == label)[0] for label in range(CLASSES)])
+
+
+def gradients(client: Client, network: Network, weights: dict[str, Array], x: Array, labels: Array) -> list[Array]:
+    """Returns gradients of the labels' logits with respect to x, shape (n, 64): TensorFlow's, then guided."""
+    found = []
+    feeds: dict[Any, Any] = {"x": x, "labels": labels, **weights}
+    for overrides in (None, GUIDED):
+        program = client.compile(network.graph, ys=["score"], xs=["x"], overrides=overrides)
+        found.append(np.asarray(program.evaluate(feeds).gradients["x"]))
+    return found
 
 
 def learning_curves(runs: Mapping[str, Run], path: Path) -> None:

@@ -1,16 +1,15 @@
-"""Trains through the server: compiles the program once, and sends a batch and the weights at each step."""
+"""Trains through the server, which computes the gradients; the optimizer runs here."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule.cli.demo.adam import Adam
 from gradrule.cli.demo.data import Digits
 from gradrule.cli.demo.networks import Network
 from gradrule.common.tensor_codec import Array
@@ -18,9 +17,37 @@ from gradrule.common.tensor_codec import Array
 if TYPE_CHECKING:
     from gradrule import Client
 
+_BETA1 = 0.9
+_BETA2 = 0.999
+_EPSILON = 1e-8
 _BATCH = 64
 # Called after each step with the number of steps done, the loss and the latest test accuracy.
 Progress = Callable[[int, float, float], None]
+
+
+class Adam:
+    """Holds and updates weights. limit: weights stay within ±limit, as latent binary weights do."""
+
+    def __init__(self, weights: Mapping[str, Array], limit: float | None = None) -> None:
+        self.weights = {name: value.copy() for name, value in weights.items()}
+        self._limit = limit
+        self._mean = {name: np.zeros_like(value) for name, value in weights.items()}
+        self._square = {name: np.zeros_like(value) for name, value in weights.items()}
+        self._steps = 0
+
+    def step(self, gradients: Mapping[str, Array], learning_rate: float) -> None:
+        """Updates every weight with its gradient, which has the same shape."""
+        self._steps += 1
+        correct_mean = 1 - _BETA1**self._steps
+        correct_square = 1 - _BETA2**self._steps
+        for name, weight in self.weights.items():
+            gradient = gradients[name]
+            mean, square = self._mean[name], self._square[name]
+            mean += (1 - _BETA1) * (gradient - mean)
+            square += (1 - _BETA2) * (gradient * gradient - square)
+            weight -= learning_rate * (mean / correct_mean) / (np.sqrt(square / correct_square) + _EPSILON)
+            if self._limit is not None:
+                np.clip(weight, -self._limit, self._limit, out=weight)
 
 
 @dataclass(frozen=True)

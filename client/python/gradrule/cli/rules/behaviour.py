@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from gradrule._results.rule_infos import RuleInfo
-from gradrule.cli.rules.subject import Subject
+from gradrule.cli.rules.setups import RuleRunner
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError
 
@@ -55,7 +55,7 @@ class SampleBehaviour:
     holds: bool
 
 
-def types(subject: Subject, low: float, high: float) -> list[TypeBehaviour]:
+def types(runner: RuleRunner, low: float, high: float) -> list[TypeBehaviour]:
     """Runs the rule in four floating types on values that the narrowest type represents exactly."""
     # Rules often have kinks at round numbers.
     places = low + (high - low) * np.linspace(0.0317, 0.9713, 13)
@@ -64,12 +64,12 @@ def types(subject: Subject, low: float, high: float) -> list[TypeBehaviour]:
         name = np.dtype(dtype).name
         x: Array = places.astype(dtype)
         try:
-            gradient = subject.gradient(x, np.ones_like(x))
+            gradient = runner.gradient(x, np.ones_like(x))
         except GradruleError as refusal:
             found.append(TypeBehaviour(name, _refused(refusal), None, None, True))
             continue
         try:
-            wide = np.asarray(subject.gradient(x.astype(np.float64), np.ones(x.shape)), np.float64)
+            wide = np.asarray(runner.gradient(x.astype(np.float64), np.ones(x.shape)), np.float64)
         except GradruleError:
             wide = None
         narrow = np.asarray(gradient, np.float64)
@@ -83,14 +83,14 @@ def types(subject: Subject, low: float, high: float) -> list[TypeBehaviour]:
     return found
 
 
-def shapes(subject: Subject, low: float, high: float) -> list[ShapeBehaviour]:
+def shapes(runner: RuleRunner, low: float, high: float) -> list[ShapeBehaviour]:
     """Runs the rule on shapes of rank 0 to 3, and on an empty one."""
     rng = np.random.default_rng(_SEED)
     found = []
     for shape in _SHAPES:
         x = rng.uniform(low, high, shape).astype(np.float32)
         try:
-            given = subject.gradient(x, np.ones_like(x)).shape
+            given = runner.gradient(x, np.ones_like(x)).shape
         except GradruleError as refusal:
             found.append(ShapeBehaviour(shape, _refused(refusal), True))
         else:
@@ -98,7 +98,7 @@ def shapes(subject: Subject, low: float, high: float) -> list[ShapeBehaviour]:
     return found
 
 
-def specials(subject: Subject, low: float, high: float) -> list[SpecialValue]:
+def specials(runner: RuleRunner, low: float, high: float) -> list[SpecialValue]:
     """Runs the rule on NaN, infinities, zeros and extreme float32 values, first as x (dy = 1), then as dy."""
     info = np.finfo(np.float32)
     ends = (np.nan, np.inf, -np.inf, 0.0, -0.0, float(info.max), -float(info.max), float(info.tiny))
@@ -106,20 +106,20 @@ def specials(subject: Subject, low: float, high: float) -> list[SpecialValue]:
     pairs = [(value, 1.0) for value in ends] + [(middle, value) for value in (np.nan, np.inf, -np.inf, 0.0)]
     found = []
     for x, dy in pairs:
-        given = subject.gradient(np.array([x], np.float32), np.array([dy], np.float32))
+        given = runner.gradient(np.array([x], np.float32), np.array([dy], np.float32))
         found.append(SpecialValue(x, dy, float(given[0])))
     return found
 
 
-def samples(subject: Subject, low: float, high: float) -> SampleBehaviour | None:
+def samples(runner: RuleRunner, low: float, high: float) -> SampleBehaviour | None:
     """Tests whether an example's gradient ignores the other examples; None if the rule takes no batch."""
-    claimed = subject.rule.per_sample if isinstance(subject.rule, RuleInfo) else None
+    claimed = runner.rule.per_sample if isinstance(runner.rule, RuleInfo) else None
     rng = np.random.default_rng(_SEED)
     x, dy = rng.uniform(low, high, (2, 5)).astype(np.float32), rng.normal(size=(2, 5)).astype(np.float32)
     other_x, other_dy = x.copy(), dy.copy()
     other_x[1], other_dy[1] = x[0] / 2 + low / 3, 4 * dy[1] + 1
     try:
-        one, two = subject.gradient(x, dy), subject.gradient(other_x, other_dy)
+        one, two = runner.gradient(x, dy), runner.gradient(other_x, other_dy)
     except GradruleError:
         return None
     independent = _equal(one[0], two[0])

@@ -10,13 +10,12 @@ from gradrule._builder.rules import Rule
 from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.failures import FAILED, USAGE, CommandError
+from gradrule.cli.output import FAILED, USAGE, CommandError
+from gradrule.cli.parsing import EXPRESSION
 from gradrule.cli.rules import behaviour, inputs, slopes
 from gradrule.cli.rules.drawing import further_inputs, info_of
-from gradrule.cli.rules.sites import NoSiteError, Site, examples_used, params_of, site_of
-from gradrule.cli.rules.subject import Subject
-from gradrule.cli.rules.text import number
-from gradrule.cli.values import EXPRESSION
+from gradrule.cli.rules.rule_text import number_text
+from gradrule.cli.rules.setups import NoSetupError, RuleRunner, Setup, examples_used, params_of, setup_of
 from gradrule.errors import TypeMismatchError
 
 if TYPE_CHECKING:
@@ -91,34 +90,34 @@ def check(
     params: dict[str, Any] | None = None,
     interval: tuple[float, float] | None = None,
 ) -> Report:
-    """Checks one rule. Raises `NoSiteError` if it is not a function of a tensor of numbers."""
+    """Checks one rule. Raises `NoSetupError` if it is not a function of a tensor of numbers."""
     notes: list[str] = []
     is_formula = of is not None and of.startswith(EXPRESSION)
-    site = Site(others=others) if is_formula else site_of(rule, of or op_type, others)
+    setup = Setup(others=others) if is_formula else setup_of(rule, of or op_type, others)
     is_asked = of is not None
     if of is None and isinstance(rule, RuleInfo) and (rule.true_gradient or rule.kind == "op"):
-        of = site.op_type
+        of = setup.op_type
         if of is None:
             notes.append("it is a true gradient of a region; name its formula with --of expr:…")
     made_up = examples_used(rule, params or {})
     if made_up:
-        notes.append(f"made up: {', '.join(f'{name}={number(value)}' for name, value in made_up.items())}")
-    low, high = interval or site.interval
-    subject = Subject(client, rule, site, params_of(rule, params or {}), of)
+        notes.append(f"made up: {', '.join(f'{name}={number_text(value)}' for name, value in made_up.items())}")
+    low, high = interval or setup.interval
+    runner = RuleRunner(client, rule, setup, params_of(rule, params or {}), of)
     claims: list[slopes.InputClaim] = []
     kinks: list[slopes.Kink] = []
     try:
-        if not slopes.is_elementwise(subject, low, high):
+        if not slopes.is_elementwise(runner, low, high):
             raise CommandError(
                 f"the rule{f' or {of}' if of else ''} looks at several elements at once, so there is no comparison "
                 f"number by number; compare it with finite differences in a graph (`gradrule compare`)"
             )
-        if subject.has_forward:
-            kinks = slopes.kinks_of(subject, low, high)
-            claims = slopes.compare(subject, low, high, kinks) if of is not None else []
+        if runner.has_forward:
+            kinks = slopes.kinks_of(runner, low, high)
+            claims = slopes.compare(runner, low, high, kinks) if of is not None else []
     except (CommandError, TypeMismatchError) as reason:
         # Some ops do not support float64.
-        if is_asked or isinstance(reason, NoSiteError):
+        if is_asked or isinstance(reason, NoSetupError):
             raise
         notes.append(str(reason))
     return Report(
@@ -127,10 +126,10 @@ def check(
         interval=(low, high),
         claims=tuple(claims),
         kinks=tuple(kinks),
-        types=tuple(behaviour.types(subject, low, high)),
-        shapes=tuple(behaviour.shapes(subject, low, high)),
-        specials=tuple(behaviour.specials(subject, low, high)),
-        samples=behaviour.samples(subject, low, high),
+        types=tuple(behaviour.types(runner, low, high)),
+        shapes=tuple(behaviour.shapes(runner, low, high)),
+        specials=tuple(behaviour.specials(runner, low, high)),
+        samples=behaviour.samples(runner, low, high),
         notes=tuple(notes),
     )
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from gradrule._builder.rules import Rule
 from gradrule._results.rule_infos import RuleInfo
-from gradrule.cli.rules.sites import NoSiteError, Site, examples_used, params_of, site_of
-from gradrule.cli.rules.text import number
+from gradrule.cli.rules.rule_text import number_text
+from gradrule.cli.rules.setups import NoSetupError, Setup, examples_used, params_of, setup_of
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError, MissingFeedError
 
@@ -57,22 +57,22 @@ def curve(
     dy: float = 1.0,
     over: str | None = None,
 ) -> Curve:
-    """Computes the curve of a rule. Raises `NoSiteError` if it is not a function of one number."""
+    """Computes the curve of a rule. Raises `NoSetupError` if it is not a function of one number."""
     given = dict(params or {})
-    site = site_of(rule, op_type, others)
+    setup = setup_of(rule, op_type, others)
     values = params_of(rule, given)
-    sampler = Sampler(client, rule, site, values)
-    over_dy = site.over_dy if over is None else over == "dy"
-    low, high = interval or site.interval
+    sampler = Sampler(client, rule, setup, values)
+    over_dy = setup.over_dy if over is None else over == "dy"
+    low, high = interval or setup.interval
     x = np.linspace(low, high, POINTS if sampler.is_separate else _FEW_POINTS)
-    notes = _notes(rule, site, given, sampler)
+    notes = _notes(rule, setup, given, sampler)
     title = _title(rule, values)
     if over_dy:
         _, gradient = sampler.at(x, x)
         return Curve(title, "dy", x, (Line("dx", gradient),), notes)
     forward, gradient = sampler.at(x, np.full_like(x, dy))
     _, opposite = sampler.at(x, np.full_like(x, -dy))
-    lines = [] if forward is None else [Line(site.forward, forward, "forward")]
+    lines = [] if forward is None else [Line(setup.forward, forward, "forward")]
     lines.append(Line(f"dx, dy = {dy:g}", gradient))
     if not np.allclose(opposite, -gradient, rtol=1e-4, atol=1e-6, equal_nan=True):
         lines.append(Line(f"dx, dy = {-dy:g}", opposite, "opposite"))
@@ -87,10 +87,10 @@ class Sampler:
     each number is a call.
     """
 
-    def __init__(self, client: Client, rule: RuleInfo | Rule, site: Site, params: Mapping[str, Any]) -> None:
+    def __init__(self, client: Client, rule: RuleInfo | Rule, setup: Setup, params: Mapping[str, Any]) -> None:
         self._client = client
         self._rule = rule.name if isinstance(rule, RuleInfo) else rule
-        self._site = site
+        self._site = setup
         self._params = dict(params)
         self.is_separate = isinstance(rule, RuleInfo) and rule.per_sample is True
 
@@ -105,23 +105,23 @@ class Sampler:
         return (np.concatenate(forwards) if forwards else None), gradient
 
     def _call(self, x: Array, dy: Array) -> tuple[Array | None, Array]:
-        site = self._site
-        values: dict[str, Any] = {name: np.asarray(value, x.dtype) for name, value in site.inputs.items()}
-        step = (x > 0).astype(x.dtype) if site.is_step else None
+        setup = self._site
+        values: dict[str, Any] = {name: np.asarray(value, x.dtype) for name, value in setup.inputs.items()}
+        step = (x > 0).astype(x.dtype) if setup.is_step else None
         y = step
-        if site.y:
+        if setup.y:
             import gradrule as gr
 
-            y = self._client.sample_rule(gr.Rule(f"{site.y} + 0 * x"), x=x).gradients["dx"]
+            y = self._client.sample_rule(gr.Rule(f"{setup.y} + 0 * x"), x=x).gradients["dx"]
         try:
             sampled = self._client.sample_rule(
-                self._rule, x=x, y=y, dy=dy, params=self._params or None, op_type=site.op_type, **values
+                self._rule, x=x, y=y, dy=dy, params=self._params or None, op_type=setup.op_type, **values
             )
         except MissingFeedError as refusal:
-            raise NoSiteError(f"{refusal.message} (an op with --op-type, further inputs with --feed)") from None
+            raise NoSetupError(f"{refusal.message} (an op with --op-type, further inputs with --feed)") from None
         gradient = sampled.gradients["dx"]
         if gradient is None:
-            raise NoSiteError("the rule gives no gradient to the first input")
+            raise NoSetupError("the rule gives no gradient to the first input")
         forward = sampled.outputs.get("y") if y is None else y
         return (None if forward is None else _first(forward)), _first(gradient)
 
@@ -131,7 +131,7 @@ def why_not(failure: CommandFailure) -> str:
     return failure.message if isinstance(failure, GradruleError) else str(failure)
 
 
-CommandFailure = GradruleError | NoSiteError
+CommandFailure = GradruleError | NoSetupError
 
 
 def _first(rows: Array) -> Array:
@@ -143,18 +143,18 @@ def _title(rule: RuleInfo | Rule, params: Mapping[str, Any]) -> str:
         name, shown = rule.expression or "", dict(params)
     else:
         name, shown = rule.name, {**rule.params, **params}
-    values = ", ".join(f"{name}={number(value)}" for name, value in shown.items())
+    values = ", ".join(f"{name}={number_text(value)}" for name, value in shown.items())
     return f"{name} ({values})" if values else name
 
 
-def _notes(rule: RuleInfo | Rule, site: Site, given: Mapping[str, Any], sampler: Sampler) -> tuple[str, ...]:
+def _notes(rule: RuleInfo | Rule, setup: Setup, given: Mapping[str, Any], sampler: Sampler) -> tuple[str, ...]:
     notes = []
     made_up = examples_used(rule, given)
     if made_up:
-        values = ", ".join(f"{name}={number(value)}" for name, value in made_up.items())
+        values = ", ".join(f"{name}={number_text(value)}" for name, value in made_up.items())
         notes.append(f"{values}: made up, since a value must be given")
-    if site.others and not site.op_type:
-        notes.append(", ".join(f"{name} = {number(value)}" for name, value in site.inputs.items()))
+    if setup.others and not setup.op_type:
+        notes.append(", ".join(f"{name} = {number_text(value)}" for name, value in setup.inputs.items()))
     if not sampler.is_separate:
         notes.append("each number stands in a tensor [x, 0] of its own; dy is 0 for the 0")
     return tuple(notes)

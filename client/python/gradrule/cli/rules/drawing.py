@@ -10,7 +10,7 @@ from gradrule._builder.rules import Rule
 from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import figures, output
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.failures import USAGE, CommandError
+from gradrule.cli.output import USAGE, CommandError
 from gradrule.cli.rules import inputs
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def add(group: Any) -> None:
 
 def run_plot(options: argparse.Namespace) -> int:
     """Draws one rule."""
-    from gradrule.cli.rules import terminal
+    from gradrule.cli.rules import curve_drawing
     from gradrule.cli.rules.curves import curve
 
     others = further_inputs(options)
@@ -73,7 +73,7 @@ def run_plot(options: argparse.Namespace) -> int:
         return 0
     screen = output.console()
     if options.terminal or options.output is None:
-        terminal.draw(screen, drawn)
+        curve_drawing.print_curve(screen, drawn)
     if options.output is not None:
         screen.print(f"wrote {options.output}")
     return 0

@@ -9,9 +9,9 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo
-from gradrule.cli.rules import examples, svg, text
+from gradrule.cli.rules import curve_drawing, rule_text
 from gradrule.cli.rules.curves import Curve, curve
-from gradrule.cli.rules.sites import NoSiteError
+from gradrule.cli.rules.setups import NoSetupError
 from gradrule.errors import GradruleError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _order(family: str) -> tuple[int, str]:
 def _curve_or_reason(client: Client, rule: RuleInfo) -> Curve | str:
     try:
         return curve(client, rule)
-    except NoSiteError as reason:
+    except NoSetupError as reason:
         return str(reason)
     except GradruleError as refusal:
         return refusal.message
@@ -135,17 +135,17 @@ def _card(rule: RuleInfo, drawn: Curve | str) -> str:
     parts = [f'<article id="{escape(rule.name)}"><h3>{escape(rule.name)}{aliases}</h3>']
     parts.append(f"<div>{_markup(rule.description)}</div>")
     if isinstance(drawn, Curve):
-        parts.append(svg.draw(drawn))
+        parts.append(curve_drawing.curve_svg(drawn))
         parts += [f'<p class="note">{escape(note)}</p>' for note in drawn.notes]
     else:
         parts.append(f'<div class="none">no curve: {escape(drawn)}</div>')
-    parts.append(f'<code class="formula">{escape(text.formula(rule))}</code>')
+    parts.append(f'<code class="formula">{escape(rule_text.formula_text(rule))}</code>')
     parts.append(_params(rule.param_infos))
     facts = [("for", ", ".join(rule.op_types) or "any op or region"), ("source", rule.reference)]
     facts.append(("true gradient", "yes" if rule.true_gradient else ""))
     facts.append(("per sample", {True: "yes", False: "no", None: ""}[rule.per_sample]))
     parts += [f'<p class="source">{name}: {escape(value)}</p>' for name, value in facts if value]
-    return "".join([*parts, _example(examples.of_rule(rule)), "</article>\n"])
+    return "".join([*parts, _example(rule_text.rule_example(rule)), "</article>\n"])
 
 
 def _preset_card(preset: PresetInfo) -> str:
@@ -156,7 +156,7 @@ def _preset_card(preset: PresetInfo) -> str:
             f"<pre>{escape(chr(10).join(preset.overrides))}</pre>",
             _params(preset.params),
             f'<p class="source">source: {escape(preset.reference)}</p>',
-            _example(examples.of_preset(preset)),
+            _example(rule_text.preset_example(preset)),
             "</article>\n",
         ]
     )
@@ -165,12 +165,14 @@ def _preset_card(preset: PresetInfo) -> str:
 def _params(infos: Sequence[ParamInfo]) -> str:
     if not infos:
         return ""
-    head = "".join(f"<th>{escape(column)}</th>" for column in text.PARAM_COLUMNS)
-    rows = "".join(f"<tr>{''.join(f'<td>{_markup(cell)}</td>' for cell in row)}</tr>" for row in text.param_rows(infos))
+    head = "".join(f"<th>{escape(column)}</th>" for column in rule_text.PARAM_COLUMNS)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{_markup(cell)}</td>' for cell in row)}</tr>" for row in rule_text.param_rows(infos)
+    )
     return f"<table><tr>{head}</tr>{rows}</table>"
 
 
-def _example(example: examples.Example) -> str:
+def _example(example: rule_text.Example) -> str:
     return f"<pre>{escape(example.python)}</pre><pre>{escape(example.shell)}</pre>"
 
 

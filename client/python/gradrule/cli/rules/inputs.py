@@ -6,17 +6,17 @@ import argparse
 import math
 from typing import Any
 
-from gradrule.cli import values
-from gradrule.cli.failures import USAGE, CommandError
+from gradrule.cli import parsing
+from gradrule.cli.output import USAGE, CommandError
 
 
 def add_rule(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the rule, its params and its op."""
-    parser.add_argument("rule", metavar="NAME", type=values.parse_rule, help="a rule's name, or expr:FORMULA")
+    parser.add_argument("rule", metavar="NAME", type=parsing.parse_rule, help="a rule's name, or expr:FORMULA")
     parser.add_argument(
         "--param",
         metavar="NAME=VALUE",
-        type=values.sample_param,
+        type=parsing.sample_param,
         action="append",
         default=[],
         help="value of one of the rule's params; may be repeated",
@@ -31,7 +31,7 @@ def add_feeds(parser: argparse.ArgumentParser, text: str, *more_flags: str) -> N
         *more_flags,
         dest="feed",
         metavar="VARIABLE=VALUE",
-        type=values.variable,
+        type=parsing.variable,
         action="append",
         default=[],
         help=f"{text}; may be repeated",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradrule.cli.rules.subject import Subject
+from gradrule.cli.rules.setups import RuleRunner
 from gradrule.common.tensor_codec import Array
 
 POINTS = 241
@@ -50,11 +50,11 @@ class InputClaim:
     holds: bool
 
 
-def kinks_of(subject: Subject, low: float, high: float) -> list[Kink]:
+def kinks_of(runner: RuleRunner, low: float, high: float) -> list[Kink]:
     """Finds all kinks and jumps of the forward function within the range, in order."""
 
     def forward(x: Array) -> Array:
-        return np.asarray(subject.forward(x), np.float64)
+        return np.asarray(runner.forward(x), np.float64)
 
     places = _places(forward, np.linspace(low, high, POINTS))
     if not places:
@@ -63,25 +63,25 @@ def kinks_of(subject: Subject, low: float, high: float) -> list[Kink]:
     left = (forward(x - _NARROW) - forward(x - 2 * _NARROW)) / _NARROW
     right = (forward(x + 2 * _NARROW) - forward(x + _NARROW)) / _NARROW
     change = np.abs(forward(x + _NARROW) - forward(x - _NARROW))
-    rule = subject.gradient(x, np.ones_like(x))
+    rule = runner.gradient(x, np.ones_like(x))
     return [
         Kink(place, float(a), float(b), bool(c > _JUMP), float(given))
         for place, a, b, c, given in zip(places, left, right, change, rule, strict=True)
     ]
 
 
-def compare(subject: Subject, low: float, high: float, kinks: list[Kink]) -> list[InputClaim]:
+def compare(runner: RuleRunner, low: float, high: float, kinks: list[Kink]) -> list[InputClaim]:
     """Compares the first input at each point, and each further input summed over all points."""
     x = np.linspace(low, high, POINTS)
     rng = np.random.default_rng(_SEED)
     # Use dy of both signs, so that a rule that is right for only one sign fails.
     dy = rng.uniform(0.5, 1.5, x.shape) * rng.choice([-1.0, 1.0], x.shape)
     step = _STEP * np.maximum(1, np.abs(x))
-    slope, doubt = _slopes(subject.forward, x, step)
+    slope, doubt = _slopes(runner.forward, x, step)
     near = np.zeros(x.shape, bool)
     for kink in kinks:
         near |= np.abs(x - kink.x) < 2 * step
-    given = subject.gradients(x, dy)
+    given = runner.gradients(x, dy)
     first = np.zeros_like(x) if given[0] is None else np.asarray(given[0], np.float64)
     usable = ~near & np.isfinite(slope) & np.isfinite(doubt)
     expected = dy * slope
@@ -98,32 +98,32 @@ def compare(subject: Subject, low: float, high: float, kinks: list[Kink]) -> lis
         )
     ]  # fmt: skip
     quiet = np.where(usable, dy, 0.0)
-    summed = subject.gradients(x, quiet)
-    for index, name in enumerate(subject.site.inputs, start=1):
+    summed = runner.gradients(x, quiet)
+    for index, name in enumerate(runner.setup.inputs, start=1):
         gradient = summed[index] if index < len(summed) else None
         if gradient is not None:
-            claims.append(_further(subject, name, x, quiet, float(np.sum(gradient))))
+            claims.append(_further(runner, name, x, quiet, float(np.sum(gradient))))
     return claims
 
 
-def is_elementwise(subject: Subject, low: float, high: float) -> bool:
+def is_elementwise(runner: RuleRunner, low: float, high: float) -> bool:
     """Tests whether each element of gradient and forward depends only on the input's element at the same index."""
     x = np.linspace(low, high, 8)[1:7]
     other = x.copy()
     other[1::2] = low + 0.37 * (high - low)
-    functions: list[Function] = [lambda at: subject.gradient(at, np.ones_like(at))]
-    if subject.has_forward:
-        functions.append(subject.forward)
+    functions: list[Function] = [lambda at: runner.gradient(at, np.ones_like(at))]
+    if runner.has_forward:
+        functions.append(runner.forward)
     pairs = [(function(x), function(other)) for function in functions]
     return all(np.array_equal(one[::2], two[::2], equal_nan=True) for one, two in pairs)
 
 
-def _further(subject: Subject, name: str, x: Array, dy: Array, given: float) -> InputClaim:
-    value = float(subject.site.inputs[name])
+def _further(runner: RuleRunner, name: str, x: Array, dy: Array, given: float) -> InputClaim:
+    value = float(runner.setup.inputs[name])
     step = _STEP * max(1.0, abs(value))
 
     def weighted(at: Array) -> Array:
-        totals = [np.sum(dy * subject.forward(x, {**subject.site.inputs, name: one})) for one in at]
+        totals = [np.sum(dy * runner.forward(x, {**runner.setup.inputs, name: one})) for one in at]
         return np.array(totals)
 
     slope, doubt = _slopes(weighted, np.array([value]), np.array([step]))

@@ -1,0 +1,150 @@
+"""Draws a curve as an SVG picture for an HTML page, or in the terminal."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradrule.cli.output import Screen, print_styled
+from gradrule.cli.rules.curves import Curve, Line
+
+if TYPE_CHECKING:
+    from gradrule.common.tensor_codec import Array
+
+_WIDTH, _HEIGHT = 300.0, 170.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 8.0, 8.0, 20.0
+_BLANK = 0x2800
+# Bits of the dots of a character, by row and column.
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+STYLES = {"forward": "bright_black", "gradient": "cyan", "opposite": "red"}
+_LABEL_WIDTH = 10
+
+
+def curve_svg(curve: Curve) -> str:
+    """Returns a curve as SVG text. Lines have the CSS classes `forward`, `gradient` and `opposite`."""
+    low, high = span(curve)
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def across(x: float) -> float:
+        return _LEFT + width * (x - float(curve.x[0])) / float(curve.x[-1] - curve.x[0])
+
+    def down(value: float) -> float:
+        return _TOP + height * (high - min(max(value, low), high)) / (high - low)
+
+    parts = [f'<rect class="frame" x="{_LEFT:g}" y="{_TOP:g}" width="{width:g}" height="{height:g}"/>']
+    if low < 0 < high:
+        parts.append(_segment(_LEFT, down(0), _LEFT + width, down(0)))
+    if curve.x[0] < 0 < curve.x[-1]:
+        parts.append(_segment(across(0), _TOP, across(0), _TOP + height))
+    for value in (float(curve.x[0]), 0.0, float(curve.x[-1])):
+        if curve.x[0] <= value <= curve.x[-1]:
+            parts.append(_text(across(value), _HEIGHT - 5, f"{value:g}", "middle"))
+    parts.append(_text(_LEFT + 0.75 * width, _HEIGHT - 5, curve.axis, "middle"))
+    for value in (_nice(low, high, up=False), _nice(low, high, up=True)):
+        parts.append(_text(_LEFT - 4, down(value) + 4, f"{value:.3g}", "end"))
+    for line in curve.lines:
+        for points in _runs(curve.x, line.values):
+            path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in points)
+            parts.append(f'<polyline class="{line.role}" points="{path}"/>')
+    title = escape(", ".join([curve.title, *(line.label for line in curve.lines)]))
+    return f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img"><title>{title}</title>{"".join(parts)}</svg>'
+
+
+def span(curve: Curve) -> tuple[float, float]:
+    """Returns the range of shown values, with a margin and without a few outliers."""
+    values = np.concatenate([line.values[np.isfinite(line.values)] for line in curve.lines])
+    if not values.size:
+        return -1.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    near_low, near_high = (float(value) for value in np.percentile(values, [3, 97], method="nearest"))
+    reach = 3 * max(near_high - near_low, 1e-3)
+    low, high = max(low, near_low - reach), min(high, near_high + reach)
+    margin = 0.06 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+def _nice(low: float, high: float, up: bool) -> float:
+    """Returns a round number near an end of the axis."""
+    inner = (high - low) * 0.05
+    value = high - inner if up else low + inner
+    step = 10.0 ** np.floor(np.log10(high - low)) / 2
+    rounded = float((np.floor if up else np.ceil)(value / step + (1e-6 if up else -1e-6)) * step)
+    return rounded + 0.0 if low <= rounded <= high else value
+
+
+def _segment(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="zero" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _runs(x: Array, values: Array) -> list[list[tuple[float, float]]]:
+    """Splits a line into its finite parts."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for place, value in zip(x.tolist(), values.tolist(), strict=True):
+        if np.isfinite(value):
+            runs[-1].append((place, value))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def print_curve(screen: Screen, curve: Curve, width: int = 72, height: int = 16) -> None:
+    """Prints the curve with its axes and a legend."""
+    columns = min(width, screen.width - _LABEL_WIDTH - 3)
+    cells = np.full((height, columns), _BLANK)
+    styles = np.full((height, columns), "", dtype=object)
+    low, high = _span(curve)
+    for line in curve.lines:
+        _draw_line(cells, styles, curve.x, line, low, high)
+    screen.print(curve.title)
+    for row in range(height):
+        label = _row_label(row, height, low, high).rjust(_LABEL_WIDTH) + " │"
+        dots = ((chr(cell), style) for cell, style in zip(cells[row], styles[row], strict=True))
+        print_styled(screen, [(label, ""), *dots])
+    left, right = f"{curve.x[0]:g}", f"{curve.x[-1]:g}"
+    screen.print(" " * _LABEL_WIDTH + " └" + "─" * columns)
+    inner = columns - len(left) - len(right)
+    screen.print(" " * (_LABEL_WIDTH + 2) + left + curve.axis.center(inner) + right)
+    for line in curve.lines:
+        mark = "╌╌" if line.role == "opposite" else "──"
+        print_styled(screen, [(" " * (_LABEL_WIDTH + 2), ""), (mark, STYLES[line.role]), (f" {line.label}", "")])
+    for note in curve.notes:
+        screen.print(" " * (_LABEL_WIDTH + 2) + note)
+
+
+def _span(curve: Curve) -> tuple[float, float]:
+    values = np.concatenate([line.values[np.isfinite(line.values)] for line in curve.lines])
+    if not values.size:
+        return -1.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    margin = 0.04 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+def _row_label(row: int, height: int, low: float, high: float) -> str:
+    if row not in (0, height // 2, height - 1):
+        return ""
+    return f"{high - (high - low) * row / (height - 1):.3g}"
+
+
+def _draw_line(cells: Array, styles: Array, x: Array, line: Line, low: float, high: float) -> None:
+    rows, columns = 4 * cells.shape[0], 2 * cells.shape[1]
+    across = (x - x[0]) / (x[-1] - x[0]) * (columns - 1)
+    down = (high - line.values) / (high - low) * (rows - 1)
+    for index in np.flatnonzero(np.isfinite(down)):
+        end = index + 1 if index + 1 < len(x) and np.isfinite(down[index + 1]) else index
+        steps = int(max(abs(across[end] - across[index]), abs(down[end] - down[index]))) + 2
+        for column, row in zip(
+            np.rint(np.linspace(across[index], across[end], steps)).astype(int),
+            np.rint(np.linspace(down[index], down[end], steps)).astype(int),
+            strict=True,
+        ):
+            # A dashed line skips two of four dots.
+            if line.role != "opposite" or column % 4 < 2:
+                cells[row // 4, column // 2] |= _DOTS[row % 4][column % 2]
+                styles[row // 4, column // 2] = STYLES[line.role]

@@ -1,0 +1,214 @@
+"""Implements `gradrule rules list`, `show`, `presets`, `create`, `delete` and `sample`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gradrule._results.rule_infos import RuleInfo
+from gradrule.cli import output, parsing
+from gradrule.cli.connection import connect, finish
+from gradrule.cli.rules import inputs, rule_text
+
+_KINDS = ("user", "builtin", "op")
+
+
+def add(group: Any) -> None:
+    """Adds the commands."""
+    parser = group.add_parser("list", help="rules by kind and name")
+    parser.add_argument("--kind", choices=_KINDS, help="only rules of this kind")
+    parser.add_argument(
+        "--family", help="only rules of this family: straight_through, surrogate, attribution, flow, stable"
+    )
+    finish(parser, run_list)
+
+    parser = group.add_parser("show", help="all about one rule")
+    parser.add_argument("name", metavar="NAME")
+    finish(parser, run_show)
+
+    parser = group.add_parser("presets", help="presets: named lists of overrides, for --preset")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one")
+    finish(parser, run_presets)
+
+    parser = group.add_parser(
+        "create",
+        help="register a rule",
+        description="Registers a rule. Equal content again changes nothing; other content under a taken name fails.",
+    )
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument(
+        "expression", metavar="EXPRESSION", nargs="?", help="formula over x, y, dy, default and params: '0.5 * dy'"
+    )
+    parser.add_argument(
+        "--graph", metavar="FILE", type=Path, help="in place of a formula a graph with nodes dx, dx1, …"
+    )
+    parser.add_argument(
+        "--param",
+        metavar="NAME[=DEFAULT]",
+        type=parsing.rule_param,
+        action="append",
+        default=[],
+        help="a param that the formula uses, with its default; may be repeated",
+    )
+    parser.add_argument(
+        "--gradient",
+        metavar="EXPRESSION",
+        help="formula for the rule's own gradient, for second derivatives: its x, x1, … are the op's inputs, outputs "
+        "and dy, its y the rule's gradients",
+    )
+    parser.add_argument("--description", default="", help="for people")
+    finish(parser, run_create)
+
+    parser = group.add_parser("delete", help="forget a user's rule; programs that use it keep it")
+    parser.add_argument("name", metavar="NAME")
+    finish(parser, run_delete)
+
+    parser = group.add_parser("sample", help="run a rule on numbers, without a graph")
+    inputs.add_rule(parser)
+    inputs.add_feeds(parser, "value of x, x1, y, dy, … as a .npy file or inline: 'x=[-2, 0.5, 3]'", "--value")
+    finish(parser, run_sample)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """Prints the rules."""
+    with connect(options) as client:
+        rules = list(client.list_rules(kind=options.kind))
+    if options.family is not None:
+        rules = [rule for rule in rules if rule.family == options.family]
+    if options.json:
+        output.print_json([rule_text.rule_json(rule) for rule in rules])
+        return 0
+    screen = output.console()
+    rows = [
+        [
+            rule.name,
+            rule.family or rule.kind,
+            rule_text.params_text(rule.param_infos),
+            rule_text.formula_text(rule),
+            rule.description,
+        ]
+        for rule in rules
+    ]
+    output.table(screen, f"rules ({len(rules)})", ("name", "family", "params", "formula", "description"), rows)
+    if not rows:
+        wanted = [f"of kind {options.kind}" if options.kind else "", f"of family {options.family}"]
+        screen.print(" ".join(["no rules", *filter(None, wanted[: 2 if options.family else 1])]))
+    return 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """Prints one rule."""
+    with connect(options) as client:
+        show(client.get_rule(options.name), options.json)
+    return 0
+
+
+def show(rule: RuleInfo, as_json: bool) -> None:
+    """Prints a rule."""
+    if as_json:
+        output.print_json(rule_text.rule_json(rule))
+        return
+    rows = [
+        ["kind", rule.kind],
+        ["family", rule.family],
+        ["formula", rule_text.formula_text(rule)],
+        ["its gradient", rule_text.gradient_text(rule)],
+        ["description", rule.description],
+        ["meant for", ", ".join(rule.op_types)],
+        ["true gradient", "yes" if rule.true_gradient else ""],
+        ["from", rule.reference],
+        ["also named", ", ".join(rule.aliases)],
+        ["per sample", "" if rule.per_sample is None else "yes" if rule.per_sample else "no"],
+        ["hides", f"the builtin of this name, which is builtin/{rule.name}" if rule.hides_builtin else ""],
+        ["digest", rule.digest],
+    ]
+    screen = output.console()
+    output.table(screen, f"rule {rule.name}", ("", ""), [row for row in rows if row[1]])
+    output.table(screen, "params", rule_text.PARAM_COLUMNS, rule_text.param_rows(rule.param_infos))
+
+
+def run_presets(options: argparse.Namespace) -> int:
+    """Prints the presets, or one with its overrides."""
+    from gradrule._builder.names import near
+    from gradrule.cli.output import CommandError
+
+    with connect(options) as client:
+        presets = client.list_presets()
+    if options.name is not None:
+        names = [preset.name for preset in presets]
+        presets = [preset for preset in presets if preset.name == options.name]
+        if not presets:
+            raise CommandError(f"there is no preset {options.name!r}.{near(options.name, names)}")
+    if options.json:
+        output.print_json([rule_text.preset_json(preset) for preset in presets])
+        return 0
+    screen = output.console()
+    if options.name is None:
+        rows = [
+            [preset.name, rule_text.params_text(preset.params), "\n".join(preset.overrides), preset.description]
+            for preset in presets
+        ]
+        output.table(screen, f"presets ({len(presets)})", ("name", "params", "overrides", "description"), rows)
+        return 0
+    (preset,) = presets
+    about = [
+        ["description", preset.description],
+        ["from", preset.reference],
+        ["overrides", "\n".join(preset.overrides)],
+    ]
+    output.table(screen, f"preset {preset.name}", ("", ""), about)
+    output.table(screen, "params", rule_text.PARAM_COLUMNS, rule_text.param_rows(preset.params))
+    return 0
+
+
+def run_create(options: argparse.Namespace) -> int:
+    """Registers a rule and prints it; the client checks that it is either an expression or a graph."""
+    import gradrule as gr
+
+    graph = None if options.graph is None else gr.load(options.graph)
+    with connect(options) as client:
+        rule = client.create_rule(
+            options.name,
+            options.expression,
+            graph=graph,
+            params=dict(options.param) or None,
+            gradient=None if options.gradient is None else gr.Rule(options.gradient, params=dict(options.param)),
+            description=options.description,
+        )
+    show(rule, options.json)
+    return 0
+
+
+def run_delete(options: argparse.Namespace) -> int:
+    """Deletes a rule."""
+    with connect(options) as client:
+        client.delete_rule(options.name)
+    if options.json:
+        output.print_json({"deleted": options.name})
+    else:
+        print(f"deleted {options.name}")
+    return 0
+
+
+def run_sample(options: argparse.Namespace) -> int:
+    """Prints the gradients that a rule computes from the values."""
+    given, params = inputs.feeds(options), dict(options.param)
+    with connect(options) as client:
+        sampled = client.sample_rule(options.rule, **given, params=params or None, op_type=options.op_type)
+    if options.json:
+        output.print_json(
+            {
+                "gradients": {
+                    name: output.array_json(value, "unconnected") for name, value in sampled.gradients.items()
+                },
+                "outputs": {name: output.array_json(value) for name, value in sampled.outputs.items()},
+            }
+        )
+        return 0
+    screen = output.console()
+    outputs = [output.array_row(name, value) for name, value in sampled.outputs.items()]
+    output.table(screen, "outputs", output.ARRAY_COLUMNS, outputs)
+    gradients = [output.array_row(name, value, "unconnected") for name, value in sampled.gradients.items()]
+    output.table(screen, "gradients", output.ARRAY_COLUMNS, gradients)
+    return 0
