@@ -17,7 +17,7 @@ from gradrule_server.engine.code_rules.target import Gradient, RuleTarget
 from gradrule_server.engine.graph_import import replay
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
 _KEEPS_SHAPE = ops_with("keeps_shape")

@@ -20,7 +20,7 @@ from gradrule_server.engine.program import BuiltProgram, Input, ParamInput, crea
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue import BUILTINS
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import policy
-from gradrule_server.policy.op_traits import ops_with, trait_values
+from gradrule_server.policy.op_tables import ops_with, trait_values
 
 Limits = policy.Limits
 

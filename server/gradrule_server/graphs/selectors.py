@@ -14,7 +14,7 @@ from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
-from gradrule_server.policy.op_traits import TRAITS, ops_with
+from gradrule_server.policy.op_tables import TRAITS, ops_with
 
 MAX_PATTERN = 1000
 """Characters of a glob or regular expression."""

@@ -15,7 +15,7 @@ from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.read import Draft, Source
 from gradrule_server.graphs.variables import HANDLE_OPS
 from gradrule_server.policy import attribute_faults, output_count_fault
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 _REASONS = {
     "TYPE_MISMATCH": Reason.ERROR_REASON_TYPE_MISMATCH,

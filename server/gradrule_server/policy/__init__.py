@@ -17,7 +17,7 @@ from gradrule_server.policy.faults import (
     tensor_fault,
     value_fault,
 )
-from gradrule_server.policy.op_table import OpReview, definition_digest, find_review, op_reviews, review_with_digest
+from gradrule_server.policy.op_tables import OpReview, definition_digest, find_review, op_reviews, review_with_digest
 from gradrule_server.policy.parsed_size import FREE_BYTES, SMALL_BYTES, check_parsed_size
 
 __all__ = [

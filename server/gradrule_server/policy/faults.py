@@ -21,7 +21,7 @@ from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import BlobTensor, Dt, Tensor, TensorShape, TensorSource
 from gradrule_server.errors import Finding, GradruleError, Reason, Resource, error
 from gradrule_server.limits import NodeLimits
-from gradrule_server.policy.op_table import REMEDIES, find_review
+from gradrule_server.policy.op_tables import REMEDIES, find_review
 
 _MAX_ELEMENTS = 2**62
 

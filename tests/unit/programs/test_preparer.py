@@ -44,16 +44,17 @@ class EndingEngine(FakeEngine):
 
 
 class Workers:
-    """Gives each task a worker that ends as the next of `endings` says, before it answers."""
+    """Gives each task a worker that ends as the next of `endings` says, before it answers; None: never answers."""
 
-    def __init__(self, *endings: EngineEnd) -> None:
+    def __init__(self, *endings: EngineEnd | None) -> None:
         self.endings = list(endings)
         self.given = 0
 
     @contextlib.asynccontextmanager
     async def hold(self, owner: str) -> AsyncIterator[FakeEngine]:
         self.given += 1
-        yield EndingEngine(self.endings.pop(0))
+        ending = self.endings.pop(0)
+        yield FakeEngine() if ending is None else EndingEngine(ending)
 
 
 def preparer(folder: Path, workers: Workers) -> Preparer:
@@ -83,6 +84,20 @@ async def test_graph_is_not_blamed_for_killed_workers(tmp_path: Path) -> None:
     assert await refused(asked) == "ENGINE_CRASHED"
     assert await refused(asked) == "ENGINE_CRASHED"
     assert workers.given == 12
+
+
+async def test_graph_that_ends_workers_of_callers_that_give_up_is_refused(tmp_path: Path) -> None:
+    """No caller waits until the second worker ends, so the first ones count."""
+    workers = Workers(CRASH, None, CRASH, None)
+    asked = preparer(tmp_path, workers)
+    for given in (2, 4):
+        preparing = asyncio.create_task(asked.program(_SPEC, CallShape(), b"", 0.0))
+        async with asyncio.timeout(10):
+            while workers.given < given:
+                await asyncio.sleep(0.001)
+        preparing.cancel()
+        await asyncio.wait([preparing])
+    assert await refused(asked) == "QUARANTINED"
 
 
 class Attached:

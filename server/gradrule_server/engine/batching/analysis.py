@@ -36,7 +36,7 @@ from gradrule_server.engine.batching.values import (
 from gradrule_server.engine.derivatives import SPARSE
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.program import BuiltProgram, Input
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 # Larger functions are not analysed: it takes about 20 µs for each op.
 MAX_OPS = 50_000

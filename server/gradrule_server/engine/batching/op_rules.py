@@ -51,7 +51,7 @@ from gradrule_server.engine.batching.values import (
     require_same_rows,
     require_uniform,
 )
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 
 def elementwise(inputs: Sequence[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
