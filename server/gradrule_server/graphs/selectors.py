@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import re2
@@ -12,7 +12,7 @@ from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import Body, Node
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node
 from gradrule_server.graphs.library import Library
 from gradrule_server.policy.op_tables import TRAITS, ops_with
 
@@ -88,17 +88,36 @@ class OverrideSpec:
 
 
 @dataclass(slots=True, eq=False)
+class InlinedCall:
+    """A call whose nodes were copied into the body that contains the call.
+
+    Attributes:
+        node: The call in the uploaded graph.
+        may_match: Whether an override selects it, or an attribute names its gradient.
+        arguments: With `may_match`: the nodes that pass its arguments on to the copied nodes.
+        argument_types: Their element types in the uploaded graph.
+        results: With `may_match`: the nodes that pass its results on.
+    """
+
+    node: Node
+    may_match: bool
+    arguments: list[Node] = field(default_factory=list)
+    argument_types: list[int] = field(default_factory=list)
+    results: list[Node] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class CandidateNode:
-    """A node of the expanded graph that overrides can match.
+    """A node or call of the expanded graph that overrides can match.
 
     Attributes:
         name: Public name.
         function: The function of the uploaded graph that contains it; empty: the top level.
         body: The body of the copy that contains it.
-        index: Its index in the body.
-        live: Whether gradients are computed node by node here.
+        index: Its index in the body; -1 for a call.
+        around: The innermost call that contains it; None: no call does.
+        call: The call, if this stands for a call.
         label: Label of the override assigned to it; None: no override is assigned.
-        around: Label of the override that matched an enclosing call.
         by_rank: Label of the override that matches if the node has the override's rank.
     """
 
@@ -106,19 +125,37 @@ class CandidateNode:
     function: str
     body: Body
     index: int
-    live: bool
+    around: CandidateNode | None = None
+    call: InlinedCall | None = None
     label: str | None = None
-    around: str | None = None
     by_rank: str = ""
 
     @property
     def node(self) -> Node:
-        """The node."""
-        return self.body.nodes[self.index]
+        """The node; for a call: the node in the uploaded graph."""
+        return self.body.nodes[self.index] if self.call is None else self.call.node
+
+    @property
+    def calls_around(self) -> Iterator[CandidateNode]:
+        """The calls that contain it, from inside to outside."""
+        call = self.around
+        while call is not None:
+            yield call
+            call = call.around
+
+    def marked_nodes(self) -> Sequence[Node]:
+        """Returns the nodes that carry a match of the candidate: the node, or those that pass a call's results on."""
+        if self.call is None:
+            return [self.node]
+        for result in self.call.results:
+            result.watched = any(dtype in DIFFERENTIABLE for dtype in result.outputs or ())
+        return self.call.results
 
     @property
     def input_types(self) -> list[int]:
         """Element types of the node's inputs; 0: unknown."""
+        if self.call is not None:
+            return [argument.outputs[0] for argument in self.call.arguments if argument.outputs]
         found = []
         for producer, output in self.node.inputs:
             outputs = self.body.nodes[producer].outputs
