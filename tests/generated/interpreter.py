@@ -17,7 +17,7 @@ from tests.generated import tape
 from tests.generated.expanded import FLOATS, Body, Call, Expanded, Node, Ref
 from tests.generated.requests import Request
 from tests.generated.resolution import Resolution, Unit
-from tests.generated.rules import Site
+from tests.generated.rules import DEFAULT, Site
 from tests.generated.tape import Array, Gradients, Pass, Record, Value, cast, constant, where, zeros_like
 
 NUMPY = {Dt.DT_DOUBLE: np.float64, Dt.DT_FLOAT: np.float32, Dt.DT_INT32: np.int32, Dt.DT_BOOL: np.bool_}
@@ -94,7 +94,7 @@ class Interpreter:
         self._stopped = {graph.tensors(name)[0][1] for name in request.stopped}
         self._node_units = {unit.item: unit for unit in resolution.units if unit.is_node}
         self._units: dict[int, list[Unit]] = {}
-        for unit in sorted(resolution.units, key=_from_inside):
+        for unit in sorted([*resolution.units, *_unmatched_calls(graph, resolution, request)], key=_from_inside):
             if not unit.is_node:
                 self._units.setdefault(id(unit.body), []).append(unit)
         self._top = _Frame(graph.top, ())
@@ -143,6 +143,9 @@ class Interpreter:
             record = Record(xs, own, origin=unit, every_order=unit.every_order)
             if not unit.rule.is_default:
                 record.rule = self._rule(unit, record)
+            elif self._fine:
+                # Gradients pass only where an output of the unit depends on the xs by itself.
+                record.sources = raw
             frame.units[unit] = [record.give(value.data) for value in raw]
         return frame.units[unit]
 
@@ -207,7 +210,7 @@ class Interpreter:
         unit = self._node_units.get(node)
         flat = [value for results in runs for value in results]
         record = Record(flat, lambda dys, stage: list(dys) * len(runs), origin=unit, fills=self._fills)
-        record.sources = self._sources(inputs)
+        self._widen(record, inputs)
         if unit is not None and not unit.rule.is_default:
             record.inputs = inputs
             record.own = lambda dys, stage: self._partial(flat, list(dys) * len(runs), inputs, stage)
@@ -216,9 +219,10 @@ class Interpreter:
         return [record.give(value.data) for value in runs[0]]
 
     _fills = True
+    _fine = False
 
-    def _sources(self, inputs: Sequence[Value]) -> Sequence[Value] | None:
-        return None
+    def _widen(self, record: Record, inputs: Sequence[Value]) -> None:
+        """For explorations: lets all of a loop's or branch's outputs depend on all of its inputs."""
 
     def _runs(self, node: Node, inputs: Sequence[Value]) -> list[Sequence[Value]]:
         """The results of the bodies that run; one list, unless all branches are explored."""
@@ -252,8 +256,7 @@ class Exploration(Interpreter):
 
     def __init__(self, graph: Expanded, resolution: Resolution, request: Request, *, fine: bool) -> None:
         super().__init__(graph, resolution, request)
-        self._fine = fine
-        self._fills = not fine
+        self._fine, self._fills = fine, not fine
         self.reached: set[Unit] = set()
         self._reaches: dict[int, bool] = {}
         self._xs: set[int] = set()
@@ -262,8 +265,25 @@ class Exploration(Interpreter):
             self._xs.update(map(id, xs))
             self.gradients(ys, [Value(np.ones_like(y.data)) if y.is_float else None for y in ys], xs, Pass.FIRST)
 
-    def _sources(self, inputs: Sequence[Value]) -> Sequence[Value] | None:
-        return None if self._fine else inputs
+    def _widen(self, record: Record, inputs: Sequence[Value]) -> None:
+        if self._fine:
+            return
+        flat = list(record.inputs)
+        record.sources = inputs
+        record.inputs = [*flat, *inputs]
+        own = record.own
+        record.own = lambda dys, stage: [*own(dys, stage), *(zeros_like(x) if x.is_float else None for x in inputs)]
+
+    def _partial(self, ys: Sequence[Value], upstream: Gradients, xs: Sequence[Value], stage: Pass) -> Gradients:
+        if self._fine:
+            return super()._partial(ys, upstream, xs, stage)
+        # Own gradients of a unit are asked by all of its inputs, whether these depend on the xs or not.
+        kept = self._xs, self._reaches
+        self._xs, self._reaches = self._xs | {id(x) for x in xs}, {}
+        try:
+            return super()._partial(ys, upstream, xs, stage)
+        finally:
+            self._xs, self._reaches = kept
 
     def _blocked(self, value: Value) -> Value:
         record = Record([value], lambda dys, stage: [None], blocks=True)
@@ -299,6 +319,18 @@ class Exploration(Interpreter):
 
     def _entered(self, value: Value) -> Value:
         return Record([value], lambda dys, stage: [dys[0]], enters=True).give(value.data)
+
+
+def _unmatched_calls(graph: Expanded, resolution: Resolution, request: Request) -> list[Unit]:
+    """Units without a rule for calls that the xs name: their outputs are not the tensors that nodes inside use."""
+    matched = {unit.item for unit in resolution.units}
+    names = {name.split(":")[0] for name in request.xs}
+    calls = [item for item in graph.top.items if isinstance(item, Call) and not item.around and item.name in names]
+    return [
+        Unit(graph.top, frozenset(call.members), call.inputs, call.results, DEFAULT, call, "", -1, True, {}, call)
+        for call in calls
+        if call not in matched
+    ]
 
 
 def _from_inside(unit: Unit) -> tuple[int, bool, int]:

@@ -23,7 +23,6 @@ from gradrule_server.graphs.ir import (
     Node,
     Ref,
     is_call,
-    replaced,
 )
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.selectors import CandidateNode, InlinedCall
@@ -236,8 +235,8 @@ class _Copier:
     ) -> None:
         """Inlines a call: copies the nodes of its function into the body that contains the call.
 
-        A call that can get a rule has an Identity for each argument and result: they are the inputs and outputs of its
-        subgraph. `around`: the candidate for the call, or else that for the call around it.
+        A call that can get a rule has an Identity for each result, and for each repeated argument: its subgraph has
+        inputs and outputs that differ. `around`: the candidate for the call, or else that for the call around it.
         """
         body = node.functions[0][1][0]
         gate = None
@@ -249,12 +248,9 @@ class _Copier:
         is_subgraph = inlined is not None and inlined.may_match
         args = call.inputs
         if inlined is not None and is_subgraph:
-            inlined.arguments = [
-                _identity(into, f"{call.name}/argument_{number}", ref, arg.outputs[0] if arg.outputs else 0, ())
-                for number, (ref, arg) in enumerate(zip(args, body.nodes, strict=False))
-            ]
-            inlined.argument_types = [argument.outputs[0] for argument in inlined.arguments if argument.outputs]
-            args = [(into.add(argument), 0) for argument in inlined.arguments]
+            args = _separate(args, body.arg_types, f"{call.name}/argument", into)
+            inlined.arguments = Node(into.unique(f"{call.name}/arguments"), "NoOp", args, (), {}, ())
+            into.add(inlined.arguments)
         inner = self._copy(body, into, f"{call.name}/", args, gate, around)
         ends = [inner.nodes[control] for _, control in body.control_results]
         outputs = []
@@ -359,19 +355,24 @@ def _identity(into: Destination, name: str, ref: Ref, dtype: int, controls: Sequ
 
 
 def _separate_inputs(branch: Node, types: Sequence[int], into: Destination) -> None:
-    """Makes the inputs of a branch distinct tensors by adding an Identity for each repeated one.
+    """Makes the inputs of a branch distinct tensors.
 
     TensorFlow's gradient of a branch keys inputs by the outer tensor, and would drop the gradient of a repeated one.
     """
-    seen: set[Ref] = set()
     # The first input is the predicate or branch index, which is not passed to the functions.
-    for number, ref in enumerate(branch.inputs[1:], start=1):
-        if ref in seen and types[number] not in (0, Dt.DT_RESOURCE):
-            attrs = {"T": AttrValue(type=as_dt(types[number]))}
-            name = into.unique(f"{branch.name}/input_{number}")
-            alias = (into.add(Node(name, "Identity", [ref], [], attrs, (types[number],))), 0)
-            branch.inputs = replaced(branch.inputs, number, alias)
+    branch.inputs = (branch.inputs[0], *_separate(branch.inputs[1:], types[1:], f"{branch.name}/input", into, first=1))
+
+
+def _separate(refs: Sequence[Ref], types: Sequence[int], name: str, into: Destination, first: int = 0) -> list[Ref]:
+    """Returns distinct tensors: adds an Identity for each repeated one that is no handle."""
+    seen: set[Ref] = set()
+    found = []
+    for number, (ref, dtype) in enumerate(zip(refs, types, strict=True), start=first):
+        if ref in seen and dtype not in (0, Dt.DT_RESOURCE):
+            ref = into.add(_identity(into, f"{name}_{number}", ref, dtype, ())), 0
+        found.append(ref)
         seen.add(ref)
+    return found
 
 
 def _placeholder(name: str, dtype: int, shape: AttrValue | None) -> Node:

@@ -58,6 +58,8 @@ def _resolve_nodes(copy: Copy, node_gradients: NodeGradients, resolved: dict[int
     for candidate in copy.candidates:
         if any(id(call) in whole for call in candidate.calls_around):
             continue
+        if candidate.call is not None:
+            candidate.call.detach()
         differentiable = is_differentiable(candidate.node, candidate.input_types)
         found = node_gradients.find_match(candidate.node, candidate.name, candidate.function, differentiable)
         what = found or node_gradients.find_foreign(candidate.node, candidate.name)

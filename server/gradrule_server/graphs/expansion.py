@@ -207,6 +207,9 @@ class _Expansion:
 
     def _resolution_context(self) -> ResolutionContext:
         """Returns the context for selectors: the copy, the request's tensors, and a look-up of tensors by name."""
+        for one in self._copy.candidates:
+            if one.call is not None:
+                one.call.detach()
         # The closures must not refer to `self`, which refers to them: reference counting frees all of it.
         copy, selected, requested, findings = self._copy, self._selected, self._requested, self._findings
         inner: dict[str, list[tuple[Body, int]]] = {}

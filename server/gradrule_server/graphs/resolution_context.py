@@ -240,22 +240,15 @@ class ResolutionContext:
     def entry_into_call(self, number: int, subgraph: Subgraph) -> str:
         """Returns a tensor that enters a call, depends on the xs and is no argument; an empty string if none does."""
         body = subgraph.body
-        members = {self.candidates[one].index for one in self.inside(number) if self.candidates[one].body is body}
-        ends = (self._ends_of_call(one) for one in (number, *self.inside(number)) if self.candidates[one].body is body)
-        inner = {ref[0] for refs in ends for ref in refs}
+        inside = [self.candidates[one] for one in self.inside(number)]
+        members = {candidate.index for candidate in inside if candidate.body is body and candidate.call is None}
+        # Nodes that are no candidates pass tensors of inner calls and branches on.
         for member in sorted(members):
             for ref in body.nodes[member].inputs:
-                if ref[0] not in members | inner and ref not in subgraph.inputs and self.changes(body, ref):
+                is_outside = ref[0] not in members and self.number(body, ref[0]) >= 0
+                if is_outside and ref not in subgraph.inputs and self.changes(body, ref):
                     return self._text(body, ref)
         return ""
-
-    def _ends_of_call(self, number: int) -> Sequence[Ref]:
-        """Returns the tensors that pass the arguments and results of a call on."""
-        candidate = self.candidates[number]
-        if candidate.call is None:
-            return ()
-        subgraph = self.call_subgraph(candidate)
-        return [*subgraph.inputs, *subgraph.outputs]
 
     def is_differentiable(self, number: int, subgraph: Subgraph | None) -> bool:
         """Returns whether gradients can pass through the node or subgraph."""

@@ -12,7 +12,7 @@ from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
 from gradrule_server.graphs.library import Library
 from gradrule_server.policy.op_tables import TRAITS, ops_with
 
@@ -94,16 +94,24 @@ class InlinedCall:
     Attributes:
         node: The call in the uploaded graph.
         may_match: Whether an override selects it, or an attribute names its gradient.
-        arguments: With `may_match`: the nodes that pass its arguments on to the copied nodes.
-        argument_types: Their element types in the uploaded graph.
+        arguments: With `may_match`: a node that takes the call's arguments, until `detach` is called.
+        inputs: With `may_match`, after `detach`: the arguments.
         results: With `may_match`: the nodes that pass its results on.
     """
 
     node: Node
     may_match: bool
-    arguments: list[Node] = field(default_factory=list)
-    argument_types: list[int] = field(default_factory=list)
+    arguments: Node | None = None
+    inputs: Sequence[Ref] = ()
     results: list[Node] = field(default_factory=list)
+
+    def detach(self) -> None:
+        """Reads the arguments from the node that took them, so that they have no other consumers than before.
+
+        Until then, every change of the graph changes the inputs of that node too.
+        """
+        if self.arguments is not None:
+            self.inputs, self.arguments.inputs = tuple(self.arguments.inputs), ()
 
 
 @dataclass(slots=True, eq=False)
@@ -154,10 +162,8 @@ class CandidateNode:
     @property
     def input_types(self) -> list[int]:
         """Element types of the node's inputs; 0: unknown."""
-        if self.call is not None:
-            return [argument.outputs[0] for argument in self.call.arguments if argument.outputs]
         found = []
-        for producer, output in self.node.inputs:
+        for producer, output in self.node.inputs if self.call is None else self.call.inputs:
             outputs = self.body.nodes[producer].outputs
             found.append(outputs[output] if outputs else 0)
         return found

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.graphs.ir import Body, Node, Ref
 from gradrule_server.graphs.paths import Flows, Orders, columns, flows_to
 from gradrule_server.graphs.selectors import CandidateNode
@@ -47,19 +46,14 @@ def positions_of(body: Body) -> dict[int, int]:
 
 
 def call_subgraph(candidate: CandidateNode, positions: Mapping[int, int]) -> Subgraph:
-    """Returns the subgraph of a call that was inlined with nodes for its arguments and results.
+    """Returns the subgraph of a call that can get a rule.
 
-    Variables have become values by now: nodes in the call use the value that the argument's node got, not what it
-    passes on. `positions`: those of the nodes in the body that contains the call.
+    `positions`: those of the nodes in the body that contains the call.
     """
     call = candidate.call
     assert call is not None
-    inputs = tuple(
-        (positions[id(node)], 0) if dtype != Dt.DT_RESOURCE else node.inputs[0]
-        for node, dtype in zip(call.arguments, call.argument_types, strict=True)
-    )
     results = tuple(positions[id(node)] for node in call.results)
-    return Subgraph(candidate.body, results, inputs, tuple((position, 0) for position in results))
+    return Subgraph(candidate.body, results, tuple(call.inputs), tuple((position, 0) for position in results))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
