@@ -20,21 +20,27 @@ from tests.generated.resolution import Resolution, Unit
 from tests.generated.rules import DEFAULT, Site
 from tests.generated.tape import Array, Gradients, Pass, Record, Value, cast, constant, where, zeros_like
 
-NUMPY = {Dt.DT_DOUBLE: np.float64, Dt.DT_FLOAT: np.float32, Dt.DT_INT32: np.int32, Dt.DT_BOOL: np.bool_}
+NUMPY: Mapping[int, Any] = {
+    Dt.DT_DOUBLE: np.float64,
+    Dt.DT_FLOAT: np.float32,
+    Dt.DT_INT32: np.int32,
+    Dt.DT_BOOL: np.bool_,
+}
 
-OwnGradient = Callable[[Sequence[Value], Sequence[Value], Gradients], Sequence[Value | None]]
+OwnGradient = Callable[[Sequence[Value], Sequence[Value], Any], Sequence[Value | None]]
+"""From inputs, outputs and upstream gradients to gradients of the inputs."""
 
 
-def _relu_gradient(xs: Sequence[Value], ys: Sequence[Value], dys: Gradients) -> Sequence[Value | None]:
+def _relu_gradient(xs: Sequence[Value], ys: Sequence[Value], dys: Any) -> Sequence[Value | None]:
     return [where(ys[0].data > 0, dys[0], zeros_like(ys[0]))]
 
 
-def _maximum_gradient(xs: Sequence[Value], ys: Sequence[Value], dys: Gradients) -> Sequence[Value | None]:
+def _maximum_gradient(xs: Sequence[Value], ys: Sequence[Value], dys: Any) -> Sequence[Value | None]:
     first, zeros = xs[0].data >= xs[1].data, zeros_like(ys[0])
     return [where(first, dys[0], zeros), where(first, zeros, dys[0])]
 
 
-def _none(xs: Sequence[Value], ys: Sequence[Value], dys: Gradients) -> Sequence[Value | None]:
+def _none(xs: Sequence[Value], ys: Sequence[Value], dys: Any) -> Sequence[Value | None]:
     return [None] * len(xs)
 
 
@@ -140,14 +146,18 @@ class Interpreter:
             def own(dys: Gradients, stage: Pass) -> Gradients:
                 return self._partial(raw, dys, xs, stage)
 
+            if unit.rule.is_default and self._fine:
+                frame.units[unit] = [self._passed(unit, value) for value in raw]
+                return frame.units[unit]
             record = Record(xs, own, origin=unit, every_order=unit.every_order)
             if not unit.rule.is_default:
                 record.rule = self._rule(unit, record)
-            elif self._fine:
-                # Gradients pass only where an output of the unit depends on the xs by itself.
-                record.sources = raw
             frame.units[unit] = [record.give(value.data) for value in raw]
         return frame.units[unit]
+
+    def _passed(self, unit: Unit, value: Value) -> Value:
+        """An output, by itself, of a unit that keeps its own gradient: others may depend on the xs and it may not."""
+        return Record([value], lambda dys, stage: [dys[0]], origin=unit).give(value.data)
 
     def _rule(self, unit: Unit, record: Record) -> tape.Pull:
         def rule(upstream: Gradients, stage: Pass) -> Gradients:
@@ -192,12 +202,12 @@ class Interpreter:
         record = Record(inputs, lambda dys, stage: (), origin=unit, blocks=node.op == "StopGradient")
         if node.op == "Cast":
             dtype = NUMPY[node.dtypes[0]]
-            results = [inputs[0].data.astype(dtype)]
+            results: list[Any] = [inputs[0].data.astype(dtype)]
             record.own = lambda dys, stage: [_cast_back(dys[0], inputs[0])]
         else:
             compute, own = OPS[node.op]
-            results = compute(*[value.data for value in inputs])
-            results = results if isinstance(results, tuple) else [results]
+            computed = compute(*[value.data for value in inputs])
+            results = list(computed) if isinstance(computed, tuple) else [computed]
             record.own = lambda dys, stage: own(inputs, record.outputs, dys)
         if unit is not None and not unit.rule.is_default:
             record.every_order = unit.every_order

@@ -134,11 +134,11 @@ class _Generator:
         op = self._rng.choice(BINARY)
         return block.add(op, self._name("op"), [self._pick(block), second], T=type_of(Dt.DT_DOUBLE))
 
-    def _constant(self, block: Block, shape: tuple[int, ...], value: Any = None, dtype: int = Dt.DT_DOUBLE) -> str:
+    def _constant(self, block: Block, shape: tuple[int, ...], value: Any = None, dtype: Any = Dt.DT_DOUBLE) -> str:
         if value is None:
             value = np.array([self._rng.gauss(0, 1) for _ in range(int(np.prod(shape)))]).reshape(shape)
         tensor = AttrValue()
-        tensor.tensor.dtype = dtype  # type: ignore[assignment]
+        tensor.tensor.dtype = dtype
         tensor.tensor.tensor_shape.SetInParent()
         for size in shape:
             tensor.tensor.tensor_shape.dim.add(size=size)
@@ -187,7 +187,7 @@ class _Generator:
         name = f"{kind}_{len(self._graph.library.function)}"
         function.signature.name = name
         for arg, dtype in args:
-            function.signature.input_arg.add(name=arg, type=dtype)  # type: ignore[arg-type]
+            function.signature.input_arg.add(name=arg, type=dtype)
         block = Block(function.node_def, True, [arg for arg, dtype in args if dtype == Dt.DT_DOUBLE])
         before = len(block.vectors)
         k = [arg for arg, dtype in args if dtype == Dt.DT_INT32][-1]

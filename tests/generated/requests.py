@@ -12,7 +12,12 @@ from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
 from tests.generated.rules import Rule
 
-_DTYPE_NAMES = {Dt.DT_FLOAT: "float32", Dt.DT_DOUBLE: "float64", Dt.DT_INT32: "int32", Dt.DT_BOOL: "bool"}
+_DTYPE_NAMES: Mapping[int, str] = {
+    Dt.DT_FLOAT: "float32",
+    Dt.DT_DOUBLE: "float64",
+    Dt.DT_INT32: "int32",
+    Dt.DT_BOOL: "bool",
+}
 
 
 @dataclass(frozen=True)

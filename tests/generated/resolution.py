@@ -181,7 +181,7 @@ class Resolver:
         index = {"nearest_xs": 0, "nearest_ys": -1}.get(place, place) if isinstance(place, str) else place
         assert isinstance(index, int)
         rank = (ranks if index >= 0 else ranks_from_ys)(self._top, members, self._path)
-        return [item for item in items if item in members and rank.get(item) == (index if index >= 0 else -1 - index)]  # type: ignore[call-overload]
+        return [item for item in items if item in members and rank.get(item) == (index if index >= 0 else -1 - index)]
 
     def _chains(self, item: Item, words: tuple[str, ...]) -> list[list[Item]]:
         """The chain that ends at a node, if there is one."""
@@ -231,7 +231,7 @@ class Resolver:
     ) -> Unit:
         return Unit(
             body,
-            frozenset(members),  # type: ignore[call-overload]
+            frozenset(members),
             inputs,
             outputs,
             override.rule,
