@@ -319,12 +319,12 @@ class Exploration(Interpreter):
         return self._reaches[record.serial]
 
     def _runs(self, node: Node, inputs: Sequence[Value]) -> list[Sequence[Value]]:
-        entered = [self._entered(value) for value in inputs]
         if not node.is_loop:
+            entered = [self._entered(value) for value in inputs]
             return [self._run(body, entered[1:]) for body in node.bodies]
-        states: Sequence[Value] = entered
+        states = inputs
         for _ in range(len(inputs) + 1):
-            states = self._run(node.bodies[1], states)
+            states = self._run(node.bodies[1], [self._entered(value) for value in states])
         return [states]
 
     def _entered(self, value: Value) -> Value:
