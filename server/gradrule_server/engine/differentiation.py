@@ -107,7 +107,7 @@ class Differentiation:
         ]
 
     @property
-    def defaulted(self) -> list[str]:
+    def default_gradient_nodes(self) -> list[str]:
         """Nodes without a mark whose gradient was requested, from xs towards ys."""
         return [name for name in list(self._defaulted)[::-1] if name not in self._without_gradient]
 

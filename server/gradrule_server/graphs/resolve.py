@@ -150,7 +150,7 @@ class Resolver:
         if count <= self.most_matches:
             return
         message = (
-            f"Overrides with a rank leave nodes to later ones: with {quote(matcher.spec.label)} there are {count} "
+            f"Several overrides with a rank can match one node: up to {quote(matcher.spec.label)} there are {count} "
             f"matches; {self.most_matches} is the most (--max-inlined-nodes)."
         )
         self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=matcher.spec.field)
@@ -158,17 +158,17 @@ class Resolver:
 
     def _check_ranks(self, matcher: OverrideMatcher, candidates: Sequence[CandidateNode]) -> bool:
         """Adds INVALID_OVERRIDE and returns False if an earlier override with a rank may match a node of a chain."""
-        open_member = next((candidate for candidate in candidates if candidate.by_rank), None)
-        if open_member is None:
+        undecided = next((candidate for candidate in candidates if candidate.by_rank), None)
+        if undecided is None:
             return True
         matcher.faulty = True
         message = (
-            f"Override {quote(matcher.spec.label)}: node {quote(open_member.name)} of its chain belongs to the earlier "
-            f"override {quote(open_member.by_rank)} if its rank is the right one, which is known only later; "
+            f"Override {quote(matcher.spec.label)}: node {quote(undecided.name)} of its chain may belong to the "
+            f"earlier override {quote(undecided.by_rank)}, depending on its rank, which is known only at run time; "
             f"put the chain first, or select without rank."
         )
         reason = Reason.ERROR_REASON_INVALID_OVERRIDE
-        self.findings.add(reason, message, open_member.name, matcher.spec.field)
+        self.findings.add(reason, message, undecided.name, matcher.spec.field)
         return False
 
     def _apply_regions(self, matchers: Sequence[OverrideMatcher], context: ResolutionContext) -> None:
@@ -213,7 +213,7 @@ class Resolver:
         spec = matcher.spec
         problem = next((problem for _, problem in found if problem), "") if found else context.find_border_problem(spec)
         if problem:
-            message = f"Override {quote(spec.label)}: the region cannot be: {problem}."
+            message = f"Override {quote(spec.label)}: the region is invalid: {problem}."
             self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
         if problem or not found:
             return False

@@ -106,12 +106,12 @@ HANDLE_OPS = VARIABLE_OPS | FORWARDING_OPS | IS_INITIALIZED_OPS | READS.keys() |
 # Names that TensorFlow generates for unnamed variables.
 _GENERATED_NAME = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")
 
-_UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or hand "
-_UNNAMED += "its handle in as an argument"
+_UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or pass "
+_UNNAMED += "its handle as an argument"
 
 Key = tuple[str, str]
 
-_MIXED = "gives out handles that stand for different variables, or for none that gradrule knows"
+_MIXED = "returns handles of different variables, or of none that gradrule knows"
 
 
 @dataclass(slots=True, eq=False)
@@ -341,11 +341,11 @@ class VariableHandles:
         for number, dtype in enumerate(node.outputs or ()):
             if dtype != Dt.DT_RESOURCE:
                 continue
-            meant = {result[number] for result in results}
+            returned = {result[number] for result in results}
             if is_loop:
-                meant.add(passed[number])
-            variable = meant.pop() if len(meant) == 1 else None
+                returned.add(passed[number])
+            variable = returned.pop() if len(returned) == 1 else None
             if variable is None:
-                node.unsupported = node.unsupported or (_MIXED if meant else "")
+                node.unsupported = node.unsupported or (_MIXED if returned else "")
             else:
                 handles[index, number] = variable

@@ -46,7 +46,7 @@ def asked(
         request.values.add(name=name).value.inline_tensor.CopyFrom(message)
     lookup = RegistryLookup(rules)
     return sample_call(
-        request, FrontEndRuleLookup(lambda asked: link_pb2.Told(rules=lookup.find(asked.rules.names))), limits
+        request, FrontEndRuleLookup(lambda asked: link_pb2.Answer(rules=lookup.find(asked.rules.names))), limits
     )
 
 
