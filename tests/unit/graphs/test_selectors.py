@@ -1,4 +1,4 @@
-"""Which node gets which rule."""
+"""Tests which node gets which rule."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def spec(label: str, *, optional: bool = False, index: int = 0, **conditions: An
         ({"op_type": "inner_by_name"}, {"d"}),
     ],
 )
-def test_conditions(conditions: dict[str, object], nodes: set[str]) -> None:
+def test_conditions_select_nodes(conditions: dict[str, object], nodes: set[str]) -> None:
     made = network()
     if "inner_by_name" in conditions.values():
         made.library.function.add().CopyFrom(INNER)
@@ -80,7 +80,7 @@ def test_conditions(conditions: dict[str, object], nodes: set[str]) -> None:
     assert {name for name in found if name != "d/s"} == nodes
 
 
-def test_first_match_wins_and_default_carves_out() -> None:
+def test_first_match_wins_and_default_makes_exceptions() -> None:
     carve = OverrideSpec(Selector(scope="a/b"), label="carve")
     found = matches(carve, spec("all", op_type="Sign"))
     assert found == {"a/b/s": "carve", "a/b/r": "carve", "a/s": "all", "c/s": "all", "off/s": "all"}
@@ -92,7 +92,7 @@ def test_first_match_wins_and_default_carves_out() -> None:
     assert sum("_gradrule_mark" in item.attr for item in written.values()) == len(expanded.marks)
 
 
-def test_what_a_match_tells() -> None:
+def test_a_match_holds_node_op_rule_and_label() -> None:
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[spec("Sign", op_type="Sign", index=0)])
     inside = next(match for match in expanded.matches if match.node == "c/s")
     assert (inside.op_type, inside.function, inside.rule_name, inside.override) == ("Sign", "inner", "rule", 0)
@@ -101,7 +101,7 @@ def test_what_a_match_tells() -> None:
     assert pruned.differentiable
 
 
-def test_types_without_gradients() -> None:
+def test_matches_of_types_without_gradients_are_not_differentiable() -> None:
     made = graph(
         placeholder(),
         node("i", "Cast", "x", DstT=AttrValue(type=3)),
@@ -115,7 +115,7 @@ def test_types_without_gradients() -> None:
     assert "_gradient_op_type" not in nodes_of(expanded)["x"].attr
 
 
-def test_an_own_attribute_comes_after_overrides() -> None:
+def test_overrides_precede_the_attribute_of_a_node() -> None:
     made = network()
     for item in made.node:
         if item.op == "Sign":
@@ -132,7 +132,7 @@ def test_an_own_attribute_comes_after_overrides() -> None:
     assert asked == [("known", "Sign")]
 
 
-def test_gradients_of_other_processes() -> None:
+def test_gradients_of_other_processes_are_marked_as_foreign() -> None:
     made = network()
     for item in made.node:
         if item.op == "Sign":
@@ -145,7 +145,7 @@ def test_gradients_of_other_processes() -> None:
     assert [match.node for match in expanded.matches] == ["a/s"]
 
 
-def test_unknown_rule_in_an_attribute() -> None:
+def test_unknown_rule_in_an_attribute_is_refused() -> None:
     made = network()
     made.node[1].attr["_gradient_op_type"].s = b"Unheard"
     finding = only_finding(made, Reason.ERROR_REASON_UNKNOWN_RULE, ["y"], ys=["y"], xs=["x"])
@@ -185,7 +185,7 @@ def test_attributes_that_tensorflow_sets_on_calls_request_no_rule() -> None:
         (spec("o", node="*" * 2000), "INVALID_OVERRIDE", "1000"),
     ],
 )
-def test_overrides_that_cannot_be_meant(wrong: OverrideSpec, reason: str, hint: str) -> None:
+def test_invalid_overrides_are_refused(wrong: OverrideSpec, reason: str, hint: str) -> None:
     finding = only_finding(
         network(), Reason.Value(f"ERROR_REASON_{reason}"), ["y"], ys=["y"], xs=["x"], overrides=[wrong]
     )
@@ -197,7 +197,7 @@ def test_optional_overrides_may_match_nothing() -> None:
     assert matches(spec("o", op_type="Abs", optional=True)) == {}
 
 
-def test_a_shadowed_override_names_what_shadows_it() -> None:
+def test_a_shadowed_override_names_the_earlier_override() -> None:
     specs = [spec("first", op_type="Sign"), spec("second", node="a/s", index=1)]
     finding = only_finding(
         network(), Reason.ERROR_REASON_UNMATCHED_OVERRIDE, ["y"], ys=["y"], xs=["x"], overrides=specs
@@ -300,7 +300,7 @@ def test_a_carve_out_by_region_is_a_match_with_a_mark() -> None:
     assert expanded.marks[carved.mark].outputs == 1
 
 
-def test_default_on_a_call_exempts_the_inside_too() -> None:
+def test_default_on_a_call_exempts_its_inner_nodes() -> None:
     carve = OverrideSpec(Selector(node="c"), label="carve")
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1)])
     written = nodes_of(expanded)
@@ -314,14 +314,14 @@ def test_default_on_a_call_exempts_the_inside_too() -> None:
     ]
 
 
-def test_what_lies_in_a_taken_call_is_not_asked() -> None:
+def test_nodes_inside_a_matched_call_are_not_matched() -> None:
     specs = [spec("call", node="c"), spec("inner", node="c/s", index=1)]
     (finding,) = findings_of(network(), ["y"], ys=["y"], xs=["x"], overrides=specs)
     assert finding.message.endswith("taken by an earlier override ('call').")
 
 
 def slow_glob(glob: str, name: str) -> bool:
-    """The definition of globs, tried out in every way there is."""
+    """Matches a glob by trying every possibility."""
 
     @functools.cache
     def fits(g: int, n: int) -> bool:
@@ -342,19 +342,19 @@ def slow_glob(glob: str, name: str) -> bool:
 
 @settings(max_examples=1000, deadline=None)
 @given(st.text("ab/*?", max_size=9), st.text("ab/", max_size=11))
-def test_globs_mean_what_they_say(glob: str, name: str) -> None:
+def test_globs_match_like_the_slow_reference(glob: str, name: str) -> None:
     assert bool(compile_regex(glob_regex(glob)).fullmatch(name)) == slow_glob(glob, name)
 
 
 @pytest.mark.parametrize("glob", ["*a" * 30 + "b", "**a" * 30 + "b", "a**" * 30 + "*?b", "*?" * 30 + "b/c"])
 @pytest.mark.timeout(60)
-def test_globs_take_no_exponential_time(glob: str) -> None:
+def test_globs_do_not_take_exponential_time(glob: str) -> None:
     pattern = compile_regex(glob_regex(glob))
     assert not pattern.fullmatch("a" * 200)
     assert not pattern.fullmatch("a/" * 100)
 
 
-def test_many_overrides_of_many_nodes_are_refused_before_they_look() -> None:
+def test_too_many_overrides_times_nodes_are_refused_before_matching() -> None:
     several = [spec(str(index), node="**", index=index) for index in range(30)]
     made = network()
     bound = graphs.Limits(selections=30)

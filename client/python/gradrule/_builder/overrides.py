@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
-from gradrule._builder.names import near
+from gradrule._builder.names import did_you_mean
 from gradrule._builder.node_arguments import attr_of_op
 from gradrule._builder.notebook_text import short_repr
 from gradrule._builder.rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
@@ -285,7 +285,7 @@ def _position(position: Position | int) -> override_pb2.Position:
         return override_pb2.Position(nearest=_NEAREST[position])
     raise InvalidOverrideError(
         f"the position of an override is 'nearest_xs', 'nearest_ys' or a number, not {position!r}."
-        f"{near(position, _NEAREST) if isinstance(position, str) else ''}"
+        f"{did_you_mean(position, _NEAREST) if isinstance(position, str) else ''}"
     )
 
 
