@@ -48,8 +48,10 @@ def expected(request: Request) -> Expected:
     if found.refusals:
         return found
     fine, coarse = (Exploration(graph, resolution, request, fine=value) for value in (True, False))
-    found.active, found.perhaps_active = fine.reached, fine.reached | coarse.reached
-    _refuse(request, found, fine.wrong_arity, coarse.wrong_arity)
+    found.active = fine.reached
+    found.perhaps_active = fine.reached | {unit for unit in coarse.reached if unit.depends_on_xs}
+    dependent = {unit.override for unit in resolution.units if unit.depends_on_xs}
+    _refuse(request, found, fine.wrong_arity, coarse.wrong_arity & dependent)
     if not found.refusals:
         with np.errstate(all="ignore"):
             found.numbers = numbers(graph, resolution, request)

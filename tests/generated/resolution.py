@@ -48,6 +48,7 @@ class Unit:
     params: dict[str, float]
     item: Item | None = None
     is_step: bool = False
+    depends_on_xs: bool = True
 
     @property
     def is_node(self) -> bool:
@@ -101,6 +102,7 @@ class Resolver:
                 rule = CARRIED[item.attrs["_gradient_op_type"].s.decode()]
                 self._take([item], self._node(item, Override(rule, op_type=item.op), -1))
         self._check_straddling()
+        self._find_dependence()
         return self.found
 
     def _apply(self, number: int, override: Override) -> None:
@@ -311,6 +313,20 @@ class Resolver:
             return
         unit = self._unit(body, members, inputs, outputs, override, number, body.nodes[outputs[0][0]])
         self._take(items, unit)
+
+    def _find_dependence(self) -> None:
+        """Tells units whose gradients can reach the xs; rules of subgraphs pass gradients on, whatever is in them."""
+        seeds: dict[int, set[Ref]] = {id(self._top): set(self.xs)}
+        for unit in self.found.units:
+            if not unit.is_node and any(self._behind_xs.depends(unit.body, ref) for ref in unit.inputs):
+                seeds.setdefault(id(unit.body), set()).update(unit.outputs)
+        reached = Dependents(self._top, seeds, differentiable=True)
+        for unit in self.found.units:
+            unit.depends_on_xs = (
+                unit.item in reached.nodes
+                if isinstance(unit.item, Node)
+                else any(reached.depends(unit.body, ref) for ref in unit.inputs)
+            )
 
     def _check_straddling(self) -> None:
         """Refuses to judge a chain or region that lies partly in a call with a rule."""

@@ -329,3 +329,47 @@ def test_side_effects_of_a_call_happen_before_its_results_are_used(client: Any) 
     with refused("EXECUTION_FAILED") as refusal:
         client.evaluate(g, {"x": [-1.0]}, fetches=["y"])
     refusal.says("NEGATIVE")
+
+
+def test_a_rule_for_a_call_may_use_default(client: Any) -> None:
+    @tf.function
+    def block(value: Any) -> Any:
+        return tf.tanh(value, name="inner") * value
+
+    graph = build_graph(lambda: tf.identity(block(placeholder("x")), name="y"))
+    words: dict[str, Any] = {"feeds": {"x": [0.5]}, "ys": ["y"], "xs": ["x"]}
+    own = np.tanh(0.5) + 0.5 / np.cosh(0.5) ** 2
+    twice = gr.Override(gr.Rule("each(default * 2)"), op_type="PartitionedCall", optional=True)
+    stateful = gr.Override(gr.Rule("each(default * 2)"), op_type="StatefulPartitionedCall", optional=True)
+    assert_close(client.evaluate(graph, overrides=[twice, stateful], **words).gradients["x"], np.float32([2 * own]))
+    everything = client.evaluate(graph, overrides=[gr.Override(gr.Rule("each(default * 2)"), node="**")], **words)
+    # The call and the Identity; what is in the call belongs to it.
+    assert_close(everything.gradients["x"], np.float32([4 * own]))
+    # An earlier override holds inside, where the call's rule uses its own gradients.
+    inner = gr.Override(gr.Rule("5 * dy"), node="**/inner")
+    both = client.evaluate(graph, overrides=[inner, twice, stateful], **words)
+    assert_close(both.gradients["x"], np.float32([2 * (np.tanh(0.5) + 0.5 * 5)]))
+    assert sorted(rules_by_node(both).values()) == ["inline", "inline"]
+
+
+def test_what_only_another_output_leads_to_is_off_the_path(either: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    first, second = g.op("IdentityN", [x, x], name="u")
+    g.identity(first)
+    g.op("Tanh", second, name="y")
+    words: dict[str, Any] = {"feeds": {"x": [0.5]}, "ys": ["y"], "xs": ["u:0"]}
+    rule = gr.Override(gr.Rule("5 * dy"), op_type="Tanh", optional=True)
+    r = either.evaluate(g, overrides=[rule], **words)
+    assert r.gradients["u:0"] is None
+    assert [item.status for item in r.overrides] == ["off_path"]
+    with refused("INACTIVE_OVERRIDE"):
+        either.evaluate(g, overrides={"Tanh": gr.Rule("5 * dy")}, **words)
+
+
+def test_params_by_a_label_that_nobody_gave_are_refused_where_it_is_ambiguous(either: Any) -> None:
+    scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
+    overrides = [gr.Override(scaled, op_type="Sign", scope="a"), gr.Override(scaled, op_type="Sign")]
+    with refused("UNKNOWN_PARAM") as refusal:
+        ask(either, tower(), overrides, params={"Sign": {"alpha": 5.0}})
+    refusal.says("'Sign'", "'alpha'", "label")

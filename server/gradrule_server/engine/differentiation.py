@@ -38,6 +38,7 @@ _EXTENDED = "_rewritten"
 
 _OWN_GRADIENT = -1
 _FOREIGN_GRADIENT = -2
+_NO_GRADIENT = -3
 
 _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
@@ -145,6 +146,8 @@ class Differentiation:
                 self._defaulted[name] = None
             return self._own_gradient(op, dys, name)
         mark = self._marks[index]
+        if mark.rule == _NO_GRADIENT:
+            return [None] * len(op.inputs)
         if first:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)

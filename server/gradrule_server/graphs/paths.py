@@ -94,7 +94,12 @@ def dependents(
     The producer of a seed is included only if it depends on another seed. With `cut`, dependence is followed only
     where gradients flow.
     """
-    forward = _Forward({id(seed_body): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
+    return reached(top, {id(seed_body): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
+
+
+def reached(top: Body, seeds: Seeds, cut: Cut | None, orders: Orders) -> set[int]:
+    """Returns the nodes, by id(), that depend on at least one of the seeds, which may be in several bodies."""
+    forward = _Forward(seeds, cut, orders)
     forward.run(top, (), is_loop_body=False)
     found: set[int] = set()
     for body, bits in forward.found():

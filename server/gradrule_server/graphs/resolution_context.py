@@ -46,6 +46,7 @@ class Match:
         inputs: Number of inputs that the rule receives; None: all.
         is_step: As in `Subgraph`.
         every_order: Whether the match applies to gradients of gradients too.
+        depends_on_xs: Whether gradients of the node can reach one of the xs; if not, its rule does not run.
         mark: Index of the mark; None if the node was pruned.
     """
 
@@ -63,6 +64,7 @@ class Match:
     inputs: int | None = None
     is_step: bool = False
     every_order: bool = False
+    depends_on_xs: bool = True
     mark: int | None = None
 
     def set_custom_gradient(self, custom_gradient: CustomGradientNode | None) -> None:
@@ -124,6 +126,8 @@ class ResolutionContext:
         self.flows: dict[int, range] = {}
         # Matches of nodes and of subgraphs, with candidate numbers.
         self._matches: list[tuple[int, Match]] = []
+        # The same matches of nodes, with id() of the nodes that carry them.
+        self._matched_nodes: list[tuple[list[int], Match]] = []
         self._requested = requested
         self.look_up = look_up
         self._find = find
@@ -168,6 +172,7 @@ class ResolutionContext:
         candidate = self.candidates[number]
         if isinstance(what, Match):
             self._matches.append((number, what))
+            self._matched_nodes.append(([id(node) for node in candidate.marked_nodes()], what))
         for node in candidate.marked_nodes():
             self.resolved.setdefault(id(node), []).append(what)
 
@@ -178,6 +183,24 @@ class ResolutionContext:
         # A call without results has no gradient.
         if subgraph.outputs:
             self.subgraphs.append((subgraph, match))
+
+    def find_dependence(self) -> None:
+        """Finds which matches depend on the xs. To be called after all matches are recorded.
+
+        TensorFlow asks for more gradients: of the nodes that compute an x, of what other outputs of such a node lead
+        to, and of what depends on other inputs of a loop or branch than the xs.
+        """
+        seeds: dict[int, dict[Ref, int]] = {id(self.top): dict.fromkeys(self._requested.xs, 1)}
+        # The rule of a subgraph passes gradients on, also where the types between its nodes do not.
+        for subgraph, _ in self.subgraphs:
+            if any(self.changes(subgraph.body, ref) for ref in subgraph.inputs):
+                seeds.setdefault(id(subgraph.body), {}).update(dict.fromkeys(subgraph.outputs, 1))
+        reached = paths.reached(self.top, seeds, paths.Cut(), self.orders)
+        for nodes, match in self._matched_nodes:
+            match.depends_on_xs = not reached.isdisjoint(nodes)
+        for subgraph, match in self.subgraphs:
+            inner, own = subgraph.body.nodes, seeds.get(id(subgraph.body), {})
+            match.depends_on_xs = any(ref in own or id(inner[ref[0]]) in reached for ref in subgraph.inputs)
 
     @property
     def match_count(self) -> int:

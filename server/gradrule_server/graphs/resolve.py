@@ -23,6 +23,7 @@ from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, Overri
 from gradrule_server.graphs.subgraphs import Subgraph
 
 FOREIGN_GRADIENT = -2
+NO_GRADIENT = -3
 
 
 @dataclass(eq=False)
@@ -84,6 +85,7 @@ class Resolver:
                 foreign = self.node_gradients.find_foreign(candidate.node, candidate.name)
                 if foreign is not None:
                     context.record(number, foreign)
+        context.find_dependence()
 
     def unmatched(self, context: ResolutionContext) -> list[Finding]:
         """Returns at most `MAX_FINDINGS` UNMATCHED_OVERRIDE for overrides that are not optional and matched no node."""

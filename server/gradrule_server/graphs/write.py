@@ -26,7 +26,7 @@ from gradrule_server.graphs.ir import (
     short_tensor_name,
 )
 from gradrule_server.graphs.resolution_context import ForeignGradient, Resolved
-from gradrule_server.graphs.resolve import FOREIGN_GRADIENT
+from gradrule_server.graphs.resolve import FOREIGN_GRADIENT, NO_GRADIENT
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM
 
 GRADIENT_NAME = b"gradrule"
@@ -175,7 +175,7 @@ def mark_nodes(roots: Iterable[Body], resolved: Mapping[int, Resolved]) -> list[
                     otherwise = number + 1 if number < last else None
                     marks.append(
                         Mark(
-                            item.rule,
+                            item.rule if item.depends_on_xs else NO_GRADIENT,
                             item.node,
                             outputs=item.outputs,
                             inputs=item.inputs,

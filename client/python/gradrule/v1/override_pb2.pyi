@@ -354,7 +354,8 @@ class GradientOverride(google.protobuf.message.Message):
     """Name of a registered rule (UNKNOWN_RULE if there is none), or `default` for the op's own gradient, to make an exception."""
     label: builtins.str
     """Name of the override in param values of calls and in answers. Default: the first that is set of op type, node, scope, regular
-    expression, pattern (joined with `+`), name of the preset, and the region's first output.
+    expression, pattern (joined with `+`), name of the preset, and the region's first output. Param values of calls for a default
+    label that several overrides share are UNKNOWN_PARAM.
     """
     optional: builtins.bool
     """True: it is not an error if the override matches no node on the path."""

@@ -288,7 +288,8 @@ export type GradientOverride = Message<"gradrule.v1.GradientOverride"> & {
 
   /**
    * Name of the override in param values of calls and in answers. Default: the first that is set of op type, node, scope, regular
-   * expression, pattern (joined with `+`), name of the preset, and the region's first output.
+   * expression, pattern (joined with `+`), name of the preset, and the region's first output. Param values of calls for a default
+   * label that several overrides share are UNKNOWN_PARAM.
    *
    * @generated from field: string label = 5;
    */
