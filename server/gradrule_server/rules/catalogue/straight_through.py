@@ -21,6 +21,15 @@ def _softmax_slope(logits: str) -> str:
     return f"{p} * (dy - sum(dy * {p}, axis=-1)) / tau"
 
 
+def _swish_sign() -> str:
+    """Returns dy * beta * (2 - z tanh(z/2)) / (1 + cosh(z)) for z = beta x, without overflow.
+
+    The formula is even in z, and 1 / (1 + cosh(z)) is 2e / (1 + e)² with e = exp(-z). From z = 1000 on it is 0.
+    """
+    z = "minimum(abs(beta * x), 1000)"
+    return f"dy * beta * (2 - {z} * tanh({z} / 2)) * 2 * exp(-{z}) / square(1 + exp(-{z}))"
+
+
 def _fake_quant() -> str:
     """Returns TensorFlow's gradient: 0 is a level of the moved bounds, which get the gradient outside of them."""
     lowest, highest = "narrow_range", "(2 ** num_bits - 1)"
@@ -61,8 +70,8 @@ RULES = (
     ),
     BuiltinRule(
         "swish_sign",
-        "dy * beta * (2 - beta * x * tanh(beta * x / 2)) / (1 + cosh(beta * x))",
-        "The slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4, zero where cosh overflows.",
+        _swish_sign(),
+        "The slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4, vanishing far from 0.",
         "Darabi et al. 2018 (BNN+), arXiv:1812.11800; larq swish_sign",
         params=(Param("beta", 5.0, "steepness", "> 0"),),
         op_types=("Sign",),
@@ -204,7 +213,7 @@ RULES = (
     BuiltinRule(
         "lsq",
         "(where(qn < x0 / x1 < qp, dy, 0), sum_to(dy * where(x0 / x1 <= qn, qn, where(x0 / x1 >= qp, qp, round(x0 / "
-        "x1) - x0 / x1)), x1) / sqrt(size(x0) * qp))",
+        "x1) - x0 / x1)), x1) / sqrt(maximum(size(x0), 1) * qp))",
         "Of a region from x and a learned step s > 0, which broadcasts to x, to s round(clip(x / s, qn, qp)). The "
         "edges are outside: dx is 0 there, and s gets qn or qp.",
         "Esser et al. 2020 (LSQ), arXiv:1902.08153, sections 2.1 and 2.2; N of its gradient scale counts the elements "

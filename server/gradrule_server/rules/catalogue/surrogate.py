@@ -25,7 +25,8 @@ def _cosines() -> str:
     With u = k + f, k an integer and abs(f) <= 1/2, this is (−1)^k·sin(2mπf) / (2 sin(πf)), which is precise far from 0
     and equals m·(−1)^k where f is 0. The inner `where` keeps the second derivative finite there.
     """
-    u = "(2 * x / period)"
+    # mod is exact, so that u neither overflows nor loses its fraction where x is large.
+    u = "(2 * (mod(x, period) / period))"
     f = f"({u} - round{u})"
     ratio = f"where({f} == 0, n - 1, sin(2 * (n - 1) * pi * {f}) / (2 * where({f} == 0, 1, sin(pi * {f}))))"
     return f"4 / period * (1 - 2 * mod(round{u}, 2)) * {ratio}"
