@@ -88,7 +88,7 @@ test("conditions on attributes know defaults, and mean what some op says where a
 
 test("a pattern is a chain that gets one rule", async () => {
   const ask = { feeds: { x: [[1, 2]] }, fetches: "y", ys: "y", xs: ["x", "b"] };
-  const rule = { expression: "(x * k, None, sum_to(3 * dy, x2))", params: { k: 5 } };
+  const rule = { expression: "(ignore_dy(x * k), None, sum_to(3 * dy, x2))", params: { k: 5 } };
   const overrides = [{ pattern: ["MatMul", "@bias", "Relu"], rule }];
   const result = await client.evaluate(layer(), { ...ask, overrides });
   assert.deepEqual(dense(result).toArray(), [[5, 10]]);
@@ -273,7 +273,7 @@ test("overrides that cannot be meant are refused before anything is sent", async
     [new Map([["Relu", rule]]), /overrides is an object of rules by op type, .*, not Map/],
     [{ preset: "epsilon_plus" }, /the key preset, .* a single override goes into a list/],
     [{ rule, opType: "Relu" }, /the key rule, .* a single override goes into a list/],
-    [{ Relu: 3 }, /overrides\.Relu takes a rule's name, \{ expression \} or \{ graph \}, not 3/],
+    [{ Relu: 3 }, /overrides\.Relu takes a rule's name, a formula, \{ expression \} or \{ graph \}, not 3/],
     [{ Relu: ["ste"] }, /overrides\.Relu is \[ 'ste' \]; a rule with its params is a pair of both/],
     [["ste"], /overrides\[0\] is "ste"; a list holds objects with a rule or a preset/],
     [[{ opType: "Relu" }], /overrides\[0\] takes a rule's name, .* not undefined/],
