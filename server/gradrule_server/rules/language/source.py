@@ -103,7 +103,7 @@ def _check_characters(text: str, *, ascii_only: bool) -> None:
         if character in _HINTS:
             raise invalid_expression(text, offset, _HINTS[character])
         if "\ud800" <= character <= "\udfff":
-            raise invalid_expression(text, offset, "half a surrogate pair is no character")
+            raise invalid_expression(text, offset, "half of a surrogate pair is not a character")
         if ascii_only and not character.isascii():
             # Python would take letters such as a full-width x for the plain ones.
             plain = unicodedata.normalize("NFKC", character)
