@@ -73,6 +73,7 @@ class Differentiation:
         scopes: Mapping[str, str],
         no_gradient: program_pb2.NoGradient.ValueType,
         reference: Reference,
+        depends: Callable[[tf.Tensor], int],
         made: Sequence[link_pb2.MadeNode] = (),
         *,
         again: bool = False,
@@ -85,6 +86,7 @@ class Differentiation:
         self._scopes = scopes
         self._no_gradient = no_gradient
         self._reference = reference
+        self._depends = depends
         self._made: dict[str, tuple[int, int]] = {}
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
@@ -254,6 +256,8 @@ class Differentiation:
             find_ops=lambda: (op,),
             own_gradients=own_gradients,
             reference=self._reference,
+            sources=tuple(op.inputs),
+            depends=self._depends,
             salt=salt_for(node),
             op=op,
         )
@@ -287,6 +291,8 @@ class Differentiation:
             find_ops=find_ops,
             own_gradients=own_gradients,
             reference=self._reference,
+            sources=tuple(xs),
+            depends=self._depends,
             salt=salt_for(mark.node),
         )
 
