@@ -40,7 +40,7 @@ def site_of(build: Build, operands: Sequence[tf.Tensor]) -> RuleTarget:
         own_gradients=own,
         reference=reference,
         sources=tuple(operands),
-        depends=Dependence(operands).bits,
+        dependence=Dependence(operands),
         salt=SALT,
     )
 

@@ -20,7 +20,7 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.code_rules.target import Gradient, RuleTarget, ops_between, salt_for
+from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between, salt_for
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
@@ -73,7 +73,7 @@ class Differentiation:
         scopes: Mapping[str, str],
         no_gradient: program_pb2.NoGradient.ValueType,
         reference: Reference,
-        depends: Callable[[tf.Tensor], int],
+        dependence: Dependence,
         made: Sequence[link_pb2.MadeNode] = (),
         *,
         again: bool = False,
@@ -86,7 +86,7 @@ class Differentiation:
         self._scopes = scopes
         self._no_gradient = no_gradient
         self._reference = reference
-        self._depends = depends
+        self._dependence = dependence
         self._made: dict[str, tuple[int, int]] = {}
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
@@ -257,7 +257,7 @@ class Differentiation:
             own_gradients=own_gradients,
             reference=self._reference,
             sources=tuple(op.inputs),
-            depends=self._depends,
+            dependence=self._dependence,
             salt=salt_for(node),
             op=op,
         )
@@ -292,7 +292,7 @@ class Differentiation:
             own_gradients=own_gradients,
             reference=self._reference,
             sources=tuple(xs),
-            depends=self._depends,
+            dependence=self._dependence,
             salt=salt_for(mark.node),
         )
 

@@ -163,7 +163,7 @@ class Trace:
             request.scopes,
             request.no_gradient,
             reference.find,
-            Dependence([tensors[endpoint.tensor] for endpoint in request.xs]).bits,
+            Dependence([tensors[endpoint.tensor] for endpoint in request.xs]),
             request.made,
             again=self._built.kind == _KIND.DERIVATIVE_HVP,
             gradient_cache=self._gradient_cache,

@@ -342,8 +342,10 @@ class _Functions:
             return False
         if not members.issuperset(self._found.consumers(first)):
             return False
-        scopes = [self._nodes[index].name.rpartition("/")[0] for index in (first, second)]
-        if scopes[0] != scopes[1] or not scopes[0]:
+        names = [self._nodes[index].name for index in (first, second)]
+        scopes = [name.rpartition("/")[0] for name in names]
+        # The last node of a scope may have the name of the scope.
+        if not scopes[0] or scopes[0] not in (scopes[1], names[1]):
             return False
         both = [functions[first][1], members]
         affine = [self._is_affine(item) for item in both]

@@ -64,7 +64,7 @@ def twice(
             assert content is not None
             rules.append(GraphRule(rule.name, content, {param.name: given[param.name] for param in content.params}))
         differentiation = Differentiation(
-            request.marks, rules, request.scopes, request.no_gradient, _no_reference, Dependence(xs).bits, again=True
+            request.marks, rules, request.scopes, request.no_gradient, _no_reference, Dependence(xs), again=True
         )
         with differentiation.active():
             first = tf.gradients(result, xs, grad_ys=upstream)

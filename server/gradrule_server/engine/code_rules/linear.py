@@ -147,11 +147,18 @@ class Linear:
 def _data_and_weights(
     target: RuleTarget, rule: str, linear: tf.Operation, operands: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Returns the numbers of the inputs that hold data and weights: weights do not depend on what data depend on."""
+    """Returns the numbers of the inputs that hold data and weights.
+
+    Weights do not depend on what data depend on, or are one of the xs themselves. If both can be data, the first are.
+    """
     data, weights = operands
-    on_data, on_weights = (target.depends(linear.inputs[number]) for number in operands)
+    values = [linear.inputs[number] for number in operands]
+    on_data, on_weights = map(target.dependence.bits, values)
     if on_data & on_weights:
-        raise not_applicable(target, rule, f"{_MEANT_FOR}; here both operands depend on the same x")
+        first_is_x, second_is_x = map(target.dependence.is_x, values)
+        if first_is_x == second_is_x:
+            raise not_applicable(target, rule, f"{_MEANT_FOR}; here both operands depend on the same x")
+        return (weights, data) if first_is_x else (data, weights)
     return (weights, data) if on_weights and not on_data else (data, weights)
 
 

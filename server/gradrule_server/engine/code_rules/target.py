@@ -17,42 +17,6 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
 
 
-@dataclass(frozen=True, eq=False)
-class RuleTarget:
-    """The op or subgraph to which a rule is applied.
-
-    Attributes:
-        node: Name of the node, for messages.
-        what: The op type, or the op types of a chain joined by `+`.
-        inputs, outputs: As tensors of the graph in which gradients are built.
-        find_ops: Finds the forward ops, producers before consumers. There may be thousands.
-        own_gradients: Returns TensorFlow's gradients of the inputs for upstream gradients of the outputs.
-        reference: Returns the value of a tensor of the forward graph if all xs are a baseline (a number or a tensor
-            that broadcasts to them). Raises RULE_NOT_APPLICABLE inside loops and branches.
-        sources: The inputs in the forward graph.
-        depends: Returns bits for the xs that a tensor of the forward graph depends on; 0: on none.
-        salt: A number derived from the name, so that random rules draw different numbers for each node.
-        op: The op itself; None for a subgraph.
-    """
-
-    node: str
-    what: str
-    inputs: tuple[tf.Tensor, ...]
-    outputs: tuple[tf.Tensor, ...]
-    find_ops: Callable[[], Sequence[tf.Operation]]
-    own_gradients: OwnGradient
-    reference: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-    sources: tuple[tf.Tensor, ...]
-    depends: Callable[[tf.Tensor], int]
-    salt: int
-    op: tf.Operation | None = None
-
-    @cached_property
-    def ops(self) -> Sequence[tf.Operation]:
-        """Forward ops, producers before consumers."""
-        return self.find_ops()
-
-
 class Dependence:
     """Finds the xs that tensors depend on. In loops and branches, every floating-point argument counts as an x."""
 
@@ -75,6 +39,10 @@ class Dependence:
                 pending += missing
         return known[tensor.op] | self._xs.get(tensor.ref(), 0)
 
+    def is_x(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is one of the xs."""
+        return tensor.ref() in self._xs
+
     def _of_op(self, op: tf.Operation) -> int:
         if op.type == "Placeholder" and op.graph not in self._graphs and op.outputs[0].dtype.is_floating:
             self._next_bit += 1
@@ -83,6 +51,42 @@ class Dependence:
         for value in op.inputs:
             found |= self._known[value.op] | self._xs.get(value.ref(), 0)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class RuleTarget:
+    """The op or subgraph to which a rule is applied.
+
+    Attributes:
+        node: Name of the node, for messages.
+        what: The op type, or the op types of a chain joined by `+`.
+        inputs, outputs: As tensors of the graph in which gradients are built.
+        find_ops: Finds the forward ops, producers before consumers. There may be thousands.
+        own_gradients: Returns TensorFlow's gradients of the inputs for upstream gradients of the outputs.
+        reference: Returns the value of a tensor of the forward graph if all xs are a baseline (a number or a tensor
+            that broadcasts to them). Raises RULE_NOT_APPLICABLE inside loops and branches.
+        sources: The inputs in the forward graph.
+        dependence: Finds the xs that tensors of the forward graph depend on.
+        salt: A number derived from the name, so that random rules draw different numbers for each node.
+        op: The op itself; None for a subgraph.
+    """
+
+    node: str
+    what: str
+    inputs: tuple[tf.Tensor, ...]
+    outputs: tuple[tf.Tensor, ...]
+    find_ops: Callable[[], Sequence[tf.Operation]]
+    own_gradients: OwnGradient
+    reference: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    sources: tuple[tf.Tensor, ...]
+    dependence: Dependence
+    salt: int
+    op: tf.Operation | None = None
+
+    @cached_property
+    def ops(self) -> Sequence[tf.Operation]:
+        """Forward ops, producers before consumers."""
+        return self.find_ops()
 
 
 def salt_for(node: str) -> int:
