@@ -66,7 +66,7 @@ def test_conditions(either: Any, conditions: dict[str, Any], nodes: set[str]) ->
         ({"node_regex": "block"}, "UNMATCHED_OVERRIDE", "as a whole"),
         ({"op_type": "@activations"}, "UNKNOWN_OP_TYPE", "'@activation'"),
         ({"op_type": "@convolution"}, "UNMATCHED_OVERRIDE", "Conv2D"),
-        ({"op_type": "Relu", "position": 2}, "UNMATCHED_OVERRIDE", "place on the path"),
+        ({"op_type": "Relu", "position": 2}, "UNMATCHED_OVERRIDE", "position on the path"),
         ({"op_type": "Relu", "dtype": "float64"}, "UNMATCHED_OVERRIDE", "float64"),
         ({"op_type": "Relu", "rank": 4}, "INACTIVE_OVERRIDE", "rank"),
         ({"op_type": "Relu", "depends_on": "nope"}, "UNKNOWN_TENSOR", "nope"),

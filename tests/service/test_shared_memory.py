@@ -55,7 +55,7 @@ def front() -> Iterator[Front]:
 def front_without() -> Iterator[Front]:
     """The same without shared memory, as on a system that has none, and with less memory."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(arena, "is_supported", lambda: False)
+        patched.setattr(arena, "has_sealed_memory", lambda: False)
         made = Front(_LIMIT)
     yield made
     made.close()

@@ -109,7 +109,7 @@ class Differentiation:
         ]
 
     @property
-    def defaulted(self) -> list[str]:
+    def default_gradient_nodes(self) -> list[str]:
         """Nodes without a mark whose gradient was requested, from xs towards ys."""
         return [name for name in list(self._defaulted)[::-1] if name not in self._without_gradient]
 
@@ -150,6 +150,10 @@ class Differentiation:
         if first:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
+        outputs = mark.subgraph_outputs
+        if mark.rule == _OWN_GRADIENT and outputs and first:
+            gradients = self._subgraph_target(op, mark).own_gradients(list(dys)[:outputs])
+            return [*([None] * outputs), *gradients, *([None] * (len(op.inputs) - outputs - len(gradients)))]
         if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
             # The gradient of a subgraph's IdentityN continues through the nodes of the subgraph.
             return self._own_gradient(op, dys, mark.node)
@@ -162,7 +166,6 @@ class Differentiation:
                 f"'default' for the op's own gradient.",
                 node=mark.node,
             )
-        outputs = mark.subgraph_outputs
         rule = self._rules[mark.rule]
         if self._gradient_cache is not None and rule.is_local and not outputs:
             return self._gradient_cache.gradients(

@@ -159,7 +159,7 @@ class BuiltProgram:
     two_parts: TwoPartProgram | None = None
     """Set if the forward and the backward part are separate functions; `function` is then the forward part."""
     statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
-    defaulted: list[str] = field(default_factory=list)
+    default_gradient_nodes: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
     without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
     call: GraphCall = field(init=False)

@@ -105,7 +105,7 @@ class EngineService:
                 self._on_worker()
             self._frames.send(Kind.PREPARED, frame.request_id, self._preparation.prepare(frame))
             return
-        if frame.kind is Kind.TOLD:
+        if frame.kind is Kind.ANSWER:
             self._preparation.deliver_answer(frame)
             return
         payload, contents = frame.payload, NO_LARGE_TENSORS
@@ -167,7 +167,7 @@ class EngineService:
             self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,
-            defaulted=built.defaulted,
+            default_gradient_nodes=built.default_gradient_nodes,
             without_gradient=built.without_gradient,
             inputs=built.specs["inputs"],
             outputs=built.specs["outputs"],

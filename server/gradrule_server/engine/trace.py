@@ -144,7 +144,8 @@ class Trace:
         if request.ys:
             differentiation = self._create_differentiation(tensors, feeds, rest)
             outputs += self._build_results(tensors, fed_grad_ys, directions, differentiation)
-            built.statuses, built.defaulted = differentiation.statuses, differentiation.defaulted
+            built.statuses = differentiation.statuses
+            built.default_gradient_nodes = differentiation.default_gradient_nodes
             built.without_gradient, built.made = differentiation.without_gradient, differentiation.made
         remove_labels(tf.compat.v1.get_default_graph(), labelled)
         built.updates = [endpoint.name for endpoint in request.updates]

@@ -19,6 +19,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.concurrency import TenantLocks
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.admission import Admission, UnaryRequests
 from gradrule_server.front.authentication import CallerAuthenticator, CreateHandler, Handler, RpcService
@@ -35,12 +36,13 @@ from gradrule_server.front.calls import (
     Upload,
     UploadMethod,
     UploadTable,
+    abort,
     compress_responses,
+    log_incident,
     observe_call,
     when_done,
 )
 from gradrule_server.front.connections import ConnectionWatch
-from gradrule_server.front.error_status import abort, log_incident
 from gradrule_server.front.open_streams import OpenStreams
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.front.time_limits import Deadline, Deadlines, IntervalChecks, UnreadAnswer, read_timeout
@@ -48,7 +50,6 @@ from gradrule_server.identity import Principal
 from gradrule_server.operations.audit import record_registration
 from gradrule_server.operations.request_record import ObservedRequest, Observer, RequestRecord
 from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
-from gradrule_server.tenant_locks import TenantLocks
 
 _NO_METHODS: Mapping[str, Any] = MappingProxyType({})
 _EMPTY: Any = Empty()
@@ -276,7 +277,7 @@ class RequestPipeline:
     async def _identify(self, known: Principal | None, context: Context, request: RequestRecord) -> Caller:
         """Returns the caller, and keeps its tenant loaded until the call is done. UNAUTHENTICATED.
 
-        `known`: the principal, where the metadata was enough to tell it.
+        `known`: the principal, where the metadata was enough to find it.
         """
         principal = self._authenticator.from_connection(context) if known is None else known
         self._connections.get(request.peer()).is_authenticated = True

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.concurrency import BlockingThreads
 from gradrule_server.errors import error
 from gradrule_server.front.admission import ByteCounter
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory_connections import (
     KEY_BYTES,
-    BlockingThreads,
     Handshake,
     Keys,
     MemoryConnection,
@@ -75,7 +75,7 @@ class SharedMemoryServer:
 
     def start(self) -> None:
         """Starts to listen on the running loop, unless shared memory is disabled or the system lacks it."""
-        if not self.max_bytes or not arena.is_supported():
+        if not self.max_bytes or not arena.has_sealed_memory():
             return
         address = f"gradrule-{secrets.token_hex(KEY_BYTES)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -246,9 +246,11 @@ class UnmatchedOverrides:
     def _no_region(self, name: str) -> str:
         regions = self._regions
         hint = self._findings.suggest(lambda: did_you_mean(name, regions))
-        known = ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none: no function in it has a gradient of its own"
+        known = (
+            ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none, because no function in it has its own gradient"
+        )
         more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
-        return f"the graph brings no region {quote(name)} along.{hint} Its regions: {known}{more}."
+        return f"the graph has no custom-gradient region {quote(name)}.{hint} Its regions: {known}{more}."
 
     def _missing(self, matcher: OverrideMatcher) -> str:
         selector = matcher.spec.selector
@@ -261,35 +263,34 @@ class UnmatchedOverrides:
         if matcher.layer and not any((selector.scope, selector.node, selector.node_regex)):
             return f"there is no layer of kind {matcher.layer}."
         kind = f"of op type {matcher.words[-1]} " if matcher.words else ""
-        in_scope, named, meant = self._met_conditions(matcher)
+        in_scope, named, matched = self._met_conditions(matcher)
         if selector.scope and not in_scope:
             hint = suggest(lambda: similar_name_hint(selector.scope, self._scopes(matcher)))
             return f"no node {kind}has a name that starts with {quote(matcher.prefix)}.{hint}"
         if selector.node and not named:
             hint = suggest(lambda: similar_name_hint(selector.node, self._names_of(matcher)))
             return f"no node {kind}is named {quote(selector.node)}.{hint}"
-        if not meant:
+        if not matched:
             if selector.node_regex:
                 return f"no node {kind}has a name that {quote(selector.node_regex)} matches as a whole."
             return "the graph has no nodes." if not self._names_of(matcher) else f"no node {kind}has such a name."
         reasons = []
         if matcher.is_chain:
             reasons.append(
-                f"no chain {' → '.join(matcher.words)} in which each takes the output of the one before and is alone "
-                f"in doing so"
+                f"no chain {' → '.join(matcher.words)} in which each op is the only consumer of the op before it"
             )
         if matcher.layer:
             reasons.append(f"a layer of kind {matcher.layer} that ends there")
         if selector.dtype:
-            reasons.append(f"the first output {dtype_name(selector.dtype)}")
+            reasons.append(f"a first output of type {dtype_name(selector.dtype)}")
         if selector.attrs:
             reasons.append(f"these attributes: {', '.join(sorted(selector.attrs))}")
         if selector.depends_on:
             reasons.append(f"dependence on {', '.join(map(quote, selector.depends_on))}")
         if selector.HasField("position"):
-            reasons.append("this place on the path from xs to ys")
+            reasons.append("this position on the path from xs to ys")
         if not reasons:
-            return f"no node {kind}is one: what an add is depends on which of its sides depend on the xs."
+            return f"no node {kind}qualifies: an add is a sum if both inputs depend on the xs, else a bias."
         return f"no node {kind}with such a name has {' and '.join(reasons)}."
 
     def _met_conditions(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:
@@ -297,8 +298,8 @@ class UnmatchedOverrides:
         bit = 1 << self._numbers[id(matcher)]
         op_types: Iterable[str] = self._conditions_by_op if matcher.op_types is None else matcher.op_types
         found = [self._conditions_by_op[op_type] for op_type in op_types if op_type in self._conditions_by_op]
-        in_scope, named, meant = (any(bits[condition] & bit for bits in found) for condition in range(3))
-        return in_scope, named, meant
+        in_scope, named, matched = (any(bits[condition] & bit for bits in found) for condition in range(3))
+        return in_scope, named, matched
 
     @cached_property
     def _conditions_by_op(self) -> dict[str, list[int]]:

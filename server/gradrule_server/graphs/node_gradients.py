@@ -46,6 +46,11 @@ class NodeGradients:
     _unknown: set[str] = field(default_factory=set)
     _custom_gradients: dict[int, CustomGradientNode | None] = field(default_factory=dict)
 
+    @staticmethod
+    def names_gradient(node: Node) -> bool:
+        """Returns whether an attribute of the node names its gradient."""
+        return bool(_read_gradient_name(node))
+
     def find_custom_gradient(self, node: Node, name: str) -> CustomGradientNode | None:
         """Returns the layout of a custom-gradient node; None for other nodes and after adding a finding."""
         if id(node) not in self._custom_gradients:
@@ -75,7 +80,9 @@ class NodeGradients:
         if isinstance(known, GradruleError):
             if not self._is_foreign(gradient_name) and self.differentiates and gradient_name not in self._unknown:
                 self._unknown.add(gradient_name)
-                message = f"Node {quote(name)} wants the rule {quote(gradient_name)} ({GRADIENT_ATTR}): {known.message}"
+                message = (
+                    f"Node {quote(name)} requests the rule {quote(gradient_name)} ({GRADIENT_ATTR}): {known.message}"
+                )
                 self.findings.add(known.reason, message, name)
             return None
         match = Match(known, name, node.op, function, gradient_name, node.op, -1, differentiable)
@@ -111,7 +118,9 @@ class NodeGradients:
         beyond = [result for result in self.gradients[gradient_name].result_names if gradient_index(result) >= count]
         if beyond:
             what = "inputs" if custom_gradient is None else "inputs of its region"
-            message = f"Node {quote(name)} ({node.op}): its gradient {quote(gradient_name)} gives {beyond[0]}, "
+            message = (
+                f"Node {quote(name)} ({node.op}): its gradient {quote(gradient_name)} has the result {beyond[0]}, "
+            )
             message += f"but it has {count} {what}."
             self.findings.add(Reason.ERROR_REASON_RULE_ARITY, message, name)
 

@@ -74,7 +74,13 @@ class Selection:
         self._matchers = matchers
         index = SelectorIndex(matchers)
         self._flags = columns(
-            [index.node(candidate.node, candidate.name) for candidate in self._candidates], len(matchers)
+            [
+                index.node(candidate.node, candidate.name)
+                if candidate.call is None
+                else index.call(candidate.node.op, candidate.name)
+                for candidate in self._candidates
+            ],
+            len(matchers),
         )
 
     def selected(self) -> Selected:
@@ -108,12 +114,14 @@ class Selection:
         seeds: dict[int, dict[Ref, int]] = {}
         for bit, names in enumerate(sets):
             for name in names:
-                found = self._context.look_up(name)
-                if found is not None:
-                    own = seeds.setdefault(id(found[0]), {})
-                    own[found[1]] = own.get(found[1], 0) | 1 << bit
+                for body, ref in self._context.look_up(name):
+                    own = seeds.setdefault(id(body), {})
+                    own[ref] = own.get(ref, 0) | 1 << bit
         bits = paths.dependents_of_sets(self._context.top, seeds, self._context.orders)
-        depends = columns([bits[id(candidate.body)][candidate.index] for candidate in self._candidates], len(sets))
+        # Calls have no bits: an override with this condition does not select calls.
+        depends = columns(
+            [bits[id(one.body)][one.index] if one.call is None else 0 for one in self._candidates], len(sets)
+        )
         for row, numbers in zip(depends, sets.values(), strict=True):
             self._flags[numbers] &= row
 
@@ -123,10 +131,10 @@ class Selection:
         self._flags[rows] &= self._on_path
         indices = [_index(self._matchers[number].spec.selector.position) for number in numbers]
         for is_from_xs in (True, False):
-            asked = [column for column, index in enumerate(indices) if (index >= 0) == is_from_xs]
-            if asked:
-                wanted = [indices[column] if is_from_xs else -1 - indices[column] for column in asked]
-                self._limit_to_ranks(rows[asked], np.array(wanted, np.int32), is_from_xs=is_from_xs)
+            same_end = [column for column, index in enumerate(indices) if (index >= 0) == is_from_xs]
+            if same_end:
+                wanted = [indices[column] if is_from_xs else -1 - indices[column] for column in same_end]
+                self._limit_to_ranks(rows[same_end], np.array(wanted, np.int32), is_from_xs=is_from_xs)
 
     def _limit_to_ranks(self, rows: Numbers, wanted: paths.Counts, *, is_from_xs: bool) -> None:
         context = self._context

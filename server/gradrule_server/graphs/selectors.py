@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import re2
@@ -12,7 +12,7 @@ from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import Body, Node
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
 from gradrule_server.graphs.library import Library
 from gradrule_server.policy.op_tables import TRAITS, ops_with
 
@@ -79,11 +79,11 @@ class OverrideSpec:
 
         Only overrides for every order that select by op type alone select such nodes.
         """
-        asked = [field.name for field, _ in self.selector.ListFields()]
+        conditions = [field.name for field, _ in self.selector.ListFields()]
         word = self.selector.op_type
         return (
             op_types_of(word)
-            if self.every_order and asked == ["op_type"] and word not in _PATH_DEPENDENT
+            if self.every_order and conditions == ["op_type"] and word not in _PATH_DEPENDENT
             else frozenset()
         )
 
@@ -94,17 +94,44 @@ class OverrideSpec:
 
 
 @dataclass(slots=True, eq=False)
+class InlinedCall:
+    """A call whose nodes were copied into the body that contains the call.
+
+    Attributes:
+        node: The call in the uploaded graph.
+        may_match: Whether an override selects it, or an attribute names its gradient.
+        arguments: With `may_match`: a node that takes the call's arguments, until `detach` is called.
+        inputs: With `may_match`, after `detach`: the arguments.
+        results: With `may_match`: the nodes that pass its results on.
+    """
+
+    node: Node
+    may_match: bool
+    arguments: Node | None = None
+    inputs: Sequence[Ref] = ()
+    results: list[Node] = field(default_factory=list)
+
+    def detach(self) -> None:
+        """Reads the arguments from the node that took them, so that they have no other consumers than before.
+
+        Until then, every change of the graph changes the inputs of that node too.
+        """
+        if self.arguments is not None:
+            self.inputs, self.arguments.inputs = tuple(self.arguments.inputs), ()
+
+
+@dataclass(slots=True, eq=False)
 class CandidateNode:
-    """A node of the expanded graph that overrides can match.
+    """A node or call of the expanded graph that overrides can match.
 
     Attributes:
         name: Public name.
         function: The function of the uploaded graph that contains it; empty: the top level.
         body: The body of the copy that contains it.
-        index: Its index in the body.
-        live: Whether gradients are computed node by node here.
+        index: Its index in the body; -1 for a call.
+        around: The innermost call that contains it; None: no call does.
+        call: The call, if this stands for a call.
         label: Label of the override assigned to it; None: no override is assigned.
-        around: Label of the override that matched an enclosing call.
         by_rank: Label of the override that matches if the node has the override's rank.
     """
 
@@ -112,21 +139,37 @@ class CandidateNode:
     function: str
     body: Body
     index: int
-    live: bool
+    around: CandidateNode | None = None
+    call: InlinedCall | None = None
     label: str | None = None
-    around: str | None = None
     by_rank: str = ""
 
     @property
     def node(self) -> Node:
-        """The node."""
-        return self.body.nodes[self.index]
+        """The node; for a call: the node in the uploaded graph."""
+        return self.body.nodes[self.index] if self.call is None else self.call.node
+
+    @property
+    def calls_around(self) -> Iterator[CandidateNode]:
+        """The calls that contain it, from inside to outside."""
+        call = self.around
+        while call is not None:
+            yield call
+            call = call.around
+
+    def marked_nodes(self) -> Sequence[Node]:
+        """Returns the nodes that carry a match of the candidate: the node, or those that pass a call's results on."""
+        if self.call is None:
+            return [self.node]
+        for result in self.call.results:
+            result.watched = any(dtype in DIFFERENTIABLE for dtype in result.outputs or ())
+        return self.call.results
 
     @property
     def input_types(self) -> list[int]:
         """Element types of the node's inputs; 0: unknown."""
         found = []
-        for producer, output in self.node.inputs:
+        for producer, output in self.node.inputs if self.call is None else self.call.inputs:
             outputs = self.body.nodes[producer].outputs
             found.append(outputs[output] if outputs else 0)
         return found
@@ -216,7 +259,7 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
         hint = did_you_mean(selector.layer, LAYER_KINDS)
         invalid(f"there is no kind of layer {quote(selector.layer)}.{hint} Kinds: {', '.join(LAYER_KINDS)}.")
     if "position" in given and not _is_place(selector.position):
-        invalid("position is empty: say nearest_xs, nearest_ys or a number.")
+        invalid("position is empty: give nearest_xs, nearest_ys or a number.")
     words = tuple(selector.pattern) or ((STEP, "Cast") if selector.op_type == STEP else (selector.op_type,))
     if len(words) > _MAX_PATTERN or not all(selector.pattern):
         invalid(f"a pattern has 1 to {_MAX_PATTERN} words, none of them empty.")
@@ -233,7 +276,7 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
     try:
         compile_regex(regex)
     except ValueError as cause:
-        invalid(f"node_regex {quote(regex)} is no regular expression (RE2): {cause}.")
+        invalid(f"node_regex {quote(regex)} is not a regular expression (RE2): {cause}.")
     prefix = selector.scope.rstrip("/") + "/" if selector.scope else ""
     op_types = op_types_of(words[-1]) if words else None
     exact, glob = ("", glob_regex(selector.node)) if is_glob(selector.node) else (selector.node, "")
@@ -253,7 +296,7 @@ def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findi
                 f"there is no group {quote(word)}.{did_you_mean(word, GROUPS)} Groups: {', '.join(sorted(GROUPS))}"
             )
         elif word == STEP and spec.selector.pattern:
-            message = "'@step' is a pattern itself: give it as op_type."
+            message = "'@step' stands for a pattern of its own: give it as op_type."
         else:
             return
         findings.add(

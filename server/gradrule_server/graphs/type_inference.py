@@ -26,19 +26,21 @@ CONTROL_FLOW_V1 = (
     "is control flow of version 1; convert by building the graph with version 2: in a tf.function, or after "
     "tf.compat.v1.enable_control_flow_v2()"
 )
-_TEMPORARY = "makes a variable that lives within one step only; use a tensor"
-_REFERENCE = "works on a reference, to a variable or a resource of TensorFlow 1, in a way that gradrule does not follow"
+_TEMPORARY = "creates a variable that exists within one step only; use a tensor"
+_REFERENCE = "uses a reference to a variable or resource of TensorFlow 1 in a way that gradrule does not support"
 _OPTIMIZER = (
-    "is the kernel of an optimiser, which changes variables; ask for gradients, and let a session apply them or apply "
+    "is the kernel of an optimiser, which changes variables; request gradients, and let a session apply them or apply "
     "them yourself"
 )
 _RESOURCE = (
-    "makes a resource (a table, queue, iterator, stack or lock), which lives in a process and not in a graph; feed "
-    "what is read from it in its place"
+    "creates a resource (a table, queue, iterator, stack or lock), which exists in a process and not in a graph; feed "
+    "the values that are read from it instead"
 )
-_HANDLE = "works on a resource in a way that gradrule does not follow; feed what comes out of it in its place"
-_DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed what comes out of it"
-_PYTHON = "calls a Python function of the process that made the graph; write it in TensorFlow's ops, or feed its result"
+_HANDLE = "uses a resource in a way that gradrule does not support; feed its output instead"
+_DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed its output instead"
+_PYTHON = (
+    "calls a Python function of the process that created the graph; write it with TensorFlow's ops, or feed its result"
+)
 
 _PYTHON_OPS = ops_with("python_function")
 # Resources that exist only during one run.
@@ -95,7 +97,7 @@ class TypeInference:
         op = self._library.find_op(node.op)
         if op is None:
             hint = findings.suggest(lambda: op_definitions.suggest(node.op, self._library.names()))
-            message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph has.{hint}"
+            message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph defines.{hint}"
             findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
             return False
         fault = output_count_fault(op, node.attrs, self._limits)
@@ -168,15 +170,15 @@ class TypeInference:
         return self._layouts[producer]
 
     def _no_output(self, node: Node | None, producer: int, what: str) -> None:
-        who = f"{self._draft.where(node.name)} takes" if node else f"A result of function {quote(self._body.name)} is"
-        message = f"{who} an output that {quote(self._body.nodes[producer].name)} does not have: {what}."
+        user = f"{self._draft.where(node.name)} takes" if node else f"A result of function {quote(self._body.name)} is"
+        message = f"{user} an output that {quote(self._body.nodes[producer].name)} does not have: {what}."
         self._findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name if node else "")
 
     def _check_values(self, node: Node, op: op_definitions.OpDef, where: str) -> None:
         faults = list(attribute_faults(op, node.attrs, self._limits))
         if node.op == "Const" and not faults and node.attrs["value"].tensor.dtype != node.attrs["dtype"].type:
-            said, held = node.attrs["dtype"].type, node.attrs["value"].tensor.dtype
-            what = f"says it is {dtype_name(said)}, but its value is {dtype_name(held)}"
+            declared, actual = node.attrs["dtype"].type, node.attrs["value"].tensor.dtype
+            what = f"has type {dtype_name(declared)}, but a value of type {dtype_name(actual)}"
             faults.append((Reason.ERROR_REASON_INVALID_TENSOR, what))
         for reason, what in faults:
             self._findings.add(reason, f"{where} {what}.", node.name)
@@ -210,22 +212,28 @@ class TypeInference:
                 name = f"the function {quote(body.name)}, its {attr}"
                 # References are passed by value.
                 given = [without_ref(dtype) for dtype in args]
-                self._same(node, where, f"the arguments of {name},", body.arg_types, given, "what the node passes on")
+                self._check_same_types(
+                    node, where, f"the arguments of {name},", body.arg_types, given, "what the node passes on"
+                )
                 if attr == "cond":
                     if len(body.result_types) != 1:
                         message = f"{where}: {name}, has {len(body.result_types)} results instead of one condition."
                         self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, node.name)
                 else:
-                    self._same(node, where, f"the results of {name},", body.result_types, outputs, "the node's outputs")
+                    self._check_same_types(
+                        node, where, f"the results of {name},", body.result_types, outputs, "the node's outputs"
+                    )
         if node.op in LOOPS and not node.attrs["output_shapes"].list.shape:
             # TensorFlow's gradient of a loop needs one shape per loop variable.
             unknown = AttrValue.ListValue(shape=[TensorShape(unknown_rank=True)] * len(outputs))
             node.attrs = {**node.attrs, "output_shapes": AttrValue(list=unknown)}
 
-    def _same(self, node: Node, where: str, what: str, have: list[int], want: list[int], meant: str) -> None:
+    def _check_same_types(
+        self, node: Node, where: str, what: str, have: list[int], want: list[int], expected: str
+    ) -> None:
         if len(have) == len(want) and all(a == b or not a or not b for a, b in zip(have, want, strict=True)):
             return
-        message = f"{where}: {what} are {_types_text(have)}, but {meant}: {_types_text(want)}."
+        message = f"{where}: {what} are {_types_text(have)}, but {expected}: {_types_text(want)}."
         self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, node.name)
 
     def _check_results(self) -> None:
@@ -273,7 +281,7 @@ def why_unsupported(node: Node, op: OpDef, *, in_function: bool) -> str:
     if node.op not in CALLS and node.op not in CONTAINERS:
         function_attrs = [attr.name for attr in op.attrs if attr.type in ("func", "list(func)")]
         if function_attrs:
-            return f"runs functions in a way that gradrule does not follow (attribute {function_attrs[0]!r})"
+            return f"runs functions in a way that gradrule does not support (attribute {function_attrs[0]!r})"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Replaces variables by values: edges that carry handles become edges that carry values.
 
 A read becomes the value of the last write that it depends on, or the initial value, which is an input like a
-placeholder. A write becomes a new value. Loops pass values on as loop variables; branches and calls return them. Later
+placeholder. A write becomes a new value. Loops pass values on as loop variables; branches return them. Later
 stages, such as overrides and gradients, then handle only tensors.
 """
 
@@ -14,7 +14,7 @@ from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.check import find_cycles
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason
-from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call, replaced
+from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, replaced
 from gradrule_server.graphs.variable_nodes import Lowering
 from gradrule_server.graphs.variables import (
     FORWARDING_OPS,
@@ -30,7 +30,7 @@ from gradrule_server.graphs.variables import (
 # Each node stores the writes that it depends on as bits, so memory grows with the square of this number.
 _MAX_WRITES = 10_000
 
-_HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
+_HANDLE = "uses the handle of a variable in a way that gradrule does not support; read the variable first"
 
 
 def lower_variables(
@@ -121,10 +121,10 @@ class _Pass:
                 }
         body, handles = self._copy.body, self._handles.get(self._copy.body)
         places = {
-            asked: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
-            for asked, place in self._copy.tensors.items()
+            tensor: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
+            for tensor, place in self._copy.tensors.items()
         }
-        updates = self._lower(body, {variable: (index, 0) for variable, index in self._sources.items()}, True, needed)
+        updates = self._lower(body, {variable: (index, 0) for variable, index in self._sources.items()}, needed)
         self._copy.tensors = places
         for position, node in enumerate(body.nodes):
             variable = handles.get((position, 0)) if node.op in VARIABLE_OPS else None
@@ -140,7 +140,7 @@ class _Pass:
         """Returns flags of the top-level nodes that the roots need, including those that compute initial values."""
         body = self._copy.body
         needed = bytearray(len(body.nodes))
-        sought: set[Variable] = set()
+        seen: set[Variable] = set()
         pending = list(roots)
         while pending:
             position = pending.pop()
@@ -151,8 +151,8 @@ class _Pass:
             pending += [producer for producer, _ in node.inputs]
             pending += node.controls
             for variable in self._handles.used_by(body, position):
-                if variable not in sought:
-                    sought.add(variable)
+                if variable not in seen:
+                    seen.add(variable)
                     pending += [self._sources[variable]]
                     if variable in self._computed:
                         pending.append(self._computed[variable][0])
@@ -173,9 +173,7 @@ class _Pass:
                 edges[self._sources[variable]] = [producer]
         return find_cycles(edges)
 
-    def _lower(
-        self, body: Body, initial: Mapping[Variable, Ref], live: bool, needed: bytearray | None
-    ) -> dict[Variable, Ref]:
+    def _lower(self, body: Body, initial: Mapping[Variable, Ref], needed: bytearray | None) -> dict[Variable, Ref]:
         """Lowers the nodes of a body (only `needed` ones, if given); returns the final values of written variables."""
         handles = self._handles.get(body)
         at_top = not body.name
@@ -189,20 +187,20 @@ class _Pass:
             if node.op in VARIABLE_OPS and not at_top:
                 self._lower_inner_source(node, handles.get((index, 0)), initial)
             elif node.functions:
-                written = self._lower_container(body, index, versions, before, live)
+                written = self._lower_container(body, index, versions, before)
                 versions.write(index, written)
             elif not node.unsupported and any(ref in handles for ref in node.inputs):
-                written = self._lower_node(body, index, versions, before, live)
+                written = self._lower_node(body, index, versions, before)
                 if not (at_top and index in self._initialisers):
                     versions.write(index, written)
         return versions.last()
 
     def _lower_node(
-        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
+        self, body: Body, index: int, versions: _VariableVersions, before: int
     ) -> list[tuple[Variable, Ref]]:
         node, handles = body.nodes[index], self._handles.get(body)
-        takers = READS.keys() | WRITES.keys() | IS_INITIALIZED_OPS
-        target = handles.get(node.inputs[0]) if node.op in takers else None
+        ops_on_variables = READS.keys() | WRITES.keys() | IS_INITIALIZED_OPS
+        target = handles.get(node.inputs[0]) if node.op in ops_on_variables else None
         variables = [handles.get(ref) for ref in node.inputs]
         for number, variable in enumerate(variables):
             if variable is None:
@@ -217,7 +215,7 @@ class _Pass:
                 types = zip(node.outputs or (), variables, strict=True)
                 self._lowering.retype_pass(node, [kept if item is None else item.dtype for kept, item in types])
             return []
-        return self._lowering.lower(body, index, target, live)
+        return self._lowering.lower(body, index, target)
 
     @staticmethod
     def _replace_handle(body: Body, node: Node, number: int, value: Ref) -> None:
@@ -228,12 +226,12 @@ class _Pass:
             node.controls = [*node.controls, producer]
 
     def _lower_container(
-        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
+        self, body: Body, index: int, versions: _VariableVersions, before: int
     ) -> list[tuple[Variable, Ref]]:
-        """Lowers a loop, branch or call: its handles become values, and written variables become outputs."""
+        """Lowers a loop or branch: its handles become values, and written variables become outputs."""
         node, handles = body.nodes[index], self._handles.get(body)
-        is_loop, whole = node.op in LOOPS, is_call(node)
-        offset = 0 if is_loop or whole else 1
+        is_loop = node.op in LOOPS
+        offset = 0 if is_loop else 1
         if offset and node.inputs[0] in handles:
             self._replace_handle(body, node, 0, versions.at(handles[node.inputs[0]], before))
         passed = [handles.get(ref) for ref in node.inputs[offset:]]
@@ -249,21 +247,21 @@ class _Pass:
         for attr, inner in inner_bodies:
             results = [self._handles.get(inner).get(ref) for ref in inner.results]
             args = self._give_args(inner, passed, extra)
-            last = self._lower(inner, args, live and not whole, None)
+            last = self._lower(inner, args, None)
             ends.append((attr, inner, results, {**args, **last}, last))
         written = list(dict.fromkeys(variable for *_, last in ends for variable in last))
-        handed_out = extra if is_loop else written
+        returned = extra if is_loop else written
         for attr, inner, results, end, _ in ends:
             if attr != "cond":
-                _give_results(inner, results, handed_out, end)
+                _give_results(inner, results, returned, end)
         for number, variable in enumerate(passed):
             if variable is not None:
                 self._replace_handle(body, node, number + offset, versions.at(variable, before))
         node.inputs = [*node.inputs, *(versions.at(variable, before) for variable in extra)]
         first = len(outs)
-        _retype(node, passed, extra, outs, handed_out)
-        node.watched = live and bool(node.inputs) and self._lowering.is_differentiable(node)
-        slots = {variable: first + number for number, variable in enumerate(handed_out)}
+        _retype(node, passed, extra, outs, returned)
+        node.watched = bool(node.inputs) and self._lowering.is_differentiable(node)
+        slots = {variable: first + number for number, variable in enumerate(returned)}
         if is_loop:
             slots.update({variable: number for number, variable in reversed(list(enumerate(passed))) if variable})
         return [(variable, (index, slots[variable])) for variable in written]
@@ -314,16 +312,16 @@ def _note(variable: Variable) -> dict[str, AttrValue]:
 
 
 def _give_results(
-    body: Body, results: Sequence[Variable | None], handed_out: Sequence[Variable], end: Mapping[Variable, Ref]
+    body: Body, results: Sequence[Variable | None], returned: Sequence[Variable], end: Mapping[Variable, Ref]
 ) -> None:
-    """Sets a function's results to final values: in place of handles, and appended for `handed_out`."""
+    """Sets a function's results to final values: in place of handles, and appended for `returned`."""
     types = list(body.result_types)
     for number, variable in enumerate(results):
         if variable is not None:
             body.results[number], types[number] = end[variable], variable.dtype
-    body.results = [*body.results, *(end[variable] for variable in handed_out)]
-    body.result_types = [*types, *(variable.dtype for variable in handed_out)]
-    body.result_names = [*body.result_names, *("variable" for _ in handed_out)]
+    body.results = [*body.results, *(end[variable] for variable in returned)]
+    body.result_types = [*types, *(variable.dtype for variable in returned)]
+    body.result_names = [*body.result_names, *("variable" for _ in returned)]
 
 
 def _retype(
@@ -331,13 +329,13 @@ def _retype(
     passed: Sequence[Variable | None],
     extra: Sequence[Variable],
     outs: Sequence[Variable | None],
-    handed_out: Sequence[Variable],
+    returned: Sequence[Variable],
 ) -> None:
     """Updates the type attributes of a node to its new inputs and outputs."""
     outputs = [
         dtype if variable is None else variable.dtype for dtype, variable in zip(node.outputs or (), outs, strict=True)
     ]
-    node.outputs = (*outputs, *(variable.dtype for variable in handed_out))
+    node.outputs = (*outputs, *(variable.dtype for variable in returned))
     attrs = dict(node.attrs)
     types_out = AttrValue(list=AttrValue.ListValue(type=map(as_dt, node.outputs)))
     if "T" in attrs and node.op in LOOPS:
@@ -356,9 +354,9 @@ def _retype(
             shape if variable is None else variable.shape
             for shape, variable in zip(attrs["output_shapes"].list.shape, outs, strict=True)
         ]
-        shapes += [variable.shape for variable in handed_out]
+        shapes += [variable.shape for variable in returned]
         attrs["output_shapes"] = AttrValue(list=AttrValue.ListValue(shape=shapes))
-    if "_num_original_outputs" in attrs and handed_out:
+    if "_num_original_outputs" in attrs and returned:
         # TensorFlow computes no gradients for outputs beyond this number.
         attrs["_num_original_outputs"] = AttrValue(i=len(node.outputs))
     node.attrs = attrs

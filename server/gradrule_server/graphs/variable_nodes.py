@@ -23,9 +23,9 @@ class Lowering:
     def __init__(self, copy: Copy, findings: Findings) -> None:
         self._copy = copy
         self._findings = findings
-        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in copy.candidates}
+        self._candidates = self._by_place()
 
-    def lower(self, body: Body, index: int, variable: Variable, live: bool) -> list[tuple[Variable, Ref]]:
+    def lower(self, body: Body, index: int, variable: Variable) -> list[tuple[Variable, Ref]]:
         """Replaces a node whose first input already is the variable's current value; returns the written values."""
         node, first = body.nodes[index], len(body.nodes)
         self._check_type(body, node, variable)
@@ -39,7 +39,7 @@ class Lowering:
         else:
             self._write(body, index, variable)
         for changed in (node, *body.nodes[first:]):
-            changed.watched = live and bool(changed.inputs) and self.is_differentiable(changed)
+            changed.watched = bool(changed.inputs) and self.is_differentiable(changed)
         return [(variable, (index, 0))] if node.uploaded_op in WRITES else []
 
     @staticmethod
@@ -76,7 +76,7 @@ class Lowering:
     def insert_args(self, body: Body, variables: Sequence[Variable]) -> None:
         """Appends arguments to a body and shifts the indices of its other nodes."""
         first, count = body.arg_count, len(variables)
-        made = [Node(self._copy.unique(body, "variable"), ARG, [], [], {}, (item.dtype,)) for item in variables]
+        arguments = [Node(self._copy.unique(body, "variable"), ARG, [], [], {}, (item.dtype,)) for item in variables]
 
         def moved(index: int) -> int:
             return index + count if index >= first else index
@@ -86,19 +86,23 @@ class Lowering:
             node.controls = [moved(control) for control in node.controls]
         body.results = [(moved(producer), output) for producer, output in body.results]
         body.control_results = [(name, moved(control)) for name, control in body.control_results]
-        body.nodes[first:first] = made
+        body.nodes[first:first] = arguments
         body.arg_count += count
         for candidate in [candidate for (owner, _), candidate in self._candidates.items() if owner == id(body)]:
             candidate.index = moved(candidate.index)
-        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in self._copy.candidates}
+        self._candidates = self._by_place()
+
+    def _by_place(self) -> dict[tuple[int, int], CandidateNode]:
+        """Returns the candidates that are nodes, by id() of the body and index."""
+        return {(id(one.body), one.index): one for one in self._copy.candidates if one.call is None}
 
     def _check_type(self, body: Body, node: Node, variable: Variable) -> None:
-        said = node.attrs.get("dtype") or node.attrs.get("T")
-        if said is not None and node.op not in IS_INITIALIZED_OPS and said.type != variable.dtype:
+        declared = node.attrs.get("dtype") or node.attrs.get("T")
+        if declared is not None and node.op not in IS_INITIALIZED_OPS and declared.type != variable.dtype:
             name = f"{self._copy.scopes[body.name]}/{node.name}" if body.name else node.name
             message = (
-                f"Node {quote(name)} ({node.op}) takes the variable {quote(variable.name)} for "
-                f"{dtype_name(said.type)}, but it is {dtype_name(variable.dtype)}."
+                f"Node {quote(name)} ({node.op}) uses the variable {quote(variable.name)} as "
+                f"{dtype_name(declared.type)}, but it is {dtype_name(variable.dtype)}."
             )
             self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, name)
 
@@ -186,8 +190,6 @@ class Lowering:
         candidate = self._candidates.get((id(body), index))
         if candidate is not None:
             full = f"{candidate.name}/{suffix}"
-            part = CandidateNode(
-                full, candidate.function, body, len(body.nodes) - 1, candidate.live, None, candidate.around
-            )
+            part = CandidateNode(full, candidate.function, body, len(body.nodes) - 1, candidate.around)
             self._copy.candidates.append(part)
         return len(body.nodes) - 1, 0

@@ -13,7 +13,7 @@ from gradrule.common.dtypes import REF_OFFSET, as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, bodies_of, is_call, parse_tensor_name, short_tensor_name
+from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, bodies_of, parse_tensor_name, short_tensor_name
 
 # Ops whose output is a handle of or a reference to a variable.
 VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
@@ -106,12 +106,12 @@ HANDLE_OPS = VARIABLE_OPS | FORWARDING_OPS | IS_INITIALIZED_OPS | READS.keys() |
 # Names that TensorFlow generates for unnamed variables.
 _GENERATED_NAME = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")
 
-_UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or hand "
-_UNNAMED += "its handle in as an argument"
+_UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or pass "
+_UNNAMED += "its handle as an argument"
 
 Key = tuple[str, str]
 
-_MIXED = "gives out handles that stand for different variables, or for none that gradrule knows"
+_MIXED = "returns handles of different variables, or of none that gradrule knows"
 
 
 @dataclass(slots=True, eq=False)
@@ -330,7 +330,7 @@ class VariableHandles:
 
     def _trace_container(self, node: Node, index: int, handles: dict[Ref, Variable]) -> None:
         is_loop = node.op in LOOPS
-        offset = 0 if is_loop or is_call(node) else 1
+        offset = 0 if is_loop else 1
         passed = [handles.get(ref) for ref in node.inputs[offset:]]
         results: list[list[Variable | None]] = []
         for attr, bodies in node.functions:
@@ -341,11 +341,11 @@ class VariableHandles:
         for number, dtype in enumerate(node.outputs or ()):
             if dtype != Dt.DT_RESOURCE:
                 continue
-            meant = {result[number] for result in results}
+            returned = {result[number] for result in results}
             if is_loop:
-                meant.add(passed[number])
-            variable = meant.pop() if len(meant) == 1 else None
+                returned.add(passed[number])
+            variable = returned.pop() if len(returned) == 1 else None
             if variable is None:
-                node.unsupported = node.unsupported or (_MIXED if meant else "")
+                node.unsupported = node.unsupported or (_MIXED if returned else "")
             else:
                 handles[index, number] = variable

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.identity.principal import Principal, check_tenant
 from gradrule_server.identity.watched_file import WatchedFile
-from gradrule_server.periodic import RepeatedWarning
 
 _log = logging.getLogger(__name__)
 
@@ -72,10 +72,10 @@ def new_token(tenant: str, *, is_admin: bool = False, expires: float | None = No
         ValueError: `tenant` is not a valid name of a tenant.
     """
     text = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
-    return text, Token(hash_of(text), check_tenant(tenant), is_admin, float(int(time.time())), expires)
+    return text, Token(hash_token(text), check_tenant(tenant), is_admin, float(int(time.time())), expires)
 
 
-def hash_of(text: str) -> str:
+def hash_token(text: str) -> str:
     """Returns the SHA-256 of a token, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -169,7 +169,9 @@ class TokenFile:
         self._file.refresh()
         problems = self._file.value().problems
         shown = "; ".join(problems[:_MAX_PROBLEMS_SHOWN])
-        self._warning.report(f"{len(problems)} lines are no tokens, and none holds: {shown}" if problems else None)
+        self._warning.report(
+            f"{len(problems)} lines are no valid tokens and are ignored: {shown}" if problems else None
+        )
 
     def is_still_valid(self, principal: Principal) -> bool:
         """Returns whether the token of a principal is still in the file, unexpired, with the same tenant and rights."""
@@ -204,7 +206,7 @@ def _read_lines(path: Path) -> tuple[list[Token], list[str]]:
                 problems.append(f"{path}, line {number}: {cause}")
                 continue
             if token.sha256 in found:
-                problems.append(f"{path}, line {number}: the token {token.id} is there twice")
+                problems.append(f"{path}, line {number}: the token {token.id} appears twice")
                 duplicates.add(token.sha256)
             found[token.sha256] = token
     # Use neither of two lines for one token: they may differ in tenant or rights.

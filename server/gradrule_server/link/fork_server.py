@@ -21,7 +21,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradrule_server.link.system_calls import adopt_orphans
+from gradrule_server.link.operating_system import adopt_orphans
 from gradrule_server.recovery.endings import end_from_exit, fatal_message
 
 _log = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class _Running:
     stderr: asyncio.Task[None]
 
     async def end(self, timeout_s: float) -> None:
-        """Closes the control socket, upon which the process ends; kills it after `timeout_s`."""
+        """Closes the control socket, so that the process ends; kills it after `timeout_s`."""
         self.control.close()
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)

@@ -19,8 +19,8 @@ from gradrule_server.link.arena import Arenas
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.fork_server import FatalMessage, ForkedProcess, ForkServer, ForkServerEnded, log_stderr
 from gradrule_server.link.framing import LINK_VERSION
+from gradrule_server.link.operating_system import OOM_KILLS
 from gradrule_server.link.request_scheduler import ConnectionLost
-from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import (
     CrashReport,
@@ -146,7 +146,7 @@ class EngineProcess:
         return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
 
     async def stop(self) -> None:
-        """Closes the connection, upon which the process ends; kills it if it does not."""
+        """Closes the connection, so that the process ends; kills it if it does not."""
         self._ended_for = self._ended_for or EndReason.STOPPED
         self.connection.close()
         try:
@@ -188,7 +188,7 @@ async def start_process(options: ProcessOptions, fork_server: ForkServer) -> Eng
             stderr = failed.enter_context(open(reading, "rb", buffering=0))
             inherited.callback(os.close, writing)
             # The engine inherits the arenas. They have no name, so nothing is left once both processes have ended.
-            arenas, shared = Arenas.make() if arena.is_supported() else (None, [])
+            arenas, shared = Arenas.make() if arena.has_sealed_memory() else (None, [])
             memories = None
             if arenas is not None:
                 failed.callback(arenas.close)
@@ -200,7 +200,7 @@ async def start_process(options: ProcessOptions, fork_server: ForkServer) -> Eng
                 process = await fork_server.fork(options.flags(), [theirs.fileno(), writing, *shared])
             except ForkServerEnded as cause:
                 raise EngineRefused(f"the engine died while it started: {cause}") from None
-        # From here on a failure closes the socket, upon which the engine ends.
+        # From here on a failure closes the socket, so that the engine ends.
         _, connection = await loop.create_connection(
             lambda: Connection(
                 options.threads, arenas, options.max_batch_size, options.max_batch_delay_s, memories=memories

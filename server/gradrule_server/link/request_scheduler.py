@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, ArenaTransfers, Chunk
+from gradrule_server.link.arena import MIN_PLACED_BYTES, ArenaTransfers, Chunk
 from gradrule_server.link.batching import Batch, Batches, BatchKey, pack_batch
 from gradrule_server.link.framing import Kind, pack_place
 from gradrule_server.recovery.crash_history import OutcomeRecorder
@@ -49,10 +49,10 @@ class EngineRequest:
     """Loop time when it was sent; None: it waits."""
     chunk: Chunk | None = None
     """Where its payload lies in the arena, if it is large and was sent."""
-    on_ask: Callable[[bytes], None] | None = None
+    on_question: Callable[[bytes], None] | None = None
     """Called with each question that the engine asks while it works on the request; see
     `Connection.answer_question`. Raises `DecodeError` or `ValueError` for a malformed question."""
-    is_asking = False
+    has_open_question = False
     """Whether the engine waits for the answer to a question."""
     is_given_up = False
     """Whether it was sent, but no caller waits for it any more."""
@@ -206,7 +206,7 @@ class RequestScheduler(abc.ABC):
             self._compiling = True
             self.compiling_since = request.started_at
         size = sum(map(len, request.payload))
-        if size >= LEAST_PLACED_BYTES and self._transfers is not None:
+        if size >= MIN_PLACED_BYTES and self._transfers is not None:
             request.chunk = self._transfers.place(request.payload)
         if request.chunk is None:
             self._write(request.kind, request.id, request.payload, size)
@@ -225,7 +225,7 @@ class RequestScheduler(abc.ABC):
             self._running[request.id] = request
             request.started_at, request.batch, request.payload = now, batch, ()
         size = sum(map(len, parts))
-        if size >= LEAST_PLACED_BYTES and self._transfers is not None:
+        if size >= MIN_PLACED_BYTES and self._transfers is not None:
             batch.chunk = self._transfers.place(parts)
         if batch.chunk is None:
             self._write(Kind.RUN_BATCH, number, parts, size)

@@ -102,7 +102,7 @@ def review_with_digest(name: str, digest: str) -> OpReview:
     row = _read_reviews().get(name)
     if row is not None and row.digest == digest:
         return row
-    why = "has not been reviewed" if row is None else "is defined otherwise than when it was reviewed"
+    why = "has not been reviewed" if row is None else "has changed since its review"
     return OpReview(name, False, NOT_REVIEWED, digest, why)
 
 

@@ -30,8 +30,8 @@ _STATUS_TEXT = {
     _NOT_DIFFERENTIABLE: "of a type without gradients",
 }
 _SHOWN_NODES = 5
-_NO_RANK = " (none has the rank)"
-_NONE_MADE = " (the graph has none, and through none that a gradient makes)"
+_NO_RANK = " (no node has this rank)"
+_NONE_MADE = " (the graph has no such node, and no gradient passes through one that gradients create)"
 
 
 _Matched = tuple[link_pb2.PlannedMatch, override_pb2.ResolutionStatus.ValueType]
@@ -117,13 +117,13 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         ys=reply.ys,
         xs=reply.xs,
         overrides=resolutions,
-        default_gradient_nodes=reply.defaulted,
+        default_gradient_nodes=reply.default_gradient_nodes,
         device=device,
         rewritten=plan.rewritten,
         aliases=dict(plan.aliases),
     )
     tail = evaluate_pb2.EvaluateResponse(
-        overrides=resolutions, default_gradient_nodes=reply.defaulted, rewritten=plan.rewritten
+        overrides=resolutions, default_gradient_nodes=reply.default_gradient_nodes, rewritten=plan.rewritten
     )
     return link_pb2.FinishedProgram(program=program.SerializeToString(), tail=tail.SerializeToString())
 
@@ -151,11 +151,11 @@ def _check_effect(
     by_override: dict[int, list[_Matched]] = {}
     for match, status in matches:
         by_override.setdefault(match.override, []).append((match, status))
-    asked = {item.index for item in plan.overrides if item.has_made_nodes and item.rule in made}
+    effective = {item.index for item in plan.overrides if item.has_made_nodes and item.rule in made}
     # The overrides of a preset share an index; the preset has an effect if one of them has an effect.
     for item in {item.index: item for item in plan.overrides if not item.optional}.values():
         hits = by_override.get(item.index, [])
-        if item.index in asked or any(status == _ACTIVE for _, status in hits):
+        if item.index in effective or any(status == _ACTIVE for _, status in hits):
             continue
         what = f"preset {item.label!r}" if item.is_preset else f"override {item.label!r} (rule {item.rule_name!r})"
         shown = "; ".join(
@@ -167,7 +167,7 @@ def _check_effect(
             Finding(
                 errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
                 f"{what} has no effect: no gradient passes through any node that it matches"
-                f"{': ' if shown else nothing}{shown}{more}. Say optional if that is meant.",
+                f"{': ' if shown else nothing}{shown}{more}. Set `optional` if this is intended.",
                 node=hits[0][0].node if hits else "",
                 field=f"overrides[{item.index}]",
             )

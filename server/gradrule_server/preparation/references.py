@@ -21,7 +21,7 @@ from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue import BUILTINS
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 
-AskFrontEnd = Callable[[link_pb2.Question], link_pb2.Told]
+AskFrontEnd = Callable[[link_pb2.Question], link_pb2.Answer]
 """Sends a question to the front end and returns its answer."""
 
 # Number of names in one question to the front end.
@@ -205,7 +205,7 @@ def _lacks_definition(rule: rule_pb2.Rule) -> bool:
     return rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
 
 
-def _raise_fault(answer: link_pb2.Told) -> link_pb2.Told:
+def _raise_fault(answer: link_pb2.Answer) -> link_pb2.Answer:
     """Returns the answer, or raises the error in it."""
     if answer.HasField("fault"):
         raise error_from_fault(answer.fault)
@@ -255,9 +255,9 @@ def bind_variables(
     """
     findings: list[Finding] = []
     needed = {item.name for item in expanded.inputs}
-    gone = store.missing(_blob_names(spec.variables))
-    if gone:
-        raise missing_blobs(gone)
+    missing = store.missing(_blob_names(spec.variables))
+    if missing:
+        raise missing_blobs(missing)
     bound: list[link_pb2.BoundVariable] = []
     content: list[list[object]] = []
     for number, item in enumerate(spec.variables):

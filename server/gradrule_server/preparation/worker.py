@@ -39,7 +39,7 @@ ReadBlob = Callable[[str, str], bytes]
 
 
 class PreparationService:
-    """Handles PREPARE frames; thread-safe. Tasks send questions in ASK frames and wait for answers in TOLD frames."""
+    """Handles PREPARE frames; thread-safe. Tasks send QUESTION frames and wait for ANSWER frames."""
 
     def __init__(self, frames: FrameSocket, read_blob: ReadBlob) -> None:
         self._frames = frames
@@ -50,9 +50,9 @@ class PreparationService:
         """Runs a task and returns the payload of the PREPARED frame. Raises `GradruleError` with all findings."""
         answers = self._answers[frame.request_id] = queue.SimpleQueue()
 
-        def ask(question: link_pb2.Question) -> link_pb2.Told:
-            self._frames.send(Kind.ASK, frame.request_id, question.SerializeToString())
-            return link_pb2.Told.FromString(answers.get())
+        def ask(question: link_pb2.Question) -> link_pb2.Answer:
+            self._frames.send(Kind.QUESTION, frame.request_id, question.SerializeToString())
+            return link_pb2.Answer.FromString(answers.get())
 
         try:
             return self._run_task(link_pb2.PrepareRequest.FromString(bytes(frame.payload)), ask)

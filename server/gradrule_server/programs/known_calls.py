@@ -74,7 +74,7 @@ _MAX_CALLS = 1024
 _MARK_INTERVAL_S = 0.5
 
 
-def structure_of(raw: bytes) -> CallStructure | None:
+def read_structure(raw: bytes) -> CallStructure | None:
     """Returns the structure of an `EvaluateRequest`.
 
     Returns None if the request must be parsed to know its structure: it holds its program, names a blob, has an unusual
@@ -142,7 +142,7 @@ def memory_use(raw: bytes) -> evaluate_pb2.SharedMemoryUse:
     try:
         return evaluate_pb2.SharedMemoryUse.FromString(raw[start:end])
     except DecodeError as cause:
-        message = f"shared_memory is no {evaluate_pb2.SharedMemoryUse.DESCRIPTOR.full_name}"
+        message = f"shared_memory is not a valid {evaluate_pb2.SharedMemoryUse.DESCRIPTOR.full_name}"
         raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, field="shared_memory") from cause
 
 
@@ -304,7 +304,7 @@ def _names(given: Sequence[str], field: str) -> frozenset[str]:
         if padded is not None:
             raise error(
                 errors_pb2.ERROR_REASON_UNKNOWN_FEED,
-                f"{field} name {name!r}, which is no name of a tensor; did you mean '{padded[1]}:{padded[2]}'?",
+                f"{field} name {name!r}, which is not a valid tensor name; did you mean '{padded[1]}:{padded[2]}'?",
                 field=field,
             )
     return unique

@@ -118,7 +118,7 @@ class Session:
         spec = link_pb2.RawProgramSpec(graph=request.graph, no_gradient=request.no_gradient)
         self._graph = spec.SerializeToString()
         self._overrides = link_pb2.RawProgramSpec(overrides=request.overrides).SerializeToString()
-        blob = _blob_of(request.graph)
+        blob = _blob_name(request.graph)
         if blob:
             # Each kind of step compiles the graph again.
             await asyncio.to_thread(self._manager.blobs.verify, [blob])
@@ -213,7 +213,7 @@ class Session:
         if len(request.variables) > len(self._variables.names):
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-                f"{len(request.variables)} names are asked for, but the graph's variables have "
+                f"{len(request.variables)} names are requested, but the graph's variables have "
                 f"{len(self._variables.names)}",
                 field="read.variables",
             )
@@ -332,8 +332,8 @@ class Session:
         because = f" ({cause})" if cause else ""
         return error(
             errors_pb2.ERROR_REASON_SESSION_LOST,
-            f"the engine that held the session is gone{because}, and its variables with it; the last step that was "
-            f"completed is {self._steps}; start another session, with the values that were read last",
+            f"the engine that held the session has ended{because}, so its variables are lost; the last complete step "
+            f"is {self._steps}; start another session with the values that you read last",
         )
 
     async def _assign(
@@ -373,11 +373,13 @@ class Session:
         return result.answer, program, is_new
 
 
-def _blob_of(graph: bytes) -> str:
+def _blob_name(graph: bytes) -> str:
     """Returns the blob of a `GraphSource`, empty if it has none. Raises MALFORMED_REQUEST."""
     try:
         return link_pb2.RawGraphSource.FromString(graph).blob_sha256
     except DecodeError as cause:
         raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the bytes are no gradrule.v1.GraphSource", field="start.graph"
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            "the bytes are not a valid gradrule.v1.GraphSource",
+            field="start.graph",
         ) from cause

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf import json_format
 
+from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.messages import CallShape, read_call_shape, shape_message
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.periodic import RepeatedWarning
 from gradrule_server.programs.cache import StoredKey
 from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.loaded import select_to_load

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import override_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.store import RuleRow, UnreadableRowError, size_of
+from gradrule_server.registry.store import RuleRow, UnreadableRowError, counted_size
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX, Preset
@@ -140,9 +140,9 @@ class RuleNames:
 def read_rule(row: RuleRow) -> RuleEntry:
     """Returns the rule of a row. Raises only `UnreadableRowError` for a damaged row."""
     if not isinstance(row.name, str) or RULE_NAME.fullmatch(row.name) is None:
-        raise UnreadableRowError(f"{row.name!r} is no rule name")
+        raise UnreadableRowError(f"{row.name!r} is not a valid rule name")
     if not (isinstance(row.definition, bytes) and isinstance(row.description, str)):
-        raise UnreadableRowError("its definition is no bytes, or its description no text")
+        raise UnreadableRowError("its definition is not bytes, or its description is not text")
     try:
         row.description.encode()
         content = RuleContent.from_stored(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
@@ -164,7 +164,7 @@ def user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
         create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
         per_sample=content.per_sample,
         formula=content.expression or "",
-        size=size_of(row),
+        size=counted_size(row),
     )
 
 

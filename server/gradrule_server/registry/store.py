@@ -114,7 +114,7 @@ class Store:
             )
 
     def kept_bytes(self, tenant: str | None = None) -> int:
-        """Returns the bytes of rules and programs of a tenant; None: of all tenants. Counts bytes like `size_of`."""
+        """Returns the bytes of rules and programs of a tenant; None: of all tenants. See `counted_size`."""
         with self._database.read() as connection:
             return sum(connection.execute(_kept_bytes(*columns, tenant)).scalar_one() for columns in _COUNTED)
 
@@ -175,7 +175,7 @@ class Store:
         if row is None:
             return None
         if not isinstance(row.content, bytes) or hashlib.sha256(row.content).hexdigest() != row.graph_digest:
-            raise UnreadableRowError("its graph is not what was stored")
+            raise UnreadableRowError("its graph is damaged: it does not have the SHA-256 that was stored")
         return ProgramContent(row.spec, row.content, row.snapshot)
 
     def program_graph_bytes(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> int:
@@ -248,7 +248,7 @@ def _damage_is_unreadable() -> Iterator[None]:
         raise UnreadableRowError(f"its graph cannot be read: {cause.orig}") from cause
 
 
-def size_of(row: RuleRow) -> int:
+def counted_size(row: RuleRow) -> int:
     """Returns the bytes of a rule that count towards the quota.
 
     For a program, its summary, spec and snapshot count; a graph counts once for each tenant.

@@ -1,4 +1,4 @@
-"""Aliases of tensors: wherever a name is valid, and in what comes back."""
+"""Tests aliases of tensors in requests and results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from gradrule._messages import request_messages, rpc_calls
+from gradrule._messages import call_arguments, request_messages, rpc_calls
 from gradrule._messages.program_calls import ProgramEncoder
 from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message
@@ -25,7 +25,7 @@ def aliased() -> gr.Graph:
 
 
 def spec(graph: Any, **words: Any) -> program_pb2.ProgramSpec:
-    return request_messages.program_spec(graph, request_messages.Words(**words))[0]
+    return request_messages.program_spec(graph, call_arguments.ProgramArguments(**words))[0]
 
 
 def test_inputs_and_outputs_go_by_aliases() -> None:
@@ -42,7 +42,7 @@ def test_unknown_tensors_list_the_aliases() -> None:
         aliased().tensor("scor")
 
 
-def test_every_word_takes_aliases() -> None:
+def test_every_argument_accepts_aliases() -> None:
     override = gr.Override("default", region=gr.Region(inputs=["image"], outputs=["inner"]))
     made = spec(
         aliased(), fetches=["score"], ys="score", xs=["image"], grad_ys={"score": "inner"}, stop_gradients=["inner"],
@@ -79,8 +79,8 @@ def response() -> bytes:
         (["z", "y:0"], ["x"], (["z", "y:0"], ["x"])),
     ],
 )
-def test_results_go_by_the_names_as_given(fetches: list[str], xs: list[str], keys: Any) -> None:
-    words = request_messages.Words(fetches=fetches, ys="score", xs=xs)
+def test_results_are_named_as_in_the_request(fetches: list[str], xs: list[str], keys: Any) -> None:
+    words = call_arguments.ProgramArguments(fetches=fetches, ys="score", xs=xs)
     call = rpc_calls.evaluate(aliased(), None, None, words)
     result = call.decode(call.answer(response()))
     assert (list(result.outputs), list(result.gradients)) == keys
@@ -92,7 +92,7 @@ def test_results_go_by_the_names_as_given(fetches: list[str], xs: list[str], key
     assert "none" not in result.outputs
 
 
-def test_programs_go_by_their_aliases() -> None:
+def test_programs_accept_their_aliases() -> None:
     specs = {name: tensor_pb2.TensorSpec(name=name, dtype=FLOAT) for name in "xz"}
     message = program_pb2.Program(
         name="programs/p", inputs=[specs["x"]], outputs=[specs["z"]], ys=[specs["z"]], xs=[specs["x"]],

@@ -20,7 +20,7 @@ from gradrule_server.front.server import ConnectionSettings, GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import Peer, close_connection
 from gradrule_server.identity import Authenticator
-from gradrule_server.link.system_memory import HeapTrimmer
+from gradrule_server.link.operating_system import HeapTrimmer
 from tests.battery import wire
 from tests.battery.unfinished import send_unfinished
 from tests.processes import count_descriptors
@@ -222,7 +222,7 @@ async def serving(limits: ConnectionLimits, check_every_s: float = 1.0) -> Async
 async def test_checks_continue_after_a_file_could_not_be_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There may be no descriptor left for the file that tells how much memory the process takes."""
+    """There may be no descriptor left for the file with the memory of the process."""
     again, loop = asyncio.Event(), asyncio.get_running_loop()
     failures = iter([OSError("too many open files")])
 

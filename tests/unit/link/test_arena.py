@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas, Chunk, Incoming, Outgoing, make_arena
+from gradrule_server.link.arena import MIN_PLACED_BYTES, Arenas, Chunk, Incoming, Outgoing, make_arena
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.framing import Frame, FrameSocket, Kind, pack_header, pack_place
 from gradrule_server.link.request_scheduler import ConnectionLost
@@ -42,6 +42,10 @@ def both() -> Iterator[Both]:
     made.reader.close()
 
 
+def used_bytes(arena: Outgoing) -> int:
+    return len(arena._map) - sum(end - start for start, end in arena._free)
+
+
 def test_placed_payloads_are_read_back_and_do_not_overlap(both: Both) -> None:
     chance = random.Random(0)
     placed: dict[Chunk, bytes] = {}
@@ -58,7 +62,7 @@ def test_placed_payloads_are_read_back_and_do_not_overlap(both: Both) -> None:
             refused += 1
         else:
             placed[found] = b"".join(parts)
-        assert both.writer.used_bytes == sum(-(-chunk.length // _PAGE) * _PAGE for chunk in placed)
+        assert used_bytes(both.writer) == sum(-(-chunk.length // _PAGE) * _PAGE for chunk in placed)
     assert refused
     for chunk in placed:
         both.writer.release(chunk)
@@ -126,7 +130,7 @@ class Link:
 async def _linked() -> AsyncIterator[Link]:
     ours, theirs = socket.socketpair()
     arenas, shared = Arenas.make()
-    other = Arenas.from_descriptors(os.dup(shared[1]), os.dup(shared[0]))
+    other = Arenas.from_descriptors(os.dup(shared[0]), os.dup(shared[1]))
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(lambda: Connection(2, arenas), sock=ours)
     with theirs:
@@ -134,7 +138,7 @@ async def _linked() -> AsyncIterator[Link]:
     async with asyncio.timeout(10):
         while not connection.is_closed:
             await asyncio.sleep(0.01)
-    # The transport closes its socket right after it has told the connection.
+    # The transport closes its socket right after it has called the connection.
     await asyncio.sleep(0.01)
     other.outgoing.close()
     # A test may hold a view.
@@ -144,37 +148,37 @@ async def _linked() -> AsyncIterator[Link]:
 
 async def test_large_payloads_do_not_go_through_the_socket_and_their_room_is_free_afterwards() -> None:
     async with _linked() as link:
-        request, answer = os.urandom(LEAST_PLACED_BYTES), os.urandom(3 * LEAST_PLACED_BYTES)
+        request, answer = os.urandom(MIN_PLACED_BYTES), os.urandom(3 * MIN_PLACED_BYTES)
         work = link.connection.submit(Kind.RUN, request)
         other = link.connection.submit(Kind.RUN, b"small")
         frame, small = await link.received(), await link.received()
         assert isinstance(frame.payload, memoryview)
         assert frame.payload == request
         assert (frame.kind, small) == (Kind.RUN, Frame(Kind.RUN, 2, b"small"))
-        assert link.arenas.outgoing.used_bytes == LEAST_PLACED_BYTES
+        assert used_bytes(link.arenas.outgoing) == MIN_PLACED_BYTES
         link.engine.send(Kind.RAN, frame.request_id, answer)
         assert await work.answer == answer
-        assert link.arenas.outgoing.used_bytes == 0
+        assert used_bytes(link.arenas.outgoing) == 0
         taken = await link.received()
-        assert (taken.kind, taken.request_id) == (Kind.TAKEN, frame.request_id)
+        assert (taken.kind, taken.request_id) == (Kind.ACK, frame.request_id)
         assert link.engine.answer_housekeeping(taken)
         assert link.engine._arenas is not None
-        assert link.engine._arenas.outgoing.used_bytes == 0
+        assert used_bytes(link.engine._arenas.outgoing) == 0
         other.answer.cancel()
 
 
 async def test_an_unwanted_answer_is_released_unread() -> None:
     async with _linked() as link:
-        work = link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))
+        work = link.connection.submit(Kind.RUN, bytes(MIN_PLACED_BYTES))
         work.answer.cancel()
         frame = await link.received()
-        link.engine.send(Kind.RAN, frame.request_id, bytes(LEAST_PLACED_BYTES))
-        assert (await link.received()).kind is Kind.TAKEN
+        link.engine.send(Kind.RAN, frame.request_id, bytes(MIN_PLACED_BYTES))
+        assert (await link.received()).kind is Kind.ACK
         assert work.ended
-        assert link.arenas.outgoing.used_bytes == 0
+        assert used_bytes(link.arenas.outgoing) == 0
 
 
-async def test_a_payload_that_cannot_be_read_ends_the_connection_and_its_caller_is_told(
+async def test_a_payload_that_cannot_be_read_fails_its_request_and_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _linked() as link:
@@ -185,7 +189,7 @@ async def test_a_payload_that_cannot_be_read_ends_the_connection_and_its_caller_
             raise OSError("no such memory")
 
         monkeypatch.setattr(link.arenas.incoming, "read", fails)
-        link.engine.send(Kind.RAN, frame.request_id, bytes(LEAST_PLACED_BYTES))
+        link.engine.send(Kind.RAN, frame.request_id, bytes(MIN_PLACED_BYTES))
         with pytest.raises(ConnectionLost):
             await work.answer
         assert "no such memory" in caplog.text
@@ -197,7 +201,7 @@ async def test_a_payload_without_room_goes_through_the_socket() -> None:
         work = link.connection.submit(Kind.RUN, bytes(4 << 20))
         frame = await link.received()
         assert frame.payload == bytes(4 << 20)
-        assert link.arenas.outgoing.used_bytes == 510 << 20
+        assert used_bytes(link.arenas.outgoing) == 510 << 20
         link.engine.send(Kind.RAN, frame.request_id, b"done")
         assert await work.answer == b"done"
 
@@ -215,7 +219,7 @@ async def test_a_payload_without_room_goes_through_the_socket() -> None:
 async def test_a_malformed_place_ends_the_connection_and_fails_all_requests(place: bytes) -> None:
     async with _linked() as link:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        works = [link.connection.submit(Kind.RUN, b"a"), link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))]
+        works = [link.connection.submit(Kind.RUN, b"a"), link.connection.submit(Kind.RUN, bytes(MIN_PLACED_BYTES))]
         frame = await link.received()
         link.theirs.sendall(pack_header(Kind.PLACED, frame.request_id, len(place)) + place)
         for work in works:
@@ -233,7 +237,7 @@ async def test_memory_falls_once_nothing_large_has_come_for_a_while(monkeypatch:
         await work.answer
         sizes = (link.arenas.outgoing.fd, link.arenas.incoming.fd)
         assert all(os.fstat(fd).st_blocks * 512 >= 16 << 20 for fd in sizes)
-        for expected in (Kind.TAKEN, Kind.TRIM):
+        for expected in (Kind.ACK, Kind.TRIM):
             housekeeping = await link.received()
             assert housekeeping.kind is expected
             assert link.engine.answer_housekeeping(housekeeping)
@@ -242,10 +246,25 @@ async def test_memory_falls_once_nothing_large_has_come_for_a_while(monkeypatch:
                 await asyncio.sleep(0.02)
 
 
+async def test_failed_trim_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("gradrule_server.link.arena._TRIM_AFTER_S", 0.05)
+
+    def fails(*_: object) -> None:
+        raise OSError("no such range")
+
+    async with _linked() as link:
+        monkeypatch.setattr(link.arenas.outgoing, "trim", fails)
+        link.connection.submit(Kind.RUN, bytes(MIN_PLACED_BYTES)).answer.cancel()
+        async with asyncio.timeout(10):
+            while "no such range" not in caplog.text:
+                await asyncio.sleep(0.02)
+    assert "an arena keeps its memory" in caplog.text
+
+
 async def test_descriptors_are_as_before_when_a_connection_ends() -> None:
     before = count_descriptors()
     async with _linked() as link:
-        work = link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))
+        work = link.connection.submit(Kind.RUN, bytes(MIN_PLACED_BYTES))
         await link.received()
         assert count_descriptors() > before
         work.answer.cancel()

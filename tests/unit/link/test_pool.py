@@ -14,11 +14,11 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import pool as pool_module
 from gradrule_server.link import process as process_module
-from gradrule_server.link.engine import EngineRefused, Use
+from gradrule_server.link.engine import Use
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.process import EngineRefused, ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 
@@ -81,7 +81,7 @@ async def test_a_spare_takes_the_place_at_once_and_another_is_started(starter: S
     await pool.stop()
 
 
-async def test_without_a_spare_it_is_told_until_another_is_there(starter: Starter) -> None:
+async def test_without_a_spare_it_is_reported_until_another_is_there(starter: Starter) -> None:
     changes: list[bool] = []
     pool = _pool(spares=0, on_change=changes.append)
     await pool.start()

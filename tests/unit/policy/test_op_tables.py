@@ -1,4 +1,4 @@
-"""Tests the table of what graphs and engines know of op types."""
+"""Tests the table of op traits."""
 
 from __future__ import annotations
 

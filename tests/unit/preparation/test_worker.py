@@ -23,23 +23,23 @@ _HASH = "ab" * 32
 
 
 class Frames(FrameSocket):
-    """Answers each question at once; `asked` has all of them."""
+    """Answers each question immediately; `asked` holds all questions."""
 
-    def __init__(self, answer: Callable[[link_pb2.Question], link_pb2.Told]) -> None:
+    def __init__(self, answer: Callable[[link_pb2.Question], link_pb2.Answer]) -> None:
         self._answer = answer
         self.service: PreparationService
         self.asked: list[link_pb2.Question] = []
 
     def send(self, kind: Kind, request_id: int, payload: Buffer | Sequence[Buffer]) -> None:
-        assert kind is Kind.ASK
+        assert kind is Kind.QUESTION
         assert isinstance(payload, bytes)
         question = link_pb2.Question.FromString(payload)
         self.asked.append(question)
-        self.service.deliver_answer(Frame(Kind.TOLD, request_id, self._answer(question).SerializeToString()))
+        self.service.deliver_answer(Frame(Kind.ANSWER, request_id, self._answer(question).SerializeToString()))
 
 
-def answer(question: link_pb2.Question) -> link_pb2.Told:
-    """Knows one rule, and no blob."""
+def answer(question: link_pb2.Question) -> link_pb2.Answer:
+    """Answers as a front end with one rule and no blobs."""
     match question.WhichOneof("question"):
         case "rules":
             found = [
@@ -52,12 +52,12 @@ def answer(question: link_pb2.Question) -> link_pb2.Told:
                 for name in question.rules.names
                 if name == "Mine"
             ]
-            return link_pb2.Told(rules=found)
+            return link_pb2.Answer(rules=found)
         case "unknown_rule":
             cause = error(errors_pb2.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {question.unknown_rule!r}. Mean it")
-            return link_pb2.Told(fault=fault_message(cause))
+            return link_pb2.Answer(fault=fault_message(cause))
         case "blob_sizes":
-            return link_pb2.Told(sizes=[-1] * len(question.blob_sizes.names))
+            return link_pb2.Answer(sizes=[-1] * len(question.blob_sizes.names))
         case kind:
             raise AssertionError(kind)
 
@@ -87,7 +87,7 @@ def prepared(found: program_pb2.ProgramSpec) -> tuple[link_pb2.PreparedProgram, 
     return message, link_pb2.CompileRequest.FromString(answer[start:]), frames
 
 
-def test_limits_and_structures_of_calls_are_the_same_on_the_other_side() -> None:
+def test_limits_and_call_shapes_survive_a_round_trip() -> None:
     limits = Limits(trusted=True, rank=3, selections=5)
     sent = link_pb2.PrepareRequest(limits=limits.to_values()).SerializeToString()
     assert Limits.from_values(link_pb2.PrepareRequest.FromString(sent).limits) == limits
@@ -115,7 +115,7 @@ def test_the_front_end_explains_an_unknown_rule() -> None:
 def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
     asked: list[link_pb2.Question] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         asked.append(question)
         return answer(question)
 
@@ -129,7 +129,7 @@ def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
 
 def test_a_program_that_is_known_is_not_prepared() -> None:
     task = link_pb2.ProgramTask(spec=spec("Mine").SerializeToString(), may_be_known=True)
-    frames = Frames(lambda question: link_pb2.Told(is_known=True))
+    frames = Frames(lambda question: link_pb2.Answer(is_known=True))
     frames.service = PreparationService(frames, lambda folder, name: b"")
     request = link_pb2.PrepareRequest(program=task, limits=Limits().to_values())
     answer = frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString()))
@@ -149,9 +149,9 @@ def test_a_missing_graph_blob_is_refused() -> None:
 def test_a_blob_is_read_once_the_front_end_has_checked_it() -> None:
     events: list[str] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         events.append(f"checked {question.blob}")
-        return link_pb2.Told()
+        return link_pb2.Answer()
 
     def read(name: str) -> bytes:
         events.append(f"read {name}")
@@ -171,11 +171,11 @@ def test_invalid_spec_bytes_are_refused() -> None:
 def test_a_rule_without_its_definition_is_requested_again() -> None:
     asked: list[list[str]] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         names = list(question.rules.names)
         asked.append(names)
         # One definition fits.
-        return link_pb2.Told(
+        return link_pb2.Answer(
             rules=[
                 rule_pb2.Rule(
                     name=name,
@@ -197,7 +197,7 @@ def test_a_rule_without_its_definition_is_requested_again() -> None:
 def test_names_beyond_the_limit_are_refused_without_a_suggestion() -> None:
     asked: list[link_pb2.Question] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         asked.append(question)
         return answer(question)
 
@@ -220,9 +220,9 @@ def test_too_long_names_are_not_requested() -> None:
 def test_sizes_of_many_blobs_are_requested_in_batches() -> None:
     asked: list[int] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         asked.append(len(question.blob_sizes.names))
-        return link_pb2.Told(sizes=[7] * asked[-1])
+        return link_pb2.Answer(sizes=[7] * asked[-1])
 
     names = [f"{number:064x}" for number in range(1200)]
     blobs = FrontEndBlobs(ask, lambda name: b"")

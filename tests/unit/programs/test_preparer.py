@@ -115,10 +115,10 @@ class Attached:
         assert worker is self.engine
         self.ended = True
 
-    async def ask(self, data: bytes, answers: int) -> link_pb2.Told:
+    async def ask(self, data: bytes, answers: int) -> link_pb2.Answer:
         """Asks something, and returns the answer, which is the `answers`-th."""
-        self.send(Kind.ASK, data)
-        return link_pb2.Told.FromString(await self.engine.next(Kind.TOLD, answers))
+        self.send(Kind.QUESTION, data)
+        return link_pb2.Answer.FromString(await self.engine.next(Kind.ANSWER, answers))
 
     def send(self, kind: Kind, data: bytes) -> None:
         _, request_id, _ = self.engine.transport.sent[0]
@@ -184,7 +184,7 @@ async def test_invalid_questions_end_the_connection(tmp_path: Path, questions: l
     preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
     await worker.engine.next(Kind.PREPARE)
     for question in questions:
-        worker.send(Kind.ASK, question)
+        worker.send(Kind.QUESTION, question)
     assert worker.engine.transport.is_closed
     preparing.cancel()
     await asyncio.wait([preparing])
@@ -196,7 +196,7 @@ async def test_worker_that_reads_no_answers_may_not_ask_more(tmp_path: Path) -> 
     preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
     await worker.engine.next(Kind.PREPARE)
     worker.engine.transport.unread = 8 << 20
-    worker.send(Kind.ASK, link_pb2.Question(unknown_rule="x").SerializeToString())
+    worker.send(Kind.QUESTION, link_pb2.Question(unknown_rule="x").SerializeToString())
     assert worker.engine.transport.is_closed
     preparing.cancel()
     await asyncio.wait([preparing])

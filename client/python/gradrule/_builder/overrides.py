@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
-from gradrule._builder.names import near
+from gradrule._builder.names import did_you_mean
 from gradrule._builder.node_arguments import attr_of_op
 from gradrule._builder.notebook_text import short_repr
 from gradrule._builder.rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
@@ -20,7 +20,7 @@ Order: TypeAlias = Literal["first", "all"]
 Position: TypeAlias = Literal["nearest_xs", "nearest_ys"]
 TensorName: TypeAlias = "str | TensorHandle | Node"
 
-_ORDERS = {
+_ORDERS: Mapping[Order, override_pb2.OverrideOrder.ValueType] = {
     # The default of the protocol.
     "first": override_pb2.OVERRIDE_ORDER_UNSPECIFIED,
     "all": override_pb2.OVERRIDE_ORDER_ALL,
@@ -139,7 +139,7 @@ class Override:
     params: Params | None
     label: str | None
     optional: bool
-    order: str
+    order: Order
 
     def __init__(
         self,
@@ -283,20 +283,20 @@ def label_of(message: override_pb2.GradientOverride) -> str:
     )
 
 
-def _order(order: str) -> str:
+def _order(order: Order) -> Order:
     if order not in _ORDERS:
         raise InvalidOverrideError(f"the order of an override is 'first' or 'all', not {order!r}")
     return order
 
 
-def _position(position: str | int) -> override_pb2.Position:
+def _position(position: Position | int) -> override_pb2.Position:
     if isinstance(position, int) and not isinstance(position, bool):
         return override_pb2.Position(index=position)
     if position in _NEAREST:
-        return override_pb2.Position(nearest=_NEAREST[str(position)])
+        return override_pb2.Position(nearest=_NEAREST[position])
     raise InvalidOverrideError(
         f"the position of an override is 'nearest_xs', 'nearest_ys' or a number, not {position!r}."
-        f"{near(position, _NEAREST) if isinstance(position, str) else ''}"
+        f"{did_you_mean(position, _NEAREST) if isinstance(position, str) else ''}"
     )
 
 

@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from gradrule._builder.graph import Graph
 from gradrule._builder.overrides import Overrides
-from gradrule._messages.request_messages import CallParams
-from gradrule._messages.rpc_calls import NoGradient
+from gradrule._messages.call_arguments import CallParams, NoGradient
 from gradrule._results.call_results import Result, Sparse
 from gradrule._rpc.sync_client.client import Client
 from gradrule._rpc.sync_client.programs import Program
@@ -122,7 +121,7 @@ def traced(
     in_names = [f"{word}_{i}" for word, group in zip(in_words, given, strict=True) for i in range(len(group))]
     results = function.structured_outputs
     out_names = [f"{word}_{i}" for word, group in zip(out_words, results, strict=True) for i in range(len(group))]
-    graph = functions.of_concrete(function, dict(enumerate(in_names)), out_names, calls)
+    graph = functions.graph_of_concrete(function, dict(enumerate(in_names)), out_names, calls)
     if graph.variables:
         raise UnsupportedError(
             f"the part {part.name!r} uses variables that are not Keras variables of it, so they could not be trained: "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gradrule._builder.graph import Graph
-from gradrule._builder.names import bare, glob, near, split
+from gradrule._builder.names import bare, did_you_mean, glob_pattern, split
 from gradrule._builder.overrides import Override, Overrides, Region
 from gradrule._builder.rules import OverrideValue, rule_and_params
 from gradrule._builder.specs import LayerCall
@@ -56,7 +56,7 @@ class SubgraphFinder:
             for tensor in dict.fromkeys(inputs):
                 self._users.setdefault(tensor, []).append(node)
 
-    def subgraph(self, call: LayerCall) -> Subgraph | None:
+    def find(self, call: LayerCall) -> Subgraph | None:
         """Returns the subgraph of a call; None if the call returns its inputs."""
         border, ends = set(call.inputs), [name for name in call.outputs if name not in call.inputs]
         for only_gradients in (True, False):
@@ -172,7 +172,7 @@ def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Overr
     graph = _graph_of(model)
     if not isinstance(rules, Mapping):
         raise InvalidOverrideError(f"the rules are a dict by layer or op type, not {type(rules).__name__}")
-    paths = SubgraphFinder(graph)
+    finder = SubgraphFinder(graph)
     taken: set[int] = set()
     made: list[Override] = []
     for key, value in rules.items():
@@ -187,7 +187,7 @@ def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Overr
         else:
             calls = [call for call in _calls(key, _layers_of(graph)) if id(call) not in taken]
             taken.update(map(id, calls))
-            made += _of_calls(key, calls, paths, rule, common)
+            made += _of_calls(key, calls, finder, rule, common)
     return made
 
 
@@ -197,7 +197,7 @@ def overrides_of(graph: Graph, given: Overrides | Keyed | None) -> Overrides | N
 
 
 def _of_calls(
-    key: Any, calls: Sequence[LayerCall], paths: SubgraphFinder, rule: Any, common: Mapping[str, Any]
+    key: Any, calls: Sequence[LayerCall], finder: SubgraphFinder, rule: Any, common: Mapping[str, Any]
 ) -> list[Override]:
     """Returns one override for all calls that are single ops, and one for each other call."""
     if not calls:
@@ -208,7 +208,7 @@ def _of_calls(
             f"rules[{_label(key)!r}]: the layer {nested[0].path!r} is called in a nested function, such as the body of "
             f"a loop, and cannot be selected as a whole; select op types in it: ({nested[0].path!r}, 'Sigmoid')"
         )
-    subgraphs = [subgraph for call in calls if (subgraph := paths.subgraph(call)) is not None]
+    subgraphs = [subgraph for call in calls if (subgraph := finder.find(call)) is not None]
     if not subgraphs:
         raise InvalidOverrideError(
             f"rules[{_label(key)!r}]: in this graph {', '.join(sorted({repr(call.path) for call in calls}))} only "
@@ -239,7 +239,7 @@ def _calls(which: Any, calls: Sequence[LayerCall]) -> list[LayerCall]:
         if not found:
             kinds = dict.fromkeys(call.kind.__name__ for call in calls)
             raise InvalidOverrideError(
-                f"the model has no layer of class {which.__name__}.{near(which.__name__, kinds)} "
+                f"the model has no layer of class {which.__name__}.{did_you_mean(which.__name__, kinds)} "
                 f"Classes: {_some(kinds)}"
             )
         return found
@@ -259,7 +259,7 @@ def _named(name: str, calls: Sequence[LayerCall]) -> list[LayerCall]:
     if found := [call for call in calls if call.path == name]:
         return found
     if any(sign in name for sign in "*?"):
-        pattern = glob(name)
+        pattern = glob_pattern(name)
         found = [call for call in calls if pattern.fullmatch(call.path)]
     else:
         found = [call for call in calls if call.name == name]
@@ -271,8 +271,8 @@ def _named(name: str, calls: Sequence[LayerCall]) -> list[LayerCall]:
     if not found:
         known = dict.fromkeys(word for call in calls for word in (call.path, call.name))
         raise InvalidOverrideError(
-            f"the model has no layer {name!r}, and TensorFlow no op type of that name.{near(name, known)} Layers: "
-            f"{_some(dict.fromkeys(call.path for call in calls))}"
+            f"the model has no layer {name!r}, and TensorFlow no op type of that name.{did_you_mean(name, known)} "
+            f"Layers: {_some(dict.fromkeys(call.path for call in calls))}"
         )
     return found
 

@@ -165,9 +165,11 @@ global___Region = Region
 class Selector(google.protobuf.message.Message):
     """Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
 
-    Nodes in functions, loop bodies and branches have names such as `call/inner`. A call, a loop or a branch is a node too: if a
-    selector matches it, the rule applies to it as a whole, and overrides of nodes inside it have no effect. Only op_type, node,
-    node_regex and scope can select a call itself; the other conditions apply to the nodes inside it.
+    Nodes in functions, loop bodies and branches have names such as `call/inner`. Two branches of a conditional can have nodes of
+    the same name; the name then stands for the nodes and tensors of both. A call, a loop or a branch is a node too: if a selector
+    matches it, the rule applies to it as a whole, and later overrides of nodes inside it have no effect. Earlier overrides of nodes
+    inside it apply where the rule uses the op's own gradients. Only op_type, node, node_regex and scope can select a call itself;
+    the other conditions apply to the nodes inside it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

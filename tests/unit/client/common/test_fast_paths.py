@@ -1,4 +1,4 @@
-"""Fast paths can be turned off by name."""
+"""Tests that fast paths can be turned off by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def test_names_are_read_from_a_list() -> None:
     assert fast_paths.disabled_paths("") == frozenset()
     assert fast_paths.disabled_paths(" streams, batching,") == {"streams", "batching"}
     assert fast_paths.disabled_paths("all") == set(fast_paths.FAST_PATHS)
-    with pytest.raises(ValueError, match=r"no fast path 'fast'; there are streams, .*: all"):
+    with pytest.raises(ValueError, match=r"no fast path 'fast'; the fast paths are streams, .*; all selects"):
         fast_paths.disabled_paths("fast")
 
 
-def test_a_variable_turns_the_clients_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_turns_the_clients_paths_off(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = evaluate_pb2.EvaluateResponse(device="CPU:0").SerializeToString()
     program = program_pb2.Program(inputs=[tensor_pb2.TensorSpec(name="x")])
 

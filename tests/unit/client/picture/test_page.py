@@ -17,7 +17,7 @@ import pytest
 import gradrule as gr
 from gradrule._picture import page
 from gradrule._picture.placing import place, routes
-from gradrule._picture.svg import way_of
+from gradrule._picture.svg import edge_path
 from gradrule._picture.view import View
 from tests.unit.client.picture.made import explained, graph, large_explained, nested, node, took, view
 
@@ -40,20 +40,20 @@ def shown(explanation: gr.Explanation, *steps: tuple[str, ...]) -> list[dict[str
 
 def assert_drawn_as(seen: dict[str, Any], drawn: View, opened: set[int]) -> None:
     """The page's boxes and edges are where Python puts them."""
-    placed = place(drawn, opened)
+    positions = place(drawn, opened)
     boxes = {int(each["box"]): each["place"] for each in seen["boxes"]}
-    assert set(boxes) == set(placed.rects) - {0}
-    assert {box for box, where in boxes.items() if where == "open"} == set(placed.bands) - {0}
+    assert set(boxes) == set(positions.rects) - {0}
+    assert {box for box, where in boxes.items() if where == "open"} == set(positions.bands) - {0}
     for box, where in boxes.items():
         if where != "open":
             x, y = map(float, re.findall(r"-?[\d.]+(?:e-?\d+)?", where))
-            assert (x, y) == pytest.approx((placed.rects[box].x, placed.rects[box].y), abs=1e-6)
+            assert (x, y) == pytest.approx((positions.rects[box].x, positions.rects[box].y), abs=1e-6)
     ways = [
         (
             "edge path" if route.on_path else "edge",
-            way_of(route, placed.rects[route.source], placed.rects[route.target]),
+            edge_path(route, positions.rects[route.source], positions.rects[route.target]),
         )
-        for route in routes(drawn, placed)
+        for route in routes(drawn, positions)
     ]
     assert [name for name, _ in seen["edges"]] == [name for name, _ in ways]
     for (_, one), (_, other) in zip(seen["edges"], ways, strict=True):
@@ -72,7 +72,7 @@ def ruled() -> gr.Explanation:
 
 
 @pytest.mark.parametrize("explanation", [ruled(), large_explained(600)])
-def test_the_page_draws_what_python_places_in_every_folding_state(explanation: gr.Explanation) -> None:
+def test_the_page_and_python_compute_the_same_positions_in_every_folding_state(explanation: gr.Explanation) -> None:
     drawn = view(explanation)
     opened = set(drawn.opened)
     folded = next(box for box, children in enumerate(drawn.children) if children and box and drawn.parents[box] == 0)
@@ -101,7 +101,7 @@ def test_scopes_fold_by_keys_too_and_keep_the_focus() -> None:
     assert len(unfolded["boxes"]) > len(folded["boxes"])
 
 
-def test_search_unfolds_marks_and_tells() -> None:
+def test_search_unfolds_marks_and_counts_hits() -> None:
     explanation = large_explained(2000)
     first, found, following, none, cleared = shown(
         explanation, ("search", "op_1234"), ("key", "#search", "Enter"), ("search", "no such node"), ("search", "")
@@ -125,7 +125,7 @@ def test_the_legend_leads_to_the_nodes_of_a_rule() -> None:
     assert {"op: Sign", "rule: ste_sign", "override: Sign", "status: active", "in function: body"} <= set(found["told"])
 
 
-def test_hovering_tells_of_nodes_and_scopes() -> None:
+def test_hovering_shows_details_of_nodes_and_scopes() -> None:
     _, told, _, scope = shown(ruled(), ("pointerover", "box:y"), ("click", "#fold"), ("pointerover", "box:loop"))
     assert told["told"][:3] == ["y", "op: Sum", "gradient: its own"]
     assert scope["told"] == ["loop", "6 nodes", "ste_sign A×1"]
@@ -177,7 +177,7 @@ def hostile() -> gr.Explanation:
     return explained(of, overrides=rules, findings=[finding])
 
 
-def test_names_cannot_get_out_of_the_page() -> None:
+def test_names_cannot_inject_markup_into_the_page() -> None:
     plain, found = parts(ruled().html()), parts(hostile().html())
     tags = [tag for tag, _ in found.tags]
     assert tags.count("script") == 2 and "img" not in tags

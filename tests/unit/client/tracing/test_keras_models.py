@@ -97,7 +97,7 @@ def test_names_are_keras_names() -> None:
     assert set(graph.variables) == {variable.path for variable in model.variables}
 
 
-def test_nodes_lie_in_the_scope_of_their_layer() -> None:
+def test_nodes_are_in_the_scope_of_their_layer() -> None:
     graph = gr.from_keras(functional())
     for scope in ("inner/first", "inner/norm", "dense", "dense_1", "head"):
         assert graph.find(scope=scope), scope
@@ -105,7 +105,7 @@ def test_nodes_lie_in_the_scope_of_their_layer() -> None:
     assert len(graph.find(op_type="IdentityN", scope="dense")) == 1
 
 
-def test_tracing_leaves_the_model_as_it_was() -> None:
+def test_tracing_does_not_change_the_model() -> None:
     model = functional()
     before = model(X)
     gr.from_keras(model)
@@ -124,7 +124,7 @@ def test_training_mode() -> None:
 
 def test_subclassed_models_need_specs() -> None:
     model = Subclassed()
-    with pytest.raises(gr.errors.InvalidGraphError, match=r"'own' does not tell its inputs.*give specs"):
+    with pytest.raises(gr.errors.InvalidGraphError, match=r"'own' does not state its inputs.*give specs"):
         gr.from_keras(model)
     graph = gr.from_keras(model, ("float32", [None, 3]))
     assert list(graph.inputs) == ["inputs"]

@@ -1,0 +1,191 @@
+"""Helpers for threads and tasks: checks at intervals, functions that block, logged failures, locks of tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Self
+
+_log = logging.getLogger(__name__)
+
+_REPEAT_S = 60.0
+# Between two attempts to start a thread.
+_RETRY_S = 1.0
+
+Work = Callable[[], None]
+
+
+class PeriodicChecks:
+    """Context manager that calls `checks` in turn every `every_s` seconds on a daemon thread."""
+
+    def __init__(self, every_s: float, *checks: Callable[[], object]) -> None:
+        self._every_s = every_s
+        self._checks = checks
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="periodic-checks", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s):
+            for check in self._checks:
+                try:
+                    check()
+                except Exception:
+                    # One failure must not stop the other checks, nor later runs of this one.
+                    _log.exception("a periodic check failed")
+
+
+class RepeatedWarning:
+    """Logs a problem when it appears or changes, and once a minute while it lasts."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._reported = ""
+        self._reported_at = 0.0
+
+    def report(self, problem: str | None) -> None:
+        """Logs the current problem unless that was done within the last minute; None means that there is none."""
+        now = time.monotonic()
+        if problem and (problem != self._reported or now - self._reported_at >= _REPEAT_S):
+            self._log.warning("%s", problem)
+            self._reported_at = now
+        self._reported = problem or ""
+
+
+class BlockingThreads:
+    """Runs each function in a thread of its own; belongs to the running event loop.
+
+    Where the system lets no thread start, functions wait and are tried again every second. The waiting ones count
+    towards `max_threads`.
+
+    Args:
+        name: name of the threads.
+        max_threads: number of functions from which on `is_full` is true.
+        on_end: called on the loop after a function has ended.
+        retry_s: seconds between two attempts to start a thread.
+    """
+
+    def __init__(self, name: str, max_threads: int, on_end: Work, retry_s: float = _RETRY_S) -> None:
+        self._name = name
+        self._max_threads = max_threads
+        self._on_end = on_end
+        self._retry_s = retry_s
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[tuple[Work, Work]] = []
+        self._count = 0
+        self._warning = RepeatedWarning(_log)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the maximum number of functions run or wait."""
+        return self._count >= self._max_threads
+
+    def run(self, function: Work, on_end: Work) -> None:
+        """Runs a function in a thread, then calls `on_end` on the loop."""
+        self._count += 1
+        self._start(function, on_end)
+
+    def finish(self, function: Work, seconds: float) -> None:
+        """Runs the functions that wait for a thread, then `function`, all in one thread. Waits at most `seconds`.
+
+        Blocks the event loop; for the end of the server. Threads that run already go on.
+        """
+        waiting, self._waiting = self._waiting, []
+
+        def run_all() -> None:
+            for each, _ in waiting:
+                each()
+            function()
+
+        thread = threading.Thread(target=run_all, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as cause:
+            _log.warning("no thread can be started (%s): descriptors are freed when the process ends", cause)
+        else:
+            thread.join(seconds)
+        for _, on_end in waiting:
+            on_end()
+
+    def _start(self, function: Work, on_end: Work) -> None:
+        def ended() -> None:
+            self._count -= 1
+            on_end()
+            self._on_end()
+
+        def run() -> None:
+            try:
+                function()
+            finally:
+                # Raised where the loop has ended: nothing is left to report to.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(ended)
+
+        try:
+            threading.Thread(target=run, name=self._name, daemon=True).start()
+        except RuntimeError as cause:
+            self._warning.report(f"no thread {self._name!r} can be started, trying again: {cause}")
+            if not self._waiting:
+                self._loop.call_later(self._retry_s, self._retry)
+            self._waiting.append((function, on_end))
+        else:
+            self._warning.report(None)
+
+    def _retry(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for function, on_end in waiting:
+            self._start(function, on_end)
+
+
+def start_logged_task(
+    coroutine: Coroutine[Any, Any, None], name: str, log: Callable[..., None], failure: str
+) -> asyncio.Task[None]:
+    """Starts a task of the running loop. If it fails, calls `log` with `failure` and the exception."""
+
+    def report(ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled() and (cause := ended.exception()) is not None:
+            log(failure, exc_info=cause)
+
+    task = asyncio.create_task(coroutine, name=name)
+    task.add_done_callback(report)
+    return task
+
+
+class TenantLocks:
+    """Locks by owner, first come first served. A lock exists only while somebody holds it or waits for it."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._users: Counter[str] = Counter()
+
+    def waiting(self, owner: str) -> int:
+        """Returns how many tasks wait for the owner's lock."""
+        return max(0, self._users[owner] - 1)
+
+    def is_held(self, owner: str) -> bool:
+        """Returns whether a task holds the owner's lock, or waits for it."""
+        return self._users[owner] > 0
+
+    @contextlib.asynccontextmanager
+    async def hold(self, owner: str) -> AsyncIterator[None]:
+        """Holds the owner's lock within the context."""
+        self._users[owner] += 1
+        try:
+            async with self._locks.setdefault(owner, asyncio.Lock()):
+                yield
+        finally:
+            self._users[owner] -= 1
+            if not self._users[owner]:
+                del self._users[owner], self._locks[owner]
