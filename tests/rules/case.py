@@ -24,7 +24,7 @@ class Case:
     `other`: values of params that differ from the defaults; params without a default must be here.
     `inputs`, `output`: shapes of the inputs and the output: that of x (`same`) or rank 0 (`scalar`).
     `mixing`: the same for the inputs with which one sample reaches another, where a rule is not per sample.
-    `prepare` makes the values fit each other. `half`: the 16-bit types give these numbers, too, but for rounding.
+    `prepare` makes the values fit each other.
     """
 
     element: Callable[[float, float, float, float, Any], float] | None = None
@@ -38,7 +38,6 @@ class Case:
     mixing: Sequence[str] | None = None
     prepare: Callable[[Values], None] | None = None
     least_rank: int = 0
-    half: bool = True
     random: bool = False
 
 

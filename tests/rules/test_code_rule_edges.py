@@ -13,6 +13,7 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules import CODE_RULES
+from gradrule_server.engine.code_rules.target import Dependence
 from gradrule_server.errors import GradruleError
 from tests.rules.code_cases import CASES, SEED, Case
 from tests.rules.code_layers import Array, values
@@ -105,12 +106,13 @@ def test_ops_of_an_outer_graph() -> None:
     operands, dys = given(case, "float64")
     forward = tf.Graph()
     with forward.as_default():
-        ops = case.build(*map(tf.constant, operands))
+        tensors = tuple(map(tf.constant, operands))
+        ops = case.build(*tensors)
 
     @tf.function(autograph=False)
     def run() -> Any:
         inner = site_of(case.build, list(map(tf.constant, operands)))
-        site = replace(inner, find_ops=lambda: tuple(ops))
+        site = replace(inner, find_ops=lambda: tuple(ops), sources=tensors, dependence=Dependence(tensors))
         return CODE_RULES[case.rule](site, dys, {"eps": tf.constant(case.params["eps"], tf.float64)})
 
     result, *others = run()
@@ -224,6 +226,25 @@ def test_rectgrad_keeps_ties_together() -> None:
 def test_rectgrad_without_elements(shape: tuple[int, ...]) -> None:
     case = case_of("rectgrad", "q0")
     assert only(evaluate(case, [np.zeros(shape)], [np.zeros(shape)])).shape == shape
+
+
+# 16-bit types
+
+
+@pytest.mark.parametrize(
+    ("rule", "params"), [("rectgrad", {"q": 50.0}), ("deeplift_rescale", {"baseline": 0.0, "eps": 1e-5})]
+)
+def test_rule_is_calculated_in_float32(rule: str, params: dict[str, float]) -> None:
+    """Products of small numbers vanish in float16, and differences of close ones in bfloat16."""
+    case = case_of(rule)
+    operands, dys = given(case, "float32")
+    for dtype in (np.float16, tf.bfloat16.as_numpy_dtype):
+        narrow = [(1e-3 * value).astype(dtype) for value in (*operands, *dys)]
+        widened = [value.astype(np.float32) for value in narrow]
+        wanted = only(evaluate(case, widened[:1], widened[1:], params=params))
+        found = only(evaluate(case, narrow[:1], narrow[1:], params=params))
+        assert wanted.any()
+        np.testing.assert_allclose(found.astype(np.float32), wanted, rtol=2**-7)
 
 
 # Feedback alignment

@@ -20,7 +20,7 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.code_rules.target import Gradient, RuleTarget, ops_between, salt_for
+from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between, salt_for
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
@@ -74,6 +74,7 @@ class Differentiation:
         scopes: Mapping[str, str],
         no_gradient: program_pb2.NoGradient.ValueType,
         reference: Reference,
+        dependence: Dependence,
         made: Sequence[link_pb2.MadeNode] = (),
         *,
         again: bool = False,
@@ -86,6 +87,7 @@ class Differentiation:
         self._scopes = scopes
         self._no_gradient = no_gradient
         self._reference = reference
+        self._dependence = dependence
         self._made: dict[str, tuple[int, int]] = {}
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
@@ -260,6 +262,8 @@ class Differentiation:
             find_ops=lambda: (op,),
             own_gradients=own_gradients,
             reference=self._reference,
+            sources=tuple(op.inputs),
+            dependence=self._dependence,
             salt=salt_for(node),
             op=op,
         )
@@ -293,6 +297,8 @@ class Differentiation:
             find_ops=find_ops,
             own_gradients=own_gradients,
             reference=self._reference,
+            sources=tuple(xs),
+            dependence=self._dependence,
             salt=salt_for(mark.node),
         )
 

@@ -157,9 +157,20 @@ class ResolutionContext:
             if self.candidates[item].label is None:
                 self.assign(item, label)
 
-    def count_assigned(self, members: Numbers) -> dict[str, int]:
+    def unassigned(self, rows: Numbers | Sequence[tuple[int, ...]]) -> list[Sequence[int]]:
+        """Returns the rows of candidates none of which is assigned."""
+        assigned = self.assigned_labels
+        if isinstance(rows, np.ndarray):
+            free: list[Sequence[int]] = rows[(assigned[rows] < 0).all(axis=1)].tolist()
+            return free
+        return [row for row in rows if (assigned[list(row)] < 0).all()]
+
+    def count_assigned(self, rows: Numbers | Sequence[tuple[int, ...]]) -> dict[str, int]:
         """Counts the rows that have an assigned member, by the label of the first assigned member of the row."""
-        assigned_labels = self.assigned_labels[members]
+        if not isinstance(rows, np.ndarray):
+            first_assigned = (next((item for item in row if self.assigned_labels[item] >= 0), row[-1]) for row in rows)
+            rows = np.array(list(first_assigned), np.intp)[:, np.newaxis]
+        assigned_labels = self.assigned_labels[rows]
         held = (assigned_labels >= 0).argmax(axis=1)
         found, first, counts = np.unique(
             assigned_labels[np.arange(len(held)), held], return_index=True, return_counts=True
@@ -301,7 +312,7 @@ class ResolutionContext:
                 borders.setdefault(id(border.body), []).append((spec, border))
         found: dict[int, list[tuple[Subgraph, str]]] = {}
         for same_body in borders.values():
-            around = RegionContext(self.changes, self._before_ys, self.flows, self._kept)
+            around = RegionContext(self.changes, self.before_ys, self.flows, self._kept)
             regions = Regions([border for _, border in same_body], around, self.orders)
             for number, (spec, _) in enumerate(same_body):
                 subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
@@ -355,7 +366,11 @@ class ResolutionContext:
 
     def changes(self, body: Body, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs or depends on one."""
-        return id(body.nodes[ref[0]]) in self._behind_xs or (body is self.top and ref in self._requested.xs)
+        return id(body.nodes[ref[0]]) in self._behind_xs or self.is_x(body, ref)
+
+    def is_x(self, body: Body, ref: Ref) -> bool:
+        """Returns whether a tensor is one of the xs."""
+        return body is self.top and ref in self._requested.xs
 
     def _text(self, body: Body, ref: Ref) -> str:
         number = self.number(body, ref[0])
@@ -377,7 +392,8 @@ class ResolutionContext:
         )
 
     @cached_property
-    def _before_ys(self) -> AbstractSet[int]:
+    def before_ys(self) -> AbstractSet[int]:
+        """Nodes (by id) that the ys depend on."""
         return paths.dependencies(self.top, self._requested.ys, orders=self.orders)
 
 

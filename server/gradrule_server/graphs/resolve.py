@@ -15,6 +15,7 @@ import numpy as np
 
 from gradrule_server.graphs.findings import MAX_FINDINGS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
+from gradrule_server.graphs.layers import applies_parameters
 from gradrule_server.graphs.matching import NodeInfo, SelectorIndex, UnmatchedOverrides
 from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.resolution_context import Match, ResolutionContext
@@ -74,13 +75,18 @@ class Resolver:
         with_gradient_attr = [
             number for number, candidate in enumerate(context.candidates) if GRADIENT_ATTR in candidate.node.attrs
         ]
+        # The gradient of a custom-gradient node is part of a layer such as silu, for which presets have rules.
+        in_layers = {number for numbers in context.custom_gradients.values() for number in numbers}
         for number in with_gradient_attr:
-            if context.candidates[number].label is None:
+            if context.candidates[number].label is None and number not in in_layers:
                 self._apply_node_gradient(number, context)
         for matcher in presets:
             self._apply(matcher, context, selected)
+        self._check_parameters(presets, context)
         for number in with_gradient_attr:
             candidate = context.candidates[number]
+            if candidate.label is None and number in in_layers:
+                self._apply_node_gradient(number, context)
             if candidate.label is None:
                 foreign = self.node_gradients.find_foreign(candidate.node, candidate.name)
                 if foreign is not None:
@@ -115,7 +121,7 @@ class Resolver:
         if selected is None:
             return
         rows = selected.members(matcher)
-        free = rows[(context.assigned_labels[rows] < 0).all(axis=1)].tolist()
+        free = context.unassigned(rows)
         has_rank = spec.selector.HasField("rank")
         if has_rank:
             self._check_count(matcher, context.match_count + len(free))
@@ -157,6 +163,20 @@ class Resolver:
         )
         self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=matcher.spec.field)
         self.findings.raise_if_any()
+
+    def _check_parameters(self, presets: Sequence[OverrideMatcher], context: ResolutionContext) -> None:
+        """Adds UNMATCHED_OVERRIDE for ops with parameters on the path that a preset for all layers leaves out."""
+        spec = next((matcher.spec for matcher in presets if matcher.spec.is_for_all_layers), None)
+        if spec is None or spec.optional:
+            return
+        for candidate in context.candidates:
+            if candidate.label is None and candidate.call is None and applies_parameters(candidate, context):
+                message = (
+                    f"Preset {quote(spec.label)} has no rule for node {quote(candidate.name)} "
+                    f"({candidate.node.op_type}), which applies parameters to what depends on the xs. Override the "
+                    f"node: the rule 'default' keeps its own gradient."
+                )
+                self.findings.add(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, candidate.name, spec.field)
 
     def _check_ranks(self, matcher: OverrideMatcher, candidates: Sequence[CandidateNode]) -> bool:
         """Adds INVALID_OVERRIDE and returns False if an earlier override with a rank may match a node of a chain."""
@@ -309,6 +329,6 @@ def _changes_flows(matcher: OverrideMatcher) -> bool:
 
 def _nothing_of_preset(group: Sequence[OverrideMatcher]) -> Finding:
     spec = group[0].spec
-    wanted = sorted({word for matcher in group for word in matcher.words})
+    wanted = sorted({word for matcher in group for word in (*matcher.words, matcher.layer) if word})
     message = f"Preset {quote(spec.label)} matches no node of the graph: it is for {', '.join(wanted)}."
     return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)

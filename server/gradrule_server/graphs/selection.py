@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gradrule.v1 import override_pb2
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref
+from gradrule_server.graphs.layers import Layers
 from gradrule_server.graphs.matching import SelectorIndex
 from gradrule_server.graphs.paths import columns, consumers_of
 from gradrule_server.graphs.resolution_context import ResolutionContext
@@ -41,16 +42,24 @@ class Selected:
 
     _flags: Mapping[int, Flags]
     _chains: Chains | None
+    _layers: Layers | None
 
-    def members(self, matcher: OverrideMatcher) -> Numbers:
-        """Returns the candidate numbers of the selected nodes or chains, one row for each, ordered by the last node."""
+    def members(self, matcher: OverrideMatcher) -> Numbers | list[tuple[int, ...]]:
+        """Returns the candidate numbers of the selected nodes or chains, one row for each, ordered by the last node.
+
+        Returns a list for layers, whose rows differ in length.
+        """
         ends = np.flatnonzero(self._flags[id(matcher)])
+        if self._layers is not None and matcher.layer:
+            return [self._layers.members(end) for end in ends.tolist()]
         if self._chains is None or not matcher.is_chain:
             return ends[:, np.newaxis]
         return self._chains.members(matcher.words, ends)
 
     def subgraph(self, matcher: OverrideMatcher, members: Sequence[int]) -> Subgraph | None:
-        """Returns the subgraph of a row; None for a single node."""
+        """Returns the subgraph of a row of `members`; None for a single node."""
+        if self._layers is not None and matcher.layer:
+            return self._layers.subgraph(members[-1])
         if self._chains is None or not matcher.is_chain:
             return None
         return self._chains.subgraph(matcher.words, members)
@@ -80,8 +89,11 @@ class Selection:
         context, matchers = self._context, self._matchers
         patterns = [matcher.words for matcher in matchers if matcher.is_chain]
         chains = Chains(patterns, context) if patterns else None
+        layers = Layers(context) if any(matcher.layer for matcher in matchers) else None
         for number, matcher in enumerate(matchers):
-            if chains is not None and matcher.is_chain:
+            if layers is not None and matcher.layer:
+                self._flags[number] &= layers.ends(matcher.layer)
+            elif chains is not None and matcher.is_chain:
                 self._flags[number] &= chains.ends(matcher.words)
             elif matcher.words and matcher.words[0] in (BIAS, SUM):
                 # The op type does not distinguish a bias add from a sum.
@@ -89,7 +101,7 @@ class Selection:
         placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
         for start in range(0, len(placed), _RANKED_AT_ONCE):
             self._limit_to_positions(placed[start : start + _RANKED_AT_ONCE])
-        return Selected({id(matcher): row for matcher, row in zip(matchers, self._flags, strict=True)}, chains)
+        return Selected({id(matcher): row for matcher, row in zip(matchers, self._flags, strict=True)}, chains, layers)
 
     def _limit_to_dependents(self) -> None:
         """Applies depends_on: keeps candidates that depend on one of the named tensors."""

@@ -28,6 +28,8 @@ STEP = "@step"
 BIAS = "@bias"
 SUM = "@sum"
 
+LAYER_KINDS = ("@activation", "@batch_norm", "@convolution", "@dense", "@linear", "@normalization")
+
 GROUPS: Mapping[str, frozenset[str]] = {word: ops_with(word) for word in TRAITS if word.startswith("@")}
 
 PLAIN_ADDS = ops_with("plain_add")
@@ -40,6 +42,8 @@ OWN_GRADIENT = -1
 _PATH_DEPENDENT = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
 _ALONE = frozenset({"region", "region_name"})
+# Conditions that name op types, of which an override has one at most.
+_OP_TYPES = frozenset({"op_type", "pattern", "layer"})
 _MAX_PATTERN = 32
 
 
@@ -56,6 +60,7 @@ class OverrideSpec:
         index: Its position in the request.
         is_preset: Whether it is part of a preset, so that attributes of nodes take precedence.
         every_order: Whether it applies to gradients of gradients too.
+        is_for_all_layers: Whether its preset must have a rule for every op with parameters on the path.
     """
 
     selector: override_pb2.Selector
@@ -66,6 +71,7 @@ class OverrideSpec:
     index: int = 0
     is_preset: bool = False
     every_order: bool = False
+    is_for_all_layers: bool = False
 
     @property
     def made_op_types(self) -> frozenset[str]:
@@ -212,6 +218,11 @@ class OverrideMatcher:
         """Whether it selects chains of nodes."""
         return len(self.words) > 1
 
+    @property
+    def layer(self) -> str:
+        """The kind of layers that it selects; empty: none."""
+        return self.spec.selector.layer
+
 
 def compile_selectors(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[OverrideMatcher]:
     """Compiles the selectors of overrides; adds findings for invalid selectors and omits them."""
@@ -242,14 +253,19 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
         invalid("a region has at least one input and one output.")
     if {"pattern", "op_type"} <= given:
         invalid("op_type cannot be given with pattern, which names op types itself.")
+    if "layer" in given and len(given & _OP_TYPES) > 1:
+        invalid("op_type and pattern cannot be given with layer, which selects ops by what they do together.")
+    if "layer" in given and selector.layer not in LAYER_KINDS:
+        hint = did_you_mean(selector.layer, LAYER_KINDS)
+        invalid(f"there is no kind of layer {quote(selector.layer)}.{hint} Kinds: {', '.join(LAYER_KINDS)}.")
     if "position" in given and not _is_place(selector.position):
         invalid("position is empty: give nearest_xs, nearest_ys or a number.")
     words = tuple(selector.pattern) or ((STEP, "Cast") if selector.op_type == STEP else (selector.op_type,))
     if len(words) > _MAX_PATTERN or not all(selector.pattern):
         invalid(f"a pattern has 1 to {_MAX_PATTERN} words, none of them empty.")
         return None
-    if "rank" in given and len(words) > 1:
-        invalid("rank cannot be given with a pattern.")
+    if "rank" in given and (len(words) > 1 or "layer" in given):
+        invalid("rank cannot be given with a pattern or a layer.")
     words = tuple(word for word in words if word)
     for word in words:
         _check_word(word, spec, library, findings)
