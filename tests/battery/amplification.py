@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from gradrule.v1 import evaluate_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2
-from tests.battery import judging
+from tests.battery import answer_checks
+from tests.battery.answer_checks import Verdict
 from tests.battery.figures import Figures, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Verdict
 from tests.battery.serving import served
 from tests.processes import peak_bytes, reset_peak, resources
 from tests.service import raw
@@ -75,11 +75,11 @@ async def measure(
             pid = server.process.pid
             before = resources(pid).resident_bytes
             reset_peak(pid)
-            judged = judging.GOOD
+            judged = answer_checks.GOOD
             try:
                 await own.unary_unary(f"/gradrule.v1.{method}")(data, timeout=_DEADLINE_S)
             except grpc.RpcError as failure:
-                judged = judging.of_failure(failure)
+                judged = answer_checks.of_failure(failure)
             grown = peak_bytes(pid) - before
             found.figures[name] = round(grown / len(data), 1)
             if grown > factor * len(data) + constant_bytes:

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.battery import known, poison
+from tests.battery import harmful_requests, known_answers
 from tests.battery.amplification import CONSTANT_BYTES, FACTOR
+from tests.battery.answer_checks import Judgement
 from tests.battery.bomb_graphs import BOMBS
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Judgement
-from tests.battery.known import Healthy
+from tests.battery.known_answers import Healthy
 from tests.battery.serving import served
 from tests.processes import engines, peak_bytes, reset_peak, resources
 from tests.service.harmful_graphs import HarmfulGraph
@@ -59,7 +59,7 @@ async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGrap
     """So many rounds."""
     findings, told, clock = Findings(), Counter[str](), scale.clock()
     front, engine, done = 0, 0, 0
-    async with poison.beside(server.target) as seen:
+    async with harmful_requests.beside(server.target) as seen:
         for bad in (bad for _ in range(rounds) for bad in corpus):
             if clock.is_over or server.process.poll() is not None:
                 break
@@ -74,12 +74,12 @@ async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGrap
 
 
 async def _sent(server: RunningServer, bad: HarmfulGraph) -> Went:
-    await poison.calm(server, 1)
-    data, pid = poison.request(bad), server.process.pid
+    await harmful_requests.calm(server, 1)
+    data, pid = harmful_requests.request(bad), server.process.pid
     before = resources(pid).resident_bytes
     reset_peak(pid)
     async with channel(server.target) as own:
-        asking = asyncio.ensure_future(poison.ask(own, data, _DEADLINE_S))
+        asking = asyncio.ensure_future(harmful_requests.ask(own, data, _DEADLINE_S))
         largest = 0
         while not asking.done():
             await asyncio.sleep(_LOOK_S)
@@ -88,13 +88,15 @@ async def _sent(server: RunningServer, bad: HarmfulGraph) -> Went:
                     largest = max(largest, resources(engine).resident_bytes)
         judged = await asking
         number = len(data)
-        answer: bytes = await own.unary_unary(poison.EVALUATE)(known.request(number), timeout=_DEADLINE_S)
-        return Went(judged, number, peak_bytes(pid) - before, largest, known.wrong(number, answer))
+        answer: bytes = await own.unary_unary(harmful_requests.EVALUATE)(
+            known_answers.request(number), timeout=_DEADLINE_S
+        )
+        return Went(judged, number, peak_bytes(pid) - before, largest, known_answers.wrong(number, answer))
 
 
 def judge(bad: HarmfulGraph, went: Went) -> list[str]:
     """What is wrong with how a bomb went."""
-    found = poison.strange(bad, went.judged)
+    found = harmful_requests.strange(bad, went.judged)
     if went.front_bytes > FACTOR * went.sent_bytes + CONSTANT_BYTES:
         found.append(f"{bad.name}: {went.sent_bytes} bytes sent, the front end grew by {went.front_bytes >> 20} MiB")
     if went.engine_bytes > _SLACK * LIMIT_BYTES:
@@ -113,7 +115,7 @@ def summary(
     details: dict[str, object],
 ) -> Figures:
     """The row's figures."""
-    for fault in poison.complaints("bombs", seen):
+    for fault in harmful_requests.complaints("bombs", seen):
         findings.add(fault)
     if ended_with is not None:
         findings.add(f"the front end ended with {ended_with}")

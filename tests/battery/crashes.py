@@ -10,11 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.battery import poison
+from tests.battery import harmful_requests
+from tests.battery.answer_checks import Judgement
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Judgement
-from tests.battery.known import Healthy
+from tests.battery.known_answers import Healthy
 from tests.battery.serving import served
 from tests.processes import engines
 from tests.service.harmful_graphs import CRASHES, HarmfulGraph
@@ -40,12 +40,12 @@ def settings() -> dict[str, object]:
 async def crash(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGraph], rounds: int) -> Figures:
     """So many rounds."""
     findings, told, clock, done = Findings(), Counter[str](), scale.clock(), 0
-    async with poison.beside(server.target) as seen, channel(server.target) as own:
+    async with harmful_requests.beside(server.target) as seen, channel(server.target) as own:
         for bad in (bad for _ in range(rounds) for bad in corpus):
             if clock.is_over or server.process.poll() is not None:
                 break
-            before = set(await poison.calm(server, 2))
-            judged = await poison.ask(own, poison.request(bad), _DEADLINE_S)
+            before = set(await harmful_requests.calm(server, 2))
+            judged = await harmful_requests.ask(own, harmful_requests.request(bad), _DEADLINE_S)
             died = bool(before - set(engines(server.process.pid)))
             told[judged.reason or judged.verdict.name] += 1
             for fault in judge(bad, judged, died):
@@ -58,7 +58,7 @@ async def crash(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGra
 
 def summary(seen: Healthy, findings: Findings, told: Counter[str], done: int, ended_with: int | None) -> Figures:
     """The row's figures."""
-    for fault in poison.complaints("crashes", seen):
+    for fault in harmful_requests.complaints("crashes", seen):
         findings.add(fault)
     if ended_with is not None:
         findings.add(f"the front end ended with {ended_with}")
@@ -82,7 +82,7 @@ def summary(seen: Healthy, findings: Findings, told: Counter[str], done: int, en
 
 def judge(bad: HarmfulGraph, judged: Judgement, died: bool) -> list[str]:
     """What is wrong with the answer to a graph that kills. died: whether an engine ended meanwhile."""
-    found = poison.strange(bad, judged)
+    found = harmful_requests.strange(bad, judged)
     if found:
         return found
     is_crash = judged.reason == "ENGINE_CRASHED"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import grpc
 
-from tests.battery import judging
+from tests.battery import answer_checks
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.fuzzing.cases import Case, Cases
 from tests.battery.fuzzing.seeds import seeds
 from tests.battery.fuzzing.sending import IN_FLIGHT, Outcome, Tally, channel, send
-from tests.battery.known import Healthy, HealthyClient
+from tests.battery.known_answers import Healthy, HealthyClient
 from tests.battery.serving import served
 from tests.processes import peak_bytes, reset_peak, resources
 from tests.service.servers import RunningServer
@@ -110,7 +110,7 @@ def suffered(seen: Healthy, pulse: Pulse) -> list[str]:
 
 def lost(tally: Tally) -> list[str]:
     """What says nothing of the server now and then says that it tells nothing where it is often."""
-    count = tally.reasons[judging.LOST_STATUS]
+    count = tally.reasons[answer_checks.LOST_STATUS]
     return [f"{count} statuses were lost"] if count > _FEW + LOST * tally.cases else []
 
 

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.battery import poison
+from tests.battery import harmful_requests
+from tests.battery.answer_checks import Judgement, Verdict
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Judgement, Verdict
-from tests.battery.known import Healthy
+from tests.battery.known_answers import Healthy
 from tests.battery.serving import served
 from tests.processes import busy_processes
 from tests.service.harmful_graphs import HANGS, HarmfulGraph
@@ -62,7 +62,7 @@ async def hang(
     """So many rounds."""
     findings, told, clock = Findings(), Counter[str](), scale.clock()
     late: list[float] = []
-    async with poison.beside(server.target, every_s=0.2) as seen:
+    async with harmful_requests.beside(server.target, every_s=0.2) as seen:
         for bad in (bad for _ in range(rounds) for bad in corpus):
             if clock.is_over or server.process.poll() is not None:
                 break
@@ -77,13 +77,13 @@ async def hang(
 
 async def _ended(server: RunningServer, bad: HarmfulGraph) -> Ended:
     loop = asyncio.get_running_loop()
-    watched = await poison.calm(server, 2)
-    data = poison.request(bad)
+    watched = await harmful_requests.calm(server, 2)
+    data = harmful_requests.request(bad)
     async with channel(server.target) as own:
         # The server's time begins with the request, not with the connection.
         await own.channel_ready()
         deadline = loop.time() + DEADLINE_S
-        asking = asyncio.ensure_future(poison.ask(own, data, None))
+        asking = asyncio.ensure_future(harmful_requests.ask(own, data, None))
         ends_at, busy_at = deadline, 0.0
         at_work = [busy_processes(watched)] * _LOOKS
         while loop.time() < ends_at + _WATCH_S:
@@ -103,7 +103,7 @@ async def _ended(server: RunningServer, bad: HarmfulGraph) -> Ended:
 def judge(bad: HarmfulGraph, ended: Ended, gone_s: float = GONE_S) -> list[str]:
     """What is wrong with how a graph that hangs ended."""
     # What grows meanwhile may be at the end of its memory first.
-    found = poison.strange(bad, ended.judged, "MEMORY_EXCEEDED")
+    found = harmful_requests.strange(bad, ended.judged, "MEMORY_EXCEEDED")
     if ended.late_s > gone_s:
         found.append(f"{bad.name}: an engine worked on {ended.late_s:.1f} s after the deadline ({ended.judged.reason})")
     return found
@@ -113,7 +113,7 @@ def summary(
     seen: Healthy, findings: Findings, told: Counter[str], late: list[float], ended_with: int | None
 ) -> Figures:
     """The row's figures."""
-    for fault in poison.complaints("hangs", seen):
+    for fault in harmful_requests.complaints("hangs", seen):
         findings.add(fault)
     if ended_with is not None:
         findings.add(f"the front end ended with {ended_with}")

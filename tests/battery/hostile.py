@@ -16,9 +16,9 @@ import grpc
 import numpy as np
 
 from gradrule.v1 import blob_pb2, evaluate_pb2
-from tests.battery import judging, wire
+from tests.battery import answer_checks, wire
 from tests.battery.figures import Figures, Findings, Scale
-from tests.battery.known import HealthyClient
+from tests.battery.known_answers import HealthyClient
 from tests.battery.serving import growth_faults, served, settled
 from tests.processes import Resources, resources
 from tests.service import raw
@@ -267,7 +267,7 @@ async def huge_metadata(target: str, seconds: float) -> Did:
             try:
                 await channel.unary_unary(_EVALUATE)(b"", timeout=10.0, metadata=metadata)
             except grpc.RpcError as failure:
-                judged = judging.of_failure(failure)
+                judged = answer_checks.of_failure(failure)
                 reason = judged.reason or judged.what
                 reasons[reason] = reasons.get(reason, 0) + 1
     return sum(reasons.values()), f"refusals of 64 keys of 900 bytes: {reasons}"

@@ -20,7 +20,7 @@ from tests.battery import wire
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.fuzz import Pulse
 from tests.battery.http2_cases import SECRET, Case, Cases
-from tests.battery.known import HealthyClient
+from tests.battery.known_answers import HealthyClient
 from tests.battery.serving import data_folder, growth_faults, served, settled
 from tests.processes import resources
 from tests.service.servers import RunningServer

@@ -15,8 +15,8 @@ from typing import Any
 
 import gradrule as gr
 from gradrule_server.identity.token_file import add_token, new_token
+from tests.battery.equal_names import LABEL, PROGRAM, RULE, Caller, difference, graph
 from tests.battery.figures import Clock, Figures, Findings, Scale
-from tests.battery.namesakes import LABEL, PROGRAM, RULE, Caller, difference, graph
 from tests.battery.serving import data_folder, served
 from tests.service.servers import RunningServer
 

@@ -19,10 +19,10 @@ from gradrule.v1 import program_pb2
 from gradrule_server import policy
 from gradrule_server.errors import reason_name
 from gradrule_server.policy import OpReview
-from tests.battery import judging
+from tests.battery import answer_checks
+from tests.battery.answer_checks import Verdict
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Verdict
 from tests.battery.serving import served
 from tests.policy import minimal
 
@@ -100,7 +100,7 @@ async def _reasons(own: grpc.aio.Channel, batch: Sequence[OpReview], place: str)
     except grpc.RpcError as failure:
         if len(batch) > 1:
             return await _one_by_one(own, batch, place)
-        judged = judging.of_failure(failure)
+        judged = answer_checks.of_failure(failure)
         return [(batch[0], {judged.what if judged.verdict is Verdict.FAULT else judged.reason})]
     found, others = told_of(len(batch), program_pb2.CompileProgramResponse.FromString(answer).findings)
     if len(batch) > 1 and (others if batch[0].allowed else not all(found)):

@@ -138,7 +138,7 @@ async def _sent(target: str, request: Path, *words: str) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "tests.battery.sender",
+        "tests.battery.load_sender",
         *("--target", target, "--request", str(request), *words),
         stdout=asyncio.subprocess.PIPE,
     )

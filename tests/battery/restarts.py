@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from gradrule.v1 import rule_pb2, rule_pb2_grpc
-from tests.battery import known
+from tests.battery import known_answers
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.serving import data_folder
 from tests.service.health import recorded_health
@@ -74,11 +74,13 @@ def _check_answer(target: str, number: int, findings: Findings) -> None:
     """Evaluates once, and notes what is wrong with the answer."""
     with grpc.insecure_channel(target) as channel:
         try:
-            answer: bytes = channel.unary_unary(known.EVALUATE)(known.request(number), timeout=_ANSWER_S)
+            answer: bytes = channel.unary_unary(known_answers.EVALUATE)(
+                known_answers.request(number), timeout=_ANSWER_S
+            )
         except grpc.RpcError as failure:
             findings.add(f"the server says that it is ready and answers {failure.code().name}")
             return
-    fault = known.wrong(number, answer)
+    fault = known_answers.wrong(number, answer)
     if fault:
         findings.add(fault)
 

@@ -30,7 +30,7 @@ import numpy as np
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from tests.battery.figures import Figures, Findings, Scale
-from tests.battery.known import EVALUATE
+from tests.battery.known_answers import EVALUATE
 from tests.battery.serving import data_folder, served
 from tests.benchmarks import attacks, work
 from tests.benchmarks.attacks import Answers

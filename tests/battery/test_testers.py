@@ -24,34 +24,34 @@ from gradrule_server import policy
 from gradrule_server.policy import OpReview
 from tests.battery import (
     amplification,
+    answer_checks,
     bombs,
     crashes,
     escapes,
+    faulty_proxy,
     fuzz,
     hangs,
+    harmful_requests,
     hostile,
     http2,
     http2_cases,
     interleavings,
-    judging,
     kills,
-    liar,
     op_table,
     overload,
-    poison,
     rolling,
     soak,
     strangers,
     wire,
 )
+from tests.battery.answer_checks import GOOD, Judgement, Verdict
+from tests.battery.faulty_proxy import lying
 from tests.battery.figures import Clock, Findings, Scale
 from tests.battery.fuzzing import sending
 from tests.battery.fuzzing.cases import Cases
 from tests.battery.fuzzing.seeds import methods, seeds
-from tests.battery.judging import GOOD, Judgement, Verdict
-from tests.battery.known import Healthy, HealthyClient
-from tests.battery.liar import lying
-from tests.battery.sender import Sender
+from tests.battery.known_answers import Healthy, HealthyClient
+from tests.battery.load_sender import Sender
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
 from tests.battery.workload import WAYS, Load, Seen
@@ -136,8 +136,8 @@ def test_whoever_suffers_from_the_fuzzer_is_heard(seen: Healthy, deaf_s: float, 
 
 
 def test_statuses_that_are_lost_are_few() -> None:
-    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({judging.LOST_STATUS: 60}))) == []
-    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({judging.LOST_STATUS: 200})))
+    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({answer_checks.LOST_STATUS: 60}))) == []
+    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({answer_checks.LOST_STATUS: 200})))
 
 
 async def test_a_pulse_that_stops_is_heard() -> None:
@@ -159,7 +159,7 @@ async def test_through_an_honest_proxy_nothing_fails(shared_server: RunningServe
 
 
 async def test_wrong_answers_are_seen_by_callers(shared_server: RunningServer) -> None:
-    async with lying(shared_server.target, liar.a_little_off) as target:
+    async with lying(shared_server.target, faulty_proxy.a_little_off) as target:
         load, healthy = Load(target, 1, callers=2, by_name=False), HealthyClient(target, every_s=0.01)
         working = asyncio.gather(load.run(), healthy.run())
         while not (load.seen.wrong and healthy.seen.wrong) and not working.done():
@@ -174,7 +174,7 @@ async def test_wrong_answers_are_seen_by_callers(shared_server: RunningServer) -
 
 
 async def test_values_of_others_are_leaks(shared_server: RunningServer, scale: Scale) -> None:
-    async with lying(shared_server.target, liar.another_callers()) as target:
+    async with lying(shared_server.target, faulty_proxy.another_callers()) as target:
         figures = await interleavings.interleave(target, scale, 300)
     assert not figures.met
     assert any("which is caller" in line for line in figures.findings)
@@ -385,10 +385,10 @@ def test_bombs(went: bombs.Went, right: bool) -> None:
 async def test_engines_that_are_not_there_are_not_calm(
     shared_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poison, "_CALM_S", 0.0)
-    assert await poison.calm(shared_server, 1)
+    monkeypatch.setattr(harmful_requests, "_CALM_S", 0.0)
+    assert await harmful_requests.calm(shared_server, 1)
     with pytest.raises(TimeoutError, match="not 9"):
-        await poison.calm(shared_server, 9)
+        await harmful_requests.calm(shared_server, 9)
 
 
 @pytest.mark.parametrize("row", [crashes, hangs])
@@ -462,8 +462,8 @@ def failed(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INVALID_ARGUMENT])
 def test_errors_without_reasons(code: grpc.StatusCode) -> None:
-    assert judging.of_failure(failed(code)).verdict is Verdict.FAULT
-    assert judging.of_failure(failed(grpc.StatusCode.UNAVAILABLE)).verdict is Verdict.REFUSED
+    assert answer_checks.of_failure(failed(code)).verdict is Verdict.FAULT
+    assert answer_checks.of_failure(failed(grpc.StatusCode.UNAVAILABLE)).verdict is Verdict.REFUSED
 
 
 def status(reason: str, code: grpc.StatusCode, domain: str = "gradrule", message: str = "no", infos: int = 1) -> bytes:
@@ -488,7 +488,7 @@ def status(reason: str, code: grpc.StatusCode, domain: str = "gradrule", message
     ],
 )
 def test_errors_with_reasons(data: bytes, verdict: Verdict) -> None:
-    assert judging.of_status(data, None).verdict is verdict
+    assert answer_checks.of_status(data, None).verdict is verdict
 
 
 def test_lines_that_a_client_forged_are_seen() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rules.case import Array, Case, Results, Values, logistic, sign
+from tests.rules.expression_case import Array, Case, Results, Values, logistic, sign
 from tests.unit.rules.running import Draws
 
 DRAWS = Draws()

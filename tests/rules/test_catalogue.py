@@ -12,8 +12,8 @@ from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs.selectors import GROUPS
 from gradrule_server.rules import Param, RuleContent, Signature
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule, Catalogue
-from tests.rules.cases import CASES
 from tests.rules.code_cases import CODE_CASES
+from tests.rules.expression_cases import CASES
 from tests.unit.rules.running import number_of
 
 # Family → a line per rule: name, aliases, then params with their defaults (`seed=`: it has none).

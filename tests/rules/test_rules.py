@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 from gradrule_server.rules.catalogue import BUILTINS
-from tests.rules.asking import Asked, compare, expected, in_type, params_of, quarters, raw_values, smooth
-from tests.rules.case import Array, Case, Values
-from tests.rules.cases import CASES
 from tests.rules.edges import KINKS, NAN_IN_DY, NAN_IN_X
+from tests.rules.evaluation import Asked, compare, expected, in_type, params_of, quarters, raw_values, smooth
+from tests.rules.expression_case import Array, Case, Values
+from tests.rules.expression_cases import CASES
 
 SHAPES = [(), (5,), (6, 20), (2, 3, 4), (2, 2, 3, 2), (1, 2, 2, 3, 2)]
 EMPTY = [(0,), (0, 3), (2, 0)]

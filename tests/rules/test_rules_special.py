@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from gradrule_server.rules import Signature
 from gradrule_server.rules.catalogue import BUILTINS
-from tests.rules.asking import Asked, params_of
-from tests.rules.case import Array
-from tests.rules.cases import CASES
+from tests.rules.evaluation import Asked, params_of
+from tests.rules.expression_case import Array
+from tests.rules.expression_cases import CASES
 from tests.unit.rules.running import number_of, run
 
 

@@ -15,7 +15,7 @@ import gradrule as gr
 from tests.battery import http2, wire
 from tests.battery.figures import Scale
 from tests.battery.http2_cases import FORGED, SECRET, TIMEOUTS
-from tests.battery.unfinished import send_unfinished
+from tests.battery.unfinished_messages import send_unfinished
 from tests.processes import has_ended, peak_bytes, reset_peak, resources
 from tests.service.guarded import Guarded
 from tests.service.servers import RunningServer, running_server, started_server

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from gradrule_server.rules.catalogue import BUILTINS
-from tests.rules.asking import Asked, feeds, graph_def, in_type, params_of, quarters, raw_values
-from tests.rules.cases import CASES
+from tests.rules.evaluation import Asked, feeds, graph_def, in_type, params_of, quarters, raw_values
+from tests.rules.expression_cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,10 +12,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from gradrule_server.link.v1 import link_pb2
-from tests.battery import judging
+from tests.battery import answer_checks
+from tests.battery.answer_checks import Judgement, Verdict
 from tests.battery.fuzzing.cases import Case
 from tests.battery.fuzzing.seeds import methods
-from tests.battery.judging import Judgement, Verdict
 
 IN_FLIGHT = 64
 DEADLINE_S = 20.0
@@ -69,22 +69,22 @@ async def _send_once(channel: grpc.aio.Channel, case: Case, deadline_s: float) -
     try:
         if not method.requests_stream:
             answer: bytes = await channel.unary_unary(method.path)(case.messages[0], timeout=deadline_s)
-            outcome.judgements.append(judging.of_answer(method.response, answer))
+            outcome.judgements.append(answer_checks.of_answer(method.response, answer))
         elif not method.responses_stream:
             upload: Any = channel.stream_unary(method.path)(_each(case.messages), timeout=deadline_s)
-            outcome.judgements.append(judging.of_answer(method.response, await upload))
+            outcome.judgements.append(answer_checks.of_answer(method.response, await upload))
         else:
             # The messages of a session have their deadlines one after the other.
             all_s = deadline_s * max(1, len(case.messages))
             stream: Any = channel.stream_stream(method.path)(_each(case.messages), timeout=all_s)
             async for answer in stream:
-                outcome.judgements.append(judging.of_answer(method.response, answer))
+                outcome.judgements.append(answer_checks.of_answer(method.response, answer))
             due, came = sum(_is_due(case.method, message) for message in case.messages), len(outcome.judgements)
             if came < due:
                 what = f"{came} answers to {due} messages of a stream that ended well"
                 outcome.judgements.append(Judgement(Verdict.FAULT, what=what))
     except grpc.RpcError as failure:
-        outcome.judgements.append(_unless_lost(judging.of_failure(failure)))
+        outcome.judgements.append(_unless_lost(answer_checks.of_failure(failure)))
     return outcome
 
 

@@ -22,7 +22,7 @@ from gradrule_server.front.sockets import Peer, close_connection
 from gradrule_server.identity import Authenticator
 from gradrule_server.link.system_memory import HeapTrimmer
 from tests.battery import wire
-from tests.battery.unfinished import send_unfinished
+from tests.battery.unfinished_messages import send_unfinished
 from tests.processes import count_descriptors
 from tests.unit.front.pipelines import FakeTenants, create_admission
 

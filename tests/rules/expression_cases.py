@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.rules import attribution_cases, flow_cases, straight_through_cases, surrogate_cases
-from tests.rules.case import Case
+from tests.rules.expression_case import Case
 
 CASES: Mapping[str, Case] = {
     **straight_through_cases.CASES,

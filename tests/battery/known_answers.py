@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 
 from gradrule.v1 import evaluate_pb2
-from tests.battery import judging
+from tests.battery import answer_checks
 from tests.service import raw
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
@@ -98,7 +98,7 @@ class HealthyClient:
                     request(number), timeout=_DEADLINE_S, metadata=self._metadata
                 )
             except grpc.RpcError as failure:
-                judged = judging.of_failure(failure)
+                judged = answer_checks.of_failure(failure)
                 reason = judged.reason or judged.what
                 seen.errors[reason] = seen.errors.get(reason, 0) + 1
                 if judged.retry_after_s is not None and time.monotonic() - started < _DEADLINE_S:

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from gradrule.v1 import evaluate_pb2
-from tests.battery import judging
+from tests.battery import answer_checks
 
 _EVALUATE = "/gradrule.v1.GradientService/Evaluate"
 _OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -46,7 +46,7 @@ class Sender:
             answer = await self._call(self._request, timeout=_DEADLINE_S)
         except grpc.RpcError as failure:
             taken = time.perf_counter() - started
-            judged = judging.of_failure(failure)
+            judged = answer_checks.of_failure(failure)
             if judged.reason == "OVERLOADED":
                 self.refusals.append(taken)
             else:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from gradrule_server.rules import RuleGraph, Signature
 from gradrule_server.rules.catalogue import BuiltinRule
-from tests.rules.case import Array, Case, Results, Values
+from tests.rules.expression_case import Array, Case, Results, Values
 from tests.unit.rules.running import SALT, exact, number_of, numpy_type
 
 # 16-bit numbers are rounded after every step, so theirs is a part of the largest number too.

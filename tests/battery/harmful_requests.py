@@ -13,9 +13,9 @@ import numpy as np
 
 from gradrule.common import tensor_codec
 from gradrule.v1 import evaluate_pb2
-from tests.battery import judging
-from tests.battery.judging import Judgement, Verdict
-from tests.battery.known import Healthy, HealthyClient
+from tests.battery import answer_checks
+from tests.battery.answer_checks import Judgement, Verdict
+from tests.battery.known_answers import Healthy, HealthyClient
 from tests.processes import busy_processes, engines
 from tests.service import raw
 from tests.service.harmful_graphs import HarmfulGraph
@@ -41,8 +41,8 @@ async def ask(channel: grpc.aio.Channel, data: bytes, deadline_s: float | None) 
     try:
         answer: bytes = await channel.unary_unary(EVALUATE)(data, timeout=deadline_s)
     except grpc.RpcError as failure:
-        return judging.of_failure(failure)
-    return judging.of_answer(evaluate_pb2.EvaluateResponse, answer)
+        return answer_checks.of_failure(failure)
+    return answer_checks.of_answer(evaluate_pb2.EvaluateResponse, answer)
 
 
 def strange(bad: HarmfulGraph, judged: Judgement, *others: str) -> list[str]:
