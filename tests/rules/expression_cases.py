@@ -1,4 +1,4 @@
-"""Lists one case for each rule of the catalogue that is an expression; `code_cases` has those of code."""
+"""Lists one case for each expression rule of the catalogue; `code_cases` has those of code rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists the cases of the families flow and stable that are data, in the order of the catalogue."""
+"""Lists the cases of expression rules of the families flow and stable, in the order of the catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests presets: their entries, params and names."""
+"""Presets: their entries, params and names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALPHA_BETA = [
 ]
 FLAT = ["@linear nearest the xs → lrp_flat(eps=1e-06)"]
 
-# What zennit's composites map to what, a first layer before the others.
+# The entries of zennit's composites, a first layer before the others.
 LINES = {
     "beta_smooth": ["Relu → relu_beta_smooth(beta=10)"],
     "deconvnet": ["Relu → deconvnet"],
@@ -54,7 +54,7 @@ LINES = {
 }
 
 
-def test_presets_are_zennits_composites() -> None:
+def test_presets_equal_zennits_composites() -> None:
     assert {preset.name: list(preset_message(preset).overrides) for preset in PRESETS} == LINES
     assert [preset.name for preset in PRESETS] == sorted(LINES)
     assert len(PRESETS) == len(LINES)

@@ -251,7 +251,7 @@ async def test_idle_unauthenticated_connections_are_closed() -> None:
     async with serving(ConnectionLimits(unauthenticated_s=0.2)) as target, wire.connected(target) as (reader, writer):
         writer.write(wire.PREFACE + wire.settings() + wire.call(wire.headers(CHECK), wire.message(b"")))
         assert (await wire.read_answer(reader)).status == 0
-        assert await wire.drained(reader, 20)
+        assert await wire.read_until_closed(reader, 20)
 
 
 @pytest.mark.parametrize("path", [REFLECTION, "/s/m"])
