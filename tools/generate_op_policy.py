@@ -22,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from tensorflow.core.framework import op_def_pb2
 from tensorflow.python.client import pywrap_tf_session
 
-from gradrule_server.policy.op_table import NOT_REVIEWED, REMEDIES, OpReview, definition_digest, read_rows, write_rows
+from gradrule_server.policy.op_tables import NOT_REVIEWED, REMEDIES, OpReview, definition_digest, read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "server/gradrule_server/policy/ops.tsv"

@@ -45,7 +45,7 @@ def _serve(arguments: Sequence[str]) -> int:
     from gradrule_server.front.server import AcceptLoopEnded, CertificateError
     from gradrule_server.identity.jwt_verifier import JwtKeyError
     from gradrule_server.identity.token_file import TokenFileError
-    from gradrule_server.link.engine import EngineRefused
+    from gradrule_server.link.process import EngineRefused
     from gradrule_server.operations import logs
     from gradrule_server.operations.tracing import TracingUnavailableError
     from gradrule_server.registry.data_folder import StoreError

@@ -12,6 +12,7 @@ import threading
 
 from gradrule.common import op_definitions
 from gradrule_server import assembly
+from gradrule_server.concurrency import PeriodicChecks
 from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
 from gradrule_server.front.server import GrpcServer
@@ -22,7 +23,6 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.system_memory import keep_freed_memory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
-from gradrule_server.periodic import PeriodicChecks
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.data_folder import BLOBS
 from gradrule_server.registry.rule_entries import ReadOnlyRules

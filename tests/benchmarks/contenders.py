@@ -95,8 +95,10 @@ class RawStream:
 class Client:
     """gradrule's Python client, NumPy in and out; over TCP, unless it shares memory with the server."""
 
-    def __init__(self, target: str, work: Work, *, inline: bool = False, shared_memory: bool = False) -> None:
-        self._client = gr.connect(target, timeout=TIMEOUT_S, shared_memory=shared_memory)
+    def __init__(
+        self, target: str, work: Work, *, token: str | None = None, inline: bool = False, shared_memory: bool = False
+    ) -> None:
+        self._client = gr.connect(target, timeout=TIMEOUT_S, shared_memory=shared_memory, token=token)
         self._work = work
         self._program = None if inline else work.compile(self._client)
 

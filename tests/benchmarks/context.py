@@ -182,11 +182,17 @@ class Bench:
             yield functools.partial(self._contender, stack)
 
     def _contender(
-        self, stack: contextlib.ExitStack, kind: str, work: str, server: RunningServer | None = None
+        self,
+        stack: contextlib.ExitStack,
+        kind: str,
+        work: str,
+        server: RunningServer | None = None,
+        token: str | None = None,
     ) -> Contender:
         """Starts a contender.
 
-        kind, work: as `driver.contender` takes them. server: another gradrule server than the shared one.
+        kind, work: as `driver.contender` takes them. server: another gradrule server than the shared one. token: the
+        credential of gradrule's Python client.
         """
         if kind in PEERS:
             return self._peer(stack, kind, work)
@@ -200,6 +206,8 @@ class Bench:
         else:
             chosen = server or self.gradrule
             settings["target"] = chosen.target
+            if token is not None:
+                settings["token"] = token
             parts = functools.partial(roles, chosen.process.pid)
             if kind.startswith("echo"):
                 echo = self.echo_aio if kind == "echo aio" else self.echo_sync

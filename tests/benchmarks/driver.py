@@ -13,11 +13,11 @@ from typing import Any
 from tests.benchmarks.driver_loop import Contender, serve
 
 
-def contender(kind: str, work: str, target: str = "", echo: str = "") -> Contender:
+def contender(kind: str, work: str, target: str = "", echo: str = "", token: str | None = None) -> Contender:
     """Returns a contender, ready to be called.
 
     work: as `work.named` takes it. target: of the gradrule server, or of TensorFlow's. echo: of the echo server; it
-    gets the bytes that the gradrule server at `target` would get.
+    gets the bytes that the gradrule server at `target` would get. token: the credential of the Python client.
     """
     from tests.benchmarks import contenders
     from tests.benchmarks.work import named
@@ -33,7 +33,7 @@ def contender(kind: str, work: str, target: str = "", echo: str = "") -> Contend
         case "stream":
             return contenders.RawStream(target, contenders.request_of(target, what))
         case "client":
-            return contenders.Client(target, what)
+            return contenders.Client(target, what, token=token)
         case "client shared":
             return contenders.Client(target, what, shared_memory=True)
         case "client inline":

@@ -122,7 +122,7 @@ class Engine:
         if placed is Kind.FAULT:
             raise SystemExit(str(link_pb2.Fault.FromString(content)))
         if len(answer.payload) >= 256 * 1024:
-            self._frames.send(Kind.TAKEN, self._calls, b"")
+            self._frames.send(Kind.ACK, self._calls, b"")
         return content
 
 

@@ -38,7 +38,7 @@ def _serve(way: str, fd: int, shared: list[int]) -> None:
         while (payload := _receive_memory(sock)) is not None:
             _send_memory(sock, payload)
         return
-    frames = FrameSocket(sock, Arenas.from_descriptors(shared[1], shared[0]) if shared else None)
+    frames = FrameSocket(sock, Arenas.from_descriptors(shared[0], shared[1]) if shared else None)
 
     def answer(frame: Frame) -> None:
         frames.send(Kind.RAN, frame.request_id, bytes(frame.payload))

@@ -8,6 +8,7 @@ import grpc
 
 import gradrule as gr
 from tests.benchmarks import work
+from tests.benchmarks.attacks import make_tokens
 from tests.benchmarks.contenders import EVALUATE, TIMEOUT_S, request_of
 from tests.benchmarks.context import Against, Bench, cpu_rows, measured
 from tests.benchmarks.measure import Row
@@ -21,7 +22,7 @@ _LIMITS = (
 
 
 def scale(bench: Bench) -> list[Row]:
-    """A tiny call of a server with many rules, programs and connections, against one of an empty server."""
+    """A tiny call of a server with many rules, programs, connections and tenants, against one of an empty server."""
     rules, programs, connections = (10_000, 1000, 1000) if bench.is_full else (1000, 50, 200)
     found: list[Row] = []
     with contextlib.ExitStack() as stack:
@@ -44,7 +45,26 @@ def scale(bench: Bench) -> list[Row]:
         _add_connections(full, connections, stack)
         note = "" if bench.is_full else "smaller form; --full takes 10,000 rules, 1,000 programs and 1,000 connections"
         measure(f"{connections:,} connections besides", note)
-    return found
+    return found + _tenants(bench, 100 if bench.is_full else 20)
+
+
+def _tenants(bench: Bench, count: int) -> list[Row]:
+    """A tiny call of one tenant of many, each of whom has an engine, against one of a server's only tenant."""
+    with contextlib.ExitStack() as stack:
+        start = stack.enter_context(bench.contenders())
+        contenders = {}
+        for name, tenants in (("one", 1), ("many", count)):
+            file = bench.folder / f"tokens-{name}.json"
+            tokens = make_tokens(file, [f"tenant-{number}" for number in range(tenants)])
+            server = stack.enter_context(bench.own_server("--tokens", str(file), "--max-engines", str(count + 1)))
+            contenders[name] = start("client", "tiny", server, tokens[0])
+            for token in tokens[1:]:
+                with gr.connect(server.target, token=token, timeout=TIMEOUT_S) as client:
+                    work.tiny().evaluate(client)
+        samples = measured(contenders, bench.counts, calls=5 * bench.counts.tiny_calls)
+        text = f"processor time of a tiny call, {count} tenants with an engine each, Python client"
+        note = "" if count == 100 else "smaller form; --full takes 100 tenants"
+        return cpu_rows("scale", samples, [Against("many", "one", text, "a server of one tenant", _BAR)], note=note)
 
 
 def _add_rules(server: RunningServer, count: int) -> None:

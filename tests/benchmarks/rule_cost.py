@@ -16,7 +16,7 @@ from tests.benchmarks.measure import Row, in_turns
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from gradrule_server.preparation.rule_lookup import ResolvedRule
+    from gradrule_server.preparation.references import ResolvedRule
 
 Backward = Callable[[Any, Any], Any]
 """(x, dy) → dx, in TensorFlow."""
@@ -31,7 +31,7 @@ class _Builtins:
         """Does nothing: all are there."""
 
     def resolve(self, name: str) -> ResolvedRule:
-        from gradrule_server.preparation.rule_lookup import ResolvedRule
+        from gradrule_server.preparation.references import ResolvedRule
         from gradrule_server.rules.catalogue import BUILTINS
 
         return ResolvedRule(name, BUILTINS[name].content)

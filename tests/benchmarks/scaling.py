@@ -166,11 +166,11 @@ def document(rows: Sequence[Row], sizes: Sequence[int], load: float) -> str:
         "",
         f"Written by `make scaling` on {machine()}; load average {load:.1f}.",
         "",
-        "Seconds are processor time on all threads, which other work on the machine lengthens least; MiB are how much",
-        "the process's peak grew; each part has a process of its own. Exponents are slopes of least-squares lines",
-        f"through the logarithms; the bar for compile time is {BAR:g}. TensorFlow alone is the same graph through",
-        "`import_graph_def`, `tf.gradients` and `tf.function`, without overrides. In the first run TensorFlow's",
-        "optimizer works on the graph; the second is what every call costs after it.",
+        "Seconds are processor time of all threads, because other work on the machine changes it least. MiB are the",
+        "growth of the peak memory of the process; each part runs in a process of its own. Exponents are the slopes of",
+        f"least-squares lines through the logarithms; the limit for compile time is {BAR:g}. TensorFlow alone is the",
+        "same graph with `import_graph_def`, `tf.gradients` and `tf.function`, without overrides. In the first run,",
+        "TensorFlow's optimizer processes the graph; the second run is what each later call costs.",
         "",
     ]
     for kind in dict.fromkeys(row.kind for row in rows):
@@ -198,7 +198,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
         cause = "" if met else f"; the steepest part is “{steepest}” ({by_part[steepest].exponent:.2f})"
         beside = "" if alone is None else f"; TensorFlow alone: {alone:.2f}"
         found.append(
-            f"- {KINDS[kind]}: compile time grows with exponent {compiled:.2f}, the bar of {BAR:g} is "
+            f"- {KINDS[kind]}: compile time grows with exponent {compiled:.2f}, the limit of {BAR:g} is "
             f"{'met' if met else 'missed'}{cause}{beside}."
         )
     return found

@@ -2,7 +2,8 @@
 
 Run as a module: `python -m tests.benchmarks.scaling_work STAGE KIND NODES FOLDER`; prints one JSON object. Stages:
 `front` (parse, check, expand; leaves the engine's request in the folder), `engine` (build it, run it), `tensorflow`
-(the same graph with tf.gradients, without gradrule).
+(the same graph with tf.gradients, without gradrule), `resnet50` (the same of a ResNet50; kind, nodes and folder do not
+matter).
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     from gradrule_server import graphs
     from gradrule_server.link.messages import CallShape
     from gradrule_server.preparation.prepare import prepare
-    from gradrule_server.preparation.rule_lookup import SnapshotLookup
+    from gradrule_server.preparation.references import SnapshotRuleLookup
     from gradrule_server.registry.blobs import BlobStore
 
     spec = program_pb2.ProgramSpec(fetches=["y"])
@@ -113,7 +114,7 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     spec.vjp.ys.append("y")
     spec.vjp.xs.append("x")
     spec.overrides.add(definition={"expression": RULE}).selector.op_type = "Sign"
-    lookup, found = SnapshotLookup(b""), []
+    lookup, found = SnapshotRuleLookup(b""), []
     store = BlobStore(folder / "blobs", 0)
     result = {
         "check and expand": measured(lambda: found.append(prepare(spec, CallShape(), lookup, graphs.Limits(), store))),
@@ -162,9 +163,30 @@ def tensorflow(serialized: bytes) -> dict[str, dict[str, float]]:
     return {"import and tf.gradients": measured(trace)} | _runs(lambda: made[0](x))
 
 
+def resnet50() -> dict[str, dict[str, float]]:
+    """The gradient of a ResNet50 that Keras has traced, by TensorFlow itself."""
+    import keras
+    import tensorflow as tf
+
+    model = keras.applications.ResNet50(weights=None, classifier_activation=None)
+    spec = tf.TensorSpec([None, 224, 224, 3])
+    forward = tf.function(model, input_signature=[spec]).get_concrete_function()
+    made: list[Any] = []
+
+    def gradient(x: Any) -> list[Any]:
+        y = forward(x)
+        return [y, *tf.gradients(y, x)]
+
+    def trace() -> None:
+        made.append(tf.function(gradient, input_signature=[spec], autograph=False).get_concrete_function())
+
+    x = tf.random.stateless_normal([1, 224, 224, 3], [0, 0])
+    return {"import and tf.gradients": measured(trace)} | _runs(lambda: made[0](x))
+
+
 def main(stage: str, kind: str, nodes: str, folder: str) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    serialized = b"" if stage == "engine" else graph_bytes(kind, int(nodes))
+    serialized = b"" if stage in ("engine", "resnet50") else graph_bytes(kind, int(nodes))
     if stage != "front":
         import tensorflow as tf
 
@@ -174,6 +196,7 @@ def main(stage: str, kind: str, nodes: str, folder: str) -> None:
         "front": lambda: front(serialized, Path(folder)),
         "engine": lambda: engine(Path(folder)),
         "tensorflow": lambda: tensorflow(serialized),
+        "resnet50": resnet50,
     }[stage]()
     print(json.dumps(found))
 

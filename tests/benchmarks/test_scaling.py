@@ -44,6 +44,6 @@ def test_every_part_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     parts = [by_part[part].seconds[0] for part in list(scaling.PARTS)[:2]]
     assert both == pytest.approx(sum(part for part in parts if part is not None))
     text = scaling.document(rows, sizes, 1.0)
-    assert "the bar of 1.15 is" in text
+    assert "the limit of 1.15 is" in text
     assert text.count("\n## ") == len(kinds)
     json.dumps([row.as_json() for row in rows], allow_nan=False)

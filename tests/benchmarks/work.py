@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,23 @@ _PIXELS = 28 * 28
 
 @dataclass(frozen=True)
 class Work:
-    """A graph with fetches, ys and xs, always under `RULE`, and feeds for it."""
+    """A graph with fetches, ys, xs and overrides, and feeds for it."""
 
     graph: gr.Graph
     fetches: list[str]
     ys: list[str]
     xs: list[str]
     feeds: dict[Any, Any]
+    overrides: Mapping[str, str] = field(default_factory=lambda: RULE)
 
     def compile(self, client: gr.Client) -> gr.Program:
-        return client.compile(self.graph, fetches=self.fetches, ys=self.ys, xs=self.xs, overrides=RULE)
+        return client.compile(self.graph, fetches=self.fetches, ys=self.ys, xs=self.xs, overrides=self.overrides)
 
     def evaluate(self, client: gr.Client) -> gr.Result:
         """With the graph in the request."""
-        return client.evaluate(self.graph, self.feeds, fetches=self.fetches, ys=self.ys, xs=self.xs, overrides=RULE)
+        return client.evaluate(
+            self.graph, self.feeds, fetches=self.fetches, ys=self.ys, xs=self.xs, overrides=self.overrides
+        )
 
     def named_request(self, program: gr.Program) -> bytes:
         """The bytes of a call by program name."""
@@ -47,7 +51,7 @@ class Work:
         request.spec.fetches.extend(self.fetches)
         request.spec.vjp.ys.extend(self.ys)
         request.spec.vjp.xs.extend(self.xs)
-        for op_type, rule in RULE.items():
+        for op_type, rule in self.overrides.items():
             request.spec.overrides.add(rule=rule).selector.op_type = op_type
         return self._with_feeds(request)
 
@@ -132,6 +136,16 @@ def perceptron(width: int) -> Work:
         last = g.op_output("Sign", g.matmul(last, g.constant(weights)))
     g.reduce_sum(last, axis=[1], name="y")
     return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, _PIXELS)).astype(np.float32)})
+
+
+def resnet() -> Work:
+    """A ResNet50 of Keras with random weights, new ones at each call, and one image."""
+    import keras
+
+    graph = gr.from_keras(keras.applications.ResNet50(weights=None, classifier_activation=None))
+    image = np.random.default_rng(0).normal(size=(1, 224, 224, 3)).astype(np.float32)
+    (x,), (y,) = graph.inputs, graph.outputs
+    return Work(graph, [y], [y], [x], {x: image}, {"Relu": "guided_relu"})
 
 
 def named(name: str) -> Work:

@@ -12,7 +12,7 @@ import pytest
 
 from gradrule.common import op_definitions
 from gradrule_server import policy
-from gradrule_server.policy.op_table import NOT_REVIEWED, REMEDIES, read_rows, write_rows
+from gradrule_server.policy.op_tables import NOT_REVIEWED, REMEDIES, read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 

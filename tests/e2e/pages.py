@@ -1,13 +1,19 @@
-"""Reads the examples in the documentation."""
+"""Reads the examples in the documentation, and runs those of the shell and of Node."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 GUIDE = ROOT / "docs/guide"
+NODE_CLIENT = ROOT / "client/node"
 ADDRESS = "localhost:8470"
 """Address of the server in all examples."""
 
@@ -24,3 +30,49 @@ def read_example(page: Path, name: str) -> str:
 def example_names(page: Path) -> set[str]:
     """Returns the names of all marked blocks of a page."""
     return {marker for marker, _ in _BLOCK.findall(page.read_text(encoding="utf-8"))}
+
+
+def run_shell(code: str, folder: Path, target: str = "") -> str:
+    """Runs shell commands in a folder, with `gradrule` of this Python, and returns what they print."""
+    command = folder / "bin" / "gradrule"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gradrule.cli "$@"\n')
+    command.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}",
+        "GRADRULE_TARGET": target,
+        "COLUMNS": "120",
+    }
+    done = subprocess.run(
+        ["sh", "-e", "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_node(code: str) -> str:
+    """Runs a module in the folder of the Node client, which must be built, and returns what it prints."""
+    script = NODE_CLIENT / f"example-{os.getpid()}.mjs"
+    script.write_text(code)
+    try:
+        done = subprocess.run(
+            ["node", script.name], cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60, check=False
+        )
+    finally:
+        script.unlink()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def node_version() -> tuple[int, ...]:
+    """Returns major and minor version of Node."""
+    node = shutil.which("node")
+    assert node is not None, "node is not on PATH"
+    printed = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout
+    return tuple(int(part) for part in printed.strip().removeprefix("v").split(".")[:2])

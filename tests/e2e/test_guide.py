@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.pages import ADDRESS, GUIDE, read_example
+from tests.e2e.pages import ADDRESS, GUIDE, read_example, run_shell
 from tests.service.servers import RunningServer
 
 _PRINTED = re.compile(r"^\s*print\(.*\) +# (.*)$", re.MULTILINE)
@@ -47,13 +43,6 @@ def test_python_examples_print_their_comments(server: RunningServer, capsys: pyt
 
 @pytest.mark.usefixtures("guide_rules")
 def test_shell_examples_run(server: RunningServer, tmp_path: Path) -> None:
-    command = tmp_path / "gradrule"
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gradrule.cli "$@"\n')
-    command.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "GRADRULE_TARGET": server.target}
-    done = subprocess.run(
-        ["sh", "-e", "-c", blocks("shell")], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("all that is claimed holds") == 2
-    assert "dx, dy = 1" in done.stdout
+    printed = run_shell(blocks("shell"), tmp_path, server.target)
+    assert printed.count("all that is claimed holds") == 2
+    assert "dx, dy = 1" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,28 +12,34 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from tests.e2e.pages import ADDRESS, GUIDE, example_names, read_example
+from tests.e2e.pages import ADDRESS, GUIDE, example_names, node_version, read_example, run_node, run_shell
+from tests.service.certificates import Authority
 from tests.service.guarded import Guarded
+from tests.service.test_node_client import npm
 
 TESTED = {
-    "compression.md": {"compression"},
+    "compression.md": {"compression", "node"},
     "derivatives.md": {"derivatives"},
-    "explaining.md": {"compare"},
+    "explaining.md": {"compare", "explain"},
     "models.md": {"connect", "models"},
-    "operating.md": {"credentials"},
+    "operating.md": {"credentials", "serve", "status"},
+    "other-languages.md": {"go", "java", "cpp", "csharp", "ruby"},  # in tests/contract/test_other_languages.py
     "overrides.md": {"overrides", "keras"},
     "rules.md": {"rules"},
+    "settings.md": {"server"},
     "training.md": {"session", "remote_layer"},
     "writing-rules.md": {"python", "shell"},  # in test_guide.py
 }
 
 
-def test_every_python_example_of_the_guide_is_run() -> None:
+def test_every_example_of_the_guide_is_run_or_says_why_not() -> None:
     for page in GUIDE.glob("*.md"):
         assert example_names(page) == TESTED.get(page.name, set()), page.name
         text = page.read_text(encoding="utf-8")
-        unmarked = re.findall(r"(?<! -->)\n```(?:python|sh)\n.*", text)
+        unmarked = re.findall(r"(?<! -->)\n```\w+\n.*", text)
         assert not unmarked, f"{page.name}: {unmarked}"
+        outside_blocks = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        assert not re.findall(r"\n\n    .*", outside_blocks), f"{page.name} has code without a mark"
 
 
 @pytest.fixture
@@ -155,6 +162,76 @@ def test_compression(client: Any, server: Any, signs: gr.Graph) -> None:
     scope["program"] = client.compile(signs, fetches="loss")
     exec(read_example(GUIDE / "compression.md", "compression"), scope)
     scope["client"].close()
+
+
+def test_compression_in_node(client: Any, server: Any, signs: gr.Graph) -> None:
+    npm("run", "build")
+    program = client.compile(signs, fetches="loss")
+    code = read_example(GUIDE / "compression.md", "node")
+    if node_version() < (22, 15):
+        assert code.count('compression: "zstd"') == 1
+        with pytest.raises(AssertionError, match="UNSUPPORTED"):
+            run_node(_node_module(code, server.target, program.name))
+        code = code.replace('compression: "zstd", ', "")
+    printed = run_node(_node_module(code, server.target, program.name))
+    assert printed.strip() == "loss 0"
+
+
+def _node_module(code: str, target: str, program: str) -> str:
+    """Returns a module that runs an example with a target, a program and feeds."""
+    connected, _, evaluated = code.partition("\n")
+    return "\n".join(
+        [
+            'import { connect } from "gradrule";',
+            f"const target = {json.dumps(target)};",
+            connected,
+            f"const program = await client.program({json.dumps(program)});",
+            "const feeds = { x: [-2, 0.5] };",
+            evaluated,
+            "const { outputs } = await program.evaluate(feeds);",
+            'console.log("loss", outputs.loss.toArray());',
+            "client.close();",
+        ]
+    )
+
+
+def test_explain(server: Any, signs: gr.Graph, tmp_path: Path) -> None:
+    (tmp_path / "graph.pb").write_bytes(signs.to_bytes())
+    assert "active" in run_shell(read_example(GUIDE / "explaining.md", "explain"), tmp_path, server.target)
+    assert (tmp_path / "graph.svg").read_text(encoding="utf-8").startswith("<svg")
+    assert "<html" in (tmp_path / "graph.html").read_text(encoding="utf-8")
+
+
+def test_status(server: Any, tmp_path: Path) -> None:
+    printed = run_shell(read_example(GUIDE / "operating.md", "status"), tmp_path, server.target)
+    assert json.loads(printed.splitlines()[-1])["ready"] is True
+
+
+def test_server_for_strangers_accepts_the_settings(tmp_path: Path) -> None:
+    """`--print-config` checks the settings without a start, which the tests of authentication hold."""
+    signed = Authority(tmp_path, "authority").server("server")
+    signed.certificate.rename(tmp_path / "server.crt")
+    signed.key.rename(tmp_path / "server.key")
+    code = read_example(GUIDE / "operating.md", "serve").rstrip()
+    assert "\ngradrule serve " in code
+    token, *settings = run_shell(f"{code} --print-config", tmp_path).splitlines()
+    assert token.startswith("gr_")
+    assert 'tokens = "tokens.jsonl"  # --tokens' in settings
+
+
+def test_configuration_file(tmp_path: Path) -> None:
+    (tmp_path / "server.toml").write_text(read_example(GUIDE / "settings.md", "server"))
+    printed = run_shell("gradrule serve --config server.toml --print-config", tmp_path)
+    assert "tenant-rules = 500  # server.toml: tenant-rules" in printed.splitlines()
+
+
+def test_alerts_name_metrics_that_exist() -> None:
+    text = (GUIDE / "operating.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```promql\n(.*?)```", text, re.DOTALL)
+    assert len(block.splitlines()) == 4
+    for line in block.splitlines():
+        (name,) = re.findall(r"gradrule_\w+", line)
+        assert f"| `{name}` |" in text
 
 
 def test_credentials(guarded: Guarded) -> None:

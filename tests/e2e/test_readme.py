@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,9 @@ import pytest
 
 import gradrule as gr
 from tests.contract.test_protos import Reflection
-from tests.e2e.pages import ADDRESS, README, example_names, read_example
+from tests.e2e.pages import ADDRESS, README, example_names, read_example, run_node, run_shell
 from tests.service.servers import RunningServer
-from tests.service.test_node_client import NODE_CLIENT, npm
+from tests.service.test_node_client import npm
 
 
 def blocks(language: str) -> str:
@@ -49,16 +46,8 @@ def test_python_quick_start(server: RunningServer, capsys: pytest.CaptureFixture
 
 def test_node_quick_start(server: RunningServer) -> None:
     npm("run", "build")
-    script = NODE_CLIENT / f"readme-{os.getpid()}.mjs"
-    script.write_text(blocks("node").replace(ADDRESS, server.target))
-    try:
-        done = subprocess.run(
-            ["node", script.name], cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60, check=False
-        )
-    finally:
-        script.unlink()
-    assert done.returncode == 0, done.stderr
-    assert "[ -1, 1, 1 ]" in done.stdout and "[ 0, 1, 0 ]" in done.stdout
+    printed = run_node(blocks("node").replace(ADDRESS, server.target))
+    assert "[ -1, 1, 1 ]" in printed and "[ 0, 1, 0 ]" in printed
 
 
 @pytest.mark.usefixtures("without_readme_rules")
@@ -66,27 +55,9 @@ def test_shell_quick_start(server: RunningServer, tmp_path: Path) -> None:
     g = gr.Graph()
     g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
     (tmp_path / "graph.pb").write_bytes(g.to_bytes())
-    command = tmp_path / "bin" / "gradrule"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gradrule.cli "$@"\n')
-    command.chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}",
-        "GRADRULE_TARGET": server.target,
-        "COLUMNS": "120",
-    }
-    done = subprocess.run(
-        ["sh", "-e", "-c", blocks("shell")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "HalfGrad" in done.stdout and "active" in done.stdout
-    assert re.search(r"0\.5\b.*0\.5\b.*0\.5\b", done.stdout), done.stdout
+    printed = run_shell(blocks("shell"), tmp_path, server.target)
+    assert "HalfGrad" in printed and "active" in printed
+    assert re.search(r"0\.5\b.*0\.5\b.*0\.5\b", printed), printed
 
 
 def test_grpcurl_quick_start(channel: grpc.Channel) -> None:

@@ -1,4 +1,4 @@
-"""What was found of the models, for people."""
+"""Writes the page with the results of the models."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from tests.models.substitution import OWN_RULE
 
 _PAGE = """# Whole models, compared with local TensorFlow
 
-`make test-models` writes this page. Each model has random weights and takes two small examples. Its output, and the
-gradients of a random combination of its outputs by the input (a model of words has none) and by the first, a middle and
-the last of its weights, are those of local TensorFlow: plain, and with `guided_relu`, `ste` and a user's rule
-(`{own}`) in place of the gradient of the op type that stands in
-the table. Locally the same is done with `tf.custom_gradient` around the function by which Keras makes the op, and it is
-asked for as often as the override is active. All is float32; a difference is a part of the largest element of its
-tensor, and at most {tolerance:.0e} passes.
+`make test-models` writes this page. It runs each model with random weights and two small examples, on a server and with
+local TensorFlow, and compares the output and the gradients:
 
-Seconds on {cores} cores, TensorFlow {version}, client and server on one machine: tracing the model in the client,
-compiling the plain program (the weights are sent then), its first run, in which TensorFlow optimises the graph, and one
-more run; forward and gradients.
+- The gradients are those of a random linear combination of the outputs. They are taken with respect to the input
+  (except for the model of words, whose input is integers), and to the first, a middle and the last weight.
+- Each model runs without overrides (plain), and with three overrides of the op type in the table: `guided_relu`, `ste`
+  and a user's rule, `{own}`. Local TensorFlow does the same with `tf.custom_gradient` around the Keras function that
+  makes the op. A test checks that this gradient is used as often as the override is active.
+- All values are float32. The table shows the largest difference, relative to the largest element of its tensor. At most
+  {tolerance:.0e} passes.
+
+Times are seconds on {cores} cores with TensorFlow {version}, client and server on one machine: tracing the model in the
+client; compiling the plain program, with sending the weights; its first run, in which TensorFlow optimises the graph;
+and one more run. Runs compute outputs and gradients.
 
 {table}
 """
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows as Markdown."""
+    """Returns the lines of the table in Markdown."""
     variants = list(rows[0].differences)
     yield f"| model | nodes | weights | op type | trace s | compile s | first run s | run s | {' | '.join(variants)} |"
     yield "|---|---:|---:|---|---:|---:|---:|---:|" + "---:|" * len(variants)
@@ -40,7 +43,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page in `docs`."""
+    """Returns the text of docs/reference/model-comparison.md."""
     return _PAGE.format(
         own=OWN_RULE,
         tolerance=TOLERANCE,

@@ -17,10 +17,10 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link import process as process_module
-from gradrule_server.link.engine import Engine, EngineRefused
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.process import ProcessOptions, start_process
+from gradrule_server.link.process import EngineRefused, ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import EndReason, EngineLost, ProgramNotLoaded
 from tests.processes import count_descriptors

@@ -55,7 +55,7 @@ def front() -> Iterator[EngineFixture]:
 def front_without() -> Iterator[EngineFixture]:
     """Returns an engine without shared memory, as on a system that has none, and with a lower limit."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(arena, "is_supported", lambda: False)
+        patched.setattr(arena, "has_sealed_memory", lambda: False)
         made = EngineFixture(_LIMIT)
     yield made
     made.close()

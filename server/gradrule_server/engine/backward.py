@@ -21,11 +21,13 @@ from gradrule_server.engine.derivatives import (
     SPARSE,
     UNCONNECTED,
     WIDTHS,
+    DerivativeLayout,
     Derivatives,
     DifferentiationRequest,
     NamedTensor,
     build_gradients,
     checked_upstream,
+    split_tensors,
 )
 from gradrule_server.engine.differentiation import Differentiation
 from gradrule_server.errors import error
@@ -45,7 +47,7 @@ class Backward:
         self.fed = tuple(fed)
         self.ys = request.ys
         self.xs = [(x.name, x.tensor.dtype, x.tensor.shape) for x in request.xs]
-        self.layout: list[tuple[tuple[str, ...], str]] = []
+        self.layout: DerivativeLayout = []
         # Computed in the forward part, so that the backward part does not keep a y only for its shape.
         self.shapes = [tf.shape(request.ys[index].tensor) for index in fed]
 
@@ -57,7 +59,7 @@ class Backward:
             with differentiation.active():
                 gradients = build_gradients(request.with_ys(request.ys, upstream))
             for x, gradient in zip(request.xs, gradients, strict=True):
-                derivatives.add_gradient(x, gradient, whole=request.dense)
+                derivatives.add_gradient(x, gradient, dense=request.dense)
             self.layout = derivatives.layout
             return derivatives.tensors
 
@@ -69,11 +71,11 @@ class Backward:
         """Tensors of the forward part that it needs."""
         return list(self.function.captured_inputs)
 
-    def once(self, grad_ys: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def run_once(self, grad_ys: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs the backward part once; returns the tensors of `layout`."""
         return tf_private.call_with_captures(self.function, grad_ys, captures)
 
-    def stacked(self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def run_stacked(self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs the backward part `count` (int32) times; returns dense gradients by the xs that have one, on axis 0.
 
         `row` is called once even for a `count` of 0. The first row gives the size of the answer: MESSAGE_TOO_LARGE is
@@ -84,7 +86,7 @@ class Backward:
         arrays = [tf.TensorArray(dtype, steps, element_shape=shape) for _, dtype, shape in xs]
 
         def step(index: tf.Tensor, *filled: tf.TensorArray) -> tuple[Any, ...]:
-            rows = self._dense(self.once(row(index), captures))
+            rows = self._dense(self.run_once(row(index), captures))
             sizes = [tf.size(value, out_type=tf.int64) * value.dtype.size for value in rows]
             size = tf.cast(count, tf.int64) * tf.add_n(sizes or [tf.constant(0, tf.int64)])
             index = require_bytes(index, size, MAX_ANSWER_BYTES, "all these gradients together")
@@ -97,10 +99,8 @@ class Backward:
         return [array.stack()[:count] for array in filled]
 
     def _dense(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        rest = iter(tensors)
         found: list[tf.Tensor] = []
-        for (_, _, shape), (_, form) in zip(self.xs, self.layout, strict=True):
-            parts = [next(rest) for _ in range(WIDTHS[form])]
+        for (_, _, shape), (_, form, parts) in zip(self.xs, split_tensors(self.layout, tensors), strict=True):
             if form == SPARSE:
                 value = tf.convert_to_tensor(tf.IndexedSlices(*parts))
                 value.set_shape(shape)
@@ -110,12 +110,12 @@ class Backward:
         return found
 
 
-def stacked_layout(layout: Sequence[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
+def stacked_layout(layout: DerivativeLayout) -> DerivativeLayout:
     """Returns the layout of stacked gradients, where slices are dense."""
     return [(names, DENSE if form == SPARSE else form) for names, form in layout]
 
 
-def row_of(stacks: Sequence[tf.Tensor]) -> Row:
+def rows_from(stacks: Sequence[tf.Tensor]) -> Row:
     """Returns a function that gives rows of the stacks, and zeros beyond their end."""
 
     def row(index: tf.Tensor) -> Sequence[tf.Tensor]:
@@ -132,8 +132,8 @@ def stacked_vjp(
     backward = Backward(request, fed, differentiation)
     given = [stack for stack in stacks if stack is not None]
     count = tf.shape(given[0])[0]
-    row = row_of([stack for stack in (stacks[index] for index in fed) if stack is not None])
-    return Derivatives(stacked_layout(backward.layout), backward.stacked(count, row, backward.captures))
+    row = rows_from([stack for stack in (stacks[index] for index in fed) if stack is not None])
+    return Derivatives(stacked_layout(backward.layout), backward.run_stacked(count, row, backward.captures))
 
 
 def jacobian(request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool) -> Derivatives:
@@ -152,11 +152,11 @@ def jacobian(request: DifferentiationRequest, differentiation: Differentiation, 
                 f"imaginary parts",
                 field="ys",
             )
-        _jacobians_of(y, request, differentiation, derivatives, batched=batched)
+        _add_jacobians(y, request, differentiation, derivatives, batched=batched)
     return derivatives
 
 
-def _jacobians_of(
+def _add_jacobians(
     y: NamedTensor,
     request: DifferentiationRequest,
     differentiation: Differentiation,
@@ -195,11 +195,11 @@ def _jacobians_of(
         unit.set_shape(y.tensor.shape)
         return [unit]
 
-    stacks = iter(backward.stacked(count, row, backward.captures))
+    stacks = iter(backward.run_stacked(count, row, backward.captures))
     for x, (_, form) in zip(request.xs, backward.layout, strict=True):
         names = (y.name, x.name)
         if WIDTHS[form]:
-            derivatives.add(names, DENSE, [_laid_out(next(stacks), y, x, batched=batched)])
+            derivatives.add(names, DENSE, [_to_jacobian_shape(next(stacks), y, x, batched=batched)])
         elif form == UNCONNECTED and request.unconnected_is_zero:
             zeros = tf.zeros(_jacobian_shape(y, x, batched=batched), x.tensor.dtype)
             derivatives.add(names, DENSE, [zeros])
@@ -207,7 +207,7 @@ def _jacobians_of(
             derivatives.add(names, form)
 
 
-def _laid_out(stack: tf.Tensor, y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:
+def _to_jacobian_shape(stack: tf.Tensor, y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:
     """Reshapes (elements of y, x's shape) to the shape of the Jacobian."""
     if batched:
         rank = tf.rank(stack)
@@ -236,9 +236,6 @@ def _require_examples(value: NamedTensor, y: NamedTensor) -> None:
         )
 
 
-Layout = list[tuple[tuple[str, ...], str]]
-
-
 class TwoPartProgram:
     """Forward and backward part of a vector-Jacobian product as separate functions. Thread-safe.
 
@@ -255,12 +252,12 @@ class TwoPartProgram:
         self._lock = threading.Lock()
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> DerivativeLayout:
         """Layout of the tensors of one pull-back: x and form (`derivatives.WIDTHS` tensors each)."""
         return self._backward.layout
 
     @property
-    def stacked_layout(self) -> Layout:
+    def stacked_layout(self) -> DerivativeLayout:
         """Layout of the tensors of stacked pull-backs: gradients are dense."""
         return stacked_layout(self._backward.layout)
 
@@ -299,17 +296,17 @@ class TwoPartProgram:
         with self._lock:
             function = self._pull_backs.get(stacked)
             if function is None:
-                function = self._pull_backs[stacked] = self._traced(saved, stacked=stacked)
+                function = self._pull_backs[stacked] = self._trace(saved, stacked=stacked)
         return list(function(*values, *saved))
 
-    def _traced(self, saved: Sequence[tf.Tensor], *, stacked: bool) -> Any:
+    def _trace(self, saved: Sequence[tf.Tensor], *, stacked: bool) -> Any:
         backward, count = self._backward, len(self._backward.fed)
 
         def pull_back(*arguments: tf.Tensor) -> list[tf.Tensor]:
             values, captures = list(arguments[:count]), arguments[2 * count :]
             if not stacked:
-                return backward.once(values, captures)
-            return backward.stacked(tf.shape(values[0])[0], row_of(values), captures)
+                return backward.run_once(values, captures)
+            return backward.run_stacked(tf.shape(values[0])[0], rows_from(values), captures)
 
         specs = [self._spec(index, stacked=stacked) for index in backward.fed]
         specs += [tf.TensorSpec(None, value.dtype) for value in saved]

@@ -17,7 +17,7 @@ from gradrule_server.engine.code_rules.target import Gradient, RuleTarget
 from gradrule_server.engine.graph_import import replay
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
 _KEEPS_SHAPE = ops_with("keeps_shape")
@@ -74,7 +74,7 @@ class OpGradientRule(BoundRule):
         if function is None:
             raise self._not_applicable(target, f"TensorFlow registers {self._op_type!r} as not differentiable")
         try:
-            result: Any = function(target.op or _StandIn(target), *dys)
+            result: Any = function(target.op or _SubgraphAsOp(target), *dys)
         except GradruleError:
             raise
         except Exception as cause:
@@ -85,7 +85,7 @@ class OpGradientRule(BoundRule):
         return self._checked(list(result) if isinstance(result, (list, tuple)) else [result], target)
 
 
-class _StandIn:
+class _SubgraphAsOp:
     """Represents a subgraph as an op for a gradient function of TensorFlow's. It has no attributes."""
 
     def __init__(self, target: RuleTarget) -> None:

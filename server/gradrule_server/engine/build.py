@@ -20,7 +20,7 @@ from gradrule_server.engine.program import BuiltProgram, Input, ParamInput, crea
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.trace import Trace, import_tensors
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 from gradrule_server.rules import RuleContent
 from gradrule_server.rules.catalogue import BUILTINS
 
@@ -68,12 +68,12 @@ def start_build(
 
     `gradient_cache`: reuses the gradients of similar nodes, for a program that never runs.
     """
-    contents = [_content(rule) for rule in request.rules]
+    contents = [_read_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
     built = BuiltProgram(
         inputs=[
-            *(_input(spec, None) for spec in request.inputs),
-            *(_input(item.spec, value) for item, value in zip(request.variables, values, strict=True)),
+            *(_create_input(spec, None) for spec in request.inputs),
+            *(_create_input(item.spec, value) for item, value in zip(request.variables, values, strict=True)),
         ],
         aliases=dict(request.input_aliases),
         params=[
@@ -143,7 +143,7 @@ def _add_fed_inputs(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.Gr
     endpoints = [*fed_ys, *moved_xs]
     if not endpoints:
         return
-    specs = _specs_of(graph_def, built.inputs, [endpoint.tensor for endpoint in endpoints])
+    specs = _infer_specs(graph_def, built.inputs, [endpoint.tensor for endpoint in endpoints])
     fed = [Input(item.name, spec.dtype, spec.shape) for item, spec in zip(endpoints, specs, strict=True)]
     built.grad_ys, built.directions = fed[: len(fed_ys)], fed[len(fed_ys) :]
 
@@ -152,7 +152,7 @@ def _stacked(item: Input, built: BuiltProgram) -> tf.TensorShape:
     return tf.TensorShape([None]).concatenate(item.shape) if built.stacked else item.shape
 
 
-def _input(spec: tensor_pb2.TensorSpec, default: tf.Tensor | None) -> Input:
+def _create_input(spec: tensor_pb2.TensorSpec, default: tf.Tensor | None) -> Input:
     return Input(spec.name, tf.as_dtype(spec.dtype), shape_from(spec.shape), default)
 
 
@@ -165,7 +165,7 @@ def _is_small(graph: tf.Graph) -> bool:
     return not any(tensor.dtype in (tf.string, tf.variant) for op in ops for tensor in op.outputs)
 
 
-def _content(rule: link_pb2.BoundRule) -> RuleContent | None:
+def _read_content(rule: link_pb2.BoundRule) -> RuleContent | None:
     match rule.WhichOneof("form"):
         case "definition":
             return RuleContent.from_stored(rule.name, rule.definition)
@@ -177,7 +177,7 @@ def _content(rule: link_pb2.BoundRule) -> RuleContent | None:
             return None
 
 
-def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: list[str]) -> list[tf.TensorSpec]:
+def _infer_specs(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: list[str]) -> list[tf.TensorSpec]:
     """Returns types and shapes of tensors. Imports the graph into another one, which is thrown away."""
     with tf.Graph().as_default():
         feeds = {tensor_name(item.name): tf.compat.v1.placeholder(item.dtype, item.shape) for item in inputs}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -23,6 +23,18 @@ SPARSE = "sparse"
 
 WIDTHS = {DENSE: 1, SPARSE: 3, UNCONNECTED: 0, NOT_DIFFERENTIABLE: 0}
 """Number of tensors of a derivative, by its form."""
+
+DerivativeLayout: TypeAlias = list[tuple[tuple[str, ...], str]]
+"""For each derivative its names (an x, a y of a JVP, or y and x of a Jacobian) and its form."""
+
+
+def split_tensors(
+    layout: DerivativeLayout, tensors: Iterable[tf.Tensor]
+) -> Iterator[tuple[tuple[str, ...], str, list[tf.Tensor]]]:
+    """Yields the names, the form and the tensors of each derivative. `tensors`: those of all, in order."""
+    rest = iter(tensors)
+    for names, form in layout:
+        yield names, form, [next(rest) for _ in range(WIDTHS[form])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +73,9 @@ class DifferentiationRequest:
 
 @dataclass(slots=True)
 class Derivatives:
-    """Tensors of derivatives, with their layout: for each derivative its names (x, y, or y and x) and its form."""
+    """Tensors of derivatives, with their layout."""
 
-    layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    layout: DerivativeLayout = field(default_factory=list)
     tensors: list[tf.Tensor] = field(default_factory=list)
 
     def add(self, names: tuple[str, ...], form: str, tensors: Sequence[tf.Tensor] = ()) -> None:
@@ -71,15 +83,15 @@ class Derivatives:
         self.layout.append((names, form))
         self.tensors += tensors
 
-    def add_gradient(self, x: NamedTensor, gradient: Any, *, whole: bool = False) -> None:
-        """Adds the gradient by `x` that TensorFlow built. `whole`: makes slices dense."""
+    def add_gradient(self, x: NamedTensor, gradient: Any, *, dense: bool = False) -> None:
+        """Adds the gradient by `x` that TensorFlow built. `dense`: makes slices dense."""
         if not x.is_differentiable:
             self.add((x.name,), NOT_DIFFERENTIABLE)
         elif gradient is None:
             self.add((x.name,), UNCONNECTED)
         elif isinstance(gradient, tf.IndexedSlices):
             shape = tf.shape(x.tensor, out_type=tf.int64) if gradient.dense_shape is None else gradient.dense_shape
-            if whole:
+            if dense:
                 slices = tf.IndexedSlices(gradient.values, gradient.indices, shape)
                 self.add((x.name,), DENSE, [tf.convert_to_tensor(slices)])
             else:
@@ -129,7 +141,7 @@ def vjp(request: DifferentiationRequest, differentiation: Differentiation) -> De
         gradients = build_gradients(request)
     derivatives = Derivatives()
     for x, gradient in zip(request.xs, gradients, strict=True):
-        derivatives.add_gradient(x, gradient, whole=request.dense)
+        derivatives.add_gradient(x, gradient, dense=request.dense)
     return derivatives
 
 

@@ -25,7 +25,7 @@ from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 if TYPE_CHECKING:
     from gradrule_server.engine.describe import GradientCache
@@ -107,7 +107,7 @@ class Differentiation:
         ]
 
     @property
-    def defaulted(self) -> list[str]:
+    def default_gradient_nodes(self) -> list[str]:
         """Nodes without a mark whose gradient was requested, from xs towards ys."""
         return [name for name in list(self._defaulted)[::-1] if name not in self._without_gradient]
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule_server.engine import tf_private
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 IMPORT_SCOPE = "g/"
 """Prefix of the names of imported nodes: names that building adds cannot collide with them."""

@@ -32,7 +32,7 @@ from gradrule_server.engine.program import Arrays, BuiltProgram, GraphCall, Sess
 from gradrule_server.link.framing import FrameSocket, Kind
 from gradrule_server.link.system_calls import lower_priority
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy.op_traits import trait_values
+from gradrule_server.policy.op_tables import trait_values
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import label_varying
 from gradrule_server.engine.memory_estimate import MemoryNeed, estimate_need, static_bytes
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.policy.op_traits import input_numbers
+from gradrule_server.policy.op_tables import input_numbers
 
 # Inputs that decide how large an output is, by op: a call may feed them.
 _SIZES = input_numbers("size_inputs")

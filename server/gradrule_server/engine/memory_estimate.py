@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
-from gradrule_server.policy.op_traits import ops_with, trait_values
+from gradrule_server.policy.op_tables import ops_with, trait_values
 
 _VIEWS: Mapping[str, int] = {op: int(value) for op, value in trait_values("view").items() if value != "each"}
 _VIEWS_EACH = ops_with("view", "each")

@@ -60,7 +60,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     """
     options = _parse(flags)
     _raise_oom_score()
-    frames = FrameSocket(socket.socket(fileno=link), Arenas.from_descriptors(arenas[1], arenas[0]) if arenas else None)
+    frames = FrameSocket(socket.socket(fileno=link), Arenas.from_descriptors(arenas[0], arenas[1]) if arenas else None)
     memories = AttachedMemories(ReceivedMemories(socket.socket(fileno=arenas[2])) if arenas else None)
     try:
         sandbox = enter_sandbox(options.sandbox, options.blobs)

@@ -19,6 +19,7 @@ from gradrule_server.link.v1 import link_pb2
 if TYPE_CHECKING:
     from gradrule_server.engine.arguments import FeedPlan
     from gradrule_server.engine.backward import TwoPartProgram
+    from gradrule_server.engine.derivatives import DerivativeLayout
     from gradrule_server.engine.jit import JitChoice
     from gradrule_server.engine.memory import MemoryCheck
     from gradrule_server.engine.response_writer import ResponseWriter
@@ -147,8 +148,8 @@ class BuiltProgram:
     """For each input, whether no result depends on it, so that calls need not feed it."""
     outputs: list[str] = field(default_factory=list)
     kind: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_VJP
-    layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-    """For each derivative its names (an x, a y of a JVP, or y and x of a Jacobian) and its form."""
+    layout: DerivativeLayout = field(default_factory=list)
+    """Layout of the derivatives among the results."""
     unbatched: bool = False
     """Whether the program forbids that calls run together."""
     jit: JitChoice | None = None
@@ -158,7 +159,7 @@ class BuiltProgram:
     two_parts: TwoPartProgram | None = None
     """Set if the forward and the backward part are separate functions; `function` is then the forward part."""
     statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
-    defaulted: list[str] = field(default_factory=list)
+    default_gradient_nodes: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
     without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
     call: GraphCall = field(init=False)

@@ -17,7 +17,7 @@ from gradrule.common import tensor_codec
 from gradrule.common.tensor_packing import Packing, pack
 from gradrule.common.wire_format import prefix, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from gradrule_server.engine.derivatives import DENSE, SPARSE, UNCONNECTED, WIDTHS
+from gradrule_server.engine.derivatives import DENSE, SPARSE, UNCONNECTED, WIDTHS, split_tensors
 from gradrule_server.engine.large_tensors import AnswerArea
 from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.link.framing import Buffer
@@ -306,9 +306,7 @@ def write_derivatives(
     response: evaluate_pb2.EvaluateResponse, built: BuiltProgram, tensors: Sequence[tf.Tensor], packing: Packing | None
 ) -> None:
     """Adds all derivatives of a program to a response. `tensors` are in the order of the program's layout."""
-    rest = iter(tensors)
-    for names, form in built.layout:
-        values = [next(rest) for _ in range(WIDTHS[form])]
+    for names, form, values in split_tensors(built.layout, tensors):
         if built.kind == evaluate_pb2.DERIVATIVE_JVP:
             tangent = response.output_tangents.add(name=names[0])
             if values:

@@ -26,7 +26,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.backward import TwoPartProgram
 from gradrule_server.engine.checks import MAX_ANSWER_BYTES
-from gradrule_server.engine.derivatives import WIDTHS
+from gradrule_server.engine.derivatives import split_tensors
 from gradrule_server.engine.large_tensors import AnswerArea, AttachedMemories, LargeTensors
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import Arrays, BuiltProgram, Input, shape_from
@@ -204,9 +204,9 @@ class ForwardRuns:
         gradients = execute(forward_run.built, lambda: two_parts.backward(forward_run.saved, grad_ys, stacked=stacked))
         check_size(gradients)
         response = evaluate_pb2.PullBackResponse()
-        rest = iter(gradients)
-        for (x,), form in two_parts.stacked_layout if stacked else two_parts.layout:
-            write_gradient(response.gradients.add(x=x), form, [next(rest) for _ in range(WIDTHS[form])], packing)
+        layout = two_parts.stacked_layout if stacked else two_parts.layout
+        for (x,), form, values in split_tensors(layout, gradients):
+            write_gradient(response.gradients.add(x=x), form, values, packing)
         set_timings(response.timings, request.received_ns, started)
         return response
 

@@ -56,10 +56,10 @@ class EngineService:
         self._device = device
         self._disabled_fast_paths = disabled_fast_paths
         self._programs: dict[str, BuiltProgram] = {}
-        self._sessions = Sessions(self._reader, self._variable_cache, self._program, device)
+        self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, device)
         self._forward_runs = ForwardRuns(self._reader)
         self._memories = memories or AttachedMemories(None)
-        self._batches = BatchRunner(frames, self._reader, self._memories, self._program, self._answering)
+        self._batches = BatchRunner(frames, self._reader, self._memories, self._find_program, self._answering)
         self._on_worker = on_worker
         self._is_worker = False
         self._preparation = PreparationService(frames, lambda folder, name: blobs.for_folder(folder).read(name))
@@ -105,7 +105,7 @@ class EngineService:
                 self._on_worker()
             self._frames.send(Kind.PREPARED, frame.request_id, self._preparation.prepare(frame))
             return
-        if frame.kind is Kind.TOLD:
+        if frame.kind is Kind.ANSWER:
             self._preparation.deliver_answer(frame)
             return
         payload, contents = frame.payload, NO_LARGE_TENSORS
@@ -113,7 +113,7 @@ class EngineService:
             payload, contents = cut_large_tensors(frame.kind, payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)
-            answer = run(self._program(request.key), request, contents, self._reader, self._memories)
+            answer = run(self._find_program(request.key), request, contents, self._reader, self._memories)
             self._frames.send(Kind.RAN, frame.request_id, answer)
         elif frame.kind is Kind.DETACH:
             self._memories.detach(bytes(payload))
@@ -127,7 +127,7 @@ class EngineService:
                 self._jit.report_dropped(key)
         elif frame.kind is Kind.FORWARD:
             forward = link_pb2.ForwardRequest.FromString(payload)
-            kept = self._forward_runs.forward(self._program(forward.run.key), forward, contents, self._device)
+            kept = self._forward_runs.forward(self._find_program(forward.run.key), forward, contents, self._device)
             self._frames.send(Kind.RAN, frame.request_id, kept.SerializeToString())
         elif frame.kind is Kind.PULL_BACK:
             gradients = self._forward_runs.pull_back(link_pb2.PullBackRequest.FromString(payload), contents)
@@ -144,7 +144,7 @@ class EngineService:
         else:
             raise DecodeError(f"an engine takes no {frame.kind.name}")
 
-    def _program(self, key: str) -> BuiltProgram:
+    def _find_program(self, key: str) -> BuiltProgram:
         built = self._programs.get(key)
         if built is None:
             message = f"the engine holds no program {key!r}"
@@ -167,7 +167,7 @@ class EngineService:
             self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,
-            defaulted=built.defaulted,
+            default_gradient_nodes=built.default_gradient_nodes,
             without_gradient=built.without_gradient,
             inputs=built.specs["inputs"],
             outputs=built.specs["outputs"],

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
 from gradrule_server.engine.arguments import ArgumentReader
-from gradrule_server.engine.derivatives import DENSE, SPARSE, WIDTHS
+from gradrule_server.engine.derivatives import DENSE, SPARSE, split_tensors
 from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
@@ -46,15 +46,19 @@ class _Session:
 class Sessions:
     """Runs sessions, by the front end's names. Thread-safe; the messages of one session are handled in turn.
 
-    What fails changes nothing.
+    A message that fails changes nothing.
     """
 
     def __init__(
-        self, reader: ArgumentReader, variable_cache: VariableCache, program: Callable[[str], BuiltProgram], device: str
+        self,
+        reader: ArgumentReader,
+        variable_cache: VariableCache,
+        find_program: Callable[[str], BuiltProgram],
+        device: str,
     ) -> None:
         self._reader = reader
         self._variable_cache = variable_cache
-        self._program = program
+        self._find_program = find_program
         self._device = device
         self._sessions: dict[str, _Session] = {}
         # Names of sessions that ended before the message that opens them was read.
@@ -125,7 +129,7 @@ class Sessions:
         reply: link_pb2.SessionReply,
     ) -> None:
         started = time.monotonic_ns()
-        built = self._program(request.run.key)
+        built = self._find_program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
         reader = self._reader.for_folder(request.run.blob_folder)
         packing = read_packing(call.answer_packing)
@@ -204,10 +208,8 @@ class Sessions:
 
 def _gradients_by_x(built: BuiltProgram, derivatives: Sequence[tf.Tensor]) -> dict[str, Any]:
     """Returns the connected gradients, as tensors or slices, by the name of their x."""
-    rest = iter(derivatives)
     found: dict[str, Any] = {}
-    for (x,), form in built.layout:
-        parts = [next(rest) for _ in range(WIDTHS[form])]
+    for (x,), form, parts in split_tensors(built.layout, derivatives):
         if form == DENSE:
             found[x] = parts[0]
         elif form == SPARSE:

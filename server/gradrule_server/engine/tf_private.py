@@ -17,7 +17,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 GRADIENT_NAME = "gradrule"
 """Name of the gradient that gradrule registers; no tenant's rule has it."""

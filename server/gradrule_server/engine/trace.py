@@ -141,15 +141,16 @@ class Trace:
             spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs if item.default is None
         ]
         if request.ys:
-            differentiation = self._differentiation(tensors, feeds, rest)
-            outputs += self._derivatives(tensors, fed_grad_ys, directions, differentiation)
-            built.statuses, built.defaulted = differentiation.statuses, differentiation.defaulted
+            differentiation = self._create_differentiation(tensors, feeds, rest)
+            outputs += self._build_results(tensors, fed_grad_ys, directions, differentiation)
+            built.statuses = differentiation.statuses
+            built.default_gradient_nodes = differentiation.default_gradient_nodes
             built.without_gradient, built.made = differentiation.without_gradient, differentiation.made
         remove_labels(tf.compat.v1.get_default_graph(), labelled)
         built.updates = [endpoint.name for endpoint in request.updates]
         return [*outputs, *(tensors[endpoint.tensor] for endpoint in request.updates)]
 
-    def _differentiation(
+    def _create_differentiation(
         self, tensors: dict[str, tf.Tensor], feeds: dict[str, tf.Tensor], params: Sequence[tf.Tensor]
     ) -> Differentiation:
         request = self._request
@@ -158,7 +159,7 @@ class Trace:
         )
         return Differentiation(
             request.marks,
-            self._rules(params),
+            self._bind_rules(params),
             request.scopes,
             request.no_gradient,
             reference.find,
@@ -167,7 +168,7 @@ class Trace:
             gradient_cache=self._gradient_cache,
         )
 
-    def _derivatives(
+    def _build_results(
         self,
         tensors: dict[str, tf.Tensor],
         fed_grad_ys: Sequence[tf.Tensor],
@@ -200,11 +201,11 @@ class Trace:
             pulled = [index for index, y in enumerate(ys) if y.is_differentiable]
             self.backward = Backward(requested, pulled, differentiation)
             return [*self.backward.shapes, *self.backward.captures]
-        derivatives = self._answers(requested, stacks, directions, differentiation)
+        derivatives = self._build_derivatives(requested, stacks, directions, differentiation)
         built.layout = derivatives.layout
         return derivatives.tensors
 
-    def _answers(
+    def _build_derivatives(
         self,
         requested: DifferentiationRequest,
         stacks: Sequence[tf.Tensor | None],
@@ -222,7 +223,7 @@ class Trace:
             return stacked_vjp(requested, stacks, differentiation)
         return vjp(requested, differentiation)
 
-    def _rules(self, params: Sequence[tf.Tensor]) -> list[BoundRule]:
+    def _bind_rules(self, params: Sequence[tf.Tensor]) -> list[BoundRule]:
         values: dict[int, dict[str, tf.Tensor]] = {}
         for item, value in zip(self._built.params, params, strict=True):
             values.setdefault(item.rule, {})[item.name] = value

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from gradrule_server.concurrency import start_logged_task
 from gradrule_server.front.sockets import Address, Peer, Socket, Sockets, parse_peer
 from gradrule_server.front.time_limits import read_timeout
 from gradrule_server.link.system_memory import HeapTrimmer
@@ -225,8 +226,9 @@ class ConnectionWatch:
 
     def start(self, port: int) -> None:
         """Starts to check the connections to a port of this process."""
-        self._watching = asyncio.create_task(self._watch(Sockets(port)), name="connections")
-        self._watching.add_done_callback(_report_failure)
+        self._watching = start_logged_task(
+            self._watch(Sockets(port)), "connections", _log.error, "connections are not limited any more"
+        )
 
     async def stop(self) -> None:
         """Stops the checks."""
@@ -346,8 +348,3 @@ def _to_network(address: Address) -> Address:
     if isinstance(address, ipaddress.IPv4Address):
         return address
     return ipaddress.ip_network((address, _IPV6_NETWORK_BITS), strict=False).network_address
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (cause := task.exception()) is not None:
-        _log.error("connections are not limited any more", exc_info=cause)

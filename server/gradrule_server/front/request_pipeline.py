@@ -19,6 +19,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.concurrency import TenantLocks
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.admission import Admission, UnaryRequests
 from gradrule_server.front.authentication import CallerAuthenticator, CreateHandler, Handler, RpcService
@@ -48,7 +49,6 @@ from gradrule_server.identity import Principal
 from gradrule_server.operations.audit import record_registration
 from gradrule_server.operations.request_record import ObservedRequest, Observer, RequestRecord
 from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
-from gradrule_server.tenant_locks import TenantLocks
 
 _NO_METHODS: Mapping[str, Any] = MappingProxyType({})
 _EMPTY: Any = Empty()

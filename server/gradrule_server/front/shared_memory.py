@@ -75,7 +75,7 @@ class SharedMemoryServer:
 
     def start(self) -> None:
         """Starts to listen on the running loop, unless shared memory is disabled or the system lacks it."""
-        if not self.max_bytes or not arena.is_supported():
+        if not self.max_bytes or not arena.has_sealed_memory():
             return
         address = f"gradrule-{secrets.token_hex(KEY_BYTES)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

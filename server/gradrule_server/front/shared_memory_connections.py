@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.link.shared_memory import ClientMemory, NotShareable, shareable_size
-from gradrule_server.periodic import RepeatedWarning
 
 _log = logging.getLogger(__name__)
 

@@ -3,10 +3,9 @@
 bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
 """
 
-from gradrule_server.graphs.expand_request import Expanded, ExpandRequest, GraphInput, VariableInfo
+from gradrule_server.graphs.expand_request import Expanded, ExpandRequest, GraphInput, Mark, VariableInfo
 from gradrule_server.graphs.expansion import expand, placeholders, variables
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
-from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
 from gradrule_server.graphs.resolution_context import Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec

@@ -7,21 +7,34 @@ because exported graphs contain many nodes, such as savers, that no result needs
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain
 
 from gradrule.common import op_definitions
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.graph_pb2 import Node as NodeMessage
-from gradrule_server.graphs.custom_gradients import OUTPUTS_ATTR
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.graph_size import check_size, count_inlined, refuse_size
-from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits, is_call, nodes_of
+from gradrule_server.graphs.ir import (
+    CALLS,
+    CONTAINERS,
+    GRADIENT_ATTR,
+    OUTPUTS_ATTR,
+    Body,
+    Limits,
+    Node,
+    is_call,
+    nodes_of,
+)
 from gradrule_server.graphs.library import Library
-from gradrule_server.graphs.order import chain_text, find_cycles, sort_nodes
 from gradrule_server.graphs.read import Draft, read_top
-from gradrule_server.graphs.type_inference import TypeInference
-from gradrule_server.graphs.unsupported import CONTROL_FLOW_V1, LOOP_OPS
+from gradrule_server.graphs.type_inference import CONTROL_FLOW_V1, LOOP_OPS, TypeInference
 from gradrule_server.policy import Fault, op_fault
+
+_MAX_SHOWN_IN_CYCLE = 12
+
+# Inlining adds up to two control nodes for each call: one before the call and one after it.
+_NODES_PER_CALL = 2
 
 
 def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Library]:
@@ -130,15 +143,192 @@ def _referenced_functions(nodes: Iterable[NodeMessage], numbers: dict[str, int])
         if node.op in numbers:
             found.add(numbers[node.op])
         for value in node.attr.values():
-            _collect_functions(value, numbers, found)
+            _add_functions(value, numbers, found)
     return found
 
 
-def _collect_functions(value: AttrValue, numbers: dict[str, int], found: set[int]) -> None:
+def _add_functions(value: AttrValue, numbers: dict[str, int], found: set[int]) -> None:
     # Messages nest at most a hundred deep, so this recursion is bounded.
     field = value.WhichOneof("value")
     for function in [value.func] if field == "func" else value.list.func if field == "list" else ():
         if function.name in numbers:
             found.add(numbers[function.name])
         for inner in function.attr.values():
-            _collect_functions(inner, numbers, found)
+            _add_functions(inner, numbers, found)
+
+
+def sort_nodes(draft: Draft, findings: Findings) -> None:
+    """Sets the body's `order`; adds GRAPH_CYCLE for cycles and omits their nodes and all dependents of these."""
+    nodes = draft.body.nodes
+    producers: list[list[int]] = []
+    consumers: list[list[int]] = [[] for _ in nodes]
+    waits: list[int] = []
+    for position, (node, sources) in enumerate(zip(nodes, draft.sources, strict=True)):
+        needs = [source[0] for source in sources if source[0] >= 0]
+        if node.op == "Merge":
+            # Ignore the cycles of version 1 loops: `check` reports these loops as unsupported.
+            needs = [producer for producer in needs if nodes[producer].op != "NextIteration"]
+        needs += node.controls
+        producers.append(needs)
+        waits.append(len(needs))
+        for producer in needs:
+            consumers[producer].append(position)
+    order = [position for position, count in enumerate(waits) if not count]
+    for position in order:
+        for consumer in consumers[position]:
+            waits[consumer] -= 1
+            if not waits[consumer]:
+                order.append(consumer)
+    draft.body.order = order
+    if len(order) < len(nodes):
+        left = [position for position, count in enumerate(waits) if count]
+        stuck = {position: [producer for producer in producers[position] if waits[producer]] for position in left}
+        where = f" of function {quote(draft.body.name)}" if draft.body.name else ""
+        for cycle in find_cycles(stuck):
+            names = [nodes[position].name for position in reversed(cycle)]
+            findings.add(
+                Reason.ERROR_REASON_GRAPH_CYCLE, f"Nodes{where} depend on themselves: {chain_text(names)}.", names[0]
+            )
+
+
+def find_cycles(edges: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """Returns cycles without common nodes, at least one if the graph has a cycle; each list follows the edges."""
+    state: dict[int, int] = {}
+    cycles: list[list[int]] = []
+    for walk, start in enumerate(edges):
+        if start in state:
+            continue
+        path, choices = [start], [iter(edges[start])]
+        place = {start: 0}
+        state[start] = walk
+        while path:
+            step = next(choices[-1], None)
+            if step is None:
+                place.pop(path.pop())
+                choices.pop()
+            elif step in place:
+                cycles.append(path[place[step] :])
+                break
+            elif step not in state:
+                state[step] = walk
+                place[step] = len(path)
+                path.append(step)
+                choices.append(iter(edges.get(step, ())))
+    return cycles
+
+
+def chain_text(names: Sequence[str]) -> str:
+    """Returns `'a' → 'b' → 'a'`, shortened in the middle if it is long."""
+    shown = [quote(name) for name in names]
+    if len(shown) > _MAX_SHOWN_IN_CYCLE:
+        shown = [*shown[: _MAX_SHOWN_IN_CYCLE - 2], f"… {len(shown) - _MAX_SHOWN_IN_CYCLE + 1} more …", shown[-1]]
+    return " → ".join(chain(shown, shown[:1]))
+
+
+def count_inlined(graph: Graph) -> int:
+    """Returns a lower bound for the number of nodes after inlining, from the message alone.
+
+    The nodes of each function are counted once and multiplied by the number of its uses. Arguments of functions are not
+    counted, nor are functions that a call receives as attributes. The graph must have no recursive functions.
+    """
+    if not graph.library.function:
+        return len(graph.node)
+    functions = {function.signature.name: function.node_def for function in reversed(graph.library.function)}
+    uses: dict[str, Counter[str]] = {}
+    counts: dict[str, int] = {}
+    top = _count_functions(graph.node, functions)
+    stack = list(top)
+    while stack:
+        name = stack[-1]
+        if name not in uses:
+            uses[name] = _count_functions(functions[name], functions)
+            stack += [inner for inner in uses[name] if inner not in counts]
+            continue
+        stack.pop()
+        counts[name] = len(functions[name]) + sum(times * counts[inner] for inner, times in uses[name].items())
+    return len(graph.node) + sum(times * counts[name] for name, times in top.items())
+
+
+def check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> None:
+    """Adds LIMIT_EXCEEDED if the graph, with one copy of a function for each use, is too large or nests too deep.
+
+    `roots`: the top level and the embedded gradients, each of which is copied once.
+    """
+    sizes: dict[int, int] = {}
+    weights: dict[int, int] = {}
+    attributes = _AttributeSizes()
+    once = 0
+    depths: dict[int, int] = {}
+    stack = [(root, False) for root in roots]
+    while stack:
+        body, ready = stack.pop()
+        if id(body) in sizes:
+            continue
+        used = [(node, inner) for node in body.nodes for _, bodies in node.functions for inner in bodies]
+        if not ready:
+            stack.append((body, True))
+            stack += [(inner, False) for _, inner in used if id(inner) not in sizes]
+            continue
+        calls = sum(1 for node, _ in used if is_call(node))
+        sizes[id(body)] = len(body.nodes) + _NODES_PER_CALL * calls + sum(sizes[id(inner)] for _, inner in used)
+        # Names of inner nodes start with the name of the call, loop or branch that contains them.
+        own = sum(attributes.measure(node) for node in body.nodes)
+        once += own
+        weights[id(body)] = own + sum(
+            weights[id(inner)] + (len(node.name) + 1) * sizes[id(inner)] for node, inner in used
+        )
+        depths[id(body)] = 1 + max((depths[id(inner)] for _, inner in used), default=-1)
+    size, depth = sum(sizes[id(root)] for root in roots), max(depths[id(root)] for root in roots)
+    added = sum(weights[id(root)] for root in roots) - once
+    if size > limits.inlined_nodes:
+        refuse_size(size, limits, findings)
+    elif added > limits.inlined_bytes:
+        message = (
+            f"Inlining calls adds {added} bytes of names and attributes, constants included, to the graph's {once}; "
+            f"{limits.inlined_bytes} is the most (--max-inlined-bytes). Give constants to functions as arguments."
+        )
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+    if depth > limits.call_depth:
+        message = f"Calls, loops and branches nest {depth} deep; {limits.call_depth} is the most (--max-call-depth)."
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+
+
+def refuse_size(size: int, limits: Limits, findings: Findings) -> None:
+    """Adds LIMIT_EXCEEDED for a graph that has `size` nodes after inlining."""
+    message = (
+        f"With every call inlined the graph has {size} nodes; {limits.inlined_nodes} is the most (--max-inlined-nodes)."
+    )
+    findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+
+
+class _AttributeSizes:
+    """Measures the bytes of nodes' names and attributes; attributes that nodes share are measured once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def measure(self, node: Node) -> int:
+        """Returns the bytes of one node. `node.attrs` must outlive this object, because it is keyed by id()."""
+        key = id(node.attrs)
+        if key not in self._known:
+            self._known[key] = sum(len(name) + value.ByteSize() for name, value in node.attrs.items())
+        return len(node.name) + self._known[key]
+
+
+def _count_functions(nodes: Iterable[NodeMessage], functions: Container[str]) -> Counter[str]:
+    """Counts how often the nodes use each function: in calls, loops and branches."""
+    found: Counter[str] = Counter()
+    for node in nodes:
+        if node.op in functions:
+            found[node.op] += 1
+            continue
+        for attr in ("f",) if node.op in CALLS else CONTAINERS.get(node.op, ()):
+            if attr in node.attr:
+                found.update(name for name in _function_names(node.attr[attr]) if name in functions)
+    return found
+
+
+def _function_names(value: AttrValue) -> list[str]:
+    if value.WhichOneof("value") == "list":
+        return [function.name for function in value.list.func]
+    return [value.func.name]

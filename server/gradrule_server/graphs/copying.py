@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
-from gradrule_server.graphs.custom_gradients import OUTPUTS_ATTR
-from gradrule_server.graphs.ir import ARG, BRANCHES, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call, replaced
+from gradrule_server.graphs.ir import (
+    ARG,
+    BRANCHES,
+    DIFFERENTIABLE,
+    GRADIENT_ATTR,
+    OUTPUTS_ATTR,
+    Body,
+    Node,
+    Ref,
+    is_call,
+    replaced,
+)
 from gradrule_server.graphs.resolution_context import ForeignGradient, Match, Resolved
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode

@@ -1,14 +1,17 @@
-"""Declares the request and the result of an expansion."""
+"""Declares the request and the result of an expansion, and finds the tensors that a request names.
+
+In names of tensors, `y` means `y:0`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.errors import error
-from gradrule_server.graphs.findings import Reason, quote
-from gradrule_server.graphs.marks import Mark
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import CONTAINERS, PLACEHOLDERS, Body, Ref, parse_tensor_name, short_tensor_name
 from gradrule_server.graphs.resolution_context import Match
 from gradrule_server.graphs.selectors import OverrideSpec
 
@@ -19,6 +22,35 @@ def _refuse_rule(name: str, _: str) -> int:
 
 def _refuse_embedded_rule(label: str) -> int:
     raise error(Reason.ERROR_REASON_UNSUPPORTED, f"there is no place for {quote(label)}, a rule of the graph's own")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The rule of the nodes whose attribute `_gradrule_mark` is the index of this mark.
+
+    Attributes:
+        rule: Index of the rule (-1: `default`, -2: foreign gradient).
+        node: Public name of the node.
+        foreign: Name of the foreign gradient.
+        outputs: Number of outputs of a subgraph; 0 for a single node.
+        inputs: Number of inputs that the rule receives; None: all.
+        rank: Rank of the outputs to which the mark applies; None: all ranks.
+        otherwise: Index of the mark that applies to outputs of other ranks; None: no mark.
+        op_type: Op type of a subgraph, for messages.
+        is_step: As in `Subgraph`.
+        every_order: As in `Match`.
+    """
+
+    rule: int
+    node: str
+    foreign: str = ""
+    outputs: int = 0
+    inputs: int | None = None
+    rank: int | None = None
+    otherwise: int | None = None
+    op_type: str = ""
+    is_step: bool = False
+    every_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +148,114 @@ class VariableInfo:
     dtype: Dt.ValueType
     shape: TensorShape
     initialised: bool
+
+
+_SHOWN = 10
+
+
+class TensorNames:
+    """Looks up tensors of a graph's top level by name."""
+
+    def __init__(self, top: Body, findings: Findings, aliases: Mapping[str, str] | None = None) -> None:
+        """`aliases`: node names by alias."""
+        self._top = top
+        self._findings = findings
+        self.index = {node.name: position for position, node in enumerate(top.nodes)}
+        for alias, name in (aliases or {}).items():
+            self.index.setdefault(alias, self.index[name])
+
+    def look_up(self, text: str) -> Ref | None:
+        """Returns the tensor; None if there is none."""
+        name, output = parse_tensor_name(text) or ("", 0)
+        position = self.index.get(name)
+        if position is None:
+            return None
+        outputs = self._top.nodes[position].outputs
+        return None if outputs is None or output >= len(outputs) else (position, output)
+
+    def find(self, text: str, field: str, *, is_feed: bool = False) -> Ref | None:
+        """Returns the tensor; None after adding a finding. `field`: the request field with the name."""
+        reason = Reason.ERROR_REASON_UNKNOWN_FEED if is_feed else Reason.ERROR_REASON_UNKNOWN_TENSOR
+        parsed = parse_tensor_name(text)
+        if parsed is None:
+            what = "an operation, not a tensor" if text.startswith("^") else "no name of a tensor"
+            self._findings.add(reason, f"{quote(text)} is {what}; write 'node' or 'node:output'.", field=field)
+            return None
+        name, output = parsed
+        position = self.index.get(name)
+        if position is None:
+            hint = self._hint(name) + (self._placeholders() if is_feed else "")
+            message = f"The graph has no tensor {quote(text)}: it has no node {quote(name)}.{hint}"
+            self._findings.add(reason, message, field=field)
+            return None
+        outputs = self._top.nodes[position].outputs
+        if outputs is not None and output >= len(outputs):
+            many = f"it has {len(outputs)}, counted from 0" if outputs else "it has none"
+            message = f"The graph has no tensor {quote(text)}: node {quote(name)} has no output {output}; {many}."
+            self._findings.add(reason, message, name, field)
+            return None
+        return position, output
+
+    def node(self, ref: Ref) -> str:
+        """Returns the name of the node that computes a tensor."""
+        return self._top.nodes[ref[0]].name
+
+    def _placeholders(self) -> str:
+        names = [node.name for node in self._top.nodes if node.op in PLACEHOLDERS]
+        shown = ", ".join(quote(name) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        return f" Its placeholders: {shown or 'none'}."
+
+    def _hint(self, name: str) -> str:
+        parts = name.split("/")
+        for length in range(len(parts) - 1, 0, -1):
+            position = self.index.get("/".join(parts[:length]))
+            if position is None or not self._top.nodes[position].functions:
+                continue
+            node = self._top.nodes[position]
+            what = "loop or branch" if node.op in CONTAINERS else "function call"
+            return f" What lies inside the {what} {quote(node.name)} cannot be asked for; its outputs can."
+        return self._findings.suggest_similar(name, self.index)
+
+
+def find_requested(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
+    """Returns the tensors that the fields of a request name, by the name in the request; adds UNKNOWN_TENSOR."""
+    groups = (
+        ("fetches", request.fetches),
+        (f"{request.derivative}.ys", request.ys),
+        (f"{request.derivative}.xs", request.xs),
+        (f"{request.derivative}.grad_ys", request.grad_y_tensors),
+        (f"{request.derivative}.stop_gradients", request.stop_gradients),
+    )
+    requested: dict[str, Ref] = {}
+    for group, texts in groups:
+        for position, text in enumerate(texts):
+            ref = names.find(text, f"spec.{group}[{position}]")
+            if ref is not None:
+                requested[text] = ref
+    return requested
+
+
+def find_fed(request: ExpandRequest, names: TensorNames, findings: Findings) -> dict[str, Ref]:
+    """Returns the fed tensors by short name; adds UNKNOWN_FEED."""
+    fed: dict[str, Ref] = {}
+    for position, text in enumerate(request.fed):
+        ref = names.find(text, f"feeds[{position}]", is_feed=True)
+        if ref is None:
+            continue
+        name = short_tensor_name(names.node(ref), ref[1])
+        if name in fed:
+            message = f"The tensor {quote(name)} is fed twice."
+            findings.add(Reason.ERROR_REASON_UNKNOWN_FEED, message, field=f"feeds[{position}]")
+        fed[name] = ref
+    return fed
+
+
+def find_selected(overrides: Iterable[OverrideSpec], names: TensorNames) -> dict[str, Ref]:
+    """Returns the top-level tensors that selectors name; tensors in functions are looked up in the copy later."""
+    texts = {
+        text
+        for spec in overrides
+        for text in (*spec.selector.region.inputs, *spec.selector.region.outputs, *spec.selector.depends_on)
+    }
+    found = ((text, names.look_up(text)) for text in texts)
+    return {text: ref for text, ref in found if ref is not None}

@@ -15,9 +15,17 @@ from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.check import check, check_runnable
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, copy_graph
-from gradrule_server.graphs.custom_gradients import insert_custom_gradient_nodes
 from gradrule_server.graphs.embedded_rules import expand_embedded_rules, write_embedded_rules
-from gradrule_server.graphs.expand_request import Expanded, ExpandRequest, GraphInput, VariableInfo
+from gradrule_server.graphs.expand_request import (
+    Expanded,
+    ExpandRequest,
+    GraphInput,
+    TensorNames,
+    VariableInfo,
+    find_fed,
+    find_requested,
+    find_selected,
+)
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import (
     PLACEHOLDER_WITH_DEFAULT,
@@ -27,25 +35,18 @@ from gradrule_server.graphs.ir import (
     Node,
     Ref,
     bodies_of,
+    parse_tensor_name,
     prune,
 )
-from gradrule_server.graphs.marks import mark
 from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.resolution_context import RequestTensors, ResolutionContext
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.rewrites import check_rewrites, rewrite
-from gradrule_server.graphs.selectors import matchers
-from gradrule_server.graphs.tensor_names import (
-    TensorNames,
-    find_fed,
-    find_requested,
-    find_selected,
-    parse_tensor_name,
-)
-from gradrule_server.graphs.variable_ops import SOURCES
-from gradrule_server.graphs.variable_table import Variable, VariableTable, fed_in_place
-from gradrule_server.graphs.variables import lower_variables
-from gradrule_server.graphs.write import tensor_name, write_graph
+from gradrule_server.graphs.selectors import compile_selectors
+from gradrule_server.graphs.subgraphs import insert_custom_gradient_nodes
+from gradrule_server.graphs.variable_lowering import lower_variables
+from gradrule_server.graphs.variables import VARIABLE_OPS, Variable, VariableTable, fed_in_place
+from gradrule_server.graphs.write import mark_nodes, tensor_name, write_graph
 
 _gc_lock = threading.Lock()
 _gc_pauses = 0
@@ -129,7 +130,7 @@ class _Expansion:
             self._findings,
         )
         self._resolver = Resolver(
-            matchers(request.overrides, library, self._findings),
+            compile_selectors(request.overrides, library, self._findings),
             self._node_gradients,
             bool(request.ys),
             self._findings,
@@ -144,7 +145,7 @@ class _Expansion:
         """Copies the graph: inlines calls, cuts off fed tensors, and makes a function of each loop body and branch."""
         self._cut: dict[int, set[int]] = {}
         for position, output in self._fed.values():
-            if self._top.nodes[position].op not in PLACEHOLDERS | SOURCES:
+            if self._top.nodes[position].op not in PLACEHOLDERS | VARIABLE_OPS:
                 self._cut.setdefault(position, set()).add(output)
         separate = {self._requested[name] for name in (*self._request.xs, *self._request.stop_gradients)}
         used = {*self._requested.values(), *self._fed.values(), *self._selected.values()}
@@ -256,7 +257,9 @@ class _Expansion:
 
     def _mark_nodes(self) -> None:
         """Numbers the nodes that have rules."""
-        self._marks = mark(self._bodies, {**self._copy.resolved, **self._context.resolved, **self._rules.resolved})
+        self._marks = mark_nodes(
+            self._bodies, {**self._copy.resolved, **self._context.resolved, **self._rules.resolved}
+        )
 
     def _write(self) -> Expanded:
         """Serializes the graph and the embedded rules, and returns the result of the expansion."""
@@ -313,7 +316,7 @@ def _inputs(
     for position, node in enumerate(top.nodes):
         if node.name not in kept or position in cut:
             continue
-        if node.op in SOURCES:
+        if node.op in VARIABLE_OPS:
             variable = table.names[node.name]
             inputs.append(_variable_input(variable, optional=variable in given))
         else:

@@ -5,13 +5,14 @@ The top level of a graph and each function are a `Body`. Checking fills bodies i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import policy
-from gradrule_server.policy.op_traits import ops_with, trait_values
+from gradrule_server.policy.op_tables import ops_with, trait_values
 
 Limits = policy.Limits
 
@@ -20,8 +21,15 @@ Ref = tuple[int, int]
 
 ARG = "_Arg"
 
+_TENSOR_NAME = re.compile(r"([^:^]+)(?::([0-9]{1,9}))?")
+
 # Attribute with the name of the rule, or of a gradient registered in another process, for the node.
 GRADIENT_ATTR = "_gradient_op_type"
+
+OUTPUTS_ATTR = "_gradrule_outputs"
+INPUTS_ATTR = "_gradrule_inputs"
+REGION_ATTR = "_gradrule_region"
+CUSTOM_GRADIENT_ATTRS = frozenset({OUTPUTS_ATTR, INPUTS_ATTR, REGION_ATTR})
 
 CALLS = ops_with("call")
 
@@ -147,3 +155,60 @@ def nodes_of(top: Body) -> Iterator[tuple[Body, Node]]:
     for body in bodies_of(top):
         for node in body.nodes[body.arg_count :]:
             yield body, node
+
+
+@dataclass(frozen=True, slots=True)
+class CustomGradientNode:
+    """The input layout of a custom-gradient node: results of the region, inputs of the region, other tensors.
+
+    Attributes:
+        outputs: Number of results of the region.
+        inputs: Number of inputs of the region.
+        region: Name of the region; may be empty.
+    """
+
+    outputs: int
+    inputs: int
+    region: str
+
+    @property
+    def results(self) -> range:
+        """Indices of the inputs that receive gradients if gradients flow through the region's nodes."""
+        return range(self.outputs)
+
+    @property
+    def arguments(self) -> range:
+        """Indices of the inputs that receive gradients from a rule for the region."""
+        return range(self.outputs, self.outputs + self.inputs)
+
+
+def read_custom_gradient(node: Node) -> CustomGradientNode | None:
+    """Returns the input layout of a node; None for other nodes. Raises `ValueError` for invalid attributes."""
+    if CUSTOM_GRADIENT_ATTRS.isdisjoint(node.attrs):
+        return None
+    if node.op != "IdentityN":
+        raise ValueError(
+            f"{', '.join(sorted(CUSTOM_GRADIENT_ATTRS & node.attrs.keys()))} can stand on an IdentityN only"
+        )
+    counts = []
+    for note, least in ((OUTPUTS_ATTR, 1), (INPUTS_ATTR, 0)):
+        value = node.attrs.get(note)
+        if value is None or value.WhichOneof("value") != "i" or value.i < least:
+            raise ValueError(f"{note} is a number from {least} on")
+        counts.append(value.i)
+    outputs, inputs = counts
+    if outputs + inputs > len(node.inputs):
+        raise ValueError(f"{OUTPUTS_ATTR} and {INPUTS_ATTR} count {outputs + inputs} inputs; it has {len(node.inputs)}")
+    region = node.attrs.get(REGION_ATTR)
+    return CustomGradientNode(outputs, inputs, "" if region is None else region.s.decode(errors="replace"))
+
+
+def parse_tensor_name(text: str) -> tuple[str, int] | None:
+    """Returns node and output of `node` or `node:output`; None for other text."""
+    match = _TENSOR_NAME.fullmatch(text)
+    return (match[1], int(match[2] or 0)) if match else None
+
+
+def short_tensor_name(node: str, output: int) -> str:
+    """Returns `y` for output 0, else `y:1`."""
+    return f"{node}:{output}" if output else node

@@ -5,18 +5,21 @@ A function may have attributes (`T`) that each call sets; each set of values giv
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 
 from gradrule.common import op_definitions
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule_server.graphs.custom_gradients import is_rule
 from gradrule_server.graphs.findings import Findings, Reason, quote, similar_name_hint
 from gradrule_server.graphs.ir import Body, Limits
 from gradrule_server.graphs.read import Draft, Substitute, add_arg, add_result, read_function_body
 
 _Key = tuple[str, tuple[tuple[str, bytes], ...]]
+
+_ARGUMENT = re.compile(r"(x|y|dy)(0|[1-9][0-9]{0,5})?")
+_RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 
 
 class Library:
@@ -209,3 +212,10 @@ def _given(arg: graph_pb2.OpSignature.ArgDef, name: str, field: str, given: Mapp
     if value is None or value.WhichOneof("value") != field:
         raise _UnclearType(arg.name, f"it follows from the attribute {name!r}, which the call does not give")
     return value
+
+
+def is_rule(signature: graph_pb2.OpSignature) -> bool:
+    """Returns whether a function has a rule's signature: arguments `x`, `y`, `dy`, results `dx`, `dx1`, …."""
+    return all(_ARGUMENT.fullmatch(arg.name) for arg in signature.input_arg) and all(
+        _RESULT.fullmatch(arg.name) for arg in signature.output_arg
+    )

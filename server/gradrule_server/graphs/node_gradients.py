@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.errors import GradruleError
-from gradrule_server.graphs.custom_gradients import CustomGradientNode, gradient_index, read_custom_gradient
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Node, is_call
+from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, CustomGradientNode, Node, is_call, read_custom_gradient
 from gradrule_server.graphs.resolution_context import ForeignGradient, Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT
 
@@ -77,7 +76,7 @@ class NodeGradients:
             if not self._is_foreign(gradient_name) and self.differentiates and gradient_name not in self._unknown:
                 self._unknown.add(gradient_name)
                 message = f"Node {quote(name)} wants the rule {quote(gradient_name)} ({GRADIENT_ATTR}): {known.message}"
-                self.findings.add(Reason.ERROR_REASON_UNKNOWN_RULE, message, name)
+                self.findings.add(known.reason, message, name)
             return None
         match = Match(known, name, node.op, function, gradient_name, node.op, -1, differentiable)
         match.set_custom_gradient(custom_gradient)
@@ -131,3 +130,8 @@ def _read_gradient_name(node: Node) -> str:
     value: AttrValue | None = node.attrs.get(GRADIENT_ATTR)
     gradient_name = "" if value is None else value.s.decode(errors="replace")
     return "" if is_call(node) and _CALL_NOTE.fullmatch(gradient_name) else gradient_name
+
+
+def gradient_index(result: str) -> int:
+    """Returns the index of the input that the result `dx`, `dx1`, … of a rule belongs to."""
+    return int(result.removeprefix("dx") or 0)

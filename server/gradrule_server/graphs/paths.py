@@ -332,3 +332,13 @@ def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int
             needed[ref[0]] |= ref not in constants and (cut is None or flows_to(node, index, cut.flows))
         for inner, _, _ in _inner(node) if node.functions else ():
             _backward(inner, {ref[0] for ref in inner.results}, cut, found, orders)
+
+
+def columns(masks: Sequence[int], count: int) -> NDArray[np.bool_]:
+    """Returns a matrix whose entry [c, m] is bit c of mask m. Negative masks have all bits set."""
+    size = (count + 7) // 8
+    everything = (1 << count) - 1
+    data = b"".join([(mask & everything).to_bytes(size, "little") for mask in masks])
+    rows = np.frombuffer(data, np.uint8).reshape(len(masks), size)
+    bits = np.unpackbits(rows, axis=1, count=count, bitorder="little")
+    return np.ascontiguousarray(bits.T).view(np.bool_)

@@ -17,9 +17,8 @@ from gradrule.common import op_inference
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server import errors
-from gradrule_server.graphs.custom_gradients import CUSTOM_GRADIENT_ATTRS
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import ARG, GRADIENT_ATTR, Body, Node
+from gradrule_server.graphs.ir import ARG, CUSTOM_GRADIENT_ATTRS, GRADIENT_ATTR, Body, Node
 from gradrule_server.policy import NodeLimits, check_parsed_size
 
 # Index of the producer, name of its output argument, index of the tensor within that argument. If the name is empty,

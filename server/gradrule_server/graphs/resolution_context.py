@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradrule_server.graphs import paths
-from gradrule_server.graphs.custom_gradients import CustomGradientNode, Subgraph
 from gradrule_server.graphs.findings import quote
-from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref, bodies_of
-from gradrule_server.graphs.regions import RegionBorder, RegionContext, Regions
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, CustomGradientNode, Node, Ref, bodies_of, short_tensor_name
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
+from gradrule_server.graphs.subgraphs import RegionBorder, RegionContext, Regions, Subgraph
 
 Tensor = tuple[Body, Ref]
 Numbers = NDArray[np.intp]
@@ -280,7 +279,7 @@ class ResolutionContext:
         own = body.nodes[ref[0]].name
         # Arguments of loops and branches are not candidates.
         name = self.candidates[number].name if number >= 0 else f"{self._scopes[body.name]}/{own}" if body.name else own
-        return quote(f"{name}:{ref[1]}" if ref[1] else name)
+        return quote(short_tensor_name(name, ref[1]))
 
     @cached_property
     def _behind_xs(self) -> AbstractSet[int]:

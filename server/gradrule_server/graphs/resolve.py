@@ -13,15 +13,14 @@ from functools import cached_property
 
 import numpy as np
 
-from gradrule_server.graphs.custom_gradients import Subgraph
 from gradrule_server.graphs.findings import MAX_FINDINGS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
+from gradrule_server.graphs.matching import NodeInfo, SelectorIndex, UnmatchedOverrides
 from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.resolution_context import ForeignGradient, Match, ResolutionContext, is_differentiable
 from gradrule_server.graphs.selection import Selected, Selection
-from gradrule_server.graphs.selector_index import SelectorIndex
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
-from gradrule_server.graphs.unmatched import NodeInfo, Unmatched
+from gradrule_server.graphs.subgraphs import Subgraph
 
 FOREIGN_GRADIENT = -2
 
@@ -127,7 +126,7 @@ class Resolver:
             NodeInfo(candidate.node.op_type, candidate.name) for candidate in context.candidates
         ]
         regions = sorted(name for name in context.custom_gradients if name)
-        unmatched = Unmatched([group[0] for group in unused], nodes, regions, self.findings)
+        unmatched = UnmatchedOverrides([group[0] for group in unused], nodes, regions, self.findings)
         return [
             _nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in unused
         ]

@@ -15,7 +15,7 @@ from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref, bodies_of
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 FOLD_BATCH_NORM = "fold_batch_norm"
 _REWRITES = (FOLD_BATCH_NORM,)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import re2
 
 from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2
@@ -11,8 +14,15 @@ from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
-from gradrule_server.graphs.name_patterns import MAX_PATTERN, compile_regex, glob_regex, is_glob
-from gradrule_server.policy.op_traits import TRAITS, ops_with
+from gradrule_server.policy.op_tables import TRAITS, ops_with
+
+MAX_PATTERN = 1000
+"""Characters of a glob or regular expression."""
+
+_MAGIC = re.compile(r"[*?]")
+_GLOB_PARTS = re.compile(r"\*{2,}|\*|\?")
+_GLOB_MEANS = {"?": "[^/]", "*": "[^/]*"}
+ANY_TEXT = "(?s:.*)"
 
 STEP = "@step"
 BIAS = "@bias"
@@ -160,18 +170,18 @@ class OverrideMatcher:
         return len(self.words) > 1
 
 
-def matchers(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[OverrideMatcher]:
+def compile_selectors(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[OverrideMatcher]:
     """Compiles the selectors of overrides; adds findings for invalid selectors and omits them."""
-    made = []
+    compiled = []
     for spec in specs:
         before = len(findings.all)
-        matcher = _chooser(spec, library, findings)
+        matcher = _compile_selector(spec, library, findings)
         if matcher is not None and len(findings.all) == before:
-            made.append(matcher)
-    return made
+            compiled.append(matcher)
+    return compiled
 
 
-def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> OverrideMatcher | None:
+def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) -> OverrideMatcher | None:
     selector = spec.selector
 
     def invalid(message: str) -> None:
@@ -244,3 +254,33 @@ def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findi
 def op_types_of(word: str) -> frozenset[str]:
     """Returns the op types for a word of a selector: those of the group, or the named one."""
     return GROUPS.get(word) or frozenset({word})
+
+
+def is_glob(text: str) -> bool:
+    """Returns whether a name contains wildcards."""
+    return _MAGIC.search(text) is not None
+
+
+def compile_regex(regex: str) -> re2._Regexp:
+    """Compiles an RE2 expression (linear matching time). Raises `ValueError` if it is invalid."""
+    try:
+        return re2.compile(regex, re2_options())
+    except re2.error as cause:
+        text = cause.args[0] if cause.args else cause
+        raise ValueError(text.decode(errors="replace") if isinstance(text, bytes) else str(text)) from None
+
+
+def glob_regex(glob: str) -> str:
+    """Returns the RE2 expression of a glob: `?` and `*` do not match slashes, `**` does."""
+    pieces, start = [], 0
+    for part in _GLOB_PARTS.finditer(glob):
+        pieces += [re2.escape(glob[start : part.start()]), _GLOB_MEANS.get(part[0], ANY_TEXT)]
+        start = part.end()
+    return "".join([*pieces, re2.escape(glob[start:])])
+
+
+def re2_options() -> re2.Options:
+    """Returns the options of all RE2 expressions."""
+    options = re2.Options()
+    options.log_errors = False
+    return options

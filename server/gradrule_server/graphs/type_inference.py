@@ -1,24 +1,58 @@
-"""Infers element types: fills in missing attributes, output types and input indices of nodes."""
+"""Fills in what follows from the op of each node: attributes, types, functions, and why gradrule cannot run it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from gradrule.common import op_definitions, op_inference
-from gradrule.common.dtypes import dtype_name, without_ref
+from gradrule.common.dtypes import REF_OFFSET, dtype_name, without_ref
+from gradrule.common.op_definitions import OpDef
 from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
-from gradrule.v1.tensor_pb2 import TensorShape
+from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import ARG, CALLS, CONTAINERS, LOOPS, Body, Limits, Node, Ref
+from gradrule_server.graphs.ir import ARG, CALLS, CONTAINERS, LOOPS, PLACEHOLDERS, Body, Limits, Node, Ref
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.read import Draft, Source
-from gradrule_server.graphs.unsupported import why_unsupported
+from gradrule_server.graphs.variables import HANDLE_OPS
 from gradrule_server.policy import attribute_faults, output_count_fault
+from gradrule_server.policy.op_tables import ops_with
 
-_KINDS = {
+_REASONS = {
     "TYPE_MISMATCH": Reason.ERROR_REASON_TYPE_MISMATCH,
     "INVALID_ATTR": Reason.ERROR_REASON_INVALID_ATTR,
 }
+
+CONTROL_FLOW_V1 = (
+    "is control flow of version 1; convert by building the graph with version 2: in a tf.function, or after "
+    "tf.compat.v1.enable_control_flow_v2()"
+)
+_TEMPORARY = "makes a variable that lives within one step only; use a tensor"
+_REFERENCE = "works on a reference, to a variable or a resource of TensorFlow 1, in a way that gradrule does not follow"
+_OPTIMIZER = (
+    "is the kernel of an optimiser, which changes variables; ask for gradients, and let a session apply them or apply "
+    "them yourself"
+)
+_RESOURCE = (
+    "makes a resource (a table, queue, iterator, stack or lock), which lives in a process and not in a graph; feed "
+    "what is read from it in its place"
+)
+_HANDLE = "works on a resource in a way that gradrule does not follow; feed what comes out of it in its place"
+_DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed what comes out of it"
+_PYTHON = "calls a Python function of the process that made the graph; write it in TensorFlow's ops, or feed its result"
+
+_PYTHON_OPS = ops_with("python_function")
+# Resources that exist only during one run.
+_TENSOR_ARRAYS = ("TensorArray",)
+
+_OPS: dict[str, str] = {
+    **dict.fromkeys(("Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"), CONTROL_FLOW_V1),
+    **dict.fromkeys(("RefSwitch", "RefMerge", "RefEnter", "RefExit", "RefNextIteration", "RefSelect"), CONTROL_FLOW_V1),
+    **dict.fromkeys(("_VarHandlesOp", "TemporaryVariable", "DestroyTemporaryVariable"), _TEMPORARY),
+    **dict.fromkeys(_PYTHON_OPS, _PYTHON),
+}
+
+# Ops of version 1 loops; types cannot be inferred around their cycles.
+LOOP_OPS = ops_with("loop_v1")
 
 
 class TypeInference:
@@ -71,7 +105,7 @@ class TypeInference:
         try:
             completed = op_inference.complete(op, node.attrs, types)
         except op_inference.InferenceError as cause:
-            findings.add(_KINDS[cause.kind], f"{where}: {cause.message}.", node.name)
+            findings.add(_REASONS[cause.kind], f"{where}: {cause.message}.", node.name)
             return False
         node.attrs, node.outputs = self._shared(node, completed), completed.outputs
         node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
@@ -221,3 +255,41 @@ def _functions(value: AttrValue) -> list[NameAttrList]:
 def _types_text(types: list[int]) -> str:
     shown = ", ".join(dtype_name(dtype) for dtype in types[:16])
     return f"({shown}{', …' if len(types) > 16 else ''})"
+
+
+def why_unsupported(node: Node, op: OpDef, *, in_function: bool) -> str:
+    """Returns the reason as a clause after the node's name (`is …`), or an empty string."""
+    if node.op in _OPS:
+        return _OPS[node.op]
+    if node.op in PLACEHOLDERS:
+        if in_function:
+            return "is a placeholder inside a function, where no call can feed it; make it an argument"
+        if node.outputs and node.outputs[0] in (Dt.DT_RESOURCE, Dt.DT_VARIANT):
+            return "is a placeholder for a resource or variant, which no call can feed; feed the value in its place"
+    if node.op not in HANDLE_OPS:
+        why = _why_not_on_resources(node, op)
+        if why:
+            return why
+    if node.op not in CALLS and node.op not in CONTAINERS:
+        function_attrs = [attr.name for attr in op.attrs if attr.type in ("func", "list(func)")]
+        if function_attrs:
+            return f"runs functions in a way that gradrule does not follow (attribute {function_attrs[0]!r})"
+    return ""
+
+
+def _why_not_on_resources(node: Node, op: OpDef) -> str:
+    """Returns the reason for ops on references, and on resources other than variables; otherwise an empty string."""
+    args = (*op.inputs, *op.outputs)
+    is_reference = any(arg.is_ref for arg in args) or any(dtype > REF_OFFSET for dtype in node.outputs or ())
+    touches = is_reference or any(arg.type == Dt.DT_RESOURCE for arg in args)
+    if node.op.startswith(("ResourceApply", "ResourceSparseApply", "Apply", "SparseApply")) and touches:
+        return _OPTIMIZER
+    if "Dataset" in node.op or "Iterator" in node.op:
+        return _DATASET
+    if node.op.startswith(_TENSOR_ARRAYS) and not is_reference:
+        return ""
+    if is_reference:
+        return _REFERENCE
+    if any(arg.type == Dt.DT_RESOURCE for arg in op.inputs):
+        return _HANDLE
+    return _RESOURCE if touches else ""

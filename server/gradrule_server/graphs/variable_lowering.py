@@ -1,194 +1,364 @@
-"""Replaces one node that reads or writes a variable by nodes that compute with values."""
+"""Replaces variables by values: edges that carry handles become edges that carry values.
+
+A read becomes the value of the last write that it depends on, or the initial value, which is an input like a
+placeholder. A write becomes a new value. Loops pass values on as loop variables; branches and calls return them. Later
+stages, such as overrides and gradients, then handle only tensors.
+"""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from gradrule.common.dtypes import as_dt, dtype_name
+from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule_server.graphs.check import find_cycles
 from gradrule_server.graphs.copying import Copy
-from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref
-from gradrule_server.graphs.selectors import CandidateNode
-from gradrule_server.graphs.variable_ops import INITIALIZED_CHECKS, READS, WRITES
-from gradrule_server.graphs.variable_table import Variable
+from gradrule_server.graphs.findings import Findings, Reason
+from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call, replaced
+from gradrule_server.graphs.variable_nodes import Lowering
+from gradrule_server.graphs.variables import (
+    FORWARDING_OPS,
+    IS_INITIALIZED_OPS,
+    READS,
+    VARIABLE_OPS,
+    WRITES,
+    Variable,
+    VariableHandles,
+    VariableTable,
+)
 
-_INT32 = AttrValue(type=Dt.DT_INT32)
+# Each node stores the writes that it depends on as bits, so memory grows with the square of this number.
+_MAX_WRITES = 10_000
+
+_HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
 
 
-class Lowering:
-    """Changes nodes in place; adds helper nodes to the body, named after the changed node."""
+def lower_variables(
+    copy: Copy, table: VariableTable, roots: Iterable[Ref], given: Collection[Variable], findings: Findings
+) -> dict[Variable, Ref]:
+    """Lowers, in place, the nodes of the copy that the roots need.
 
-    def __init__(self, copy: Copy, findings: Findings) -> None:
+    `given`: the variables whose value is an input. Other variables get the value of their initialiser; those without an
+    initialiser become inputs too. Returns the final values of written variables, as tensors of the copy's top level.
+    """
+    return _Pass(copy, table, given, findings).run({producer for producer, _ in roots})
+
+
+class _VariableVersions:
+    """Tracks the writes of one body, in topological order. `initial`: returns a variable's initial value."""
+
+    def __init__(self, count: int, initial: Callable[[Variable], Ref], findings: Findings) -> None:
+        self._masks = [0] * count
+        self._initial = initial
+        self._findings = findings
+        self._refs: list[Ref] = []
+        # For each variable: the bits of its writes.
+        self._writes: dict[Variable, int] = {}
+
+    def reach(self, index: int, node: Node) -> int:
+        """Returns the bits of the writes that a node depends on; to be called in topological order."""
+        masks, before = self._masks, 0
+        for producer, _ in node.inputs:
+            before |= masks[producer]
+        for control in node.controls:
+            before |= masks[control]
+        masks[index] = before
+        return before
+
+    def at(self, variable: Variable, before: int) -> Ref:
+        """Returns the variable's value after these writes."""
+        own = before & self._writes.get(variable, 0)
+        return self._refs[own.bit_length() - 1] if own else self._initial(variable)
+
+    def write(self, index: int, written: Iterable[tuple[Variable, Ref]]) -> None:
+        """Records that a node writes variables. Raises LIMIT_EXCEEDED for too many writes."""
+        for variable, ref in written:
+            if len(self._refs) >= _MAX_WRITES:
+                message = f"The graph assigns to variables more than {_MAX_WRITES} times."
+                self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+                self._findings.raise_if_any()
+            bit = 1 << len(self._refs)
+            self._refs.append(ref)
+            known = self._writes.get(variable, 0)
+            # This write hides earlier writes of the same variable from its descendants.
+            self._masks[index] = (self._masks[index] & ~known) | bit
+            self._writes[variable] = known | bit
+
+    def last(self) -> dict[Variable, Ref]:
+        """Returns the final value of each written variable."""
+        return {variable: self._refs[bits.bit_length() - 1] for variable, bits in self._writes.items()}
+
+
+class _Pass:
+    def __init__(self, copy: Copy, table: VariableTable, given: Collection[Variable], findings: Findings) -> None:
         self._copy = copy
         self._findings = findings
-        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in copy.candidates}
+        self._handles = VariableHandles(copy.body, table)
+        self._lowering = Lowering(copy, findings)
+        nodes = copy.body.nodes
+        index = {node.name: position for position, node in enumerate(nodes)}
+        self._sources = {variable: index[variable.name] for variable in table.all() if variable.name in index}
+        self._initialisers = {}
+        for variable in table.all():
+            position = index.get(variable.initialiser)
+            if position is not None:
+                self._initialisers[position] = variable
+        # For each variable without a given value: the tensor with its initial value.
+        self._computed = {
+            variable: nodes[position].inputs[1]
+            for position, variable in self._initialisers.items()
+            if variable not in given
+        }
 
-    def lower(self, body: Body, index: int, variable: Variable, live: bool) -> list[tuple[Variable, Ref]]:
-        """Replaces a node whose first input already is the variable's current value; returns the written values."""
-        node, first = body.nodes[index], len(body.nodes)
-        self._check_type(body, node, variable)
-        if node.op in INITIALIZED_CHECKS:
-            value = Tensor(dtype=Dt.DT_BOOL, bool_val=[True])
-            attrs = {"dtype": AttrValue(type=Dt.DT_BOOL), "value": AttrValue(tensor=value)}
-            self.become(node, "Const", [], attrs, (Dt.DT_BOOL,))
+    def run(self, roots: Collection[int]) -> dict[Variable, Ref]:
+        """Lowers the nodes that the roots need; returns the final values of written variables."""
+        needed = self._needed(roots)
+        while cycles := self._cycles(needed):
+            for cycle in cycles:
+                on_cycle = set(cycle)
+                self._computed = {
+                    variable: ref for variable, ref in self._computed.items() if self._sources[variable] not in on_cycle
+                }
+        body, handles = self._copy.body, self._handles.get(self._copy.body)
+        places = {
+            asked: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
+            for asked, place in self._copy.tensors.items()
+        }
+        updates = self._lower(body, {variable: (index, 0) for variable, index in self._sources.items()}, True, needed)
+        self._copy.tensors = places
+        for position, node in enumerate(body.nodes):
+            variable = handles.get((position, 0)) if node.op in VARIABLE_OPS else None
+            if variable is not None:
+                self._lower_source(position, node, variable)
+        return updates
+
+    @staticmethod
+    def _is_source(body: Body, place: Ref, handles: Mapping[Ref, Variable]) -> bool:
+        return place in handles and body.nodes[place[0]].op in VARIABLE_OPS
+
+    def _needed(self, roots: Collection[int]) -> bytearray:
+        """Returns flags of the top-level nodes that the roots need, including those that compute initial values."""
+        body = self._copy.body
+        needed = bytearray(len(body.nodes))
+        sought: set[Variable] = set()
+        pending = list(roots)
+        while pending:
+            position = pending.pop()
+            if needed[position]:
+                continue
+            needed[position] = 1
+            node = body.nodes[position]
+            pending += [producer for producer, _ in node.inputs]
+            pending += node.controls
+            for variable in self._handles.used_by(body, position):
+                if variable not in sought:
+                    sought.add(variable)
+                    pending += [self._sources[variable]]
+                    if variable in self._computed:
+                        pending.append(self._computed[variable][0])
+        return needed
+
+    def _cycles(self, needed: bytearray) -> list[list[int]]:
+        """Returns cycles of initial values that depend on themselves; their assignments are not initialisers."""
+        if not self._computed:
             return []
-        if node.op in READS:
-            self._read(body, index, variable)
+        nodes = self._copy.body.nodes
+        edges = {
+            position: [*(producer for producer, _ in nodes[position].inputs), *nodes[position].controls]
+            for position, is_needed in enumerate(needed)
+            if is_needed
+        }
+        for variable, (producer, _) in self._computed.items():
+            if self._sources[variable] in edges:
+                edges[self._sources[variable]] = [producer]
+        return find_cycles(edges)
+
+    def _lower(
+        self, body: Body, initial: Mapping[Variable, Ref], live: bool, needed: bytearray | None
+    ) -> dict[Variable, Ref]:
+        """Lowers the nodes of a body (only `needed` ones, if given); returns the final values of written variables."""
+        handles = self._handles.get(body)
+        at_top = not body.name
+        count = len(body.nodes)
+        versions = _VariableVersions(count, initial.__getitem__, self._findings)
+        for index in range(body.arg_count, count):
+            if needed is not None and not needed[index]:
+                continue
+            node = body.nodes[index]
+            before = versions.reach(index, node)
+            if node.op in VARIABLE_OPS and not at_top:
+                self._lower_inner_source(node, handles.get((index, 0)), initial)
+            elif node.functions:
+                written = self._lower_container(body, index, versions, before, live)
+                versions.write(index, written)
+            elif not node.unsupported and any(ref in handles for ref in node.inputs):
+                written = self._lower_node(body, index, versions, before, live)
+                if not (at_top and index in self._initialisers):
+                    versions.write(index, written)
+        return versions.last()
+
+    def _lower_node(
+        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
+    ) -> list[tuple[Variable, Ref]]:
+        node, handles = body.nodes[index], self._handles.get(body)
+        takers = READS.keys() | WRITES.keys() | IS_INITIALIZED_OPS
+        target = handles.get(node.inputs[0]) if node.op in takers else None
+        variables = [handles.get(ref) for ref in node.inputs]
+        for number, variable in enumerate(variables):
+            if variable is None:
+                continue
+            is_value = self._handles.is_reference(body, node.inputs[number])
+            if node.op not in FORWARDING_OPS and not is_value and not (number == 0 and target is not None):
+                node.unsupported = _HANDLE
+                return []
+            self._replace_handle(body, node, number, versions.at(variable, before))
+        if target is None:
+            if node.op in FORWARDING_OPS:
+                types = zip(node.outputs or (), variables, strict=True)
+                self._lowering.retype_pass(node, [kept if item is None else item.dtype for kept, item in types])
+            return []
+        return self._lowering.lower(body, index, target, live)
+
+    @staticmethod
+    def _replace_handle(body: Body, node: Node, number: int, value: Ref) -> None:
+        """Replaces a handle by a value; a node that forwarded it becomes a control input, to keep the ordering."""
+        producer = node.inputs[number][0]
+        node.inputs = replaced(node.inputs, number, value)
+        if body.nodes[producer].op in FORWARDING_OPS and producer != value[0] and producer not in node.controls:
+            node.controls = [*node.controls, producer]
+
+    def _lower_container(
+        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
+    ) -> list[tuple[Variable, Ref]]:
+        """Lowers a loop, branch or call: its handles become values, and written variables become outputs."""
+        node, handles = body.nodes[index], self._handles.get(body)
+        is_loop, whole = node.op in LOOPS, is_call(node)
+        offset = 0 if is_loop or whole else 1
+        if offset and node.inputs[0] in handles:
+            self._replace_handle(body, node, 0, versions.at(handles[node.inputs[0]], before))
+        passed = [handles.get(ref) for ref in node.inputs[offset:]]
+        inner_bodies = [(attr, inner) for attr, bodies in node.functions for inner in bodies]
+        used = dict.fromkeys(variable for variable in passed if variable is not None)
+        for _, inner in inner_bodies:
+            used.update(dict.fromkeys(self._handles.used_in(inner)))
+        if not used:
+            return []
+        extra = [variable for variable in used if variable not in passed]
+        outs = [handles.get((index, number)) for number in range(len(node.outputs or ()))]
+        ends = []
+        for attr, inner in inner_bodies:
+            results = [self._handles.get(inner).get(ref) for ref in inner.results]
+            args = self._give_args(inner, passed, extra)
+            last = self._lower(inner, args, live and not whole, None)
+            ends.append((attr, inner, results, {**args, **last}, last))
+        written = list(dict.fromkeys(variable for *_, last in ends for variable in last))
+        handed_out = extra if is_loop else written
+        for attr, inner, results, end, _ in ends:
+            if attr != "cond":
+                _give_results(inner, results, handed_out, end)
+        for number, variable in enumerate(passed):
+            if variable is not None:
+                self._replace_handle(body, node, number + offset, versions.at(variable, before))
+        node.inputs = [*node.inputs, *(versions.at(variable, before) for variable in extra)]
+        first = len(outs)
+        _retype(node, passed, extra, outs, handed_out)
+        node.watched = live and bool(node.inputs) and self._lowering.is_differentiable(node)
+        slots = {variable: first + number for number, variable in enumerate(handed_out)}
+        if is_loop:
+            slots.update({variable: number for number, variable in reversed(list(enumerate(passed))) if variable})
+        return [(variable, (index, slots[variable])) for variable in written]
+
+    def _give_args(
+        self, body: Body, passed: Sequence[Variable | None], extra: Sequence[Variable]
+    ) -> dict[Variable, Ref]:
+        """Turns handle arguments of a function into values and appends arguments for `extra` variables."""
+        body.arg_notes = [dict(notes) for notes in body.arg_notes]
+        args: dict[Variable, Ref] = {}
+        for number, variable in enumerate(passed):
+            if variable is not None:
+                args.setdefault(variable, (number, 0))
+                body.nodes[number].outputs = (variable.dtype,)
+                body.arg_notes[number] = _note(variable)
+        if extra:
+            first = body.arg_count
+            self._lowering.insert_args(body, extra)
+            self._handles.shift(body, first, len(extra))
+            body.arg_notes += [_note(variable) for variable in extra]
+            args.update({variable: (first + number, 0) for number, variable in enumerate(extra)})
+        return args
+
+    def _lower_source(self, position: int, node: Node, variable: Variable) -> None:
+        """Turns a top-level variable node into the variable's initial value."""
+        source = self._sources[variable]
+        if position != source:
+            self._lowering.become(node, "Identity", [(source, 0)], {"T": _type(variable)}, (variable.dtype,))
+        elif variable in self._computed:
+            self._lowering.become_checked(node, self._computed[variable], variable)
         else:
-            self._write(body, index, variable)
-        for changed in (node, *body.nodes[first:]):
-            changed.watched = live and bool(changed.inputs) and self.is_differentiable(changed)
-        return [(variable, (index, 0))] if node.uploaded_op in WRITES else []
+            attrs = {"dtype": _type(variable), "shape": AttrValue(shape=variable.shape)}
+            self._lowering.become(node, "Placeholder", [], attrs, (variable.dtype,))
+            node.controls = []
 
-    @staticmethod
-    def is_differentiable(node: Node) -> bool:
-        """Returns whether an output has a differentiable type."""
-        return any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
+    def _lower_inner_source(self, node: Node, variable: Variable | None, initial: Mapping[Variable, Ref]) -> None:
+        if variable is not None:
+            attrs = {"T": _type(variable)}
+            self._lowering.become(node, "Identity", [initial[variable]], attrs, (variable.dtype,))
 
-    @staticmethod
-    def become(
-        node: Node, op: str, inputs: Sequence[Ref], attrs: Mapping[str, AttrValue], outputs: tuple[int, ...]
-    ) -> None:
-        """Turns a node into another op."""
-        node.uploaded_op = node.uploaded_op or node.op
-        gradient = {GRADIENT_ATTR: node.attrs[GRADIENT_ATTR]} if GRADIENT_ATTR in node.attrs else {}
-        node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **gradient}, outputs
 
-    def become_checked(self, node: Node, value: Ref, variable: Variable) -> None:
-        """Turns a node into an identity of a value, with a check that the value has the variable's shape."""
-        attrs = {"T": AttrValue(type=variable.dtype)}
-        if variable.shape.unknown_rank:
-            self.become(node, "Identity", [value], attrs, (variable.dtype,))
-        else:
-            shape = {"shape": AttrValue(shape=variable.shape)}
-            self.become(node, "EnsureShape", [value], {**attrs, **shape}, (variable.dtype,))
+def _type(variable: Variable) -> AttrValue:
+    return AttrValue(type=variable.dtype)
 
-    @staticmethod
-    def retype_pass(node: Node, types: Sequence[int]) -> None:
-        """Sets the types of an Identity or IdentityN."""
-        dtypes = [as_dt(dtype) for dtype in types]
-        is_list = node.op == "IdentityN"
-        value = AttrValue(list=AttrValue.ListValue(type=dtypes)) if is_list else AttrValue(type=dtypes[0])
-        node.attrs, node.outputs = {**node.attrs, "T": value}, tuple(types)
 
-    def insert_args(self, body: Body, variables: Sequence[Variable]) -> None:
-        """Appends arguments to a body and shifts the indices of its other nodes."""
-        first, count = body.arg_count, len(variables)
-        made = [Node(self._copy.unique(body, "variable"), ARG, [], [], {}, (item.dtype,)) for item in variables]
+def _note(variable: Variable) -> dict[str, AttrValue]:
+    return {"_output_shapes": AttrValue(list=AttrValue.ListValue(shape=[variable.shape]))}
 
-        def moved(index: int) -> int:
-            return index + count if index >= first else index
 
-        for node in body.nodes:
-            node.inputs = [(moved(producer), output) for producer, output in node.inputs]
-            node.controls = [moved(control) for control in node.controls]
-        body.results = [(moved(producer), output) for producer, output in body.results]
-        body.control_results = [(name, moved(control)) for name, control in body.control_results]
-        body.nodes[first:first] = made
-        body.arg_count += count
-        for candidate in [candidate for (owner, _), candidate in self._candidates.items() if owner == id(body)]:
-            candidate.index = moved(candidate.index)
-        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in self._copy.candidates}
+def _give_results(
+    body: Body, results: Sequence[Variable | None], handed_out: Sequence[Variable], end: Mapping[Variable, Ref]
+) -> None:
+    """Sets a function's results to final values: in place of handles, and appended for `handed_out`."""
+    types = list(body.result_types)
+    for number, variable in enumerate(results):
+        if variable is not None:
+            body.results[number], types[number] = end[variable], variable.dtype
+    body.results = [*body.results, *(end[variable] for variable in handed_out)]
+    body.result_types = [*types, *(variable.dtype for variable in handed_out)]
+    body.result_names = [*body.result_names, *("variable" for _ in handed_out)]
 
-    def _check_type(self, body: Body, node: Node, variable: Variable) -> None:
-        said = node.attrs.get("dtype") or node.attrs.get("T")
-        if said is not None and node.op not in INITIALIZED_CHECKS and said.type != variable.dtype:
-            name = f"{self._copy.scopes[body.name]}/{node.name}" if body.name else node.name
-            message = (
-                f"Node {quote(name)} ({node.op}) takes the variable {quote(variable.name)} for "
-                f"{dtype_name(said.type)}, but it is {dtype_name(variable.dtype)}."
-            )
-            self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, name)
 
-    def _read(self, body: Body, index: int, variable: Variable) -> None:
-        node = body.nodes[index]
-        read, old = READS[node.op], node.attrs
-        attrs = {read.type_attr: AttrValue(type=variable.dtype)}
-        attrs.update({name: old[name] for name in read.attrs if name in old})
-        inputs = list(node.inputs)
-        if read.takes_axis:
-            axis = old["batch_dims"].i if "batch_dims" in old else 0
-            inputs.append(self._constant(body, index, "axis", axis))
-            attrs["Taxis"] = _INT32
-        self.become(node, read.op, inputs, attrs, node.outputs or ())
-
-    def _write(self, body: Body, index: int, variable: Variable) -> None:
-        node = body.nodes[index]
-        write, old = WRITES[node.op], node.attrs
-        attrs = {"T": AttrValue(type=variable.dtype)}
-        attrs.update({name: old[name] for name in write.attrs if name in old})
-        inputs = list(node.inputs if write.takes_old else node.inputs[1:])
-        if write.rows:
-            inputs = self._by_rows(body, index, inputs, attrs)
-        validates = (
-            "validate_shape" not in old or old["validate_shape"].b or old["validate_shape"].WhichOneof("value") is None
-        )
-        if write.keeps_shape or variable.shape.unknown_rank or (not write.takes_old and not validates):
-            self.become(node, write.op, inputs, attrs, (variable.dtype,))
-            return
-        value = inputs[0]
-        if write.takes_old:
-            value = self._add(body, index, "new", write.op, inputs, attrs, variable.dtype)
-        self.become_checked(node, value, variable)
-
-    def _by_rows(self, body: Body, index: int, inputs: list[Ref], attrs: Mapping[str, AttrValue]) -> list[Ref]:
-        """Converts row indices for a TensorScatter op and broadcasts a scalar update to full size."""
-        old, rows, updates = inputs
-        kind, dtype = attrs["Tindices"], attrs["T"].type
-        last = self._constant(body, index, "last", -1)
-        expand_attrs = {"T": kind, "Tdim": _INT32}
-        indices = self._add(body, index, "indices", "ExpandDims", [rows, last], expand_attrs, kind.type)
-        row_shape = self._shape(body, index, "rows", rows, kind)
-        full_shape = self._shape(body, index, "shape", old, attrs["T"])
-        slice_inputs = [
-            full_shape,
-            self._constant(body, index, "begin", [1]),
-            self._constant(body, index, "size", [-1]),
+def _retype(
+    node: Node,
+    passed: Sequence[Variable | None],
+    extra: Sequence[Variable],
+    outs: Sequence[Variable | None],
+    handed_out: Sequence[Variable],
+) -> None:
+    """Updates the type attributes of a node to its new inputs and outputs."""
+    outputs = [
+        dtype if variable is None else variable.dtype for dtype, variable in zip(node.outputs or (), outs, strict=True)
+    ]
+    node.outputs = (*outputs, *(variable.dtype for variable in handed_out))
+    attrs = dict(node.attrs)
+    types_out = AttrValue(list=AttrValue.ListValue(type=map(as_dt, node.outputs)))
+    if "T" in attrs and node.op in LOOPS:
+        attrs["T"] = types_out
+    if "Tin" in attrs:
+        types_in = [
+            dtype if variable is None else variable.dtype
+            for dtype, variable in zip(attrs["Tin"].list.type, passed, strict=True)
         ]
-        slice_attrs = {"T": _INT32, "Index": _INT32}
-        inner = self._add(body, index, "row_shape", "Slice", slice_inputs, slice_attrs, Dt.DT_INT32)
-        concat_attrs = {"N": AttrValue(i=2), "T": _INT32, "Tidx": _INT32}
-        axis = self._constant(body, index, "axis", 0)
-        size = self._add(body, index, "sizes", "ConcatV2", [row_shape, inner, axis], concat_attrs, Dt.DT_INT32)
-        broadcast_attrs = {"T": attrs["T"], "Tidx": _INT32}
-        full = self._add(body, index, "updates", "BroadcastTo", [updates, size], broadcast_attrs, dtype)
-        return [old, indices, full]
-
-    def _shape(self, body: Body, index: int, suffix: str, of: Ref, dtype: AttrValue) -> Ref:
-        attrs = {"T": dtype, "out_type": _INT32}
-        return self._add(body, index, suffix, "Shape", [of], attrs, Dt.DT_INT32)
-
-    def _constant(self, body: Body, index: int, suffix: str, value: int | list[int]) -> Ref:
-        values = value if isinstance(value, list) else [value]
-        shape = TensorShape(dim=[TensorShape.Dim(size=len(values))] if isinstance(value, list) else [])
-        content = struct.pack(f"<{len(values)}i", *values)
-        tensor = Tensor(dtype=Dt.DT_INT32, tensor_shape=shape, tensor_content=content)
-        attrs = {"dtype": _INT32, "value": AttrValue(tensor=tensor)}
-        return self._add(body, index, suffix, "Const", [], attrs, Dt.DT_INT32)
-
-    def _add(
-        self,
-        body: Body,
-        index: int,
-        suffix: str,
-        op: str,
-        inputs: Sequence[Ref],
-        attrs: Mapping[str, AttrValue],
-        dtype: int,
-    ) -> Ref:
-        """Adds a helper node, named after the node at `index`."""
-        main = body.nodes[index]
-        name = self._copy.unique(body, f"{main.name}/{suffix}")
-        node = Node(name, op, list(inputs), [], dict(attrs), (dtype,), uploaded_op=main.uploaded_op or main.op)
-        body.nodes.append(node)
-        candidate = self._candidates.get((id(body), index))
-        if candidate is not None:
-            full = f"{candidate.name}/{suffix}"
-            part = CandidateNode(
-                full, candidate.function, body, len(body.nodes) - 1, candidate.live, None, candidate.around
-            )
-            self._copy.candidates.append(part)
-        return len(body.nodes) - 1, 0
+        types_in += [variable.dtype for variable in extra]
+        attrs["Tin"] = AttrValue(list=AttrValue.ListValue(type=types_in))
+    if "Tout" in attrs:
+        attrs["Tout"] = types_out
+    if "output_shapes" in attrs and attrs["output_shapes"].list.shape:
+        shapes = [
+            shape if variable is None else variable.shape
+            for shape, variable in zip(attrs["output_shapes"].list.shape, outs, strict=True)
+        ]
+        shapes += [variable.shape for variable in handed_out]
+        attrs["output_shapes"] = AttrValue(list=AttrValue.ListValue(shape=shapes))
+    if "_num_original_outputs" in attrs and handed_out:
+        # TensorFlow computes no gradients for outputs beyond this number.
+        attrs["_num_original_outputs"] = AttrValue(i=len(node.outputs))
+    node.attrs = attrs

@@ -1,357 +1,351 @@
-"""Replaces variables by values: edges that carry handles become edges that carry values.
+"""Finds the variables of a graph and the handles that refer to them, and lists the ops that use variables.
 
-A read becomes the value of the last write that it depends on, or the initial value, which is an input like a
-placeholder. A write becomes a new value. Loops pass values on as loop variables; branches and calls return them. Later
-stages, such as overrides and gradients, then handle only tensors.
+The first input of each op that reads or writes a variable is the variable (a resource handle or a reference).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from gradrule.common.dtypes import as_dt
-from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.graphs.copying import Copy
-from gradrule_server.graphs.findings import Findings, Reason
-from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call, replaced
-from gradrule_server.graphs.order import find_cycles
-from gradrule_server.graphs.variable_handles import VariableHandles
-from gradrule_server.graphs.variable_lowering import Lowering
-from gradrule_server.graphs.variable_ops import FORWARDING_OPS, INITIALIZED_CHECKS, READS, SOURCES, WRITES
-from gradrule_server.graphs.variable_table import Variable, VariableTable
+from gradrule.common.dtypes import REF_OFFSET, as_dt
+from gradrule.v1.graph_pb2 import AttrValue, Graph
+from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, bodies_of, is_call, parse_tensor_name, short_tensor_name
 
-# Each node stores the writes that it depends on as bits, so memory grows with the square of this number.
-_MAX_WRITES = 10_000
+# Ops whose output is a handle of or a reference to a variable.
+VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
-_HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
+# Ops that forward handles and references.
+FORWARDING_OPS = frozenset({"Identity", "IdentityN"})
+
+# Ops that check whether a variable has a value; here every variable has one.
+IS_INITIALIZED_OPS = frozenset({"VarIsInitializedOp", "IsVariableInitialized"})
 
 
-def lower_variables(
-    copy: Copy, table: VariableTable, roots: Iterable[Ref], given: Collection[Variable], findings: Findings
-) -> dict[Variable, Ref]:
-    """Lowers, in place, the nodes of the copy that the roots need.
+@dataclass(frozen=True, slots=True)
+class Read:
+    """How an op that reads a variable is replaced.
 
-    `given`: the variables whose value is an input. Other variables get the value of their initialiser; those without an
-    initialiser become inputs too. Returns the final values of written variables, as tensors of the copy's top level.
+    Attributes:
+        op: The op that replaces it.
+        type_attr: The attribute of that op for the element type of the value.
+        attrs: The attributes that are copied.
+        takes_axis: Whether the third input of that op is the gather axis, which is the number of batch dimensions.
     """
-    return _Pass(copy, table, given, findings).run({producer for producer, _ in roots})
+
+    op: str
+    type_attr: str
+    attrs: tuple[str, ...] = ()
+    takes_axis: bool = False
 
 
-class _VariableVersions:
-    """Tracks the writes of one body, in topological order. `initial`: returns a variable's initial value."""
+@dataclass(frozen=True, slots=True)
+class Write:
+    """How an op that writes a variable is replaced.
 
-    def __init__(self, count: int, initial: Callable[[Variable], Ref], findings: Findings) -> None:
-        self._masks = [0] * count
-        self._initial = initial
-        self._findings = findings
-        self._refs: list[Ref] = []
-        # For each variable: the bits of its writes.
-        self._writes: dict[Variable, int] = {}
+    Attributes:
+        op: The op that computes the new value.
+        takes_old: Whether its first input is the old value. If false, its only input is the new value.
+        rows: Whether the indices are row indices, and a scalar update is broadcast.
+        attrs: The attributes that are copied.
+        keeps_shape: Whether the new value always has the shape of the variable. If false, the shape is checked.
+    """
 
-    def reach(self, index: int, node: Node) -> int:
-        """Returns the bits of the writes that a node depends on; to be called in topological order."""
-        masks, before = self._masks, 0
-        for producer, _ in node.inputs:
-            before |= masks[producer]
-        for control in node.controls:
-            before |= masks[control]
-        masks[index] = before
-        return before
-
-    def at(self, variable: Variable, before: int) -> Ref:
-        """Returns the variable's value after these writes."""
-        own = before & self._writes.get(variable, 0)
-        return self._refs[own.bit_length() - 1] if own else self._initial(variable)
-
-    def write(self, index: int, written: Iterable[tuple[Variable, Ref]]) -> None:
-        """Records that a node writes variables. Raises LIMIT_EXCEEDED for too many writes."""
-        for variable, ref in written:
-            if len(self._refs) >= _MAX_WRITES:
-                message = f"The graph assigns to variables more than {_MAX_WRITES} times."
-                self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
-                self._findings.raise_if_any()
-            bit = 1 << len(self._refs)
-            self._refs.append(ref)
-            known = self._writes.get(variable, 0)
-            # This write hides earlier writes of the same variable from its descendants.
-            self._masks[index] = (self._masks[index] & ~known) | bit
-            self._writes[variable] = known | bit
-
-    def last(self) -> dict[Variable, Ref]:
-        """Returns the final value of each written variable."""
-        return {variable: self._refs[bits.bit_length() - 1] for variable, bits in self._writes.items()}
+    op: str
+    takes_old: bool = True
+    rows: bool = False
+    attrs: tuple[str, ...] = ()
+    keeps_shape: bool = True
 
 
-class _Pass:
-    def __init__(self, copy: Copy, table: VariableTable, given: Collection[Variable], findings: Findings) -> None:
-        self._copy = copy
-        self._findings = findings
-        self._handles = VariableHandles(copy.body, table)
-        self._lowering = Lowering(copy, findings)
-        nodes = copy.body.nodes
-        index = {node.name: position for position, node in enumerate(nodes)}
-        self._sources = {variable: index[variable.name] for variable in table.all() if variable.name in index}
-        self._initialisers = {}
-        for variable in table.all():
-            position = index.get(variable.initialiser)
-            if position is not None:
-                self._initialisers[position] = variable
-        # For each variable without a given value: the tensor with its initial value.
-        self._computed = {
-            variable: nodes[position].inputs[1]
-            for position, variable in self._initialisers.items()
-            if variable not in given
-        }
+READS: Mapping[str, Read] = {
+    "ReadVariableOp": Read("Identity", "T"),
+    "ResourceGather": Read("GatherV2", "Tparams", ("Tindices", "batch_dims"), takes_axis=True),
+    "ResourceGatherNd": Read("GatherNd", "Tparams", ("Tindices",)),
+    "VariableShape": Read("Shape", "T", ("out_type",)),
+}
 
-    def run(self, roots: Collection[int]) -> dict[Variable, Ref]:
-        """Lowers the nodes that the roots need; returns the final values of written variables."""
-        needed = self._needed(roots)
-        while cycles := self._cycles(needed):
-            for cycle in cycles:
-                on_cycle = set(cycle)
-                self._computed = {
-                    variable: ref for variable, ref in self._computed.items() if self._sources[variable] not in on_cycle
-                }
-        body, handles = self._copy.body, self._handles.get(self._copy.body)
-        places = {
-            asked: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
-            for asked, place in self._copy.tensors.items()
-        }
-        updates = self._lower(body, {variable: (index, 0) for variable, index in self._sources.items()}, True, needed)
-        self._copy.tensors = places
-        for position, node in enumerate(body.nodes):
-            variable = handles.get((position, 0)) if node.op in SOURCES else None
-            if variable is not None:
-                self._lower_source(position, node, variable)
-        return updates
+_SLICE_ATTRS = ("Index", "begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+_TENSOR_SCATTER = {
+    "Add": "TensorScatterAdd",
+    "Sub": "TensorScatterSub",
+    "Min": "TensorScatterMin",
+    "Max": "TensorScatterMax",
+    "Update": "TensorScatterUpdate",
+}
 
-    @staticmethod
-    def _is_source(body: Body, place: Ref, handles: Mapping[Ref, Variable]) -> bool:
-        return place in handles and body.nodes[place[0]].op in SOURCES
+WRITES: Mapping[str, Write] = {
+    **dict.fromkeys(("AssignVariableOp", "Assign"), Write("Identity", takes_old=False, keeps_shape=False)),
+    **dict.fromkeys(("AssignAddVariableOp", "AssignAdd"), Write("AddV2", keeps_shape=False)),
+    **dict.fromkeys(("AssignSubVariableOp", "AssignSub"), Write("Sub", keeps_shape=False)),
+    **{
+        f"{prefix}Scatter{kind}": Write(op, rows=True, attrs=("Tindices",))
+        for prefix in ("Resource", "")
+        for kind, op in _TENSOR_SCATTER.items()
+    },
+    **{
+        f"{prefix}ScatterNd{kind}": Write(op, attrs=("Tindices",))
+        for prefix in ("Resource", "")
+        for kind, op in _TENSOR_SCATTER.items()
+    },
+    **dict.fromkeys(
+        ("ResourceStridedSliceAssign", "StridedSliceAssign"), Write("TensorStridedSliceUpdate", attrs=_SLICE_ATTRS)
+    ),
+}
 
-    def _needed(self, roots: Collection[int]) -> bytearray:
-        """Returns flags of the top-level nodes that the roots need, including those that compute initial values."""
-        body = self._copy.body
-        needed = bytearray(len(body.nodes))
-        sought: set[Variable] = set()
-        pending = list(roots)
-        while pending:
-            position = pending.pop()
-            if needed[position]:
-                continue
-            needed[position] = 1
-            node = body.nodes[position]
-            pending += [producer for producer, _ in node.inputs]
-            pending += node.controls
-            for variable in self._handles.used_by(body, position):
-                if variable not in sought:
-                    sought.add(variable)
-                    pending += [self._sources[variable]]
-                    if variable in self._computed:
-                        pending.append(self._computed[variable][0])
-        return needed
+# An initialiser is an assignment named `<variable>/Assign`.
+ASSIGNMENTS = frozenset({"AssignVariableOp", "Assign"})
+INITIALISER = "Assign"
 
-    def _cycles(self, needed: bytearray) -> list[list[int]]:
-        """Returns cycles of initial values that depend on themselves; their assignments are not initialisers."""
-        if not self._computed:
-            return []
-        nodes = self._copy.body.nodes
-        edges = {
-            position: [*(producer for producer, _ in nodes[position].inputs), *nodes[position].controls]
-            for position, is_needed in enumerate(needed)
-            if is_needed
-        }
-        for variable, (producer, _) in self._computed.items():
-            if self._sources[variable] in edges:
-                edges[self._sources[variable]] = [producer]
-        return find_cycles(edges)
+# All ops that may have a handle or a reference as input or output.
+HANDLE_OPS = VARIABLE_OPS | FORWARDING_OPS | IS_INITIALIZED_OPS | READS.keys() | WRITES.keys()
 
-    def _lower(
-        self, body: Body, initial: Mapping[Variable, Ref], live: bool, needed: bytearray | None
-    ) -> dict[Variable, Ref]:
-        """Lowers the nodes of a body (only `needed` ones, if given); returns the final values of written variables."""
-        handles = self._handles.get(body)
-        at_top = not body.name
-        count = len(body.nodes)
-        versions = _VariableVersions(count, initial.__getitem__, self._findings)
-        for index in range(body.arg_count, count):
-            if needed is not None and not needed[index]:
-                continue
-            node = body.nodes[index]
-            before = versions.reach(index, node)
-            if node.op in SOURCES and not at_top:
-                self._lower_inner_source(node, handles.get((index, 0)), initial)
-            elif node.functions:
-                written = self._lower_container(body, index, versions, before, live)
-                versions.write(index, written)
-            elif not node.unsupported and any(ref in handles for ref in node.inputs):
-                written = self._lower_node(body, index, versions, before, live)
-                if not (at_top and index in self._initialisers):
-                    versions.write(index, written)
-        return versions.last()
+# Names that TensorFlow generates for unnamed variables.
+_GENERATED_NAME = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")
 
-    def _lower_node(
-        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
-    ) -> list[tuple[Variable, Ref]]:
-        node, handles = body.nodes[index], self._handles.get(body)
-        takers = READS.keys() | WRITES.keys() | INITIALIZED_CHECKS
-        target = handles.get(node.inputs[0]) if node.op in takers else None
-        variables = [handles.get(ref) for ref in node.inputs]
-        for number, variable in enumerate(variables):
+_UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or hand "
+_UNNAMED += "its handle in as an argument"
+
+Key = tuple[str, str]
+
+_MIXED = "gives out handles that stand for different variables, or for none that gradrule knows"
+
+
+@dataclass(slots=True, eq=False)
+class Variable:
+    """A variable of a graph.
+
+    Attributes:
+        name: Name of its first top-level node.
+        aliases: Other names that requests may use.
+        initialiser: Name of the top-level node that assigns its initial value; empty: no node does.
+    """
+
+    name: str
+    dtype: Dt.ValueType
+    shape: TensorShape
+    aliases: set[str] = field(default_factory=set)
+    initialiser: str = ""
+
+
+class VariableTable:
+    """All variables of a checked graph. Nodes with equal container and shared name are one variable."""
+
+    def __init__(self, top: Body) -> None:
+        self._by_key: dict[Key, Variable] = {}
+        self._by_node: dict[str, Variable] = {}
+        for node in top.nodes:
+            if node.op in VARIABLE_OPS and node.outputs is not None:
+                self._add(node)
+        self._hoist(top)
+        for variable in self.all():
+            variable.aliases -= {variable.name}
+        self._names = {variable.name: variable for variable in self.all()}
+        taken = {node.name for node in top.nodes}
+        for variable in self.all():
+            variable.aliases = {name for name in variable.aliases if name not in taken or name in self._by_node}
+            for name in variable.aliases:
+                self._names.setdefault(name, variable)
+        for node in top.nodes:
+            owner = self._by_node.get(node.name.removesuffix(f"/{INITIALISER}"))
+            # Nodes on a cycle have no inputs here; `sort_nodes` reports the cycle.
+            if owner is not None and node.op in ASSIGNMENTS and node.inputs and not owner.initialiser:
+                owner.initialiser = node.name if top.nodes[node.inputs[0][0]].op in VARIABLE_OPS else ""
+
+    def __bool__(self) -> bool:
+        return bool(self._by_node)
+
+    def all(self) -> list[Variable]:
+        """Returns all variables, in the order of their first nodes."""
+        return list(dict.fromkeys(self._by_node.values()))
+
+    @property
+    def names(self) -> Mapping[str, Variable]:
+        """Variables by each name that requests may use."""
+        return self._names
+
+    def find(self, node: Node, *, at_top: bool) -> Variable | None:
+        """Returns the variable of a copied node; None for an unnamed variable inside a function."""
+        key = _key(node)
+        if key is not None:
+            return self._by_key.get(key)
+        return self._by_node.get(node.name) if at_top else None
+
+    def given(self, texts: Sequence[str], field: str, findings: Findings) -> dict[str, Variable]:
+        """Returns the variables whose values a request holds. Adds UNKNOWN_TENSOR; UNKNOWN_FEED for repeated ones."""
+        found: dict[str, Variable] = {}
+        for position, text in enumerate(texts):
+            node, output = parse_tensor_name(text) or (text, 0)
+            variable = self._names.get(short_tensor_name(node, output))
             if variable is None:
-                continue
-            is_value = self._handles.is_reference(body, node.inputs[number])
-            if node.op not in FORWARDING_OPS and not is_value and not (number == 0 and target is not None):
-                node.unsupported = _HANDLE
-                return []
-            self._replace_handle(body, node, number, versions.at(variable, before))
-        if target is None:
-            if node.op in FORWARDING_OPS:
-                types = zip(node.outputs or (), variables, strict=True)
-                self._lowering.retype_pass(node, [kept if item is None else item.dtype for kept, item in types])
-            return []
-        return self._lowering.lower(body, index, target, live)
+                hint = findings.suggest_similar(text, self._names)
+                message = f"The graph has no variable {quote(text)}.{hint}"
+                findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=f"{field}[{position}]")
+            elif variable in found.values():
+                message = f"The variable {quote(variable.name)} is given twice."
+                findings.add(Reason.ERROR_REASON_UNKNOWN_FEED, message, variable.name, f"{field}[{position}]")
+            else:
+                found[text] = variable
+        return found
 
-    @staticmethod
-    def _replace_handle(body: Body, node: Node, number: int, value: Ref) -> None:
-        """Replaces a handle by a value; a node that forwarded it becomes a control input, to keep the ordering."""
-        producer = node.inputs[number][0]
-        node.inputs = replaced(node.inputs, number, value)
-        if body.nodes[producer].op in FORWARDING_OPS and producer != value[0] and producer not in node.controls:
-            node.controls = [*node.controls, producer]
+    def _add(self, node: Node) -> None:
+        key = _key(node)
+        known = self._by_key.get(key) if key is not None else None
+        variable = known or Variable(node.name, as_dt(node.attrs["dtype"].type), _shape(node))
+        self._by_node[node.name] = variable
+        variable.aliases.add(node.name)
+        if key is not None:
+            self._by_key[key] = variable
+            variable.aliases.add(key[1])
 
-    def _lower_container(
-        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
-    ) -> list[tuple[Variable, Ref]]:
-        """Lowers a loop, branch or call: its handles become values, and written variables become outputs."""
-        node, handles = body.nodes[index], self._handles.get(body)
-        is_loop, whole = node.op in LOOPS, is_call(node)
-        offset = 0 if is_loop or whole else 1
-        if offset and node.inputs[0] in handles:
-            self._replace_handle(body, node, 0, versions.at(handles[node.inputs[0]], before))
+    def _hoist(self, top: Body) -> None:
+        """Adds top-level nodes, under the shared name, for variables that only functions create."""
+        taken = {node.name for node in top.nodes}
+        seen: set[int] = set()
+        for body in bodies_of(top, seen):
+            for node in body.nodes if body.name else ():
+                if node.op not in VARIABLE_OPS or node.outputs is None:
+                    continue
+                key = _key(node)
+                if key is None or (key not in self._by_key and key[1] in taken):
+                    node.unsupported = node.unsupported or _UNNAMED
+                elif key not in self._by_key:
+                    taken.add(key[1])
+                    top.nodes.append(Node(key[1], node.op, [], [], node.attrs, node.outputs))
+                    top.order.append(len(top.nodes) - 1)
+                    self._add(top.nodes[-1])
+
+
+def fed_in_place(graph: Graph, given: Iterable[str]) -> set[str]:
+    """Returns the names of the variables that a call may feed without a new program.
+
+    Feeding a variable that has an initialiser and no given value removes the initialiser, which makes a new program.
+    """
+    names = set()
+    with_value = set(given)
+    nodes = {node.name for node in graph.node}
+    for node in graph.node:
+        if node.op in VARIABLE_OPS:
+            # Test for the key first: reading a missing key adds it to a protobuf map.
+            shared = node.attr["shared_name"].s.decode(errors="replace") if "shared_name" in node.attr else ""
+            own = {node.name, shared} - {""}
+            if own & with_value or f"{node.name}/{INITIALISER}" not in nodes:
+                names |= own
+    return names
+
+
+def _key(node: Node) -> Key | None:
+    shared = node.attrs.get("shared_name")
+    name = shared.s.decode(errors="replace") if shared is not None else ""
+    if not name or _GENERATED_NAME.search(name):
+        return None
+    container = node.attrs.get("container")
+    return (container.s.decode(errors="replace") if container is not None else "", name)
+
+
+def _shape(node: Node) -> TensorShape:
+    value: AttrValue | None = node.attrs.get("shape")
+    # The op `Variable` has the same shape attribute for a scalar and for an unknown shape.
+    if value is None or (node.op == "Variable" and not value.shape.dim):
+        return TensorShape(unknown_rank=True)
+    return value.shape
+
+
+class VariableHandles:
+    """Maps handles and references to variables, also across calls, loops and branches.
+
+    Nodes must be in topological order.
+    """
+
+    def __init__(self, top: Body, table: VariableTable) -> None:
+        self._table = table
+        self._by_body: dict[int, dict[Ref, Variable]] = {}
+        self._references: dict[int, set[Ref]] = {}
+        self._used: dict[int, list[Variable]] = {}
+        self._trace(top, [])
+
+    def get(self, body: Body) -> dict[Ref, Variable]:
+        """Returns the variables of a body's handle and reference tensors."""
+        return self._by_body[id(body)]
+
+    def is_reference(self, body: Body, ref: Ref) -> bool:
+        """Returns whether a tensor is a reference. Ops can read a reference as the value, but not a handle."""
+        return ref in self._references[id(body)]
+
+    def used_in(self, body: Body) -> list[Variable]:
+        """Returns the variables that the nodes of a body and its inner functions use."""
+        if id(body) not in self._used:
+            found: dict[Variable, None] = {}
+            for index in range(body.arg_count, len(body.nodes)):
+                found.update(dict.fromkeys(self.used_by(body, index)))
+            found.update(dict.fromkeys(self.get(body)[ref] for ref in body.results if ref in self.get(body)))
+            self._used[id(body)] = list(found)
+        return self._used[id(body)]
+
+    def used_by(self, body: Body, index: int) -> list[Variable]:
+        """Returns the variables that a node creates, takes as input, or uses in its functions."""
+        node, handles = body.nodes[index], self.get(body)
+        found = [handles[ref] for ref in node.inputs if ref in handles]
+        if node.op in VARIABLE_OPS and (index, 0) in handles:
+            found.append(handles[index, 0])
+        for _, bodies in node.functions:
+            for inner in bodies:
+                found += self.used_in(inner)
+        return found
+
+    def shift(self, body: Body, first: int, count: int) -> None:
+        """Updates indices after `count` nodes were inserted into a body before `first`."""
+
+        def moved(ref: Ref) -> Ref:
+            return (ref[0] + count if ref[0] >= first else ref[0], ref[1])
+
+        self._by_body[id(body)] = {moved(ref): variable for ref, variable in self.get(body).items()}
+        self._references[id(body)] = {moved(ref) for ref in self._references[id(body)]}
+
+    def _trace(self, body: Body, args: Sequence[Variable | None]) -> None:
+        handles: dict[Ref, Variable] = {}
+        self._by_body[id(body)] = handles
+        handles.update({(number, 0): variable for number, variable in enumerate(args) if variable is not None})
+        for index in range(body.arg_count, len(body.nodes)):
+            node = body.nodes[index]
+            outputs = node.outputs or ()
+            if node.op in VARIABLE_OPS:
+                variable = self._table.find(node, at_top=not body.name)
+                if variable is not None:
+                    handles[index, 0] = variable
+            elif node.functions:
+                self._trace_container(node, index, handles)
+            elif node.op in FORWARDING_OPS:
+                for number, ref in enumerate(node.inputs):
+                    if ref in handles and outputs[number] == Dt.DT_RESOURCE:
+                        handles[index, number] = handles[ref]
+            elif node.op in WRITES and outputs and outputs[0] > REF_OFFSET and node.inputs[0] in handles:
+                handles[index, 0] = handles[node.inputs[0]]
+        self._references[id(body)] = {
+            ref for ref in handles if (body.nodes[ref[0]].outputs or (0,) * (ref[1] + 1))[ref[1]] > REF_OFFSET
+        }
+
+    def _trace_container(self, node: Node, index: int, handles: dict[Ref, Variable]) -> None:
+        is_loop = node.op in LOOPS
+        offset = 0 if is_loop or is_call(node) else 1
         passed = [handles.get(ref) for ref in node.inputs[offset:]]
-        inner_bodies = [(attr, inner) for attr, bodies in node.functions for inner in bodies]
-        used = dict.fromkeys(variable for variable in passed if variable is not None)
-        for _, inner in inner_bodies:
-            used.update(dict.fromkeys(self._handles.used_in(inner)))
-        if not used:
-            return []
-        extra = [variable for variable in used if variable not in passed]
-        outs = [handles.get((index, number)) for number in range(len(node.outputs or ()))]
-        ends = []
-        for attr, inner in inner_bodies:
-            results = [self._handles.get(inner).get(ref) for ref in inner.results]
-            args = self._give_args(inner, passed, extra)
-            last = self._lower(inner, args, live and not whole, None)
-            ends.append((attr, inner, results, {**args, **last}, last))
-        written = list(dict.fromkeys(variable for *_, last in ends for variable in last))
-        handed_out = extra if is_loop else written
-        for attr, inner, results, end, _ in ends:
-            if attr != "cond":
-                _give_results(inner, results, handed_out, end)
-        for number, variable in enumerate(passed):
-            if variable is not None:
-                self._replace_handle(body, node, number + offset, versions.at(variable, before))
-        node.inputs = [*node.inputs, *(versions.at(variable, before) for variable in extra)]
-        first = len(outs)
-        _retype(node, passed, extra, outs, handed_out)
-        node.watched = live and bool(node.inputs) and self._lowering.is_differentiable(node)
-        slots = {variable: first + number for number, variable in enumerate(handed_out)}
-        if is_loop:
-            slots.update({variable: number for number, variable in reversed(list(enumerate(passed))) if variable})
-        return [(variable, (index, slots[variable])) for variable in written]
-
-    def _give_args(
-        self, body: Body, passed: Sequence[Variable | None], extra: Sequence[Variable]
-    ) -> dict[Variable, Ref]:
-        """Turns handle arguments of a function into values and appends arguments for `extra` variables."""
-        body.arg_notes = [dict(notes) for notes in body.arg_notes]
-        args: dict[Variable, Ref] = {}
-        for number, variable in enumerate(passed):
-            if variable is not None:
-                args.setdefault(variable, (number, 0))
-                body.nodes[number].outputs = (variable.dtype,)
-                body.arg_notes[number] = _note(variable)
-        if extra:
-            first = body.arg_count
-            self._lowering.insert_args(body, extra)
-            self._handles.shift(body, first, len(extra))
-            body.arg_notes += [_note(variable) for variable in extra]
-            args.update({variable: (first + number, 0) for number, variable in enumerate(extra)})
-        return args
-
-    def _lower_source(self, position: int, node: Node, variable: Variable) -> None:
-        """Turns a top-level variable node into the variable's initial value."""
-        source = self._sources[variable]
-        if position != source:
-            self._lowering.become(node, "Identity", [(source, 0)], {"T": _type(variable)}, (variable.dtype,))
-        elif variable in self._computed:
-            self._lowering.become_checked(node, self._computed[variable], variable)
-        else:
-            attrs = {"dtype": _type(variable), "shape": AttrValue(shape=variable.shape)}
-            self._lowering.become(node, "Placeholder", [], attrs, (variable.dtype,))
-            node.controls = []
-
-    def _lower_inner_source(self, node: Node, variable: Variable | None, initial: Mapping[Variable, Ref]) -> None:
-        if variable is not None:
-            attrs = {"T": _type(variable)}
-            self._lowering.become(node, "Identity", [initial[variable]], attrs, (variable.dtype,))
-
-
-def _type(variable: Variable) -> AttrValue:
-    return AttrValue(type=variable.dtype)
-
-
-def _note(variable: Variable) -> dict[str, AttrValue]:
-    return {"_output_shapes": AttrValue(list=AttrValue.ListValue(shape=[variable.shape]))}
-
-
-def _give_results(
-    body: Body, results: Sequence[Variable | None], handed_out: Sequence[Variable], end: Mapping[Variable, Ref]
-) -> None:
-    """Sets a function's results to final values: in place of handles, and appended for `handed_out`."""
-    types = list(body.result_types)
-    for number, variable in enumerate(results):
-        if variable is not None:
-            body.results[number], types[number] = end[variable], variable.dtype
-    body.results = [*body.results, *(end[variable] for variable in handed_out)]
-    body.result_types = [*types, *(variable.dtype for variable in handed_out)]
-    body.result_names = [*body.result_names, *("variable" for _ in handed_out)]
-
-
-def _retype(
-    node: Node,
-    passed: Sequence[Variable | None],
-    extra: Sequence[Variable],
-    outs: Sequence[Variable | None],
-    handed_out: Sequence[Variable],
-) -> None:
-    """Updates the type attributes of a node to its new inputs and outputs."""
-    outputs = [
-        dtype if variable is None else variable.dtype for dtype, variable in zip(node.outputs or (), outs, strict=True)
-    ]
-    node.outputs = (*outputs, *(variable.dtype for variable in handed_out))
-    attrs = dict(node.attrs)
-    types_out = AttrValue(list=AttrValue.ListValue(type=map(as_dt, node.outputs)))
-    if "T" in attrs and node.op in LOOPS:
-        attrs["T"] = types_out
-    if "Tin" in attrs:
-        types_in = [
-            dtype if variable is None else variable.dtype
-            for dtype, variable in zip(attrs["Tin"].list.type, passed, strict=True)
-        ]
-        types_in += [variable.dtype for variable in extra]
-        attrs["Tin"] = AttrValue(list=AttrValue.ListValue(type=types_in))
-    if "Tout" in attrs:
-        attrs["Tout"] = types_out
-    if "output_shapes" in attrs and attrs["output_shapes"].list.shape:
-        shapes = [
-            shape if variable is None else variable.shape
-            for shape, variable in zip(attrs["output_shapes"].list.shape, outs, strict=True)
-        ]
-        shapes += [variable.shape for variable in handed_out]
-        attrs["output_shapes"] = AttrValue(list=AttrValue.ListValue(shape=shapes))
-    if "_num_original_outputs" in attrs and handed_out:
-        # TensorFlow computes no gradients for outputs beyond this number.
-        attrs["_num_original_outputs"] = AttrValue(i=len(node.outputs))
-    node.attrs = attrs
+        results: list[list[Variable | None]] = []
+        for attr, bodies in node.functions:
+            for inner in bodies:
+                self._trace(inner, passed)
+                if attr != "cond":
+                    results.append([self.get(inner).get(ref) for ref in inner.results])
+        for number, dtype in enumerate(node.outputs or ()):
+            if dtype != Dt.DT_RESOURCE:
+                continue
+            meant = {result[number] for result in results}
+            if is_loop:
+                meant.add(passed[number])
+            variable = meant.pop() if len(meant) == 1 else None
+            if variable is None:
+                node.unsupported = node.unsupported or (_MIXED if meant else "")
+            else:
+                handles[index, number] = variable

@@ -1,15 +1,34 @@
-"""Serializes an expanded graph as a `Graph` message, which is wire-compatible with GraphDef."""
+"""Numbers the nodes that have rules and serializes the expanded graph for the engine.
+
+The `Graph` message is wire-compatible with GraphDef.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 
 from gradrule.common import op_definitions, op_inference
 from gradrule.common.dtypes import as_dt
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
-from gradrule_server.graphs.ir import ARG, CALLS, GRADIENT_ATTR, LOOPS, Body, Node, Ref, bodies_of, is_call
+from gradrule_server.graphs.expand_request import Mark
+from gradrule_server.graphs.ir import (
+    ARG,
+    CALLS,
+    GRADIENT_ATTR,
+    LOOPS,
+    Body,
+    Node,
+    Ref,
+    bodies_of,
+    is_call,
+    nodes_of,
+    short_tensor_name,
+)
+from gradrule_server.graphs.resolution_context import ForeignGradient, Resolved
+from gradrule_server.graphs.resolve import FOREIGN_GRADIENT
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM
 
 GRADIENT_NAME = b"gradrule"
@@ -26,7 +45,7 @@ def write_graph(top: Body, rules: Iterable[Body], versions: Versions) -> bytes:
     for node in top.nodes:
         message = graph.node.add()
         write_node(node, message)
-        inputs = [_top_name(top, ref) for ref in node.inputs]
+        inputs = [short_tensor_name(top.nodes[producer].name, output) for producer, output in node.inputs]
         if node.controls:
             inputs += [f"^{top.nodes[control].name}" for control in node.controls]
         message.input.extend(inputs)
@@ -46,11 +65,6 @@ def written_versions(versions: Versions) -> Versions:
 def tensor_name(body: Body, ref: Ref) -> str:
     """Returns `node:output`."""
     return f"{body.nodes[ref[0]].name}:{ref[1]}"
-
-
-def _top_name(top: Body, ref: Ref) -> str:
-    name = top.nodes[ref[0]].name
-    return f"{name}:{ref[1]}" if ref[1] else name
 
 
 def write_node(node: Node, message: graph_pb2.Node) -> None:
@@ -151,3 +165,41 @@ def _output_names(node: Node) -> list[str]:
         raise AssertionError(f"{node.op} passed the checks")
     slices = op_inference.output_slices(op, node.attrs)
     return [f"{name}:{index}" for name, (_, count) in slices.items() for index in range(count)]
+
+
+def mark_nodes(roots: Iterable[Body], resolved: Mapping[int, Resolved]) -> list[Mark]:
+    """Sets `mark` of all nodes that have matches, and returns the marks. Nodes that share a match share a mark.
+
+    `resolved`: the matches, by id() of the node.
+    """
+    marks: list[Mark] = []
+    numbers: dict[int, int] = {}
+    for _, node in itertools.chain.from_iterable(map(nodes_of, roots)):
+        found = resolved.get(id(node))
+        if not found:
+            continue
+        if id(found[0]) not in numbers:
+            numbers[id(found[0])] = len(marks)
+            last = len(marks) + len(found) - 1
+            for item in found:
+                number = len(marks)
+                if isinstance(item, ForeignGradient):
+                    marks.append(Mark(FOREIGN_GRADIENT, item.node, item.name))
+                else:
+                    item.mark = number
+                    otherwise = number + 1 if number < last else None
+                    marks.append(
+                        Mark(
+                            item.rule,
+                            item.node,
+                            outputs=item.outputs,
+                            inputs=item.inputs,
+                            rank=item.rank,
+                            otherwise=otherwise,
+                            op_type=item.op_type if item.outputs else "",
+                            is_step=item.is_step,
+                            every_order=item.every_order,
+                        )
+                    )
+        node.mark = numbers[id(found[0])]
+    return marks

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.identity.principal import Principal, check_tenant
 from gradrule_server.identity.watched_file import WatchedFile
-from gradrule_server.periodic import RepeatedWarning
 
 _log = logging.getLogger(__name__)
 

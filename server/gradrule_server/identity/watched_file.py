@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from gradrule_server.periodic import RepeatedWarning
+from gradrule_server.concurrency import RepeatedWarning
 
 _log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import sys
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import asyncio
+
+_log = logging.getLogger(__name__)
 
 ARENA_BYTES = 512 * 1024 * 1024
 """Size of an arena; only pages that were written take memory."""
@@ -44,7 +47,7 @@ class Chunk(NamedTuple):
     length: int
 
 
-def is_supported() -> bool:
+def has_sealed_memory() -> bool:
     """Returns whether this system has memory without a name whose size can be sealed."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
@@ -111,12 +114,6 @@ class Outgoing:
             with self._lock:
                 for start, end in ranges:
                     self._free_range(start, end)
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes that are not free."""
-        with self._lock:
-            return len(self._map) - sum(end - start for start, end in self._free)
 
     @property
     def held_bytes(self) -> int:
@@ -206,7 +203,7 @@ class Arenas:
 
     @classmethod
     def make(cls) -> tuple[Arenas, list[int]]:
-        """Makes both arenas. Returns also the descriptors for the engine: what it reads, what it writes. `OSError`."""
+        """Makes both arenas. Returns also the descriptors for `from_descriptors` in the engine. Raises `OSError`."""
         outgoing = Outgoing(make_arena())
         try:
             incoming = Incoming(make_arena())
@@ -216,8 +213,8 @@ class Arenas:
         return cls(outgoing, incoming), [outgoing.fd, incoming.fd]
 
     @classmethod
-    def from_descriptors(cls, outgoing: int, incoming: int) -> Arenas:
-        """Opens arenas that the other process made. Owns the descriptors."""
+    def from_descriptors(cls, incoming: int, outgoing: int) -> Arenas:
+        """Opens arenas that the other process made. Owns the descriptors, in the order in which `make` returns them."""
         return cls(Outgoing(outgoing), Incoming(incoming))
 
     @property
@@ -276,8 +273,15 @@ class ArenaTransfers:
             self._timer = self._loop.call_at(due, self._trim)
             return
         self._timer = None
-        self._loop.run_in_executor(None, self._arenas.outgoing.trim)
+        trimming = self._loop.run_in_executor(None, self._arenas.outgoing.trim)
+        trimming.add_done_callback(_log_failure)
         self._notify_trim(b"")
+
+
+def _log_failure(trimming: asyncio.Future[None]) -> None:
+    if not trimming.cancelled() and (cause := trimming.exception()) is not None:
+        # The memory may be returned at the next trim.
+        _log.warning("an arena keeps its memory: %s", cause)
 
 
 def _mapped(fd: int, protection: int) -> mmap.mmap:

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 # No valid message is longer: even its tensors alone would be less.
 _MOST_FRAME_BYTES = 2**31
 # Kinds of frames that are no answer for the caller.
-_WITHOUT_SUFFIX = frozenset({Kind.FAULT, Kind.ASK})
+_WITHOUT_SUFFIX = frozenset({Kind.FAULT, Kind.QUESTION})
 # An engine asks the next question after it has read the answer to the last one, so hardly anything is unread then.
 _MOST_UNREAD_BYTES = 1 << 20
 # Up to this size, joining the parts of a frame is cheaper than a system call with several parts.
@@ -151,9 +151,9 @@ class Connection(RequestScheduler, asyncio.Protocol):
 
     def answer_question(self, request: EngineRequest, payload: bytes) -> None:
         """Answers the question that the engine asked while it works on a request."""
-        request.is_asking = False
+        request.has_open_question = False
         if not (self.is_closed or request.ended):
-            self._write_one(Kind.TOLD, request.id, payload)
+            self._write_one(Kind.ANSWER, request.id, payload)
 
     def notify(self, kind: Kind, payload: bytes) -> None:
         """Sends a frame that has no answer."""
@@ -267,7 +267,7 @@ class Connection(RequestScheduler, asyncio.Protocol):
 
     def _check_question(self, request: EngineRequest) -> None:
         """Raises `ValueError` if the engine asks without reading the answers, which would pile up here."""
-        if request.is_asking:
+        if request.has_open_question:
             raise ValueError("a question before the last one was answered")
         unread = 0 if self._transport is None else self._transport.get_write_buffer_size()
         if unread > _MOST_UNREAD_BYTES:
@@ -295,17 +295,17 @@ class Connection(RequestScheduler, asyncio.Protocol):
         if kind is Kind.PLACED and self._transfers is not None:
             kind, chunk = unpack_place(view)
             payload = self._transfers.read(chunk, request.suffix, is_wanted=not request.answer.done())
-            self._write_one(Kind.TAKEN, request_id, b"")
+            self._write_one(Kind.ACK, request_id, b"")
         elif kind in _WITHOUT_SUFFIX:
             payload = bytes(view)
         else:
             payload = b"".join((view, request.suffix))
-        if kind is Kind.ASK:
+        if kind is Kind.QUESTION:
             # An abandoned request gets no answer: its process is ended soon.
-            if request.on_ask is not None and not request.answer.done():
+            if request.on_question is not None and not request.answer.done():
                 self._check_question(request)
-                request.is_asking = True
-                request.on_ask(payload)
+                request.has_open_question = True
+                request.on_question(payload)
             return
         # A malformed fault raises here, before the request is removed: so the request fails with the connection.
         fault = read_fault(payload) if kind is Kind.FAULT and not request.answer.done() else None

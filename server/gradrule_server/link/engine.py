@@ -9,14 +9,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.concurrency import start_logged_task
 from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import jit_refusal
-from gradrule_server.link.process import EngineProcess, EngineRefused, Spares
+from gradrule_server.link.monitor import EngineStatus
+from gradrule_server.link.process import EngineProcess, Spares
 from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.recovery.crash_history import OutcomeRecorder
@@ -27,8 +28,6 @@ from gradrule_server.recovery.endings import (
     engine_unavailable,
     lost_before_start,
 )
-
-__all__ = ["Engine", "EngineRefused", "EngineStatus", "Use"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,28 +50,6 @@ class Use(enum.Enum):
     """A single call."""
     COMPILE = enum.auto()
     """Reads graphs and runs nothing: see `link.workers`."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """A snapshot of an engine.
-
-    `owner`: its tenant; None if it has none yet. `ended`: how many processes of this engine ended, by reason.
-    """
-
-    index: int
-    owner: str | None
-    holds_sessions: bool
-    device: str
-    pid: int
-    is_ready: bool
-    running: int
-    waiting: int
-    programs: int
-    jit_programs: int
-    resident_bytes: int
-    uptime_s: float
-    ended: dict[str, int]
 
 
 class Engine:
@@ -207,8 +184,9 @@ class Engine:
         if spare is not None:
             self.install(spare)
             return
-        self._filling = asyncio.create_task(self.fill(), name="engine-fill")
-        self._filling.add_done_callback(_log_failure)
+        self._filling = start_logged_task(
+            self.fill(), "engine-fill", _log.critical, "an engine cannot get a process any more"
+        )
 
     def install(self, process: EngineProcess) -> None:
         """Makes a process this engine's process."""
@@ -246,7 +224,7 @@ class Engine:
         payload: bytes | Sequence[bytes],
         ends_at: float,
         recorder: OutcomeRecorder | None = None,
-        on_ask: Callable[[EngineRequest, bytes], None] | None = None,
+        on_question: Callable[[EngineRequest, bytes], None] | None = None,
         batch_key: BatchKey | None = None,
         memory: MemoryUse | None = None,
     ) -> bytes:
@@ -257,7 +235,7 @@ class Engine:
             payload: Its payload, whole or in parts.
             ends_at: Loop time of the deadline.
             recorder: Records what the request does to the engine.
-            on_ask: Called with each question of the engine.
+            on_question: Called with each question of the engine.
             batch_key: Requests of one key may run together.
             memory: The client's memory that the request uses.
 
@@ -268,8 +246,8 @@ class Engine:
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
         request = self.submit(kind, payload, recorder, batch_key=batch_key, memory=memory)
-        if on_ask is not None:
-            request.on_ask = functools.partial(on_ask, request)
+        if on_question is not None:
+            request.on_question = functools.partial(on_question, request)
         try:
             return await request.answer
         except asyncio.CancelledError:
@@ -435,8 +413,3 @@ class Engine:
         # A request of a batch runs as long as the whole batch, so its time says nothing about the request.
         if is_overrun and request.batch is None and request.recorder is not None:
             request.recorder.record_overrun(now - request.started_at)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (cause := task.exception()) is not None:
-        _log.critical("an engine cannot get a process any more", exc_info=cause)

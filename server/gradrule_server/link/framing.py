@@ -2,7 +2,7 @@
 
 Header, little-endian: payload length in bytes (u64), kind (u32), request id (u64). An answer has the id of its request.
 A large payload lies in its sender's arena (see `arena`), and a PLACED frame says where. The payload of a request may be
-overwritten once the request is answered, that of an answer once the front end has sent TAKEN.
+overwritten once the request is answered, that of an answer once the front end has sent ACK.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Kind(enum.IntEnum):
     PING = 13
     PONG = 14
     PLACED = 15
-    TAKEN = 16
+    ACK = 16
     TRIM = 17
     PREPARE = 18
     PREPARED = 19
-    ASK = 20
-    TOLD = 21
+    QUESTION = 20
+    ANSWER = 21
     RUN_BATCH = 22
     BATCH_NOTICE = 23
     DETACH = 24
@@ -168,7 +168,7 @@ class FrameSocket:
         """Handles frames that concern the link itself. Returns False for all others."""
         if frame.kind is Kind.PING:
             self.send(Kind.PONG, frame.request_id, b"")
-        elif frame.kind is Kind.TAKEN and self._arenas is not None:
+        elif frame.kind is Kind.ACK and self._arenas is not None:
             chunk = self._placed.pop(frame.request_id, None)
             if chunk is not None:
                 self._arenas.outgoing.release(chunk)

@@ -1,4 +1,4 @@
-"""Monitors all engine processes: ends those that stop answering, and those that exceed their memory limit."""
+"""Monitors all engine processes: their status and memory; ends those that stop answering or take too much memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 from gradrule_server.link.framing import Kind
@@ -23,6 +24,28 @@ _SILENCE_RUNNING_S = 30.0
 # A shared mapping of memory without a name in a file system: its inode, and the KiB of it that lie in memory.
 _MEMORY_FILE = re.compile(r"^\S+ ..[-x]s \S+ \S+ (\d+) +/memfd:.*\n(?:(?!Rss:).*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot of an engine.
+
+    `owner`: its tenant; None if it has none yet. `ended`: how many processes of this engine ended, by reason.
+    """
+
+    index: int
+    owner: str | None
+    holds_sessions: bool
+    device: str
+    pid: int
+    is_ready: bool
+    running: int
+    waiting: int
+    programs: int
+    jit_programs: int
+    resident_bytes: int
+    uptime_s: float
+    ended: dict[str, int]
 
 
 class EngineMonitor:

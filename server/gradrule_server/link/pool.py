@@ -9,17 +9,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.concurrency import TenantLocks, start_logged_task
 from gradrule_server.errors import error
-from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, Use
-from gradrule_server.link.monitor import EngineMonitor
+from gradrule_server.link.engine import Engine, Use
+from gradrule_server.link.monitor import EngineMonitor, EngineStatus
 from gradrule_server.link.process import ProcessOptions, Spares
 from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.workers import CompileWorkers
 from gradrule_server.recovery.endings import engine_unavailable
-from gradrule_server.tenant_locks import TenantLocks
-
-__all__ = ["EnginePool", "EngineRefused", "EngineStatus"]
 
 _log = logging.getLogger(__name__)
 
@@ -119,10 +117,9 @@ class EnginePool:
 
     async def start(self) -> None:
         """Starts the first engines, and waits for one. Raises `EngineRefused` if it cannot run as configured."""
-        watching = asyncio.create_task(self._monitor.run(), name="engine-monitor")
-        watching.add_done_callback(_log_failure)
-        idling = asyncio.create_task(self._end_idle(), name="engine-idle")
-        idling.add_done_callback(_log_failure)
+        failure = "a background task of the engine pool failed"
+        watching = start_logged_task(self._monitor.run(), "engine-monitor", _log.critical, failure)
+        idling = start_logged_task(self._end_idle(), "engine-idle", _log.critical, failure)
         filling = [asyncio.create_task(engine.fill(), name="engine-fill") for engine in self.engines]
         self._tasks = [watching, idling, asyncio.create_task(OOM_KILLS.run(), name="oom-kills"), *filling]
         done, _ = await asyncio.wait(filling, return_when=asyncio.FIRST_COMPLETED)
@@ -315,8 +312,3 @@ async def _within(seconds: float) -> AsyncIterator[None]:
         if not limit.expired():
             raise
         raise engine_unavailable() from None
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (cause := task.exception()) is not None:
-        _log.critical("a background task of the engine pool failed", exc_info=cause)

@@ -188,7 +188,7 @@ async def start_process(options: ProcessOptions, fork_server: ForkServer) -> Eng
             stderr = failed.enter_context(open(reading, "rb", buffering=0))
             inherited.callback(os.close, writing)
             # The engine inherits the arenas. They have no name, so nothing is left once both processes have ended.
-            arenas, shared = Arenas.make() if arena.is_supported() else (None, [])
+            arenas, shared = Arenas.make() if arena.has_sealed_memory() else (None, [])
             memories = None
             if arenas is not None:
                 failed.callback(arenas.close)

@@ -49,10 +49,10 @@ class EngineRequest:
     """Loop time when it was sent; None: it waits."""
     chunk: Chunk | None = None
     """Where its payload lies in the arena, if it is large and was sent."""
-    on_ask: Callable[[bytes], None] | None = None
+    on_question: Callable[[bytes], None] | None = None
     """Called with each question that the engine asks while it works on the request; see
     `Connection.answer_question`. Raises `DecodeError` or `ValueError` for a malformed question."""
-    is_asking = False
+    has_open_question = False
     """Whether the engine waits for the answer to a question."""
     is_given_up = False
     """Whether it was sent, but no caller waits for it any more."""

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from gradrule_server.limits import REPORTED_RESOURCES
-from gradrule_server.link.engine import EngineStatus
+from gradrule_server.link.monitor import EngineStatus
 from gradrule_server.operations.request_record import UNKNOWN_TENANT, RequestRecord
 from gradrule_server.operations.status import Snapshot, WorkerStatus
 

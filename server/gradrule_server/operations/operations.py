@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradrule.v1 import admin_pb2
+from gradrule_server.concurrency import start_logged_task
 from gradrule_server.operations import audit
 from gradrule_server.operations.audit import AuditLog
 from gradrule_server.operations.log_writing import BackgroundWriter
@@ -92,8 +93,9 @@ class Operations:
         self._sources = sources
         self._lines.start()
         self._audit_lines.start()
-        self._reporting = asyncio.create_task(self._keep_reporting_dropped(), name="operations")
-        self._reporting.add_done_callback(_report_failure)
+        self._reporting = start_logged_task(
+            self._keep_reporting_dropped(), "operations", _log.error, "dropped lines of logs are no longer reported"
+        )
         if self._metrics is not None:
             from gradrule_server.operations.metrics import MetricsPage
 
@@ -137,8 +139,3 @@ class Operations:
                 _log.warning("%d lines of the log were left out", unwritten)
         audited = self._audit_lines if self._settings.audit_log else self._lines
         self._audit.log_dropped(self._audit_lines.take_dropped(), may_write=audited.can_write)
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (cause := task.exception()) is not None:
-        _log.error("dropped lines of logs are no longer reported", exc_info=cause)

@@ -12,7 +12,7 @@ from typing import Protocol
 from google.protobuf.duration_pb2 import Duration
 
 from gradrule.v1 import admin_pb2
-from gradrule_server.link.engine import EngineStatus
+from gradrule_server.link.monitor import EngineStatus
 
 MAX_TENANTS = 1000
 _TENANT_USAGES = [

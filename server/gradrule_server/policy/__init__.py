@@ -4,17 +4,21 @@ Graphs, rules and engines use it. Does not import TensorFlow.
 """
 
 from gradrule_server.limits import Limits, NodeLimits
-from gradrule_server.policy.blob_names import check_blob_name, missing_blobs
-from gradrule_server.policy.node_checks import (
+from gradrule_server.policy.faults import (
     DROPPED_ATTRS,
     FAKE_PARAM,
+    Fault,
     attribute_faults,
+    check_blob_name,
+    missing_blobs,
     op_fault,
     output_count_fault,
+    shape_fault,
+    tensor_fault,
+    value_fault,
 )
-from gradrule_server.policy.op_table import OpReview, definition_digest, find_review, op_reviews, review_with_digest
+from gradrule_server.policy.op_tables import OpReview, definition_digest, find_review, op_reviews, review_with_digest
 from gradrule_server.policy.parsed_size import FREE_BYTES, SMALL_BYTES, check_parsed_size
-from gradrule_server.policy.tensors import Fault, shape_fault, tensor_fault, value_fault
 
 __all__ = [
     "DROPPED_ATTRS",

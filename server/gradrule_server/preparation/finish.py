@@ -117,13 +117,13 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         ys=reply.ys,
         xs=reply.xs,
         overrides=resolutions,
-        default_gradient_nodes=reply.defaulted,
+        default_gradient_nodes=reply.default_gradient_nodes,
         device=device,
         rewritten=plan.rewritten,
         aliases=dict(plan.aliases),
     )
     tail = evaluate_pb2.EvaluateResponse(
-        overrides=resolutions, default_gradient_nodes=reply.defaulted, rewritten=plan.rewritten
+        overrides=resolutions, default_gradient_nodes=reply.default_gradient_nodes, rewritten=plan.rewritten
     )
     return link_pb2.FinishedProgram(program=program.SerializeToString(), tail=tail.SerializeToString())
 

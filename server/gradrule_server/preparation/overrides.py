@@ -10,10 +10,10 @@ from gradrule_server.errors import Finding, GradruleError, did_you_mean
 from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import NodeLimits, check_parsed_size
-from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
+from gradrule_server.preparation.references import ResolvedRule, RuleLookup
 from gradrule_server.rules import RuleContent, write_param, write_param_value
 from gradrule_server.rules.catalogue.presets import PRESETS
-from gradrule_server.rules.param_table import BoundParams, ParamTable
+from gradrule_server.rules.params import BoundParams, ParamTable
 
 INLINE_RULE = "inline"
 # Reading stops after this number of findings: an invalid override of two bytes gives a finding of hundreds of bytes.

@@ -13,14 +13,20 @@ from dataclasses import dataclass, replace
 
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
-from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.messages import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides, rule_names
-from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
-from gradrule_server.preparation.variable_values import Blobs, Values, bind
+from gradrule_server.preparation.references import (
+    Blobs,
+    ResolvedRule,
+    RuleLookup,
+    VariableValues,
+    bind_variables,
+    load_graph,
+)
 
 FORMAT_VERSION = 3
 """Part of every digest, so that programs of different formats have different digests."""
@@ -85,7 +91,7 @@ def prepare(
     expanded = _expand_graph(program, lookup, limits, namespace)
     _check_program(program, expanded, limits)
     program.overrides.set_embedded_contents(expanded.embedded_rules)
-    values = bind(spec, expanded, store, limits)
+    values = bind_variables(spec, expanded, store, limits)
     request = _build_request(program, expanded, values, limits)
     request.key = _digest(program, request, values)
     return Prepared(
@@ -169,7 +175,7 @@ def _check_program(program: _ReadProgram, expanded: graphs.Expanded, limits: Lim
 
 
 def _build_request(
-    program: _ReadProgram, expanded: graphs.Expanded, values: Values, limits: Limits
+    program: _ReadProgram, expanded: graphs.Expanded, values: VariableValues, limits: Limits
 ) -> link_pb2.CompileRequest:
     """Returns the request to the engine, without the key."""
     spec, derivative, table = program.spec, program.derivative, program.overrides
@@ -258,27 +264,6 @@ def _mention_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding
     return replace(finding, message=f"{finding.message} Aliases: {shown}{more}.")
 
 
-def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
-    """Returns the graph's bytes and the parsed graph. Raises BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
-    source = spec.graph.WhichOneof("source")
-    if source == "blob_sha256":
-        size = store.size(spec.graph.blob_sha256)
-        if size > limits.graph_bytes:
-            raise error(
-                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"the graph has {size} bytes; {limits.graph_bytes} is the most, unless the server is started with a "
-                "larger --max-graph-bytes",
-                field="spec.graph",
-            )
-        data = store.read(spec.graph.blob_sha256)
-        return data, graphs.parse(data, limits)
-    if source == "serialized":
-        return spec.graph.serialized, graphs.parse(spec.graph.serialized, limits)
-    if source == "inline_graph":
-        return spec.graph.inline_graph.SerializeToString(deterministic=True), spec.graph.inline_graph
-    raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
-
-
 def _check_spec(spec: program_pb2.ProgramSpec, derivative: DerivativeSpec) -> list[Finding]:
     findings = []
 
@@ -339,7 +324,7 @@ def _upstream_gradient(y: str, derivative: DerivativeSpec, expanded: graphs.Expa
     return link_pb2.Upstream(ones=True)
 
 
-def _digest(program: _ReadProgram, request: link_pb2.CompileRequest, values: Values) -> str:
+def _digest(program: _ReadProgram, request: link_pb2.CompileRequest, values: VariableValues) -> str:
     """Returns the SHA-256 of everything that determines the computation, except param values."""
     spec, table = program.spec, program.overrides
     rules = [_identity(bound.rule) for bound in table.bound]

@@ -17,7 +17,7 @@ from gradrule_server.errors import GradruleError, did_you_mean, error
 from gradrule_server.link.messages import sampled_gradient
 from gradrule_server.policy import NodeLimits, tensor_fault
 from gradrule_server.preparation.overrides import INLINE_RULE, OverrideTable
-from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
+from gradrule_server.preparation.references import ResolvedRule, RuleLookup
 from gradrule_server.rules import RuleContent, Signature, read_param_value
 
 _VARIABLE = re.compile(r"(x|y|dy|default)(0|[1-9][0-9]{0,3})?")

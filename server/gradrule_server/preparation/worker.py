@@ -18,9 +18,14 @@ from gradrule_server.link.messages import canonical, read_call_shape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_parsed_size
 from gradrule_server.preparation.finish import finish, make_plan
-from gradrule_server.preparation.front_end_lookup import Ask, FrontEndBlobs, FrontEndRules
-from gradrule_server.preparation.prepare import Prepared, load_graph, override_values, prepare
-from gradrule_server.preparation.rule_lookup import SnapshotLookup
+from gradrule_server.preparation.prepare import Prepared, override_values, prepare
+from gradrule_server.preparation.references import (
+    AskFrontEnd,
+    FrontEndBlobs,
+    FrontEndRuleLookup,
+    SnapshotRuleLookup,
+    load_graph,
+)
 from gradrule_server.preparation.sampling import sample_call
 from gradrule_server.rules import RuleContent
 
@@ -34,7 +39,7 @@ ReadBlob = Callable[[str, str], bytes]
 
 
 class PreparationService:
-    """Handles PREPARE frames; thread-safe. Tasks send questions in ASK frames and wait for answers in TOLD frames."""
+    """Handles PREPARE frames; thread-safe. Tasks send QUESTION frames and wait for ANSWER frames."""
 
     def __init__(self, frames: FrameSocket, read_blob: ReadBlob) -> None:
         self._frames = frames
@@ -45,9 +50,9 @@ class PreparationService:
         """Runs a task and returns the payload of the PREPARED frame. Raises `GradruleError` with all findings."""
         answers = self._answers[frame.request_id] = queue.SimpleQueue()
 
-        def ask(question: link_pb2.Question) -> link_pb2.Told:
-            self._frames.send(Kind.ASK, frame.request_id, question.SerializeToString())
-            return link_pb2.Told.FromString(answers.get())
+        def ask(question: link_pb2.Question) -> link_pb2.Answer:
+            self._frames.send(Kind.QUESTION, frame.request_id, question.SerializeToString())
+            return link_pb2.Answer.FromString(answers.get())
 
         try:
             return self._run_task(link_pb2.PrepareRequest.FromString(bytes(frame.payload)), ask)
@@ -60,7 +65,7 @@ class PreparationService:
         if answers is not None:
             answers.put(bytes(frame.payload))
 
-    def _run_task(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
+    def _run_task(self, request: link_pb2.PrepareRequest, ask: AskFrontEnd) -> bytes:
         limits = Limits.from_values(request.limits)
         blobs = FrontEndBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
         reply: Message
@@ -80,7 +85,7 @@ class PreparationService:
                 reply = link_pb2.CheckedRule(definition=_check_rule(request.rule, limits))
             case "sample":
                 sample = _parse(request.sample, rule_pb2.SampleRuleRequest, limits)
-                reply = sample_call(sample, FrontEndRules(ask), limits)
+                reply = sample_call(sample, FrontEndRuleLookup(ask), limits)
             case None:
                 raise DecodeError("a PREPARE without a task")
         return reply.SerializeToString()
@@ -89,16 +94,16 @@ class PreparationService:
 _Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
 
 
-def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: FrontEndBlobs) -> _Answer:
+def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: AskFrontEnd, blobs: FrontEndBlobs) -> _Answer:
     spec = _parse(task.spec, program_pb2.ProgramSpec, limits)
     if task.may_be_known:
         digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         if ask(link_pb2.Question(spec_digest=digest)).is_known:
             return link_pb2.PreparedProgram(is_known=True), None
     call = read_call_shape(task.call)
-    rules = FrontEndRules(ask)
+    rules = FrontEndRuleLookup(ask)
     if task.HasField("snapshot"):
-        prepared = prepare(spec, call, SnapshotLookup(task.snapshot), limits, blobs, task.namespace)
+        prepared = prepare(spec, call, SnapshotRuleLookup(task.snapshot), limits, blobs, task.namespace)
     else:
         prepared = prepare(spec, call, rules, limits, blobs, task.namespace)
     reply = _prepared_message(prepared)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
+from gradrule_server.concurrency import TenantLocks
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.messages import CallShape, describing
 from gradrule_server.link.v1 import link_pb2
@@ -22,8 +23,7 @@ from gradrule_server.programs.preparer import Prepared, Preparer, RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.rules import Param
-from gradrule_server.rules.param_table import BoundParams, ParamTable
-from gradrule_server.tenant_locks import TenantLocks
+from gradrule_server.rules.params import BoundParams, ParamTable
 
 _LARGE_BYTES = 8 << 20
 # Suffix of the key of a program that an engine describes and does not keep.

@@ -22,6 +22,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
+from gradrule_server.concurrency import TenantLocks
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
@@ -36,7 +37,6 @@ from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rule_entries import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
-from gradrule_server.tenant_locks import TenantLocks
 
 _log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class Preparer:
         read: Callable[[bytes], AnswerT],
     ) -> AnswerT:
         try:
-            return read(await worker.call(Kind.PREPARE, payload, ends_at or math.inf, on_ask=questions.answer))
+            return read(await worker.call(Kind.PREPARE, payload, ends_at or math.inf, on_question=questions.answer))
         except GradruleError as cause:
             if cause.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED and not isinstance(cause, EngineLost):
                 # The process does not return all of its memory.
@@ -323,31 +323,31 @@ class _WorkerQuestions:
         try:
             answer = await self._find_answer(question)
         except GradruleError as cause:
-            answer = link_pb2.Told(fault=fault_message(cause))
+            answer = link_pb2.Answer(fault=fault_message(cause))
         except Exception:
             # Without an answer the worker would wait until the deadline.
             _log.exception("the question of a compile worker cannot be answered")
             failure = error(errors_pb2.ERROR_REASON_INTERNAL, "the server cannot look up what the program refers to")
-            answer = link_pb2.Told(fault=fault_message(failure))
+            answer = link_pb2.Answer(fault=fault_message(failure))
         work.connection.answer_question(work, answer.SerializeToString())
 
-    async def _find_answer(self, question: link_pb2.Question) -> link_pb2.Told:
+    async def _find_answer(self, question: link_pb2.Question) -> link_pb2.Answer:
         match question.WhichOneof("question"):
             case "rules" if self._rules is not None:
-                return link_pb2.Told(rules=self._rules.find(question.rules.names))
+                return link_pb2.Answer(rules=self._rules.find(question.rules.names))
             case "unknown_rule" if self._rules is not None and self._explained < _MAX_EXPLAINED_NAMES:
                 self._explained += 1
                 unknown = await asyncio.to_thread(self._rules.unknown, question.unknown_rule)
-                return link_pb2.Told(fault=fault_message(unknown))
+                return link_pb2.Answer(fault=fault_message(unknown))
             case "blob_sizes":
-                return link_pb2.Told(sizes=await asyncio.to_thread(self._sizes, list(question.blob_sizes.names)))
+                return link_pb2.Answer(sizes=await asyncio.to_thread(self._sizes, list(question.blob_sizes.names)))
             case "blob":
                 # Pinning may verify the hash, which takes long.
                 await asyncio.to_thread(self._pin, question.blob)
-                return link_pb2.Told()
+                return link_pb2.Answer()
             case "spec_digest" if self._is_known is not None and len(question.spec_digest) == _DIGEST_BYTES:
                 self.has_reported_known = self._is_known(question.spec_digest)
-                return link_pb2.Told(is_known=self.has_reported_known)
+                return link_pb2.Answer(is_known=self.has_reported_known)
             case kind:
                 raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked for {kind} out of place")
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf import json_format
 
+from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.messages import CallShape, read_call_shape, shape_message
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.periodic import RepeatedWarning
 from gradrule_server.programs.cache import StoredKey
 from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.loaded import select_to_load
@@ -118,7 +118,7 @@ class WarmUp:
                 continue
             # What fails is not listed again until a call uses it.
             program = self._pending.pop(0)
-            if self._has_engine(program.tenant):
+            if self._may_load(program.tenant):
                 try:
                     service = await self._load_service(program.tenant)
                     await service.load_stored(program.name, program.call, loop.time() + _MAX_PROGRAM_S)
@@ -135,10 +135,15 @@ class WarmUp:
         compiling = any(engine.is_compiling for engine in self._pool.engines_for(tenant))
         return compiling or self._pool.workers.waiting > 0
 
-    def _has_engine(self, tenant: str) -> bool:
-        """Returns whether the tenant has an engine, or can get one without ending another."""
-        has_room = len(self._pool.engines) < self._pool.max_engines
-        return self._pool.serves(tenant) or has_room or any(engine.owner is None for engine in self._pool.engines)
+    def _may_load(self, tenant: str) -> bool:
+        """Returns whether the tenant has an engine, or may get one for programs that its calls may never use.
+
+        Such engines are at most half of all engines, so that the others are left to tenants that call.
+        """
+        engines = self._pool.engines
+        if self._pool.serves(tenant) or any(engine.owner is None for engine in engines):
+            return True
+        return len(engines) < self._pool.max_engines // 2
 
     async def _record(self) -> None:
         """Writes the list if it has changed."""

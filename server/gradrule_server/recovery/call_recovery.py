@@ -12,11 +12,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.concurrency import TenantLocks
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.recovery.crash_history import CrashHistory, HistoryRecorder, Workload
 from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, ProgramNotLoaded
 from gradrule_server.recovery.recovery_states import TRANSITIONS, CallState, Event
-from gradrule_server.tenant_locks import TenantLocks
 
 EngineT = TypeVar("EngineT")
 EngineT_co = TypeVar("EngineT_co", covariant=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.policy.blob_names import BLOB_NAME
+from gradrule_server.policy.faults import BLOB_NAME
 from gradrule_server.registry.data_folder import sync_to_disk
 
 UPLOADING = ".upload-"

@@ -21,8 +21,8 @@ from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.concurrency import RepeatedWarning
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.periodic import RepeatedWarning
 from gradrule_server.registry.data_folder import (
     DATABASE_FILE,
     DISK_FULL_ERRORS,

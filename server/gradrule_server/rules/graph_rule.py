@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from gradrule.common import op_definitions, op_inference
+from gradrule.common.dtypes import dtype_name
+from gradrule.common.op_inference import type_attr
 from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
+from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM, NodeLimits, attribute_faults, op_fault, output_count_fault
-from gradrule_server.rules import dtypes
-from gradrule_server.rules.dtypes import Dt
-from gradrule_server.rules.graph_builder import type_attr
-from gradrule_server.rules.language.identifiers import FAMILIES, declared_params_text, split_variable
 from gradrule_server.rules.language.source import quoted
-from gradrule_server.rules.signature import RuleGraph, Signature, count_noun, not_differentiable_error, variable_list
+from gradrule_server.rules.language.syntax_tree import FAMILIES, declared_params_text, split_variable
+from gradrule_server.rules.signature import (
+    NUMPY_TYPES,
+    RuleGraph,
+    Signature,
+    count_noun,
+    not_differentiable_error,
+    variable_list,
+)
 
 _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 _UNBOUND = ("PlaceholderV2", "PlaceholderWithDefault")
@@ -280,8 +287,8 @@ def _set_type(node: graph_pb2.Node, dtype: int, variable: str) -> None:
     if stated != dtype:
         raise _refused(
             errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
-            f"the rule's placeholder {node.name!r} is {dtypes.dtype_name(stated)}, but {variable} of the op is "
-            f"{dtypes.dtype_name(dtype)}",
+            f"the rule's placeholder {node.name!r} is {dtype_name(stated)}, but {variable} of the op is "
+            f"{dtype_name(dtype)}",
             node.name,
         )
     node.attr["dtype"].CopyFrom(type_attr(dtype))
@@ -293,10 +300,10 @@ def _add_param_cast(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node],
     """Adds a float64 placeholder for a param, and makes its node a cast from it; returns the placeholder's name."""
     node = nodes[name]
     dtype = node.attr["dtype"].type if "dtype" in node.attr else Dt.DT_DOUBLE
-    if dtype not in dtypes.NUMPY:
+    if dtype not in NUMPY_TYPES:
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
-            f"a param is no {dtypes.dtype_name(dtype)}: say a float, int or bool type",
+            f"a param is no {dtype_name(dtype)}: say a float, int or bool type",
             name,
         )
     fed = f"param/{name}"

@@ -12,7 +12,7 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.policy import NodeLimits, check_parsed_size
 from gradrule_server.rules.graph_rule import CheckedGraph, bind_graph, check_nodes, parse_graph
 from gradrule_server.rules.language import Formula, lower, parse
-from gradrule_server.rules.language.identifiers import is_function, param_name_problem
+from gradrule_server.rules.language.syntax_tree import is_function, param_name_problem
 from gradrule_server.rules.params import Param, read_param_value, write_param
 from gradrule_server.rules.signature import RuleGraph, Signature
 

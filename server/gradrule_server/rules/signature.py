@@ -1,4 +1,4 @@
-"""Declares the signature of an op, to which a rule is bound, and the graph of a bound rule."""
+"""Declares the element types that rules support, the signature of an op to which a rule is bound, and a bound rule."""
 
 from __future__ import annotations
 
@@ -6,9 +6,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import ml_dtypes
+import numpy as np
+
+from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2, graph_pb2
+from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.rules import dtypes
+
+FLOAT_TYPES = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE})
+COMPLEX_TYPES = frozenset({Dt.DT_COMPLEX64, Dt.DT_COMPLEX128})
+DIFFERENTIABLE: frozenset[int] = frozenset(FLOAT_TYPES | COMPLEX_TYPES)
+
+# Integer types with kernels for arithmetic. Other integers must be cast first.
+INTEGER_TYPES = frozenset({Dt.DT_INT32, Dt.DT_INT64})
+
+REAL_TYPES: Mapping[int, int] = {Dt.DT_COMPLEX64: Dt.DT_FLOAT, Dt.DT_COMPLEX128: Dt.DT_DOUBLE}
+
+_NAMES: Mapping[int, str] = {
+    Dt.DT_HALF: "float16",
+    Dt.DT_BFLOAT16: "bfloat16",
+    Dt.DT_FLOAT: "float32",
+    Dt.DT_DOUBLE: "float64",
+    Dt.DT_COMPLEX64: "complex64",
+    Dt.DT_COMPLEX128: "complex128",
+    Dt.DT_INT8: "int8",
+    Dt.DT_INT16: "int16",
+    Dt.DT_INT32: "int32",
+    Dt.DT_INT64: "int64",
+    Dt.DT_UINT8: "uint8",
+    Dt.DT_UINT16: "uint16",
+    Dt.DT_UINT32: "uint32",
+    Dt.DT_UINT64: "uint64",
+    Dt.DT_BOOL: "bool",
+}
+
+
+# Types that expressions can name.
+TYPES_BY_NAME: Mapping[str, int] = {name: dtype for dtype, name in _NAMES.items()}
+
+NUMPY_TYPES: Mapping[int, np.dtype[np.generic]] = {
+    dtype: np.dtype(ml_dtypes.bfloat16) if dtype == Dt.DT_BFLOAT16 else np.dtype(name) for dtype, name in _NAMES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -21,14 +60,14 @@ class Signature:
     @cached_property
     def differentiable(self) -> tuple[int, ...]:
         """Indices of the inputs of floating-point or complex type."""
-        return tuple(index for index, dtype in enumerate(self.inputs) if dtype in dtypes.DIFFERENTIABLE)
+        return tuple(index for index, dtype in enumerate(self.inputs) if dtype in DIFFERENTIABLE)
 
     @property
     def x_dtype(self) -> int:
         """The type of literals and params: that of the first differentiable input, else of `dy0`."""
         if self.differentiable:
             return self.inputs[self.differentiable[0]]
-        return self.outputs[0] if self.outputs else dtypes.Dt.DT_FLOAT
+        return self.outputs[0] if self.outputs else Dt.DT_FLOAT
 
     def dtype_of(self, family: str, index: int) -> int:
         """Returns the type of a variable (`x0`, `y0`, `dy0`, `default0`). Raises RULE_ARITY if the op lacks it."""
@@ -83,6 +122,6 @@ def not_differentiable_error(signature: Signature, index: int) -> GradruleError:
     """Returns RULE_ARITY for a rule with a gradient for an input that is not differentiable."""
     return error(
         errors_pb2.ERROR_REASON_RULE_ARITY,
-        f"the rule gives a gradient for input {index}, which is {dtypes.dtype_name(signature.inputs[index])} "
+        f"the rule gives a gradient for input {index}, which is {dtype_name(signature.inputs[index])} "
         "and has none: say None there",
     )

@@ -16,7 +16,7 @@ from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import Prepared, prepare
-from gradrule_server.preparation.rule_lookup import ResolvedRule
+from gradrule_server.preparation.references import ResolvedRule
 from gradrule_server.rules.catalogue import BUILTINS
 from tests.stores import no_blobs
 

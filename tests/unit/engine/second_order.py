@@ -17,7 +17,7 @@ from gradrule_server.engine.differentiation import Differentiation, Differentiat
 from gradrule_server.engine.graph_import import IMPORT_SCOPE, import_graph
 from gradrule_server.link.messages import CallShape
 from gradrule_server.preparation.prepare import prepare
-from gradrule_server.preparation.rule_lookup import ResolvedRule
+from gradrule_server.preparation.references import ResolvedRule
 from tests.stores import no_blobs
 from tests.unit.engine.building import NAMESPACES
 
@@ -59,7 +59,7 @@ def twice(
         given = {name: tf.constant(value, tf.float64) for name, value in (params or {}).items()}
         rules: list[BoundRule] = []
         for rule in request.rules:
-            content = build._content(rule)
+            content = build._read_content(rule)
             assert content is not None
             rules.append(GraphRule(rule.name, content, {param.name: given[param.name] for param in content.params}))
         differentiation = Differentiation(

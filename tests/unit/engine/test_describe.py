@@ -23,7 +23,7 @@ from gradrule_server.graphs import Limits
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.preparation.prepare import prepare
-from gradrule_server.preparation.rule_lookup import ResolvedRule
+from gradrule_server.preparation.references import ResolvedRule
 from gradrule_server.rules import RuleContent
 from tests.service.graph_defs import load_graph
 from tests.service.nested_cases import REGISTERED, REGISTERED_EXPRESSION, case
@@ -55,7 +55,7 @@ def _requests(graph: Any, words: Words) -> list[link_pb2.CompileRequest]:
 def _description(built: BuiltProgram) -> dict[str, Any]:
     return {
         "statuses": built.statuses,
-        "defaulted": built.defaulted,
+        "default_gradient_nodes": built.default_gradient_nodes,
         "without": [item.SerializeToString() for item in built.without_gradient],
         "made": built.made,
         "layout": built.layout,

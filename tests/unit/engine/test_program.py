@@ -19,7 +19,7 @@ from gradrule_server.engine.program import BuiltProgram, FunctionCall, SessionCa
 from gradrule_server.engine.run import run
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 from tests.service.graph_defs import build_graph
 from tests.unit.engine.building import prepared
 

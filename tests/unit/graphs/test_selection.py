@@ -20,7 +20,7 @@ from gradrule.v1.override_pb2 import POSITION_NEAREST_XS, POSITION_NEAREST_YS, P
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import GradruleError, Reason
 from gradrule_server.graphs import Expanded, Limits, OverrideSpec
-from gradrule_server.graphs.name_patterns import PatternSet
+from gradrule_server.graphs.matching import PatternSet
 from tests.unit.graphs.helpers import FLOAT, call, expand, findings_of, function, graph, node, only_finding, placeholder
 
 OPS = ("Tanh", "Relu", "Neg")

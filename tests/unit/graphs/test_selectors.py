@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.override_pb2 import Selector
 from gradrule_server import graphs
-from gradrule_server.errors import Reason
+from gradrule_server.errors import GradruleError, Reason, error
 from gradrule_server.graphs import OverrideSpec
-from gradrule_server.graphs.name_patterns import compile_regex, glob_regex
+from gradrule_server.graphs.selectors import compile_regex, glob_regex
 from tests.unit.graphs.helpers import (
     call,
     expand,
@@ -152,7 +152,19 @@ def test_unknown_rule_in_an_attribute() -> None:
     expand(made, ["y"])
 
 
-def test_notes_on_calls_are_no_wish() -> None:
+def test_a_failed_look_up_of_a_rule_keeps_its_reason() -> None:
+    made = network()
+    made.node[1].attr["_gradient_op_type"].s = b"Mine"
+
+    def known_rule(name: str, op_type: str) -> int:
+        raise error(Reason.ERROR_REASON_LIMIT_EXCEEDED, "too many names")
+
+    with pytest.raises(GradruleError) as caught:
+        expand(made, ["y"], ys=["y"], xs=["x"], known_rule=known_rule)
+    assert [finding.reason for finding in caught.value.findings] == [Reason.ERROR_REASON_LIMIT_EXCEEDED]
+
+
+def test_attributes_that_tensorflow_sets_on_calls_request_no_rule() -> None:
     made = network()
     made.node[4].attr["_gradient_op_type"].s = b"PartitionedCall-12"
     assert expand(made, ["y"], ys=["y"], xs=["x"]).marks == []

@@ -42,6 +42,10 @@ def both() -> Iterator[Both]:
     made.reader.close()
 
 
+def used_bytes(arena: Outgoing) -> int:
+    return len(arena._map) - sum(end - start for start, end in arena._free)
+
+
 def test_placed_payloads_are_read_back_and_do_not_overlap(both: Both) -> None:
     chance = random.Random(0)
     placed: dict[Chunk, bytes] = {}
@@ -58,7 +62,7 @@ def test_placed_payloads_are_read_back_and_do_not_overlap(both: Both) -> None:
             refused += 1
         else:
             placed[found] = b"".join(parts)
-        assert both.writer.used_bytes == sum(-(-chunk.length // _PAGE) * _PAGE for chunk in placed)
+        assert used_bytes(both.writer) == sum(-(-chunk.length // _PAGE) * _PAGE for chunk in placed)
     assert refused
     for chunk in placed:
         both.writer.release(chunk)
@@ -126,7 +130,7 @@ class Link:
 async def _linked() -> AsyncIterator[Link]:
     ours, theirs = socket.socketpair()
     arenas, shared = Arenas.make()
-    other = Arenas.from_descriptors(os.dup(shared[1]), os.dup(shared[0]))
+    other = Arenas.from_descriptors(os.dup(shared[0]), os.dup(shared[1]))
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(lambda: Connection(2, arenas), sock=ours)
     with theirs:
@@ -151,15 +155,15 @@ async def test_large_payloads_do_not_go_through_the_socket_and_their_room_is_fre
         assert isinstance(frame.payload, memoryview)
         assert frame.payload == request
         assert (frame.kind, small) == (Kind.RUN, Frame(Kind.RUN, 2, b"small"))
-        assert link.arenas.outgoing.used_bytes == LEAST_PLACED_BYTES
+        assert used_bytes(link.arenas.outgoing) == LEAST_PLACED_BYTES
         link.engine.send(Kind.RAN, frame.request_id, answer)
         assert await work.answer == answer
-        assert link.arenas.outgoing.used_bytes == 0
+        assert used_bytes(link.arenas.outgoing) == 0
         taken = await link.received()
-        assert (taken.kind, taken.request_id) == (Kind.TAKEN, frame.request_id)
+        assert (taken.kind, taken.request_id) == (Kind.ACK, frame.request_id)
         assert link.engine.answer_housekeeping(taken)
         assert link.engine._arenas is not None
-        assert link.engine._arenas.outgoing.used_bytes == 0
+        assert used_bytes(link.engine._arenas.outgoing) == 0
         other.answer.cancel()
 
 
@@ -169,9 +173,9 @@ async def test_an_unwanted_answer_is_released_unread() -> None:
         work.answer.cancel()
         frame = await link.received()
         link.engine.send(Kind.RAN, frame.request_id, bytes(LEAST_PLACED_BYTES))
-        assert (await link.received()).kind is Kind.TAKEN
+        assert (await link.received()).kind is Kind.ACK
         assert work.ended
-        assert link.arenas.outgoing.used_bytes == 0
+        assert used_bytes(link.arenas.outgoing) == 0
 
 
 async def test_a_payload_that_cannot_be_read_ends_the_connection_and_its_caller_is_told(
@@ -197,7 +201,7 @@ async def test_a_payload_without_room_goes_through_the_socket() -> None:
         work = link.connection.submit(Kind.RUN, bytes(4 << 20))
         frame = await link.received()
         assert frame.payload == bytes(4 << 20)
-        assert link.arenas.outgoing.used_bytes == 510 << 20
+        assert used_bytes(link.arenas.outgoing) == 510 << 20
         link.engine.send(Kind.RAN, frame.request_id, b"done")
         assert await work.answer == b"done"
 
@@ -233,13 +237,28 @@ async def test_memory_falls_once_nothing_large_has_come_for_a_while(monkeypatch:
         await work.answer
         sizes = (link.arenas.outgoing.fd, link.arenas.incoming.fd)
         assert all(os.fstat(fd).st_blocks * 512 >= 16 << 20 for fd in sizes)
-        for expected in (Kind.TAKEN, Kind.TRIM):
+        for expected in (Kind.ACK, Kind.TRIM):
             housekeeping = await link.received()
             assert housekeeping.kind is expected
             assert link.engine.answer_housekeeping(housekeeping)
         async with asyncio.timeout(10):
             while any(os.fstat(fd).st_blocks for fd in sizes):
                 await asyncio.sleep(0.02)
+
+
+async def test_failed_trim_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("gradrule_server.link.arena._TRIM_AFTER_S", 0.05)
+
+    def fails(*_: object) -> None:
+        raise OSError("no such range")
+
+    async with _linked() as link:
+        monkeypatch.setattr(link.arenas.outgoing, "trim", fails)
+        link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES)).answer.cancel()
+        async with asyncio.timeout(10):
+            while "no such range" not in caplog.text:
+                await asyncio.sleep(0.02)
+    assert "an arena keeps its memory" in caplog.text
 
 
 async def test_descriptors_are_as_before_when_a_connection_ends() -> None:

@@ -14,11 +14,11 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import pool as pool_module
 from gradrule_server.link import process as process_module
-from gradrule_server.link.engine import EngineRefused, Use
+from gradrule_server.link.engine import Use
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.process import EngineRefused, ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 

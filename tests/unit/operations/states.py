@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradrule_server.limits import TENANT_RESOURCES
-from gradrule_server.link.engine import EngineStatus
+from gradrule_server.link.monitor import EngineStatus
 from gradrule_server.operations.status import CacheStatus, Quarantined, QueueStatus, Sources, TenantUsage
 
 ENGINE = EngineStatus(

@@ -10,7 +10,7 @@ from gradrule.v1 import errors_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error, reason_name
 from gradrule_server.policy import NodeLimits
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides
-from gradrule_server.preparation.rule_lookup import ResolvedRule
+from gradrule_server.preparation.references import ResolvedRule
 
 
 class NoRules:

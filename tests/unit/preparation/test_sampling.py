@@ -13,7 +13,7 @@ from gradrule.v1 import evaluate_pb2, graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.preparation.front_end_lookup import FrontEndRules
+from gradrule_server.preparation.references import FrontEndRuleLookup
 from gradrule_server.preparation.sampling import sample_call
 from gradrule_server.programs.preparer import RegistryLookup
 from gradrule_server.registry.rules import RuleRegistry
@@ -46,7 +46,7 @@ def asked(
         request.values.add(name=name).value.inline_tensor.CopyFrom(message)
     lookup = RegistryLookup(rules)
     return sample_call(
-        request, FrontEndRules(lambda asked: link_pb2.Told(rules=lookup.find(asked.rules.names))), limits
+        request, FrontEndRuleLookup(lambda asked: link_pb2.Answer(rules=lookup.find(asked.rules.names))), limits
     )
 
 

@@ -14,7 +14,7 @@ from gradrule_server.link.framing import Buffer, Frame, FrameSocket, Kind
 from gradrule_server.link.messages import CallShape, fault_message, read_call_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.preparation.front_end_lookup import FrontEndBlobs, FrontEndRules
+from gradrule_server.preparation.references import FrontEndBlobs, FrontEndRuleLookup
 from gradrule_server.preparation.worker import PreparationService
 from tests.service import raw
 
@@ -25,20 +25,20 @@ _HASH = "ab" * 32
 class Frames(FrameSocket):
     """Answers each question at once; `asked` has all of them."""
 
-    def __init__(self, answer: Callable[[link_pb2.Question], link_pb2.Told]) -> None:
+    def __init__(self, answer: Callable[[link_pb2.Question], link_pb2.Answer]) -> None:
         self._answer = answer
         self.service: PreparationService
         self.asked: list[link_pb2.Question] = []
 
     def send(self, kind: Kind, request_id: int, payload: Buffer | Sequence[Buffer]) -> None:
-        assert kind is Kind.ASK
+        assert kind is Kind.QUESTION
         assert isinstance(payload, bytes)
         question = link_pb2.Question.FromString(payload)
         self.asked.append(question)
-        self.service.deliver_answer(Frame(Kind.TOLD, request_id, self._answer(question).SerializeToString()))
+        self.service.deliver_answer(Frame(Kind.ANSWER, request_id, self._answer(question).SerializeToString()))
 
 
-def answer(question: link_pb2.Question) -> link_pb2.Told:
+def answer(question: link_pb2.Question) -> link_pb2.Answer:
     """Knows one rule, and no blob."""
     match question.WhichOneof("question"):
         case "rules":
@@ -52,12 +52,12 @@ def answer(question: link_pb2.Question) -> link_pb2.Told:
                 for name in question.rules.names
                 if name == "Mine"
             ]
-            return link_pb2.Told(rules=found)
+            return link_pb2.Answer(rules=found)
         case "unknown_rule":
             cause = error(errors_pb2.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {question.unknown_rule!r}. Mean it")
-            return link_pb2.Told(fault=fault_message(cause))
+            return link_pb2.Answer(fault=fault_message(cause))
         case "blob_sizes":
-            return link_pb2.Told(sizes=[-1] * len(question.blob_sizes.names))
+            return link_pb2.Answer(sizes=[-1] * len(question.blob_sizes.names))
         case kind:
             raise AssertionError(kind)
 
@@ -115,11 +115,11 @@ def test_the_front_end_explains_an_unknown_rule() -> None:
 def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
     asked: list[link_pb2.Question] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         asked.append(question)
         return answer(question)
 
-    rules = FrontEndRules(ask)
+    rules = FrontEndRuleLookup(ask)
     rules.fetch(f"R{index}" for index in range(1200))
     for index in range(1200):
         with pytest.raises(GradruleError, match="there is no rule"):
@@ -129,7 +129,7 @@ def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
 
 def test_a_program_that_is_known_is_not_prepared() -> None:
     task = link_pb2.ProgramTask(spec=spec("Mine").SerializeToString(), may_be_known=True)
-    frames = Frames(lambda question: link_pb2.Told(is_known=True))
+    frames = Frames(lambda question: link_pb2.Answer(is_known=True))
     frames.service = PreparationService(frames, lambda folder, name: b"")
     request = link_pb2.PrepareRequest(program=task, limits=Limits().to_values())
     answer = frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString()))
@@ -149,9 +149,9 @@ def test_a_missing_graph_blob_is_refused() -> None:
 def test_a_blob_is_read_once_the_front_end_has_checked_it() -> None:
     events: list[str] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         events.append(f"checked {question.blob}")
-        return link_pb2.Told()
+        return link_pb2.Answer()
 
     def read(name: str) -> bytes:
         events.append(f"read {name}")
@@ -171,11 +171,11 @@ def test_invalid_spec_bytes_are_refused() -> None:
 def test_a_rule_without_its_definition_is_requested_again() -> None:
     asked: list[list[str]] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         names = list(question.rules.names)
         asked.append(names)
         # One definition fits.
-        return link_pb2.Told(
+        return link_pb2.Answer(
             rules=[
                 rule_pb2.Rule(
                     name=name,
@@ -187,15 +187,31 @@ def test_a_rule_without_its_definition_is_requested_again() -> None:
             ]
         )
 
-    rules = FrontEndRules(ask)
+    rules = FrontEndRuleLookup(ask)
     rules.fetch(["A", "B", "C"])
     assert asked == [["A", "B", "C"], ["B", "C"], ["C"]]
     assert [rules.resolve(name).name for name in "ABC"] == ["A", "B", "C"]
     assert len(asked) == 3
 
 
+def test_names_beyond_the_limit_are_refused_without_a_suggestion() -> None:
+    asked: list[link_pb2.Question] = []
+
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
+        asked.append(question)
+        return answer(question)
+
+    rules = FrontEndRuleLookup(ask)
+    rules.fetch(f"R{index}" for index in range(20_000))
+    with pytest.raises(GradruleError) as caught:
+        rules.resolve("Mine")
+    assert reason_name(caught.value.reason) == "LIMIT_EXCEEDED"
+    assert "20000 rules" in caught.value.message
+    assert "unknown_rule" not in {question.WhichOneof("question") for question in asked}
+
+
 def test_too_long_names_are_not_requested() -> None:
-    rules = FrontEndRules(lambda question: pytest.fail("it asked"))
+    rules = FrontEndRuleLookup(lambda question: pytest.fail("it asked"))
     with pytest.raises(GradruleError) as caught:
         rules.resolve("x" * 10_000)
     assert reason_name(caught.value.reason) == "UNKNOWN_RULE"
@@ -204,9 +220,9 @@ def test_too_long_names_are_not_requested() -> None:
 def test_sizes_of_many_blobs_are_requested_in_batches() -> None:
     asked: list[int] = []
 
-    def ask(question: link_pb2.Question) -> link_pb2.Told:
+    def ask(question: link_pb2.Question) -> link_pb2.Answer:
         asked.append(len(question.blob_sizes.names))
-        return link_pb2.Told(sizes=[7] * asked[-1])
+        return link_pb2.Answer(sizes=[7] * asked[-1])
 
     names = [f"{number:064x}" for number in range(1200)]
     blobs = FrontEndBlobs(ask, lambda name: b"")

@@ -456,18 +456,34 @@ async def test_endless_load_ends_the_engine_although_calls_wait(
     assert all(isinstance(end, BaseException) for end in await asyncio.gather(*waiting, return_exceptions=True))
 
 
+class LoopClock:
+    """The clock of the running event loop, which a test moves forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        real_time, self._ahead_s = loop.time, 0.0
+        monkeypatch.setattr(loop, "time", lambda: real_time() + self._ahead_s)
+
+    async def advance(self, seconds: float) -> None:
+        """Moves the clock forward, and runs what is due then."""
+        self._ahead_s += seconds
+        # A timer that is due may set another one that is due as well.
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
 async def test_time_limit_of_a_load_begins_when_it_starts(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_cache_module, "_LOAD_S", 0.1)
+    clock, limit_s = LoopClock(monkeypatch), engine_cache_module._LOAD_S
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     engine.submit(Kind.COMPILE, b"long")
     with loaded.hold(program("b"), ends_at=0.0) as waits:
-        await asyncio.sleep(0.3)
+        await clock.advance(10 * limit_s)
         engine.answer(b"long", Kind.COMPILED)
         assert waits.work.started_at is not None
-        await asyncio.sleep(0.05)
+        await clock.advance(limit_s / 2)
         assert not engine.fake.is_killed
-        await asyncio.sleep(0.1)
+        await clock.advance(limit_s)
         assert not engine.is_ready
 
 

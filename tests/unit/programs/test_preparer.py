@@ -44,16 +44,17 @@ class EndingEngine(FakeEngine):
 
 
 class Workers:
-    """Gives each task a worker that ends as the next of `endings` says, before it answers."""
+    """Gives each task a worker that ends as the next of `endings` says, before it answers; None: never answers."""
 
-    def __init__(self, *endings: EngineEnd) -> None:
+    def __init__(self, *endings: EngineEnd | None) -> None:
         self.endings = list(endings)
         self.given = 0
 
     @contextlib.asynccontextmanager
     async def hold(self, owner: str) -> AsyncIterator[FakeEngine]:
         self.given += 1
-        yield EndingEngine(self.endings.pop(0))
+        ending = self.endings.pop(0)
+        yield FakeEngine() if ending is None else EndingEngine(ending)
 
 
 def preparer(folder: Path, workers: Workers) -> Preparer:
@@ -85,6 +86,20 @@ async def test_graph_is_not_blamed_for_killed_workers(tmp_path: Path) -> None:
     assert workers.given == 12
 
 
+async def test_graph_that_ends_workers_of_callers_that_give_up_is_refused(tmp_path: Path) -> None:
+    """No caller waits until the second worker ends, so the first ones count."""
+    workers = Workers(CRASH, None, CRASH, None)
+    asked = preparer(tmp_path, workers)
+    for given in (2, 4):
+        preparing = asyncio.create_task(asked.program(_SPEC, CallShape(), b"", 0.0))
+        async with asyncio.timeout(10):
+            while workers.given < given:
+                await asyncio.sleep(0.001)
+        preparing.cancel()
+        await asyncio.wait([preparing])
+    assert await refused(asked) == "QUARANTINED"
+
+
 class Attached:
     """One worker, which the test speaks for. `ended`: whether it was ended."""
 
@@ -100,10 +115,10 @@ class Attached:
         assert worker is self.engine
         self.ended = True
 
-    async def ask(self, data: bytes, answers: int) -> link_pb2.Told:
+    async def ask(self, data: bytes, answers: int) -> link_pb2.Answer:
         """Asks something, and returns the answer, which is the `answers`-th."""
-        self.send(Kind.ASK, data)
-        return link_pb2.Told.FromString(await self.engine.next(Kind.TOLD, answers))
+        self.send(Kind.QUESTION, data)
+        return link_pb2.Answer.FromString(await self.engine.next(Kind.ANSWER, answers))
 
     def send(self, kind: Kind, data: bytes) -> None:
         _, request_id, _ = self.engine.transport.sent[0]
@@ -169,7 +184,7 @@ async def test_invalid_questions_end_the_connection(tmp_path: Path, questions: l
     preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
     await worker.engine.next(Kind.PREPARE)
     for question in questions:
-        worker.send(Kind.ASK, question)
+        worker.send(Kind.QUESTION, question)
     assert worker.engine.transport.is_closed
     preparing.cancel()
     await asyncio.wait([preparing])
@@ -181,7 +196,7 @@ async def test_worker_that_reads_no_answers_may_not_ask_more(tmp_path: Path) -> 
     preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
     await worker.engine.next(Kind.PREPARE)
     worker.engine.transport.unread = 8 << 20
-    worker.send(Kind.ASK, link_pb2.Question(unknown_rule="x").SerializeToString())
+    worker.send(Kind.QUESTION, link_pb2.Question(unknown_rule="x").SerializeToString())
     assert worker.engine.transport.is_closed
     preparing.cancel()
     await asyncio.wait([preparing])

@@ -172,6 +172,34 @@ async def test_no_program_is_loaded_for_a_tenant_that_would_take_the_engine_of_a
     await server.warm_up.stop()
 
 
+async def test_tenants_that_have_not_called_get_at_most_half_of_the_engines(
+    tmp_path: Path, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants = [f"tenant-{number}" for number in range(6)]
+    server = Server(tmp_path, pool, *tenants)
+    await server.start()
+    for tenant in tenants:
+        for name in ("a", "b"):
+            server.services[tenant].use(name)
+    load = FakeService.load_stored
+
+    async def load_into_own_engine(service: FakeService, name: str, call: CallShape, ends_at: float) -> None:
+        if not pool.serves(service.owner):
+            engine = FakeEngine()
+            engine.owner = service.owner
+            pool.engines.append(engine)
+        await load(service, name, call, ends_at)
+
+    monkeypatch.setattr(FakeService, "load_stored", load_into_own_engine)
+    monkeypatch.setattr(pool, "serves", lambda owner: any(engine.owner == owner for engine in pool.engines))
+    pool._max_engines = pool._max_gpu_engines = 8
+    server = await restart(server, tmp_path, pool)
+    # One of the four is the pool's first engine, which another tenant has.
+    assert len(pool.engines) == 4
+    assert [len(service.loaded) for service in server.services.values()] == [2, 2, 2, 0, 0, 0]
+    await server.warm_up.stop()
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"programs": [1]}', '{"programs": [{"tenant": "a"}]}', "[" * 9999])
 async def test_damaged_list_is_ignored(
     content: str, tmp_path: Path, pool: FakePool, caplog: pytest.LogCaptureFixture

@@ -31,12 +31,12 @@ from gradrule_server.engine.batching.values import (
     Value,
     as_array,
     multiplied,
-    of_numbers,
+    value_from_numbers,
 )
 from gradrule_server.engine.derivatives import SPARSE
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.program import BuiltProgram, Input
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 # Larger functions are not analysed: it takes about 20 µs for each op.
 MAX_OPS = 50_000
@@ -248,14 +248,14 @@ def _of_shapes(op: tf.Operation, inputs: list[Value], shapes: list[Shape | None]
             continue
         sizes = _sizes(value, shape)
         if op.type == "Rank":
-            results.append(of_numbers(np.array(len(sizes), object)))
+            results.append(value_from_numbers(np.array(len(sizes), object)))
         elif op.type == "Size":
             total: Any = 1
             for size in sizes:
                 total = multiplied(total, size)
-            results.append(of_numbers(np.array(total, object)))
+            results.append(value_from_numbers(np.array(total, object)))
         else:
-            results.append(of_numbers(as_array(sizes)))
+            results.append(value_from_numbers(as_array(sizes)))
     return results
 
 

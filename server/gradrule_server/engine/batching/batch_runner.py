@@ -41,8 +41,8 @@ _Answering: TypeAlias = Callable[[int], AbstractContextManager[None]]
 class BatchRunner:
     """Runs RUN_BATCH frames. Thread-safe.
 
-    memories: shared memory of clients. program: finds a program by its key. answering: within this context an error
-    becomes the answer of that request.
+    memories: shared memory of clients. find_program: finds a program by its key. answering: a context that answers a
+    request with the error that is raised within it.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class BatchRunner:
         frames: FrameSocket,
         reader: ArgumentReader,
         memories: AttachedMemories,
-        program: Callable[[str], BuiltProgram],
+        find_program: Callable[[str], BuiltProgram],
         answering: _Answering,
     ) -> None:
         self._frames = frames
         self._reader = reader
         self._memories = memories
-        self._program = program
+        self._find_program = find_program
         self._answering = answering
         self._proofs: weakref.WeakKeyDictionary[BuiltProgram, BatchingProof] = weakref.WeakKeyDictionary()
         self._lock = Lock()
@@ -80,7 +80,7 @@ class BatchRunner:
                 cut = cut_large_tensors(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
                 request = link_pb2.RunRequest.FromString(cut.payload)
                 notice.key = request.key
-                built = self._program(request.key)
+                built = self._find_program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
                 contents, answer_area = cut.contents, None

@@ -43,15 +43,15 @@ from gradrule_server.engine.batching.values import (
     Uniform,
     Unranked,
     Value,
-    axes_of,
-    batched,
-    joined,
+    get_output_tail,
+    read_axes,
+    read_target_shape,
+    require_equal_rows,
+    require_per_example,
     require_same_rows,
     require_uniform,
-    tail_of,
-    target_of,
 )
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 
 def elementwise(inputs: Sequence[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
@@ -87,11 +87,11 @@ def _broadcast(a: int | None, b: int | None) -> int | None:
 def reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
     """Handles reductions along axes other than the batch axis."""
     if isinstance(inputs[1], GradientAxes):
-        if inputs[1].with_batch or batched(inputs[0]).rows != inputs[1].rows:
+        if inputs[1].with_batch or require_per_example(inputs[0]).rows != inputs[1].rows:
             raise NotPerExample("sums over the batch")
         return Unranked()
-    value = batched(inputs[0])
-    axes = axes_of(inputs[1], value.rank)
+    value = require_per_example(inputs[0])
+    axes = read_axes(inputs[1], value.rank)
     if attr("keep_dims"):
         return PerExample(value.rows, tuple(1 if axis in axes else size for axis, size in enumerate(value.tail, 1)))
     return PerExample(value.rows, tuple(size for axis, size in enumerate(value.tail, 1) if axis not in axes))
@@ -99,30 +99,30 @@ def reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Va
 
 def arg_reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
     """Handles ArgMax and ArgMin along an axis other than the batch axis."""
-    value = batched(inputs[0])
-    axes = axes_of(inputs[1], value.rank)
+    value = require_per_example(inputs[0])
+    axes = read_axes(inputs[1], value.rank)
     return PerExample(value.rows, tuple(size for axis, size in enumerate(value.tail, 1) if axis not in axes))
 
 
 def cumulative(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
     """Handles cumulative sums and products along an axis other than the batch axis."""
-    value = batched(inputs[0])
-    axes_of(inputs[1], value.rank)
+    value = require_per_example(inputs[0])
+    read_axes(inputs[1], value.rank)
     return value
 
 
 def last_axis(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
     """Handles ops along the last axis, which must not be the batch axis."""
-    return batched(inputs[0], least_rank=2)
+    return require_per_example(inputs[0], least_rank=2)
 
 
 def matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
     """Handles the product of rows with one matrix."""
-    a = batched(inputs[0])
+    a = require_per_example(inputs[0])
     require_uniform(inputs[1])
     if attr("transpose_a"):
         raise NotPerExample("sums over the batch")
-    return PerExample(a.rows, tail_of(shapes[0]))
+    return PerExample(a.rows, get_output_tail(shapes[0]))
 
 
 def batch_matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
@@ -133,7 +133,7 @@ def batch_matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) ->
     if isinstance(a, PerExample) and isinstance(b, PerExample):
         if a.rank != b.rank or a.rank < 3 or a.rows != b.rows:
             raise NotPerExample("multiplies examples with one another")
-        return PerExample(a.rows, tail_of(shapes[0]))
+        return PerExample(a.rows, get_output_tail(shapes[0]))
     other = b if isinstance(a, PerExample) else a
     require_uniform(other)
     shape = other.shape if isinstance(other, Uniform) else None
@@ -142,7 +142,7 @@ def batch_matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) ->
     is_left_row = isinstance(a, PerExample) and rank == 2 and not attr("adj_x") and len(shape) == 2
     if not is_left_row and (rank < 3 or len(shape) > rank or (len(shape) == rank and shape[0] != 1)):
         raise NotPerExample("multiplies examples with one another")
-    return PerExample(batched[0].rows, tail_of(shapes[0]))
+    return PerExample(batched[0].rows, get_output_tail(shapes[0]))
 
 
 def einsum(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
@@ -159,7 +159,7 @@ def einsum(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value
             rows = value.rows
         elif not isinstance(value, Uniform) or batch in label:
             raise NotPerExample("multiplies examples with one another")
-    return PerExample(rows, tail_of(shapes[0]))
+    return PerExample(rows, get_output_tail(shapes[0]))
 
 
 def windows(*names: str, data: tuple[int, ...], uniform: tuple[int, ...] = ()) -> Rule:
@@ -170,11 +170,11 @@ def windows(*names: str, data: tuple[int, ...], uniform: tuple[int, ...] = ()) -
             sizes = attr(name)
             if sizes and sizes[0] != 1:
                 raise NotPerExample(f"has windows over the batch ({name})")
-        first = batched(inputs[data[0]], least_rank=4)
+        first = require_per_example(inputs[data[0]], least_rank=4)
         for index in data:
-            require_same_rows(batched(inputs[index]), first)
+            require_same_rows(require_per_example(inputs[index]), first)
         require_uniform(*(inputs[index] for index in uniform))
-        return PerExample(first.rows, tail_of(shapes[0]))
+        return PerExample(first.rows, get_output_tail(shapes[0]))
 
     return rule
 
@@ -183,7 +183,7 @@ def back_to(sizes: int, rule: Rule) -> Rule:
     """Returns `rule` for an op whose input `sizes` is the shape of its output."""
 
     def checked(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
-        rows, tail = target_of(inputs[sizes])
+        rows, tail = read_target_shape(inputs[sizes])
         result = rule(inputs, attr, shapes)
         if not isinstance(result, PerExample) or result.rows != rows:
             raise NotPerExample("gives another number of rows than it takes")
@@ -195,14 +195,14 @@ def back_to(sizes: int, rule: Rule) -> Rule:
 def bias_add(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
     """Handles the addition of one bias to all examples."""
     require_uniform(inputs[1])
-    return batched(inputs[0], least_rank=2)
+    return require_per_example(inputs[0], least_rank=2)
 
 
 def batch_norm(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
     """Handles normalisation by given statistics; in training it uses those of the batch."""
     if attr("is_training"):
         raise NotPerExample("normalises by the statistics of the batch (is_training)")
-    value = batched(inputs[0])
+    value = require_per_example(inputs[0])
     require_uniform(*inputs[1:])
     # The other outputs are the statistics that it was given, and room for a backward pass in training.
     return [value, *(Uniform(shape) for shape in shapes[1:])]
@@ -213,31 +213,31 @@ def batch_norm_grad(inputs: list[Value], attr: Attr, shapes: list[Shape | None])
     if attr("is_training"):
         raise NotPerExample("normalises by the statistics of the batch (is_training)")
     dy, x, *rest = inputs
-    value = joined([dy, x])
+    value = require_equal_rows([dy, x])
     require_uniform(*rest[:3])
     return [value, *([Mixed("a gradient that is summed over the batch")] * (len(shapes) - 1))]
 
 
 def cross_entropy(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
     """Handles a loss and its gradient for each row of logits."""
-    logits = batched(inputs[0], least_rank=2)
-    require_same_rows(batched(inputs[1]), logits)
+    logits = require_per_example(inputs[0], least_rank=2)
+    require_same_rows(require_per_example(inputs[1]), logits)
     # Logits and labels may broadcast against one another.
-    return [PerExample(logits.rows, ()), PerExample(logits.rows, tail_of(shapes[1]))]
+    return [PerExample(logits.rows, ()), PerExample(logits.rows, get_output_tail(shapes[1]))]
 
 
 def images(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
     """Handles ops that treat each image independently."""
-    value = batched(inputs[0], least_rank=4)
+    value = require_per_example(inputs[0], least_rank=4)
     require_uniform(*inputs[1:])
-    return PerExample(value.rows, tail_of(shapes[0]))
+    return PerExample(value.rows, get_output_tail(shapes[0]))
 
 
 def top_k(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
     """Handles the largest elements along the last axis."""
-    value = batched(inputs[0], least_rank=2)
+    value = require_per_example(inputs[0], least_rank=2)
     require_uniform(inputs[1])
-    return [PerExample(value.rows, tail_of(shape)) for shape in shapes]
+    return [PerExample(value.rows, get_output_tail(shape)) for shape in shapes]
 
 
 _CONV = ("strides", "dilations")

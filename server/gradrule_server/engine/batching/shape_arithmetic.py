@@ -18,14 +18,14 @@ from gradrule_server.engine.batching.values import (
     added,
     as_array,
     divided,
+    get_numbers,
     integers,
+    is_equal,
     largest,
     multiplied,
-    numbers_of,
-    of_numbers,
     remainder,
-    same,
     subtracted,
+    value_from_numbers,
 )
 
 Attr: TypeAlias = Callable[[str], Any]
@@ -37,11 +37,11 @@ MAX_NUMBERS = 64
 
 def _elementwise(function: Callable[[Any, Any], Any]) -> _Rule:
     def rule(inputs: list[Value], attr: Attr) -> Value:
-        a, b = np.broadcast_arrays(numbers_of(inputs[0]), numbers_of(inputs[1]))
+        a, b = np.broadcast_arrays(get_numbers(inputs[0]), get_numbers(inputs[1]))
         result = np.empty(a.shape, object)
         for index in np.ndindex(a.shape):
             result[index] = function(a[index], b[index])
-        return of_numbers(result)
+        return value_from_numbers(result)
 
     return rule
 
@@ -53,15 +53,15 @@ def _identity(inputs: list[Value], attr: Attr) -> Value:
 def _cast(inputs: list[Value], attr: Attr) -> Value:
     if not (attr("DstT").is_integer or attr("DstT").is_bool):
         raise NotPerExample("computes with the number of examples")
-    numbers = numbers_of(inputs[0])
+    numbers = get_numbers(inputs[0])
     if not attr("DstT").is_bool:
-        return of_numbers(numbers)
+        return value_from_numbers(numbers)
     result = np.empty(numbers.shape, object)
     for index in np.ndindex(numbers.shape):
         number: Any = numbers[index]
         # The number of examples is at least 1, so it is true.
         result[index] = UNKNOWN if number is UNKNOWN else bool(number)
-    return of_numbers(result)
+    return value_from_numbers(result)
 
 
 def _known(value: Value) -> list[int]:
@@ -73,16 +73,16 @@ def _known(value: Value) -> list[int]:
 
 def _concat(inputs: list[Value], attr: Attr) -> Value:
     (axis,) = _known(inputs[-1])
-    return of_numbers(np.concatenate([numbers_of(value) for value in inputs[:-1]], axis))
+    return value_from_numbers(np.concatenate([get_numbers(value) for value in inputs[:-1]], axis))
 
 
 def _pack(inputs: list[Value], attr: Attr) -> Value:
-    return of_numbers(np.stack([numbers_of(value) for value in inputs], attr("axis")))
+    return value_from_numbers(np.stack([get_numbers(value) for value in inputs], attr("axis")))
 
 
 def _unpack(inputs: list[Value], attr: Attr) -> list[Value]:
-    numbers = np.moveaxis(numbers_of(inputs[0]), attr("axis"), 0)
-    return [of_numbers(np.array(numbers[index], object)) for index in range(attr("num"))]
+    numbers = np.moveaxis(get_numbers(inputs[0]), attr("axis"), 0)
+    return [value_from_numbers(np.array(numbers[index], object)) for index in range(attr("num"))]
 
 
 def _gather(inputs: list[Value], attr: Attr) -> Value:
@@ -90,7 +90,7 @@ def _gather(inputs: list[Value], attr: Attr) -> Value:
         raise NotPerExample("gathers sizes by batch")
     (axis,) = _known(inputs[2])
     index = np.array(_known(inputs[1]), int).reshape(inputs[1].numbers.shape)  # type: ignore[union-attr]
-    return of_numbers(np.array(np.take(numbers_of(inputs[0]), index, axis), object))
+    return value_from_numbers(np.array(np.take(get_numbers(inputs[0]), index, axis), object))
 
 
 def _strided_slice(inputs: list[Value], attr: Attr) -> Value:
@@ -104,38 +104,38 @@ def _strided_slice(inputs: list[Value], attr: Attr) -> Value:
             index.append(first)
             continue
         index.append(slice(None if attr("begin_mask") & bit else first, None if attr("end_mask") & bit else last, step))
-    return of_numbers(np.array(numbers_of(inputs[0])[tuple(index)], object))
+    return value_from_numbers(np.array(get_numbers(inputs[0])[tuple(index)], object))
 
 
 def _slice(inputs: list[Value], attr: Attr) -> Value:
     begin, size = _known(inputs[1]), _known(inputs[2])
     index = tuple(slice(first, None if count < 0 else first + count) for first, count in zip(begin, size, strict=True))
-    return of_numbers(numbers_of(inputs[0])[index])
+    return value_from_numbers(get_numbers(inputs[0])[index])
 
 
 def _reshape(inputs: list[Value], attr: Attr) -> Value:
-    return of_numbers(numbers_of(inputs[0]).reshape(_known(inputs[1])))
+    return value_from_numbers(get_numbers(inputs[0]).reshape(_known(inputs[1])))
 
 
 def _expand_dims(inputs: list[Value], attr: Attr) -> Value:
     (axis,) = _known(inputs[1])
-    return of_numbers(np.expand_dims(numbers_of(inputs[0]), axis))
+    return value_from_numbers(np.expand_dims(get_numbers(inputs[0]), axis))
 
 
 def _squeeze(inputs: list[Value], attr: Attr) -> Value:
-    return of_numbers(np.squeeze(numbers_of(inputs[0]), tuple(attr("squeeze_dims")) or None))
+    return value_from_numbers(np.squeeze(get_numbers(inputs[0]), tuple(attr("squeeze_dims")) or None))
 
 
 def _reduced(function: Callable[[Any, Any], Any], start: Any) -> _Rule:
     def rule(inputs: list[Value], attr: Attr) -> Value:
-        numbers = numbers_of(inputs[0])
+        numbers = get_numbers(inputs[0])
         axes = {axis % numbers.ndim for axis in _known(inputs[1])} if numbers.ndim else set()
         if not axes:
-            return of_numbers(numbers)
+            return value_from_numbers(numbers)
         if len(axes) < numbers.ndim:
             raise NotPerExample("reduces sizes in a way that is not followed")
         total = np.array(functools.reduce(function, numbers.flat, start), object)
-        return of_numbers(total.reshape([1] * numbers.ndim) if attr("keep_dims") else total)
+        return value_from_numbers(total.reshape([1] * numbers.ndim) if attr("keep_dims") else total)
 
     return rule
 
@@ -148,15 +148,15 @@ def _both(a: Any, b: Any) -> Any:
 
 def _range(inputs: list[Value], attr: Attr) -> Value:
     (start,), (limit,), (delta,) = (_known(value) for value in inputs)
-    return of_numbers(_few(list(range(start, limit, delta))))
+    return value_from_numbers(_few(list(range(start, limit, delta))))
 
 
 def _fill(inputs: list[Value], attr: Attr) -> Value:
     result = np.empty(_known(inputs[0]), object)
     if result.size > MAX_NUMBERS:
         raise NotPerExample("has too many numbers")
-    result[...] = numbers_of(inputs[1]).item()
-    return of_numbers(result)
+    result[...] = get_numbers(inputs[1]).item()
+    return value_from_numbers(result)
 
 
 def _few(numbers: list[Any]) -> np.ndarray:
@@ -169,14 +169,14 @@ def _dynamic_stitch(inputs: list[Value], attr: Attr) -> Value:
     half = len(inputs) // 2
     placed: dict[int, Any] = {}
     for indices, data in zip(inputs[:half], inputs[half:], strict=True):
-        placed.update(zip(_known(indices), numbers_of(data).flat, strict=True))
+        placed.update(zip(_known(indices), get_numbers(data).flat, strict=True))
     if sorted(placed) != list(range(len(placed))):
         raise NotPerExample("stitches sizes in a way that is not followed")
-    return of_numbers(_few([placed[index] for index in range(len(placed))]))
+    return value_from_numbers(_few([placed[index] for index in range(len(placed))]))
 
 
 def _invert_permutation(inputs: list[Value], attr: Attr) -> Value:
-    return of_numbers(as_array([int(index) for index in np.argsort(_known(inputs[0]))]))
+    return value_from_numbers(as_array([int(index) for index in np.argsort(_known(inputs[0]))]))
 
 
 def _concat_offset(inputs: list[Value], attr: Attr) -> list[Value]:
@@ -184,17 +184,17 @@ def _concat_offset(inputs: list[Value], attr: Attr) -> list[Value]:
     results: list[Value] = []
     offset: Number = 0
     for value in inputs[1:]:
-        numbers = numbers_of(value)
+        numbers = get_numbers(value)
         offsets: list[Number] = [0] * numbers.size
         offsets[axis] = offset
-        results.append(of_numbers(as_array(offsets)))
+        results.append(value_from_numbers(as_array(offsets)))
         offset = added(offset, numbers[axis])
     return results
 
 
 def _broadcast_gradient_args(inputs: list[Value], attr: Attr) -> list[Value]:
     """Returns the axes along which the gradients of two broadcast tensors are summed."""
-    a, b = (list(numbers_of(value)) for value in inputs)
+    a, b = (list(get_numbers(value)) for value in inputs)
     rank = max(len(a), len(b))
     first, second = ((([1] * (rank - len(sizes))) + sizes)[:1] for sizes in (a, b))
     if UNKNOWN in (*first, *second):
@@ -219,7 +219,7 @@ NUMERIC: Mapping[str, _Rule] = {
     "ConcatOffset": _concat_offset,
     "ConcatV2": _concat,
     "DynamicStitch": _dynamic_stitch,
-    "Equal": _elementwise(same),
+    "Equal": _elementwise(is_equal),
     "ExpandDims": _expand_dims,
     "Fill": _fill,
     "FloorDiv": _elementwise(divided),

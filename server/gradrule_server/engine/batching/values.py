@@ -66,15 +66,14 @@ class PerExample:
 
 @dataclass(frozen=True, slots=True)
 class Unranked:
-    """A tensor as `PerExample`, each example's elements behind those of the one before, whose shape is not known."""
+    """A tensor like `PerExample` whose shape is not known. The elements of an example lie together, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientAxes:
-    """Axes along which a gradient is summed because the op broadcast; axes of size 1 may be among them or not.
+    """Axes along which a gradient is summed because the op broadcast. They may include axes of size 1.
 
-    rows: rows per example of the gradient that they are for; 0: it is not per example.
-    with_batch: axis 0 is among them.
+    rows: rows per example of that gradient; 0: it is not per example. with_batch: axis 0 is one of the axes.
     """
 
     rows: int
@@ -102,7 +101,7 @@ class NotPerExample(Exception):
     """An op may mix examples. Its text is the reason."""
 
 
-def of_numbers(numbers: np.ndarray) -> Uniform | Sizes:
+def value_from_numbers(numbers: np.ndarray) -> Uniform | Sizes:
     """Returns the value of a tensor of these numbers."""
     if any(isinstance(number, Extent) for number in numbers.flat):
         return Sizes(numbers)
@@ -117,8 +116,8 @@ def as_array(numbers: Sequence[Number]) -> np.ndarray:
     return array
 
 
-def numbers_of(value: Value) -> np.ndarray:
-    """Returns a tensor's numbers. `NotPerExample` where they are not known."""
+def get_numbers(value: Value) -> np.ndarray:
+    """Returns the numbers of a tensor. Raises `NotPerExample` if they are not known."""
     if isinstance(value, Sizes):
         return value.numbers
     if isinstance(value, Uniform):
@@ -185,8 +184,8 @@ def largest(a: Any, b: Any) -> Number:
     return _plain(a, b, max)
 
 
-def same(a: Any, b: Any) -> bool | _Unknown:
-    """Returns whether two numbers are equal; `NotPerExample` where that depends on B."""
+def is_equal(a: Any, b: Any) -> bool | _Unknown:
+    """Returns whether two numbers are equal. Raises `NotPerExample` if that depends on B."""
     if isinstance(a, Extent) and isinstance(b, Extent):
         return a.factor == b.factor
     for extent, other in ((a, b), (b, a)):
@@ -209,11 +208,11 @@ def _plain(a: Any, b: Any, function: Callable[[Any, Any], Number]) -> Number:
 
 Attr: TypeAlias = Callable[[str], Any]
 Rule: TypeAlias = "Callable[[list[Value], Attr, list[Shape | None]], Value | list[Value]]"
-"""Of the inputs, the attributes and TensorFlow's shapes of the outputs."""
+"""Returns the outputs of an op for its inputs, its attributes and TensorFlow's shapes of the outputs."""
 
 
-def batched(value: Value, *, least_rank: int = 1) -> PerExample:
-    """Returns the value, which must be per example; `NotPerExample` where it is not."""
+def require_per_example(value: Value, *, least_rank: int = 1) -> PerExample:
+    """Returns the value. Raises `NotPerExample` unless it is per example and has at least rank `least_rank`."""
     if not isinstance(value, PerExample):
         raise NotPerExample("has the batch in an input where it mixes examples")
     if value.rank < least_rank:
@@ -227,15 +226,15 @@ def require_uniform(*values: Value) -> None:
         raise NotPerExample("has the batch in an input where it mixes examples")
 
 
-def axes_of(value: Value, rank: int) -> set[int]:
+def read_axes(value: Value, rank: int) -> set[int]:
     """Returns the axes that an input names. Raises `NotPerExample` if the batch axis is among them."""
     found = integers(value)
     if found is None:
         raise NotPerExample("works along axes that are not known before it runs")
-    return away_from_batch(found, rank)
+    return require_other_axes(found, rank)
 
 
-def away_from_batch(axes: Sequence[int], rank: int) -> set[int]:
+def require_other_axes(axes: Sequence[int], rank: int) -> set[int]:
     """Returns the axes, counted from 0. Raises `NotPerExample` if the batch axis is among them."""
     counted = {axis % rank for axis in axes}
     if 0 in counted:
@@ -243,8 +242,8 @@ def away_from_batch(axes: Sequence[int], rank: int) -> set[int]:
     return counted
 
 
-def tail_of(shape: Shape | None) -> Shape:
-    """Returns the sizes after axis 0 that TensorFlow knows of an output."""
+def get_output_tail(shape: Shape | None) -> Shape:
+    """Returns the sizes of an output after axis 0, as TensorFlow knows them. Raises `NotPerExample` for no rank."""
     if not shape:
         raise NotPerExample("gives a tensor whose rank is not known")
     return shape[1:]
@@ -259,17 +258,17 @@ def require_same_rows(value: Value, like: PerExample) -> None:
         raise NotPerExample("takes the number of examples where it may mix them")
 
 
-def target_of(sizes: Value) -> tuple[int, Shape]:
+def read_target_shape(sizes: Value) -> tuple[int, Shape]:
     """Returns rows per example and tail of a tensor of this shape, whose first size must be a multiple of B."""
-    numbers = list(numbers_of(sizes).flat)
+    numbers = list(get_numbers(sizes).flat)
     if not numbers or not isinstance(numbers[0], Extent) or any(isinstance(number, Extent) for number in numbers[1:]):
         raise NotPerExample("gives a shape in which the batch is not axis 0")
     return numbers[0].factor, tuple(None if number is UNKNOWN else number for number in numbers[1:])
 
 
-def joined(values: Sequence[Value]) -> PerExample:
-    """Returns the first of values that must all be per example, with the same number of rows each."""
-    first = batched(values[0])
+def require_equal_rows(values: Sequence[Value]) -> PerExample:
+    """Returns the first value. Raises `NotPerExample` unless all are per example with equal numbers of rows."""
+    first = require_per_example(values[0])
     for value in values:
-        require_same_rows(batched(value), first)
+        require_same_rows(require_per_example(value), first)
     return first

@@ -20,7 +20,7 @@ from tensorflow.core.framework import attr_value_pb2
 
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules.target import RuleTarget, dense, not_applicable, wide
-from gradrule_server.policy.op_traits import ops_with
+from gradrule_server.policy.op_tables import ops_with
 
 Params = Mapping[str, tf.Tensor]
 Change = Callable[[tf.Tensor], tf.Tensor]

@@ -17,14 +17,14 @@ bytes of a message of the API. The kinds of frames, with their answers:
 - PULL_BACK (PullBackRequest) → RAN (the bytes of a `gradrule.v1.PullBackResponse`)
 - SESSION (SessionRequest) → RAN (SessionReply)
 - PREPARE (PrepareRequest) → PREPARED (the answer to the task). Only compile workers get it; they read graphs.
-- ASK (Question) → TOLD (Told): sent by a compile worker during a PREPARE, with the request id of that PREPARE.
+- QUESTION (Question) → ANSWER (Answer): sent by a compile worker during a PREPARE, with the request id of that PREPARE.
 - FAULT (Fault): an error, sent in place of COMPILED, RAN or PREPARED.
 - UNLOAD (UnloadRequest), RELEASE and END_SESSION (ReleaseRequest): no answer.
 - PING → PONG: no payload.
 - PLACED: sent by either end in place of a frame whose payload is in an arena; holds the frame's kind and the
   payload's position (see link/framing.py).
 - DETACH (the name of a client's shared memory): the engine stops using that memory; no answer.
-- TAKEN: no payload. The front end has read the answer that a PLACED frame announced.
+- ACK: no payload. The front end has read the answer that a PLACED frame announced.
 - TRIM: no payload. The engine releases the unused memory of its arena.
 Messages named Raw… are not sent over the socket. The front end uses them to read and write messages of the API
 without parsing their parts.
@@ -524,7 +524,7 @@ class CompileReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STATUSES_FIELD_NUMBER: builtins.int
-    DEFAULTED_FIELD_NUMBER: builtins.int
+    DEFAULT_GRADIENT_NODES_FIELD_NUMBER: builtins.int
     INPUTS_FIELD_NUMBER: builtins.int
     OUTPUTS_FIELD_NUMBER: builtins.int
     YS_FIELD_NUMBER: builtins.int
@@ -536,7 +536,7 @@ class CompileReply(google.protobuf.message.Message):
         """Status of each mark, in order; unspecified if the node has another rank than the mark."""
 
     @property
-    def defaulted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+    def default_gradient_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes on the gradient path that no override matched."""
 
     @property
@@ -567,7 +567,7 @@ class CompileReply(google.protobuf.message.Message):
         self,
         *,
         statuses: collections.abc.Iterable[gradrule.v1.override_pb2.ResolutionStatus.ValueType] | None = ...,
-        defaulted: collections.abc.Iterable[builtins.str] | None = ...,
+        default_gradient_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         inputs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         outputs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
@@ -575,7 +575,7 @@ class CompileReply(google.protobuf.message.Message):
         without_gradient: collections.abc.Iterable[global___WithoutGradient] | None = ...,
         made: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_gradient_nodes", b"default_gradient_nodes", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileReply = CompileReply
 
@@ -1959,18 +1959,18 @@ class Question(google.protobuf.message.Message):
     BLOB_FIELD_NUMBER: builtins.int
     SPEC_DIGEST_FIELD_NUMBER: builtins.int
     unknown_rule: builtins.str
-    """Why no rule has this name → Told.fault, with similar names."""
+    """Why no rule has this name → Answer.fault, with similar names."""
     blob: builtins.str
     """Verifies the hash of this blob, and protects the blob from removal until the task ends."""
     spec_digest: builtins.bytes
-    """Whether the front end knows a program with this digest → Told.is_known."""
+    """Whether the front end knows a program with this digest → Answer.is_known."""
     @property
     def rules(self) -> global___Names:
-        """Which rules have these names → Told.rules, without names that no rule has."""
+        """Which rules have these names → Answer.rules, without names that no rule has."""
 
     @property
     def blob_sizes(self) -> global___Names:
-        """Which sizes these blobs have → Told.sizes."""
+        """Which sizes these blobs have → Answer.sizes."""
 
     def __init__(
         self,
@@ -2008,7 +2008,7 @@ class Names(google.protobuf.message.Message):
 global___Names = Names
 
 @typing.final
-class Told(google.protobuf.message.Message):
+class Answer(google.protobuf.message.Message):
     """The answer to a Question."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2044,7 +2044,7 @@ class Told(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["fault", b"fault", "is_known", b"is_known", "rules", b"rules", "sizes", b"sizes"]) -> None: ...
 
-global___Told = Told
+global___Answer = Answer
 
 @typing.final
 class RawEvaluateRequest(google.protobuf.message.Message):

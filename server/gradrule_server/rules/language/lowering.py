@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import errors_pb2
+from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.rules import dtypes
-from gradrule_server.rules.dtypes import Dt
-from gradrule_server.rules.graph_builder import GraphBuilder
-from gradrule_server.rules.language import random_numbers, reductions
-from gradrule_server.rules.language.formula import Formula
+from gradrule_server.rules.language import composite_functions
 from gradrule_server.rules.language.functions import (
     BINARY,
     COMPARISONS,
@@ -29,11 +27,13 @@ from gradrule_server.rules.language.syntax_tree import (
     Each,
     Expression,
     First,
+    Formula,
     ParamUse,
     PerInput,
     Variable,
 )
 from gradrule_server.rules.language.values import (
+    GraphBuilder,
     TypeConflictError,
     Value,
     broadcast_sources,
@@ -42,7 +42,17 @@ from gradrule_server.rules.language.values import (
     number,
     truth,
 )
-from gradrule_server.rules.signature import RuleGraph, Signature, count_noun, not_differentiable_error, variable_list
+from gradrule_server.rules.signature import (
+    COMPLEX_TYPES,
+    FLOAT_TYPES,
+    INTEGER_TYPES,
+    REAL_TYPES,
+    RuleGraph,
+    Signature,
+    count_noun,
+    not_differentiable_error,
+    variable_list,
+)
 
 
 def lower(formula: Formula, signature: Signature) -> RuleGraph:
@@ -146,14 +156,14 @@ class Lowering:
         given = (
             "a truth value: multiply it by dy"
             if value.is_bool
-            else f"{dtypes.dtype_name(value.dtype)}: cast(v, x{index}) makes it fit"
+            else f"{dtype_name(value.dtype)}: cast(v, x{index}) makes it fit"
         )
         raise error(
             errors_pb2.ERROR_REASON_RULE_OUTPUT,
             with_caret(
                 self._text,
                 expression.offset,
-                f"the gradient of input {index} must be {dtypes.dtype_name(wanted)} as the input is; this is {given}",
+                f"the gradient of input {index} must be {dtype_name(wanted)} as the input is; this is {given}",
             ),
             field="expression",
         )
@@ -171,12 +181,12 @@ class Lowering:
 
     def require(self, dtype: int, domain: Domain, function: str) -> None:
         """Raises `TypeConflictError` for element types that a function does not accept."""
-        if dtype in dtypes.FLOATS or (dtype in dtypes.COMPLEX and domain & Domain.COMPLEX):
+        if dtype in FLOAT_TYPES or (dtype in COMPLEX_TYPES and domain & Domain.COMPLEX):
             return
-        if dtype in dtypes.INTEGERS and domain & Domain.INT:
+        if dtype in INTEGER_TYPES and domain & Domain.INT:
             return
-        name = dtypes.dtype_name(dtype)
-        if dtype in dtypes.COMPLEX:
+        name = dtype_name(dtype)
+        if dtype in COMPLEX_TYPES:
             raise TypeConflictError(f"{function!r} has no meaning for {name}: abs(v), real(v) and imag(v) are real")
         raise TypeConflictError(f"{function!r} does not take {name}: cast it first, for example cast(v, dy)")
 
@@ -205,16 +215,16 @@ class Lowering:
     def _apply(self, call: Call, arguments: list[Value]) -> Value:
         function = call.function
         if function in REDUCTIONS and call.axes is not None:
-            return reductions.reduce(self, function, call.axes, arguments[0])
-        if function in reductions.WITH_AXES and call.axes is not None:
-            return reductions.WITH_AXES[function](self, call.axes, arguments[0])
+            return composite_functions.reduce(self, function, call.axes, arguments[0])
+        if function in composite_functions.WITH_AXES and call.axes is not None:
+            return composite_functions.WITH_AXES[function](self, call.axes, arguments[0])
         if function == "compare":
             return self._compare(call.comparisons, arguments)
         if function == "cast" and call.dtype is not None:
             return self._cast(arguments[0], call.dtype)
         if function in ("and", "or", "not"):
             return self._logic(function, arguments)
-        if function == "abs" and arguments[0].dtype in dtypes.COMPLEX:
+        if function == "abs" and arguments[0].dtype in COMPLEX_TYPES:
             return self._of_complex("ComplexAbs", arguments[0])
         if function in UNARY:
             return self.elementwise(UNARY[function], [self.numeric(arguments[0])], function)
@@ -274,7 +284,7 @@ class Lowering:
         for value in values:
             if not value.is_bool:
                 raise TypeConflictError(
-                    f"{function!r} wants truth values, such as x > 0, and meets {dtypes.dtype_name(value.dtype)}"
+                    f"{function!r} wants truth values, such as x > 0, and meets {dtype_name(value.dtype)}"
                 )
         if function == "not":
             return Value(Dt.DT_BOOL, self.builder.add("LogicalNot", *self._bools(values)), sources=values[0].sources)
@@ -291,7 +301,7 @@ class Lowering:
         condition, *branches = values
         if not condition.is_bool:
             raise TypeConflictError(
-                f"'where' wants a truth value first, such as x > 0, and meets {dtypes.dtype_name(condition.dtype)}"
+                f"'where' wants a truth value first, such as x > 0, and meets {dtype_name(condition.dtype)}"
             )
         common = common_dtype(branches, self.x_dtype, keep_bool=True)
         dtype = Dt.DT_DOUBLE if common is None else common
@@ -309,14 +319,14 @@ class Lowering:
 
     def _draw(self, op: str, values: Sequence[Value]) -> Value:
         """Adds random numbers; equal calls give the same numbers, so that a formula can use the same noise twice."""
-        salt = self.inputs[random_numbers.SALT] = random_numbers.salt(self.builder)
+        salt = self.inputs[composite_functions.SALT] = composite_functions.salt(self.builder)
         number = self._draws.setdefault((op, self._each, *values), len(self._draws))
-        return random_numbers.draw(self, op, values[0], values[1], salt, number)
+        return composite_functions.draw(self, op, values[0], values[1], salt, number)
 
     def _cast(self, value: Value, dtype: int) -> Value:
-        if value.dtype in dtypes.COMPLEX and dtype not in dtypes.COMPLEX:
+        if value.dtype in COMPLEX_TYPES and dtype not in COMPLEX_TYPES:
             raise TypeConflictError(
-                f"a cast from {dtypes.dtype_name(value.dtype)} would drop the imaginary part: say real(v) or abs(v)"
+                f"a cast from {dtype_name(value.dtype)} would drop the imaginary part: say real(v) or abs(v)"
             )
         if value.constant is not None:
             return Value(dtype, coerce(value, dtype, self.builder))
@@ -346,19 +356,19 @@ class Lowering:
         return Value(value.dtype, tensor, weak=value.weak, sources=value.sources)
 
     def _of_complex(self, op: str, value: Value) -> Value:
-        real = dtypes.REAL_PART[value.dtype]
+        real = REAL_TYPES[value.dtype]
         return Value(real, self.builder.add(op, value.tensor or "", T=value.dtype, Tout=real), sources=value.sources)
 
     def _part(self, op: str, value: Value) -> Value:
         """Adds the real or imaginary part; for a real value, these are the value itself and zeros."""
         value = self.numeric(value)
-        if value.dtype in dtypes.COMPLEX:
+        if value.dtype in COMPLEX_TYPES:
             return self._of_complex(op, value)
         return value if op == "Real" else self._like("ZerosLike", value)
 
     def _conj(self, value: Value) -> Value:
         value = self.numeric(value)
-        if value.dtype not in dtypes.COMPLEX:
+        if value.dtype not in COMPLEX_TYPES:
             return value
         return Value(value.dtype, self.builder.add("Conj", value.tensor or "", T=value.dtype), sources=value.sources)
 
@@ -373,5 +383,5 @@ _SPECIAL: Mapping[str, Callable[[Lowering, list[Value]], Value]] = {
     "conj": lambda lowering, values: lowering._conj(values[0]),
     "real": lambda lowering, values: lowering._part("Real", values[0]),
     "imag": lambda lowering, values: lowering._part("Imag", values[0]),
-    "sum_to": lambda lowering, values: reductions.sum_to(lowering, *values),
+    "sum_to": lambda lowering, values: composite_functions.sum_to(lowering, *values),
 }

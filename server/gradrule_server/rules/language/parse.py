@@ -1,17 +1,26 @@
-"""Converts Python's syntax tree to that of the language; refuses everything else, and resolves all names."""
+"""Parses and checks expressions: converts Python's syntax tree to that of the language, and refuses everything else."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
 
-from gradrule_server.errors import GradruleError, did_you_mean
-from gradrule_server.rules import dtypes
-from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, SPELLINGS, Function
-from gradrule_server.rules.language.identifiers import FAMILIES, declared_params_text, split_variable
+from gradrule.v1 import errors_pb2
+from gradrule.v1.tensor_pb2 import Dt
+from gradrule_server.errors import GradruleError, did_you_mean, error
+from gradrule_server.rules.language.functions import (
+    CONSTANTS,
+    FUNCTIONS,
+    LOGIC,
+    RANDOM,
+    SPELLINGS,
+    UNARY,
+    Function,
+)
 from gradrule_server.rules.language.source import ALLOWED, MAX_DEPTH, Source, invalid_expression, quoted, read
 from gradrule_server.rules.language.syntax_tree import (
     EVERYTHING,
+    FAMILIES,
     Axes,
     Call,
     Constant,
@@ -19,11 +28,16 @@ from gradrule_server.rules.language.syntax_tree import (
     Expression,
     First,
     Form,
+    Formula,
     ParamUse,
     PerInput,
     Single,
     Variable,
+    declared_params_text,
+    split_variable,
+    walk,
 )
+from gradrule_server.rules.signature import TYPES_BY_NAME
 
 _BINARY: dict[type[ast.operator], str] = {
     ast.Add: "+",
@@ -46,10 +60,81 @@ _LAST_AXIS = Axes("list", (-1,))
 _AXES = 'an axis is None, an integer, a tuple of integers, "sample" or "channel"'
 
 
-def parse_form(expression: str, params: Sequence[str]) -> tuple[str, Form]:
-    """Returns the text, with blanks in place of line breaks, and its syntax tree. Raises INVALID_EXPRESSION."""
+def parse(expression: str, params: Sequence[str] = ()) -> Formula:
+    """Parses and checks an expression over the variables and `params`.
+
+    Raises:
+        GradruleError: INVALID_EXPRESSION for a syntax error, or a number in place of a truth value; INVALID_RULE for an
+            expression that is only a constant.
+    """
     source = read(expression)
-    return source.text, _Reader(source, params).form(source.body)
+    text = source.text
+    formula = Formula(text, _Reader(source, params).form(source.body), tuple(params))
+    for part in formula._parts:
+        if isinstance(part, Call):
+            _check_truth_values(text, part)
+            _check_seed(text, part)
+    if not formula.variables:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_RULE,
+            f"the rule {text.strip()[:80]!r} is only a constant: it names none of x, y, dy, default. "
+            "A gradient of zeros is zeros_like(x), one of ones is ones_like(x)",
+            field="expression",
+        )
+    return formula
+
+
+def _check_truth_values(text: str, call: Call) -> None:
+    """Refuses numbers in place of truth values, where they can be recognised without an op."""
+    if call.function in LOGIC or call.function in ("any", "all"):
+        wanted = call.arguments
+    elif call.function == "where":
+        wanted = call.arguments[:1]
+    else:
+        return
+    for argument in wanted:
+        if _is_number(argument):
+            raise invalid_expression(
+                text,
+                argument.offset,
+                f"{call.function!r} wants a truth value, such as x > 0, and this is a number; v != 0 makes one of it",
+            )
+
+
+def _check_seed(text: str, call: Call) -> None:
+    """Refuses a seed that depends on variables, because a seed must be one number that the caller knows."""
+    if call.function not in RANDOM:
+        return
+    seed = call.arguments[1]
+    if not _is_number(seed) or any(isinstance(part, Variable) for part in walk(seed)):
+        problem = "is a number or a param: it must be known without the op"
+    elif isinstance(seed, Constant) and not float(seed.value).is_integer():
+        problem = "is a whole number"
+    else:
+        return
+    raise invalid_expression(text, seed.offset, f"the seed of {call.function!r} {problem}")
+
+
+def _is_number(expression: Expression) -> bool:
+    """Returns whether an expression is a number for every op; x and y may be bool."""
+    match expression:
+        case Constant(value=value):
+            return not isinstance(value, bool)
+        case ParamUse():
+            return True
+        case Variable(family=family):
+            return family in ("dy", "default")
+        case Call(function="where", arguments=(_, first, second)):
+            return _is_number(first) or _is_number(second)
+        case Call(function="zeros_like" | "ones_like" | "stop_gradient", arguments=(argument,)):
+            return _is_number(argument)
+        case Call(function="cast", arguments=(_, like)):
+            return _is_number(like)
+        case Call(function="cast", dtype=dtype):
+            return dtype != Dt.DT_BOOL
+        case Call(function=function):
+            gives_bool = function in LOGIC or function in ("compare", "any", "all")
+            return not gives_bool and not (function in UNARY and UNARY[function].gives_bool)
 
 
 class _Reader:
@@ -246,11 +331,11 @@ class _Reader:
         raise self._error(node, _AXES)
 
     def _dtype(self, node: ast.Constant) -> int:
-        dtype = dtypes.BY_NAME.get(str(node.value))
+        dtype = TYPES_BY_NAME.get(str(node.value))
         if dtype is None:
-            near = did_you_mean(str(node.value), dtypes.BY_NAME)
+            near = did_you_mean(str(node.value), TYPES_BY_NAME)
             raise self._error(
-                node, f"unknown type {quoted(str(node.value))}.{near} Types are {', '.join(dtypes.BY_NAME)}"
+                node, f"unknown type {quoted(str(node.value))}.{near} Types are {', '.join(TYPES_BY_NAME)}"
             )
         return dtype
 

@@ -1,9 +1,60 @@
-"""Declares the syntax tree of the language: operators are calls, and all names are resolved."""
+"""Declares the syntax tree of the language, a checked expression (`Formula`), and the names in expressions.
+
+Operators are calls, and all names are resolved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import keyword
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, MIXING
+from gradrule_server.rules.language.source import quoted
+
+FAMILIES = ("x", "y", "dy", "default")
+
+_VARIABLE = re.compile(r"(x|y|dy|default)(0|[1-9][0-9]{0,5})?")
+_RESERVED = re.compile(r"(x|y|dy|default)[0-9]*")
+_MAX_LENGTH = 64
+_MAX_LISTED = 12
+
+
+def split_variable(name: str) -> tuple[str, int, bool] | None:
+    """Returns family, index, and whether the index was omitted; None if the name is not a variable's."""
+    match = _VARIABLE.fullmatch(name)
+    if match is None:
+        return None
+    return match[1], int(match[2] or 0), match[2] is None
+
+
+def param_name_problem(name: str) -> str | None:
+    """Returns why a param cannot have this name; None if it can."""
+    if len(name) > _MAX_LENGTH:
+        return f"a param's name has at most {_MAX_LENGTH} characters, this one has {len(name)}: {quoted(name)}"
+    if not (name.isidentifier() and name.isascii()):
+        return f"{name!r} is no identifier: a param's name is made of letters, digits and _, and starts with no digit"
+    if keyword.iskeyword(name):
+        return f"{name!r} is a keyword of the language; {name + '_'!r} would do"
+    if _RESERVED.fullmatch(name):
+        return f"{name!r} is a variable of the language (x, y, dy and default, with or without an index)"
+    if name in CONSTANTS:
+        return f"{name!r} is a constant of the language"
+    return None
+
+
+def is_function(name: str) -> bool:
+    """Returns whether this is the name of a function; only params of the catalogue may have such a name."""
+    return name in FUNCTIONS
+
+
+def declared_params_text(params: Sequence[str]) -> str:
+    """Returns the declared params as text for an error: `the declared params (alpha, beta)`."""
+    if not params:
+        return "declared params (this rule has none)"
+    return f"the declared params ({', '.join(params[:_MAX_LISTED])}{', …' if len(params) > _MAX_LISTED else ''})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +173,50 @@ def walk(expression: Expression) -> Iterator[Expression]:
         yield current
         if isinstance(current, Call):
             pending.extend(current.arguments)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A checked expression.
+
+    Attributes:
+        text: The expression as written, with blanks in place of line breaks.
+        form: Its syntax tree.
+        params: Names of the declared params.
+    """
+
+    text: str
+    form: Form
+    params: tuple[str, ...]
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables in the expression, with their index: `x` is `x0`."""
+        return frozenset(part.name for part in self._parts if isinstance(part, Variable))
+
+    @cached_property
+    def params_used(self) -> frozenset[str]:
+        """The params in the expression."""
+        return frozenset(part.name for part in self._parts if isinstance(part, ParamUse))
+
+    @cached_property
+    def uses_default(self) -> bool:
+        """Whether the expression needs the op's own gradient."""
+        return any(isinstance(part, Variable) and part.family == "default" for part in self._parts)
+
+    @cached_property
+    def per_sample(self) -> bool:
+        """Whether the gradient of an example along axis 0 never depends on other examples. Negative axes count as 0."""
+        return not any(isinstance(part, Call) and _mixes_samples(part) for part in self._parts)
+
+    @cached_property
+    def _parts(self) -> tuple[Expression, ...]:
+        return tuple(part for expression in expressions_of(self.form) for part in walk(expression))
+
+
+def _mixes_samples(call: Call) -> bool:
+    if call.function == "sum_to":
+        return True
+    if call.function not in MIXING or call.axes is None or call.axes.keeps_samples_apart:
+        return False
+    return any(isinstance(part, Variable) for part in walk(call))

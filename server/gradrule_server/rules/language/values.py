@@ -1,13 +1,83 @@
-"""Tracks the types and shapes of values while a formula is converted to a graph."""
+"""Builds the graph of a rule node by node, and tracks the types and shapes of its values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gradrule_server.rules import dtypes
-from gradrule_server.rules.dtypes import Dt
-from gradrule_server.rules.graph_builder import GraphBuilder
+import numpy as np
+
+from gradrule.common.dtypes import as_dt, dtype_name
+from gradrule.common.op_inference import type_attr
+from gradrule.v1 import graph_pb2, tensor_pb2
+from gradrule.v1.tensor_pb2 import Dt
+from gradrule_server.rules.signature import DIFFERENTIABLE, INTEGER_TYPES, NUMPY_TYPES
+
+# Version of TensorFlow's graph format, which all supported releases of TensorFlow read.
+_PRODUCER = 1087
+
+Attr = int | bool | graph_pb2.AttrValue
+
+
+class GraphBuilder:
+    """Builds a graph. Every method returns the name of a node, which is the name of its first output."""
+
+    def __init__(self) -> None:
+        self.graph = graph_pb2.Graph(versions=graph_pb2.Versions(producer=_PRODUCER))
+        self._added: dict[tuple[object, ...], str] = {}
+        self._counts: dict[str, int] = {}
+
+    def placeholder(self, name: str, dtype: int, *, scalar: bool = False) -> str:
+        """Adds a placeholder of any shape, or of rank 0 (`scalar`)."""
+        if ("placeholder", name) not in self._added:
+            shape = graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=not scalar))
+            self.graph.node.add(name=name, op="Placeholder", attr={"dtype": type_attr(dtype), "shape": shape})
+            self._added["placeholder", name] = name
+        return name
+
+    def constant(self, value: float | bool | list[int], dtype: int) -> str:
+        """Adds a constant of rank 0, or a vector of ints."""
+        content = np.asarray(value).astype(NUMPY_TYPES[dtype])
+        raw = content.tobytes()
+        key = ("constant", raw, content.ndim, dtype)
+        if key not in self._added:
+            shape = tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=size) for size in content.shape])
+            tensor = tensor_pb2.Tensor(dtype=as_dt(dtype), tensor_shape=shape, tensor_content=raw)
+            name = self._unique_name("Const")
+            self.graph.node.add(
+                name=name, op="Const", attr={"dtype": type_attr(dtype), "value": graph_pb2.AttrValue(tensor=tensor)}
+            )
+            self._added[key] = name
+        return self._added[key]
+
+    def add(self, op: str, *inputs: str, name: str | None = None, **attrs: Attr) -> str:
+        """Adds a node.
+
+        Args:
+            op: Its op type.
+            inputs: Its inputs.
+            name: Its name, to which a number may be appended; None: the op type.
+            attrs: Its attributes. An int is an element type.
+        """
+        values = {key: _attr(value) for key, value in attrs.items()}
+        node_key = (op, inputs, tuple((key, value.SerializeToString()) for key, value in sorted(values.items())))
+        if node_key not in self._added:
+            unique = self._unique_name(name or op)
+            self.graph.node.add(name=unique, op=op, input=inputs, attr=values)
+            self._added[node_key] = unique
+        return self._added[node_key]
+
+    def _unique_name(self, stem: str) -> str:
+        number = self._counts.get(stem, 0)
+        self._counts[stem] = number + 1
+        return stem if number == 0 else f"{stem}_{number}"
+
+
+def _attr(value: Attr) -> graph_pb2.AttrValue:
+    if isinstance(value, graph_pb2.AttrValue):
+        return value
+    return graph_pb2.AttrValue(b=value) if isinstance(value, bool) else type_attr(value)
+
 
 _REDUCED = "reduced/"
 
@@ -90,33 +160,31 @@ def common_dtype(values: Sequence[Value], x_dtype: int, *, keep_bool: bool = Fal
 def coerce(value: Value, dtype: int, builder: GraphBuilder) -> str:
     """Returns the tensor of a value in `dtype`, with at most one Cast. Raises `TypeConflictError`."""
     if value.constant is not None:
-        if dtype not in dtypes.DIFFERENTIABLE and dtype != Dt.DT_BOOL:
+        if dtype not in DIFFERENTIABLE and dtype != Dt.DT_BOOL:
             _require_integral(value.constant, dtype)
         return builder.constant(value.constant, dtype)
     assert value.tensor is not None
     if value.dtype == dtype:
         return value.tensor
-    if value.weak and dtype not in dtypes.DIFFERENTIABLE:
+    if value.weak and dtype not in DIFFERENTIABLE:
         raise TypeConflictError(
-            f"a param is a number of a float type and meets {dtypes.dtype_name(dtype)}: cast the integers, cast(v, dy)"
+            f"a param is a number of a float type and meets {dtype_name(dtype)}: cast the integers, cast(v, dy)"
         )
     return builder.add("Cast", value.tensor, SrcT=value.dtype, DstT=dtype, Truncate=False)
 
 
 def _require_integral(constant: float | bool, dtype: int) -> None:
-    name = dtypes.dtype_name(dtype)
+    name = dtype_name(dtype)
     if not float(constant).is_integer():
         raise TypeConflictError(f"{constant!r} meets {name}: cast the integers to a float type, cast(v, dy)")
-    bits = dtypes.NUMPY[dtype].itemsize * 8 if dtype in dtypes.INTEGERS else None
+    bits = NUMPY_TYPES[dtype].itemsize * 8 if dtype in INTEGER_TYPES else None
     if bits is None or abs(float(constant)) >= 2.0 ** (bits - 1):
         raise TypeConflictError(f"{constant!r} does not fit {name}: cast the integers first, cast(v, dy)")
 
 
 def _conflict(found: Sequence[int]) -> str:
-    names = " and ".join(dtypes.dtype_name(dtype) for dtype in found)
-    integers = [dtype for dtype in found if dtype not in dtypes.DIFFERENTIABLE]
+    names = " and ".join(dtype_name(dtype) for dtype in found)
+    integers = [dtype for dtype in found if dtype not in DIFFERENTIABLE]
     if integers and len(integers) < len(found):
-        return (
-            f'{names} meet: cast the {dtypes.dtype_name(integers[0])} one, for example cast(v, x) or cast(v, "float32")'
-        )
+        return f'{names} meet: cast the {dtype_name(integers[0])} one, for example cast(v, x) or cast(v, "float32")'
     return f'{names} meet, and nothing is converted silently: cast one, for example cast(v, x) or cast(v, "float32")'

@@ -6,12 +6,12 @@ from importlib import resources
 
 import pytest
 
-from gradrule_server.policy import op_reviews, op_traits
-from gradrule_server.policy.op_traits import TRAITS, input_numbers, ops_with, trait_values
+from gradrule_server.policy import op_reviews
+from gradrule_server.policy.op_tables import TRAITS, TRAITS_FILE, input_numbers, ops_with, trait_values
 
 _ROWS = [
     line.split("\t")
-    for line in resources.files("gradrule_server.policy").joinpath(op_traits.FILE).read_text("utf-8").splitlines()[1:]
+    for line in resources.files("gradrule_server.policy").joinpath(TRAITS_FILE).read_text("utf-8").splitlines()[1:]
 ]
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.errors import reason_name
 from gradrule_server.graphs.ir import Limits
-from gradrule_server.policy.tensors import shape_fault, tensor_fault
+from gradrule_server.policy.faults import shape_fault, tensor_fault
 
 DTYPES = [
     np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16,

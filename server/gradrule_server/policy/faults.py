@@ -1,21 +1,27 @@
-"""Checks that shapes, tensors and values of variables are consistent and within the limits.
+"""Finds faults of nodes, shapes, tensors, blobs and values of variables: what may not run, is invalid or too large.
 
-Each check returns None or a fault (INVALID_TENSOR, LIMIT_EXCEEDED, FEED_DTYPE or FEED_SHAPE) with a clause that follows
-the name of the tensor: `has rank 9; 8 is the most`.
+Most checks return faults. A fault is a reason and a clause that follows the name of a node or tensor: `has rank 9; 8 is
+the most`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
+from gradrule.common.op_definitions import OpDef
 from gradrule.v1.errors_pb2 import ErrorReason
+from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import BlobTensor, Dt, Tensor, TensorShape, TensorSource
-from gradrule_server.errors import Reason
+from gradrule_server.errors import Finding, GradruleError, Reason, Resource, error
 from gradrule_server.limits import NodeLimits
+from gradrule_server.policy.op_tables import REMEDIES, find_review
 
 _MAX_ELEMENTS = 2**62
 
@@ -59,11 +65,126 @@ _ENCODINGS: dict[int, tuple[int, str, int]] = {
 # Smallest memory of an element without a fixed size, bytes.
 _POINTER_BYTES = 16
 
+# Attributes whose names contain these words give a node access to files or the network. Ops with such attributes are
+# denied; the attributes are refused too, in case such an op is allowed by mistake.
+_EXTERNAL_ACCESS = ("debug_urls", "debug_ops_spec", "descriptor_source", "output_stream", "file", "path")
+# Attributes, other than numbers of outputs, whose value determines how much memory the node uses.
+_AMOUNTS = frozenset({"parallel_iterations"})
+
+FAKE_PARAM = "FakeParam"
+"""The op whose output replaces the outputs of a branch that does not run."""
+
+DROPPED_ATTRS = frozenset({"container", "shared_name", "config", "config_proto", "executor_type"})
+"""Attributes that are removed from every node.
+
+A name of a resource would give access to resources of other callers in the process. The server configures the executor.
+"""
+
+RESOURCE_TYPE = "gradrule.v1.Blob"
+BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+
+_MAX_SHOWN = 5
+
 _INVALID = Reason.ERROR_REASON_INVALID_TENSOR
 _LIMIT = Reason.ERROR_REASON_LIMIT_EXCEEDED
 
 Fault = tuple[ErrorReason.ValueType, str]
 """A reason, and a clause that follows the name of a node or tensor: `has …`, `is …`."""
+
+
+def op_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimits) -> Fault | None:
+    """Returns OP_NOT_ALLOWED for a denied op or an attribute with access outside the graph; None if the op may run."""
+    if bounds.trusted:
+        return None
+    review = find_review(op)
+    if not review.allowed:
+        return Reason.ERROR_REASON_OP_NOT_ALLOWED, (
+            f"is not allowed here ({review.category}: {review.reason}); {REMEDIES[review.category]}. The "
+            f"server's operator can allow it for all callers (--trust full)"
+        )
+    for name in _checked_attrs(op).external:
+        if name in attrs and _has_text(attrs[name]):
+            return Reason.ERROR_REASON_OP_NOT_ALLOWED, (
+                f"has the attribute {name!r}, which reaches outside the graph; leave it empty"
+            )
+    return None
+
+
+def attribute_faults(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimits) -> Iterator[Fault]:
+    """Yields INVALID_TENSOR or LIMIT_EXCEEDED for shapes, tensors and amounts: the first fault of each attribute."""
+    checked = _checked_attrs(op)
+    for name in checked.shapes:
+        if name in attrs:
+            value = attrs[name]
+            yield from _first(shape_fault(shape, bounds, known=False) for shape in (value.shape, *value.list.shape))
+    if op.name == FAKE_PARAM and "shape" in attrs:
+        # Check the size, because `graphs.write` replaces the node by a constant of zeros.
+        yield from _first([size_fault(attrs["dtype"].type, attrs["shape"].shape, bounds)] if "dtype" in attrs else ())
+    for name in checked.tensors:
+        if name in attrs:
+            value = attrs[name]
+            tensors = [value.tensor] if value.HasField("tensor") else value.list.tensor
+            yield from _first(tensor_fault(tensor, bounds) for tensor in tensors)
+    for name in checked.amounts:
+        if name in attrs and attrs[name].i > bounds.node_outputs:
+            message = f"has {name} = {attrs[name].i}; {bounds.node_outputs} is the most (--max-node-outputs)"
+            yield Reason.ERROR_REASON_LIMIT_EXCEEDED, message
+
+
+def _first(faults: Iterable[Fault | None]) -> Iterator[Fault]:
+    found = next((fault for fault in faults if fault), None)
+    if found:
+        yield found
+
+
+def output_count_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimits) -> Fault | None:
+    """Returns LIMIT_EXCEEDED for too many outputs; to be called before anything is allocated for each output."""
+    for arg in op.outputs:
+        for name, most, setting in (
+            (arg.number_attr, bounds.node_outputs, " (--max-node-outputs)"),
+            (arg.type_list_attr, bounds.listed_outputs, ""),
+        ):
+            value = attrs.get(name) if name else None
+            count = 0 if value is None else value.i or len(value.list.type)
+            if count > most and not _is_counted_by_inputs(op, name):
+                message = f"asks for {count} outputs by its attribute {name!r}; {most} is the most{setting}"
+                return Reason.ERROR_REASON_LIMIT_EXCEEDED, message
+    return None
+
+
+def _is_counted_by_inputs(op: OpDef, name: str) -> bool:
+    """Returns whether the node has one input for each output; the size of the message limits their number."""
+    return any(name in (arg.number_attr, arg.type_list_attr) for arg in op.inputs)
+
+
+def _has_text(value: AttrValue) -> bool:
+    return bool(value.s or any(value.list.s))
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedAttrs:
+    """The names of an op's attributes that are checked, by kind of check."""
+
+    external: tuple[str, ...]
+    shapes: tuple[str, ...]
+    tensors: tuple[str, ...]
+    amounts: tuple[str, ...]
+
+
+_checked_attrs_by_op: WeakKeyDictionary[OpDef, _CheckedAttrs] = WeakKeyDictionary()
+
+
+def _checked_attrs(op: OpDef) -> _CheckedAttrs:
+    found = _checked_attrs_by_op.get(op)
+    if found is None:
+        texts = [attr.name for attr in op.attrs if attr.type in ("string", "list(string)")]
+        found = _checked_attrs_by_op[op] = _CheckedAttrs(
+            tuple(name for name in texts if any(part in name for part in _EXTERNAL_ACCESS)),
+            tuple(attr.name for attr in op.attrs if attr.type in ("shape", "list(shape)")),
+            tuple(attr.name for attr in op.attrs if attr.type in ("tensor", "list(tensor)")),
+            tuple(attr.name for attr in op.attrs if attr.type == "int" and attr.name in _AMOUNTS),
+        )
+    return found
 
 
 def shape_fault(shape: TensorShape, bounds: NodeLimits, *, known: bool) -> Fault | None:
@@ -219,3 +340,27 @@ def _is_compatible(got: Iterable[int | None], wanted: tuple[int | None, ...]) ->
 
 def _shape_text(shape: Iterable[int | None]) -> str:
     return f"({', '.join('?' if size is None else str(size) for size in shape)})"
+
+
+def check_blob_name(name: str) -> None:
+    """Raises MALFORMED_REQUEST unless `name` is a SHA-256 in hex."""
+    if BLOB_NAME.fullmatch(name) is None:
+        raise error(
+            Reason.ERROR_REASON_MALFORMED_REQUEST,
+            f"{name[:80]!r} is not a SHA-256: 64 characters of 0-9 and a-f",
+            field="sha256",
+        )
+
+
+def missing_blobs(names: Iterable[str]) -> GradruleError:
+    """Returns a BLOB_NOT_FOUND error with one resource for each blob."""
+    missing = list(names)
+    shown = ", ".join(missing[:_MAX_SHOWN])
+    if len(missing) > _MAX_SHOWN:
+        shown += f", and {len(missing) - _MAX_SHOWN} more"
+    finding = Finding(
+        Reason.ERROR_REASON_BLOB_NOT_FOUND,
+        f"the server does not have the blob{'s' if len(missing) > 1 else ''} {shown}; upload what is missing, and send "
+        "the request again",
+    )
+    return GradruleError([finding], resources=[Resource(RESOURCE_TYPE, name) for name in missing])

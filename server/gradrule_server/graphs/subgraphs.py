@@ -1,21 +1,42 @@
-"""Finds the nodes of regions and checks the regions; one walk over a body serves all of its regions."""
+"""Finds the nodes of regions, checks the regions, and inserts a custom-gradient node for each subgraph with a rule.
+
+A subgraph is a region or a chain of nodes with one rule. Like `tf.custom_gradient`, `insert_custom_gradient_nodes` adds
+an IdentityN that takes the outputs and inputs of the subgraph. Consumers of the outputs use the IdentityN instead, so
+all gradients reach it and none flow through the inner nodes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradrule_server.graphs.custom_gradients import Subgraph
-from gradrule_server.graphs.ir import Body, Ref
-from gradrule_server.graphs.paths import Flows, Orders, flows_to
-from gradrule_server.graphs.selector_index import columns
+from gradrule.common.dtypes import as_dt
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule_server.graphs.ir import Body, Node, Ref
+from gradrule_server.graphs.paths import Flows, Orders, columns, flows_to
 
 Changes = Callable[[Body, Ref], bool]
 """Returns whether a tensor of a body is one of the xs or depends on one."""
+
+
+@dataclass(slots=True, eq=False)
+class Subgraph:
+    """Nodes of one body that share one rule. `inputs` and `outputs` are tensors of the body."""
+
+    body: Body
+    members: tuple[int, ...]
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Ref, ...]
+    # Whether this is a step function; the rule's input is then the first input minus the second.
+    is_step: bool = False
+
+
+Moves = Mapping[int, Mapping[Ref, Ref]]
+"""For each body, by id(): the new tensors, by old tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,3 +147,54 @@ class Regions:
 def _numbers(bits: int) -> list[int]:
     """Returns the positions of the set bits."""
     return [number for number in range(bits.bit_length()) if bits >> number & 1]
+
+
+def insert_custom_gradient_nodes(
+    subgraphs: Iterable[tuple[Subgraph, str]], unique: Callable[[Body, str], str]
+) -> tuple[list[Node], Moves]:
+    """Adds a custom-gradient node for each subgraph.
+
+    Args:
+        subgraphs: The subgraphs, each with the prefix of the names of its new nodes.
+        unique: Returns an unused name in a body.
+
+    Returns:
+        The new nodes, and the new position of each output of a subgraph.
+    """
+    moves: dict[int, dict[Ref, tuple[Ref, frozenset[int]]]] = {}
+    bodies: dict[int, Body] = {}
+    inserted = []
+    for subgraph, name in subgraphs:
+        body = bodies.setdefault(id(subgraph.body), subgraph.body)
+        inputs = (_difference(subgraph, unique(body, f"{name}/step_input")),) if subgraph.is_step else subgraph.inputs
+        refs = [*subgraph.outputs, *inputs]
+        types = tuple((body.nodes[producer].outputs or ())[output] for producer, output in refs)
+        attrs = {"T": AttrValue(list=AttrValue.ListValue(type=map(as_dt, types)))}
+        body.nodes.append(Node(unique(body, f"{name}/subgraph"), "IdentityN", refs, [], attrs, types, watched=True))
+        inserted.append(body.nodes[-1])
+        custom_gradient = len(body.nodes) - 1
+        inside = frozenset({*subgraph.members, custom_gradient})
+        for number, ref in enumerate(subgraph.outputs):
+            moves.setdefault(id(body), {})[ref] = ((custom_gradient, number), inside)
+    for key, moved in moves.items():
+        body = bodies[key]
+        for position, node in enumerate(body.nodes):
+            if any(ref in moved for ref in node.inputs):
+                node.inputs = [_moved(ref, position, moved) for ref in node.inputs]
+        body.results = [_moved(ref, -1, moved) for ref in body.results]
+    return inserted, {key: {ref: target for ref, (target, _) in moved.items()} for key, moved in moves.items()}
+
+
+def _moved(ref: Ref, position: int, moved: Mapping[Ref, tuple[Ref, frozenset[int]]]) -> Ref:
+    target = moved.get(ref)
+    return ref if target is None or position in target[1] else target[0]
+
+
+def _difference(subgraph: Subgraph, name: str) -> Ref:
+    """Adds the difference of a step's inputs; its gradient flows to both inputs and is summed over broadcast axes."""
+    body = subgraph.body
+    producer, output = subgraph.inputs[0]
+    dtype = (body.nodes[producer].outputs or ())[output]
+    attrs = {"T": AttrValue(type=as_dt(dtype))}
+    body.nodes.append(Node(name, "Sub", list(subgraph.inputs), [], attrs, (dtype,)))
+    return len(body.nodes) - 1, 0

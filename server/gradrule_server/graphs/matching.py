@@ -1,0 +1,325 @@
+"""Finds the selectors that match a node by its own properties, and explains why an override matches no node.
+
+One lookup per property serves all selectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import re2
+
+from gradrule.common.dtypes import dtype_name
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule_server.errors import did_you_mean
+from gradrule_server.graphs.findings import Finding, Findings, Reason, quote, similar_name_hint
+from gradrule_server.graphs.ir import Node
+from gradrule_server.graphs.selectors import ANY_TEXT, OverrideMatcher, compile_regex, op_types_of, re2_options
+
+# Cached pattern combinations; the limit keeps hostile graphs from filling the memory.
+_MAX_KEPT = 4096
+_SET_SIZE = 128
+
+_SHOWN_REGIONS = 12
+
+
+class SelectorIndex:
+    """Matches nodes against all selectors; bit i of a result is the i-th matcher."""
+
+    def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
+        selectors = [matcher.spec.selector for matcher in matchers]
+        self._calls = _bits(number for number, matcher in enumerate(matchers) if matcher.accepts_calls)
+        self._op_types = _Lookup()
+        self._dtypes = _Lookup()
+        self.names = NameIndex(matchers)
+        for number, (matcher, selector) in enumerate(zip(matchers, selectors, strict=True)):
+            self._op_types.add(number, matcher.op_types)
+            self._dtypes.add(number, (selector.dtype,) if selector.dtype else None)
+        attr_names = sorted({name for selector in selectors for name in selector.attrs})
+        self._attrs = {name: _Lookup() for name in attr_names}
+        for number, selector in enumerate(selectors):
+            for name in attr_names:
+                given = (attr_key(selector.attrs[name]),) if name in selector.attrs else None
+                self._attrs[name].add(number, given)
+        self._attr_bits: dict[int, tuple[Mapping[str, AttrValue], int]] = {}
+
+    def call(self, op_type: str, name: str) -> int:
+        """Returns the selectors that match a whole call."""
+        found = self._calls & self._op_types.matching(op_type)
+        return found and found & self.names.match(name)
+
+    def node(self, node: Node, name: str) -> int:
+        """Returns the selectors whose conditions on op type, element type, attributes and name a node meets."""
+        found = self._op_types.matching(node.op_type) & self._dtypes.matching(node.outputs[0] if node.outputs else 0)
+        if found and self._attrs:
+            found &= self._attrs_of(node.attrs)
+        return found and found & self.names.match(name)
+
+    def _attrs_of(self, attrs: Mapping[str, AttrValue]) -> int:
+        # Cached by id(), because nodes share attribute objects.
+        known = self._attr_bits.get(id(attrs))
+        if known is None:
+            found = -1
+            for name, lookup in self._attrs.items():
+                found &= lookup.matching(attr_key(attrs[name])) if name in attrs else lookup.unconditional
+            known = self._attr_bits[id(attrs)] = (attrs, found)
+        return known[1]
+
+
+class NameIndex:
+    """Matches public names against the scope, node and node_regex of all selectors."""
+
+    def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
+        self._scopes = _Lookup()
+        self._exact = _Lookup()
+        numbers: dict[str, int] = {}
+        with_pattern: list[list[int]] = [[], []]
+        for number, matcher in enumerate(matchers):
+            self._scopes.add(number, (matcher.prefix,) if matcher.prefix else None)
+            self._exact.add(number, (matcher.exact,) if matcher.exact else None)
+            for place, pattern in enumerate((matcher.glob, matcher.regex)):
+                if pattern:
+                    numbers.setdefault(pattern, len(numbers))
+                    with_pattern[place].append(number)
+        self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
+        self._patterns = PatternSet(list(numbers)) if numbers else None
+        # Selectors without a glob, and those without a node_regex. For each pattern: the selectors that have it as
+        # glob, and those that have it as node_regex.
+        all_selectors = (1 << len(matchers)) - 1
+        self._free = (all_selectors & ~_bits(with_pattern[0]), all_selectors & ~_bits(with_pattern[1]))
+        self._by_pattern = [[0, 0] for _ in numbers]
+        for number, matcher in enumerate(matchers):
+            for place, pattern in enumerate((matcher.glob, matcher.regex)):
+                if pattern:
+                    self._by_pattern[numbers[pattern]][place] |= 1 << number
+        self._kept: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def match(self, name: str) -> int:
+        """Returns the selectors that match the name."""
+        first, second = self._matching(name)
+        return self._scope(name) & self._exact.matching(name) & first & second
+
+    def conditions(self, name: str) -> tuple[int, int, int]:
+        """Returns the selectors whose scope matches a name, those whose `node` matches it, and those that match it.
+
+        The last need scope, `node` and `node_regex` to match.
+        """
+        scope, (first, second) = self._scope(name), self._matching(name)
+        node = self._exact.matching(name) & first
+        return scope, node, scope & node & second
+
+    def _scope(self, name: str) -> int:
+        """Returns the selectors whose scope contains the name."""
+        found = self._scopes.unconditional
+        slash = name.find("/") if self._longest_scope else -1
+        while 0 <= slash < self._longest_scope:
+            found |= self._scopes.requiring(name[: slash + 1])
+            slash = name.find("/", slash + 1)
+        return found
+
+    def _matching(self, name: str) -> tuple[int, int]:
+        """Returns the selectors whose glob matches the name or is absent, and the same for node_regex."""
+        if self._patterns is None:
+            return -1, -1
+        matching = self._patterns.matching(name)
+        found = self._kept.get(matching)
+        if found is None:
+            glob, regex = self._free
+            for number in matching:
+                glob |= self._by_pattern[number][0]
+                regex |= self._by_pattern[number][1]
+            found = glob, regex
+            if len(self._kept) < _MAX_KEPT:
+                self._kept[matching] = found
+        return found
+
+
+class _Lookup:
+    """Selectors by the value of one condition; selectors without the condition match every value."""
+
+    def __init__(self) -> None:
+        self.unconditional = 0
+        self._by_value: dict[Hashable, int] = {}
+
+    def add(self, number: int, values: Sequence[Hashable] | frozenset[str] | None) -> None:
+        """Adds a selector that requires one of the values; None: any value."""
+        if values is None:
+            self.unconditional |= 1 << number
+        for value in values or ():
+            self._by_value[value] = self._by_value.get(value, 0) | 1 << number
+
+    def matching(self, value: Hashable) -> int:
+        """Returns the selectors that match a value."""
+        return self.unconditional | self._by_value.get(value, 0)
+
+    def requiring(self, value: Hashable) -> int:
+        """Returns the selectors that require this value."""
+        return self._by_value.get(value, 0)
+
+
+def attr_key(value: AttrValue) -> bytes:
+    """Returns a key that equal attributes share."""
+    return value.SerializeToString(deterministic=True)
+
+
+class PatternSet:
+    """Matches whole names against many RE2 expressions; one pass over the name serves up to `_SET_SIZE` of them."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._sets = [_Set(patterns[start : start + _SET_SIZE], start) for start in range(0, len(patterns), _SET_SIZE)]
+
+    def matching(self, name: str) -> tuple[int, ...]:
+        """Returns the indices of the matching expressions."""
+        return tuple([number for item in self._sets for number in item.matching(name)])
+
+
+class _Set:
+    def __init__(self, patterns: Sequence[str], first: int) -> None:
+        self._first = first
+        self._patterns = patterns
+        self._single: list[re2._Regexp] = []
+        self._set: re2.Set | None = re2.Set.FullMatchSet(re2_options())
+        for pattern in patterns:
+            self._set.Add(pattern)
+        # This pattern always matches: a result without it means that the set ran out of memory.
+        self._anything = self._set.Add(ANY_TEXT)
+        try:
+            self._set.Compile()
+        except re2.error:
+            self._set = None
+
+    def matching(self, name: str) -> list[int]:
+        found = None if self._set is None else self._set.Match(name)
+        if found is None:
+            self._single = self._single or [compile_regex(pattern) for pattern in self._patterns]
+            return [self._first + number for number, one in enumerate(self._single) if one.fullmatch(name)]
+        return [self._first + number for number in found if number != self._anything]
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    found = 0
+    for number in numbers:
+        found |= 1 << number
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Op type and public name of a node that selectors were matched against."""
+
+    op_type: str
+    name: str
+
+
+class UnmatchedOverrides:
+    """Creates findings for overrides without matches; one pass over the nodes serves all overrides.
+
+    `regions`: names of the custom-gradient regions in the graph.
+    """
+
+    def __init__(
+        self, unused: Sequence[OverrideMatcher], nodes: Sequence[NodeInfo], regions: Sequence[str], findings: Findings
+    ) -> None:
+        self._numbers = {id(matcher): number for number, matcher in enumerate(unused)}
+        self._names = NameIndex(unused)
+        self._nodes = nodes
+        self._regions = regions
+        self._findings = findings
+        self._by_op_types: dict[frozenset[str] | None, list[str]] = {}
+
+    def finding(self, matcher: OverrideMatcher) -> Finding:
+        """Returns UNMATCHED_OVERRIDE with the failing condition and suggestions."""
+        spec = matcher.spec
+        if matcher.shadowed_by:
+            count = sum(matcher.shadowed_by.values())
+            nodes = f"all {count} nodes that it matches are" if count > 1 else "the only node that it matches is"
+            by = ", ".join(quote(label) for label in matcher.shadowed_by)
+            message = f"Override {quote(spec.label)} takes no node: {nodes} taken by an earlier override ({by})."
+        elif spec.selector.region_name:
+            message = f"Override {quote(spec.label)}: {self._no_region(spec.selector.region_name)}"
+        else:
+            message = f"Override {quote(spec.label)} matches no node of the graph: {self._missing(matcher)}"
+        return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)
+
+    def _no_region(self, name: str) -> str:
+        regions = self._regions
+        hint = self._findings.suggest(lambda: did_you_mean(name, regions))
+        known = ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none: no function in it has a gradient of its own"
+        more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
+        return f"the graph brings no region {quote(name)} along.{hint} Its regions: {known}{more}."
+
+    def _missing(self, matcher: OverrideMatcher) -> str:
+        selector = matcher.spec.selector
+        suggest = self._findings.suggest
+        for word in matcher.words:
+            if op_types_of(word).isdisjoint(self._op_types):
+                members = f" ({', '.join(sorted(op_types_of(word)))})" if word.startswith("@") else ""
+                hint = suggest(lambda word=word: did_you_mean(word, self._op_types))  # type: ignore[misc]
+                return f"there is no {word}{members}.{hint}"
+        kind = f"of op type {matcher.words[-1]} " if matcher.words else ""
+        in_scope, named, meant = self._met_conditions(matcher)
+        if selector.scope and not in_scope:
+            hint = suggest(lambda: similar_name_hint(selector.scope, self._scopes(matcher)))
+            return f"no node {kind}has a name that starts with {quote(matcher.prefix)}.{hint}"
+        if selector.node and not named:
+            hint = suggest(lambda: similar_name_hint(selector.node, self._names_of(matcher)))
+            return f"no node {kind}is named {quote(selector.node)}.{hint}"
+        if not meant:
+            if selector.node_regex:
+                return f"no node {kind}has a name that {quote(selector.node_regex)} matches as a whole."
+            return "the graph has no nodes." if not self._names_of(matcher) else f"no node {kind}has such a name."
+        reasons = []
+        if matcher.is_chain:
+            reasons.append(
+                f"no chain {' → '.join(matcher.words)} in which each takes the output of the one before and is alone "
+                f"in doing so"
+            )
+        if selector.dtype:
+            reasons.append(f"the first output {dtype_name(selector.dtype)}")
+        if selector.attrs:
+            reasons.append(f"these attributes: {', '.join(sorted(selector.attrs))}")
+        if selector.depends_on:
+            reasons.append(f"dependence on {', '.join(map(quote, selector.depends_on))}")
+        if selector.HasField("position"):
+            reasons.append("this place on the path from xs to ys")
+        if not reasons:
+            return f"no node {kind}is one: what an add is depends on which of its sides depend on the xs."
+        return f"no node {kind}with such a name has {' and '.join(reasons)}."
+
+    def _met_conditions(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:
+        """Returns whether nodes of the op types meet the scope, `node`, and all conditions on names together."""
+        bit = 1 << self._numbers[id(matcher)]
+        op_types: Iterable[str] = self._conditions_by_op if matcher.op_types is None else matcher.op_types
+        found = [self._conditions_by_op[op_type] for op_type in op_types if op_type in self._conditions_by_op]
+        in_scope, named, meant = (any(bits[condition] & bit for bits in found) for condition in range(3))
+        return in_scope, named, meant
+
+    @cached_property
+    def _conditions_by_op(self) -> dict[str, list[int]]:
+        """For each op type: bits of the overrides whose scope, `node` and name conditions a node of that type meets."""
+        met: dict[str, list[int]] = {}
+        for node in self._nodes:
+            bits = met.setdefault(node.op_type, [0, 0, 0])
+            for condition, found in enumerate(self._names.conditions(node.name)):
+                bits[condition] |= found
+        return met
+
+    @cached_property
+    def _op_types(self) -> list[str]:
+        return sorted({item.op_type for item in self._nodes})
+
+    def _names_of(self, matcher: OverrideMatcher) -> list[str]:
+        """Returns the names of the nodes of the override's op types."""
+        wanted = matcher.op_types
+        if wanted not in self._by_op_types:
+            self._by_op_types[wanted] = [item.name for item in self._nodes if wanted is None or item.op_type in wanted]
+        return self._by_op_types[wanted]
+
+    def _scopes(self, matcher: OverrideMatcher) -> list[str]:
+        return sorted({name[:slash] for name in self._names_of(matcher) for slash in _slashes(name)})
+
+
+def _slashes(name: str) -> list[int]:
+    return [position for position, character in enumerate(name) if character == "/"]

@@ -1,0 +1,193 @@
+"""Replaces one node that reads or writes a variable by nodes that compute with values."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from gradrule.common.dtypes import as_dt, dtype_name
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule_server.graphs.copying import Copy
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref
+from gradrule_server.graphs.selectors import CandidateNode
+from gradrule_server.graphs.variables import IS_INITIALIZED_OPS, READS, WRITES, Variable
+
+_INT32 = AttrValue(type=Dt.DT_INT32)
+
+
+class Lowering:
+    """Changes nodes in place; adds helper nodes to the body, named after the changed node."""
+
+    def __init__(self, copy: Copy, findings: Findings) -> None:
+        self._copy = copy
+        self._findings = findings
+        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in copy.candidates}
+
+    def lower(self, body: Body, index: int, variable: Variable, live: bool) -> list[tuple[Variable, Ref]]:
+        """Replaces a node whose first input already is the variable's current value; returns the written values."""
+        node, first = body.nodes[index], len(body.nodes)
+        self._check_type(body, node, variable)
+        if node.op in IS_INITIALIZED_OPS:
+            value = Tensor(dtype=Dt.DT_BOOL, bool_val=[True])
+            attrs = {"dtype": AttrValue(type=Dt.DT_BOOL), "value": AttrValue(tensor=value)}
+            self.become(node, "Const", [], attrs, (Dt.DT_BOOL,))
+            return []
+        if node.op in READS:
+            self._read(body, index, variable)
+        else:
+            self._write(body, index, variable)
+        for changed in (node, *body.nodes[first:]):
+            changed.watched = live and bool(changed.inputs) and self.is_differentiable(changed)
+        return [(variable, (index, 0))] if node.uploaded_op in WRITES else []
+
+    @staticmethod
+    def is_differentiable(node: Node) -> bool:
+        """Returns whether an output has a differentiable type."""
+        return any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
+
+    @staticmethod
+    def become(
+        node: Node, op: str, inputs: Sequence[Ref], attrs: Mapping[str, AttrValue], outputs: tuple[int, ...]
+    ) -> None:
+        """Turns a node into another op."""
+        node.uploaded_op = node.uploaded_op or node.op
+        gradient = {GRADIENT_ATTR: node.attrs[GRADIENT_ATTR]} if GRADIENT_ATTR in node.attrs else {}
+        node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **gradient}, outputs
+
+    def become_checked(self, node: Node, value: Ref, variable: Variable) -> None:
+        """Turns a node into an identity of a value, with a check that the value has the variable's shape."""
+        attrs = {"T": AttrValue(type=variable.dtype)}
+        if variable.shape.unknown_rank:
+            self.become(node, "Identity", [value], attrs, (variable.dtype,))
+        else:
+            shape = {"shape": AttrValue(shape=variable.shape)}
+            self.become(node, "EnsureShape", [value], {**attrs, **shape}, (variable.dtype,))
+
+    @staticmethod
+    def retype_pass(node: Node, types: Sequence[int]) -> None:
+        """Sets the types of an Identity or IdentityN."""
+        dtypes = [as_dt(dtype) for dtype in types]
+        is_list = node.op == "IdentityN"
+        value = AttrValue(list=AttrValue.ListValue(type=dtypes)) if is_list else AttrValue(type=dtypes[0])
+        node.attrs, node.outputs = {**node.attrs, "T": value}, tuple(types)
+
+    def insert_args(self, body: Body, variables: Sequence[Variable]) -> None:
+        """Appends arguments to a body and shifts the indices of its other nodes."""
+        first, count = body.arg_count, len(variables)
+        made = [Node(self._copy.unique(body, "variable"), ARG, [], [], {}, (item.dtype,)) for item in variables]
+
+        def moved(index: int) -> int:
+            return index + count if index >= first else index
+
+        for node in body.nodes:
+            node.inputs = [(moved(producer), output) for producer, output in node.inputs]
+            node.controls = [moved(control) for control in node.controls]
+        body.results = [(moved(producer), output) for producer, output in body.results]
+        body.control_results = [(name, moved(control)) for name, control in body.control_results]
+        body.nodes[first:first] = made
+        body.arg_count += count
+        for candidate in [candidate for (owner, _), candidate in self._candidates.items() if owner == id(body)]:
+            candidate.index = moved(candidate.index)
+        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in self._copy.candidates}
+
+    def _check_type(self, body: Body, node: Node, variable: Variable) -> None:
+        said = node.attrs.get("dtype") or node.attrs.get("T")
+        if said is not None and node.op not in IS_INITIALIZED_OPS and said.type != variable.dtype:
+            name = f"{self._copy.scopes[body.name]}/{node.name}" if body.name else node.name
+            message = (
+                f"Node {quote(name)} ({node.op}) takes the variable {quote(variable.name)} for "
+                f"{dtype_name(said.type)}, but it is {dtype_name(variable.dtype)}."
+            )
+            self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, name)
+
+    def _read(self, body: Body, index: int, variable: Variable) -> None:
+        node = body.nodes[index]
+        read, old = READS[node.op], node.attrs
+        attrs = {read.type_attr: AttrValue(type=variable.dtype)}
+        attrs.update({name: old[name] for name in read.attrs if name in old})
+        inputs = list(node.inputs)
+        if read.takes_axis:
+            axis = old["batch_dims"].i if "batch_dims" in old else 0
+            inputs.append(self._constant(body, index, "axis", axis))
+            attrs["Taxis"] = _INT32
+        self.become(node, read.op, inputs, attrs, node.outputs or ())
+
+    def _write(self, body: Body, index: int, variable: Variable) -> None:
+        node = body.nodes[index]
+        write, old = WRITES[node.op], node.attrs
+        attrs = {"T": AttrValue(type=variable.dtype)}
+        attrs.update({name: old[name] for name in write.attrs if name in old})
+        inputs = list(node.inputs if write.takes_old else node.inputs[1:])
+        if write.rows:
+            inputs = self._by_rows(body, index, inputs, attrs)
+        validates = (
+            "validate_shape" not in old or old["validate_shape"].b or old["validate_shape"].WhichOneof("value") is None
+        )
+        if write.keeps_shape or variable.shape.unknown_rank or (not write.takes_old and not validates):
+            self.become(node, write.op, inputs, attrs, (variable.dtype,))
+            return
+        value = inputs[0]
+        if write.takes_old:
+            value = self._add(body, index, "new", write.op, inputs, attrs, variable.dtype)
+        self.become_checked(node, value, variable)
+
+    def _by_rows(self, body: Body, index: int, inputs: list[Ref], attrs: Mapping[str, AttrValue]) -> list[Ref]:
+        """Converts row indices for a TensorScatter op and broadcasts a scalar update to full size."""
+        old, rows, updates = inputs
+        kind, dtype = attrs["Tindices"], attrs["T"].type
+        last = self._constant(body, index, "last", -1)
+        expand_attrs = {"T": kind, "Tdim": _INT32}
+        indices = self._add(body, index, "indices", "ExpandDims", [rows, last], expand_attrs, kind.type)
+        row_shape = self._shape(body, index, "rows", rows, kind)
+        full_shape = self._shape(body, index, "shape", old, attrs["T"])
+        slice_inputs = [
+            full_shape,
+            self._constant(body, index, "begin", [1]),
+            self._constant(body, index, "size", [-1]),
+        ]
+        slice_attrs = {"T": _INT32, "Index": _INT32}
+        inner = self._add(body, index, "row_shape", "Slice", slice_inputs, slice_attrs, Dt.DT_INT32)
+        concat_attrs = {"N": AttrValue(i=2), "T": _INT32, "Tidx": _INT32}
+        axis = self._constant(body, index, "axis", 0)
+        size = self._add(body, index, "sizes", "ConcatV2", [row_shape, inner, axis], concat_attrs, Dt.DT_INT32)
+        broadcast_attrs = {"T": attrs["T"], "Tidx": _INT32}
+        full = self._add(body, index, "updates", "BroadcastTo", [updates, size], broadcast_attrs, dtype)
+        return [old, indices, full]
+
+    def _shape(self, body: Body, index: int, suffix: str, of: Ref, dtype: AttrValue) -> Ref:
+        attrs = {"T": dtype, "out_type": _INT32}
+        return self._add(body, index, suffix, "Shape", [of], attrs, Dt.DT_INT32)
+
+    def _constant(self, body: Body, index: int, suffix: str, value: int | list[int]) -> Ref:
+        values = value if isinstance(value, list) else [value]
+        shape = TensorShape(dim=[TensorShape.Dim(size=len(values))] if isinstance(value, list) else [])
+        content = struct.pack(f"<{len(values)}i", *values)
+        tensor = Tensor(dtype=Dt.DT_INT32, tensor_shape=shape, tensor_content=content)
+        attrs = {"dtype": _INT32, "value": AttrValue(tensor=tensor)}
+        return self._add(body, index, suffix, "Const", [], attrs, Dt.DT_INT32)
+
+    def _add(
+        self,
+        body: Body,
+        index: int,
+        suffix: str,
+        op: str,
+        inputs: Sequence[Ref],
+        attrs: Mapping[str, AttrValue],
+        dtype: int,
+    ) -> Ref:
+        """Adds a helper node, named after the node at `index`."""
+        main = body.nodes[index]
+        name = self._copy.unique(body, f"{main.name}/{suffix}")
+        node = Node(name, op, list(inputs), [], dict(attrs), (dtype,), uploaded_op=main.uploaded_op or main.op)
+        body.nodes.append(node)
+        candidate = self._candidates.get((id(body), index))
+        if candidate is not None:
+            full = f"{candidate.name}/{suffix}"
+            part = CandidateNode(
+                full, candidate.function, body, len(body.nodes) - 1, candidate.live, None, candidate.around
+            )
+            self._copy.candidates.append(part)
+        return len(body.nodes) - 1, 0

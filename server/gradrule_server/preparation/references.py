@@ -1,0 +1,293 @@
+"""Loads what a request refers to: rules, blobs, the graph and the values of variables.
+
+Rules and blobs come from the front end; a program that is built again takes its rules from its snapshot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gradrule.common import tensor_codec
+from gradrule.v1 import errors_pb2, graph_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule_server import graphs
+from gradrule_server.errors import Finding, GradruleError, Resource, error
+from gradrule_server.link.messages import error_from_fault
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Limits, check_blob_name, missing_blobs, value_fault
+from gradrule_server.rules import RuleContent
+from gradrule_server.rules.catalogue import BUILTINS
+from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
+
+AskFrontEnd = Callable[[link_pb2.Question], link_pb2.Answer]
+"""Sends a question to the front end and returns its answer."""
+
+# Number of names in one question to the front end.
+_BATCH_SIZE = 500
+# Number of unknown names with suggestions; the front end needs milliseconds for each.
+_MAX_SUGGESTIONS = 20
+# Number of names that one request may look up. A hostile graph can name a different gradient at every node.
+_MAX_NAMES = 20_000
+# Names of rules with prefixes are shorter than this; longer names count as unknown without a request.
+_MAX_NAME_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRule:
+    """A rule with its content; None: the gradient that TensorFlow registers for the op type `name`.
+
+    `embedded`: whether the rule is part of the graph; its content is then set after the graph is expanded.
+    """
+
+    name: str
+    content: RuleContent | None
+    embedded: bool = False
+
+
+class RuleLookup(Protocol):
+    """Resolves rules by name."""
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Fetches rules that are likely to be resolved, in one request."""
+        ...
+
+    def resolve(self, name: str) -> ResolvedRule:
+        """Returns the rule `name`. Raises UNKNOWN_RULE if no rule has this name."""
+        ...
+
+
+class FrontEndRuleLookup:
+    """Looks up rules in the front end's registry."""
+
+    def __init__(self, ask: AskFrontEnd) -> None:
+        self._ask = ask
+        self._known: dict[str, ResolvedRule | None] = {}
+        self._suggestions = 0
+        self.used: dict[str, None] = {}
+        """Names of the resolved rules, in the order of their first use."""
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Fetches rules that are likely to be resolved, in batches."""
+        wanted = [name for name in dict.fromkeys(names) if name not in self._known and len(name) <= _MAX_NAME_CHARS]
+        wanted = wanted[: max(0, _MAX_NAMES - len(self._known))]
+        while wanted:
+            batch = wanted[:_BATCH_SIZE]
+            answer = _raise_fault(self._ask(link_pb2.Question(rules=link_pb2.Names(names=batch))))
+            self._known.update(dict.fromkeys(batch))
+            complete = [rule for rule in answer.rules if not _lacks_definition(rule)]
+            self._known.update((rule.aliases[0], read_rule(rule)) for rule in complete)
+            wanted = [rule.aliases[0] for rule in answer.rules if _lacks_definition(rule)] + wanted[_BATCH_SIZE:]
+
+    def resolve(self, name: str) -> ResolvedRule:
+        """Returns the rule `name`. Raises UNKNOWN_RULE, or LIMIT_EXCEEDED if too many names were looked up before."""
+        if name not in self._known:
+            self.fetch([name])
+        if name not in self._known and len(name) <= _MAX_NAME_CHARS:
+            # Whether the rule exists is not known, so do not suggest other names.
+            message = f"the request names more than {_MAX_NAMES} rules; {name!r} is beyond that number"
+            raise error(errors_pb2.ERROR_REASON_LIMIT_EXCEEDED, message, field="name")
+        rule = self._known.get(name)
+        if rule is None:
+            raise self._unknown(name)
+        self.used[name] = None
+        return rule
+
+    def _unknown(self, name: str) -> GradruleError:
+        self._suggestions += 1
+        if self._suggestions <= _MAX_SUGGESTIONS and len(name) <= _MAX_NAME_CHARS:
+            return error_from_fault(self._ask(link_pb2.Question(unknown_rule=name)).fault)
+        bare = name.removeprefix("rules/")
+        return error(
+            errors_pb2.ERROR_REASON_UNKNOWN_RULE,
+            f"there is no rule {bare!r}.",
+            field="name",
+            resource=Resource("gradrule.v1.Rule", f"rules/{bare}"),
+        )
+
+
+class SnapshotRuleLookup:
+    """Resolves rules as they were when a program was compiled, regardless of later registry changes."""
+
+    def __init__(self, snapshot: bytes) -> None:
+        self._rules = {
+            rule.aliases[0]: ResolvedRule(
+                rule.name,
+                None
+                if rule.kind == rule_pb2.RULE_KIND_OP
+                else RuleContent.from_stored(rule.name.removeprefix(BUILTIN_PREFIX), rule.definition),
+            )
+            for rule in rule_pb2.ListRulesResponse.FromString(snapshot).rules
+        }
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Does nothing, because the snapshot holds all rules."""
+
+    def resolve(self, name: str) -> ResolvedRule:
+        rule = self._rules.get(name)
+        if rule is None:
+            raise error(
+                errors_pb2.ERROR_REASON_UNKNOWN_RULE,
+                f"the program was compiled without a rule {name!r}",
+                resource=Resource("gradrule.v1.Rule", f"rules/{name}"),
+            )
+        return rule
+
+
+def read_rule(rule: rule_pb2.Rule) -> ResolvedRule:
+    """Reads a rule that the front end sent. Content of built-in rules comes from the catalogue."""
+    if rule.kind == rule_pb2.RULE_KIND_OP:
+        return ResolvedRule(rule.name, None)
+    name = rule.name.removeprefix(BUILTIN_PREFIX)
+    if rule.kind == rule_pb2.RULE_KIND_BUILTIN:
+        return ResolvedRule(rule.name, BUILTINS[name].content)
+    return ResolvedRule(rule.name, RuleContent.from_stored(name, rule.definition))
+
+
+class Blobs(Protocol):
+    """Reads the caller's blobs by SHA-256."""
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Returns the missing blobs, each once. Raises MALFORMED_REQUEST for a name that is not a hash."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Returns the size of a blob in bytes. Raises BLOB_NOT_FOUND."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
+        ...
+
+
+class FrontEndBlobs:
+    """Reads the caller's blobs; the front end gives their sizes and verifies their bytes.
+
+    Args:
+        ask: Sends a question to the front end.
+        read: Returns the bytes of a blob that the front end has checked.
+    """
+
+    def __init__(self, ask: AskFrontEnd, read: Callable[[str], bytes]) -> None:
+        self._ask = ask
+        self._read = read
+        self._sizes: dict[str, int] = {}
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Returns the missing blobs, each once. Raises MALFORMED_REQUEST for a name that is not a hash."""
+        wanted = list(dict.fromkeys(names))
+        for name in wanted:
+            check_blob_name(name)
+        for start in range(0, len(wanted), _BATCH_SIZE):
+            batch = wanted[start : start + _BATCH_SIZE]
+            answer = _raise_fault(self._ask(link_pb2.Question(blob_sizes=link_pb2.Names(names=batch))))
+            self._sizes.update(zip(batch, answer.sizes, strict=True))
+        return [name for name in wanted if self._sizes[name] < 0]
+
+    def size(self, name: str) -> int:
+        """Returns the size of a blob in bytes. Raises BLOB_NOT_FOUND."""
+        check_blob_name(name)
+        if name not in self._sizes:
+            self.missing([name])
+        if self._sizes[name] < 0:
+            raise missing_blobs([name])
+        return self._sizes[name]
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes of a blob. Raises BLOB_NOT_FOUND."""
+        _raise_fault(self._ask(link_pb2.Question(blob=name)))
+        return self._read(name)
+
+
+def _lacks_definition(rule: rule_pb2.Rule) -> bool:
+    """Returns whether a rule must be requested again, because its definition did not fit into the answer."""
+    return rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
+
+
+def _raise_fault(answer: link_pb2.Answer) -> link_pb2.Answer:
+    """Returns the answer, or raises the error in it."""
+    if answer.HasField("fault"):
+        raise error_from_fault(answer.fault)
+    return answer
+
+
+def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
+    """Returns the graph's bytes and the parsed graph. Raises BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
+    source = spec.graph.WhichOneof("source")
+    if source == "blob_sha256":
+        size = store.size(spec.graph.blob_sha256)
+        if size > limits.graph_bytes:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"the graph has {size} bytes; {limits.graph_bytes} is the most, unless the server is started with a "
+                "larger --max-graph-bytes",
+                field="spec.graph",
+            )
+        data = store.read(spec.graph.blob_sha256)
+        return data, graphs.parse(data, limits)
+    if source == "serialized":
+        return spec.graph.serialized, graphs.parse(spec.graph.serialized, limits)
+    if source == "inline_graph":
+        return spec.graph.inline_graph.SerializeToString(deterministic=True), spec.graph.inline_graph
+    raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
+
+
+@dataclass(frozen=True, slots=True)
+class VariableValues:
+    """The values of the variables that a program needs.
+
+    `content`: name, type, shape and hash of each value, for the program's digest. It is equal for a value in a blob and
+    the same value inline.
+    """
+
+    bound: list[link_pb2.BoundVariable] = field(default_factory=list)
+    content: list[list[object]] = field(default_factory=list)
+    blobs: tuple[str, ...] = ()
+
+
+def bind_variables(
+    spec: program_pb2.ProgramSpec, expanded: graphs.Expanded, store: Blobs, limits: Limits
+) -> VariableValues:
+    """Checks all given values and returns those that the program needs.
+
+    Raises FEED_DTYPE, FEED_SHAPE, INVALID_TENSOR, LIMIT_EXCEEDED, BLOB_NOT_FOUND.
+    """
+    findings: list[Finding] = []
+    needed = {item.name for item in expanded.inputs}
+    gone = store.missing(_blob_names(spec.variables))
+    if gone:
+        raise missing_blobs(gone)
+    bound: list[link_pb2.BoundVariable] = []
+    content: list[list[object]] = []
+    for number, item in enumerate(spec.variables):
+        variable = expanded.variables[item.name]
+        field_name = f"spec.variables[{number}]"
+        fault = value_fault(item.value, variable, store.size, limits)
+        if fault is not None:
+            reason, text = fault
+            findings.append(Finding(reason, f"The value of variable {item.name!r} {text}.", item.name, field_name))
+        elif variable.name in needed:
+            tensor = tensor_pb2.TensorSpec(name=variable.name, dtype=variable.dtype, shape=variable.shape)
+            bound.append(link_pb2.BoundVariable(spec=tensor, value=item.value))
+            content.append([variable.name, *_digest_content(item.value)])
+    if findings:
+        raise GradruleError(findings)
+    return VariableValues(bound, sorted(content, key=lambda entry: str(entry[0])), tuple(_blob_names(bound)))
+
+
+def _blob_names(values: Iterable[tensor_pb2.NamedTensor | link_pb2.BoundVariable]) -> list[str]:
+    return list(dict.fromkeys(item.value.blob.sha256 for item in values if item.value.HasField("blob")))
+
+
+def _digest_content(value: tensor_pb2.TensorSource) -> list[object]:
+    if value.HasField("blob"):
+        dtype, shape, digest = value.blob.dtype, value.blob.shape, value.blob.sha256
+        check_blob_name(digest)
+    else:
+        dtype, shape = value.inline_tensor.dtype, value.inline_tensor.tensor_shape
+        array = tensor_codec.to_numpy(value.inline_tensor)
+        # Hash the message of a string array, because its memory holds pointers.
+        data = value.inline_tensor.SerializeToString(deterministic=True) if array.dtype.hasobject else array.tobytes()
+        digest = hashlib.sha256(data).hexdigest()
+    return [dtype, [dim.size for dim in shape.dim], digest]
