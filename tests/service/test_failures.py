@@ -128,9 +128,10 @@ def test_too_large_message_is_refused(small: RunningServer, small_channel: grpc.
 
 
 class EndlessCall:
-    """Runs an endless call in a thread and keeps its error."""
+    """Runs an endless call of a compiled program in a thread and keeps its error."""
 
     def __init__(self, client: Any, timeout: float = 30.0) -> None:
+        client.evaluate(loop_graphs.endless(), {"x": loop_graphs.ENDS}, fetches=["y"])
         self.error: gr.errors.GradruleError | None = None
         self._words = {"feeds": {"x": loop_graphs.ENDLESS}, "fetches": ["y"], "timeout": timeout}
         self._client = client
@@ -152,8 +153,8 @@ class EndlessCall:
         return self.error
 
 
-def wait_until_busy(small_channel: grpc.Channel) -> None:
-    """Waits until the server refuses a request because another one runs."""
+def wait_until_busy(small: RunningServer, small_channel: grpc.Channel) -> None:
+    """Waits until the server refuses a request because its engine runs another one."""
 
     def probe() -> bool | None:
         try:
@@ -163,15 +164,15 @@ def wait_until_busy(small_channel: grpc.Channel) -> None:
         return None
 
     wait_until(probe, "a busy server")
-    time.sleep(1.0)  # compiled by now, and running
+    small.wait_for_running_calls(1)
 
 
 @provokes("OVERLOADED")
 def test_request_beyond_the_limit_is_refused(small: RunningServer, small_channel: grpc.Channel) -> None:
     engine = small.wait_for_engine()
     with gr.connect(small.target) as client:
-        background = EndlessCall(client, timeout=6.0)
-        wait_until_busy(small_channel)
+        background = EndlessCall(client, timeout=9.0)
+        wait_until_busy(small, small_channel)
         with refused_raw("OVERLOADED"):
             raw.evaluate(small_channel, raw.request(raw.sign_graph()))
         assert background.join().reason == "DEADLINE_EXCEEDED"
@@ -183,8 +184,8 @@ def test_request_beyond_the_limit_is_refused(small: RunningServer, small_channel
 def test_cancelled_call_is_reported(small: RunningServer, small_channel: grpc.Channel) -> None:
     engine = small.wait_for_engine()
     client = gr.connect(small.target)
-    background = EndlessCall(client, timeout=5.0)
-    wait_until_busy(small_channel)
+    background = EndlessCall(client, timeout=9.0)
+    wait_until_busy(small, small_channel)
     client.close()
     with refused("CANCELLED"):
         raise background.join()

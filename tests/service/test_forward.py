@@ -115,7 +115,7 @@ def test_invalid_pull_back_is_refused(either: Any) -> None:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Returns a server that holds few handles for a short time."""
-    flags = ("--max-handle-bytes", "1MiB", "--max-handles", "4", "--handle-ttl-s", "1.5")
+    flags = ("--max-handle-bytes", "1MiB", "--max-handles", "4", "--handle-ttl-s", "30")
     with running_server(tmp_path_factory.mktemp("small"), flags) as running:
         yield running
 
@@ -138,7 +138,7 @@ def test_handle_expires_after_its_last_use(small: RunningServer) -> None:
     ):
         forward = run_forward(compiled(client).name, X)
         stream.send(1, forward=forward)
-        assert stream.receive().forward.ttl.ToNanoseconds() == 1.5e9
+        assert stream.receive().forward.ttl.ToNanoseconds() == 30e9
         forward.ttl.FromMilliseconds(50)
         stream.send(1, forward=forward)
         answer = stream.receive().forward
@@ -209,7 +209,7 @@ def test_handles_of_a_disconnected_client_are_released(small: RunningServer) -> 
                 handle.close()
             return True
 
-        assert wait_until(free, "room for four handles", 1.4)
+        assert wait_until(free, "room for four handles", 25)
 
 
 def test_handle_belongs_to_its_stream(small: RunningServer) -> None:

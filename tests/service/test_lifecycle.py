@@ -150,7 +150,7 @@ def test_endless_loop_ends_at_its_deadline(own: RunningServer) -> None:
         started = time.monotonic()
         with refused("DEADLINE_EXCEEDED"):
             p.evaluate({"x": loop_graphs.ENDLESS}, timeout=1.5)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         wait_for_another_engine(own, engine)
         assert p.evaluate({"x": loop_graphs.ENDS}).outputs["y"] == loop_graphs.ENDS
 
@@ -162,15 +162,15 @@ def test_calls_beside_an_endless_loop_are_answered(own: RunningServer) -> None:
 
     def hang(client: gr.Client) -> None:
         try:
-            client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=4.0)
+            client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=9.0)
         except gr.errors.GradruleError as caught:
             ends.append(caught.reason)
 
     with gr.connect(own.target) as client:
         hanging = threading.Thread(target=hang, args=(client,))
         hanging.start()
-        time.sleep(1.0)
-        r = client.evaluate(raw.sign_graph().SerializeToString(), feeds={"x": [3.0]}, fetches=["y"], timeout=2.0)
+        own.wait_for_running_calls(1)
+        r = client.evaluate(raw.sign_graph().SerializeToString(), feeds={"x": [3.0]}, fetches=["y"], timeout=7.0)
         assert r.outputs["y"].tolist() == [1.0]
         hanging.join()
     assert ends == ["DEADLINE_EXCEEDED"]
@@ -193,12 +193,12 @@ def test_sigterm_lets_running_calls_finish(tmp_path: Path) -> None:
             answers: list[Any] = []
             call = threading.Thread(target=lambda: answers.append(p.evaluate({"x": matrix}, timeout=30)))
             call.start()
-            time.sleep(0.15)
+            running.wait_for_running_calls(1)
             engine = running.engine_pid()
             started = time.monotonic()
             assert running.terminate() == 0
             call.join()
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 20
         assert len(answers) == 1
         assert np.isfinite(answers[0].outputs["y"])
         assert engine is not None
@@ -314,12 +314,12 @@ def test_engine_in_an_endless_loop_ends_with_its_front_end(tmp_path: Path) -> No
         engine = running.wait_for_engine()
         with futures.ThreadPoolExecutor() as pool:
             call = pool.submit(p.evaluate, {"x": loop_graphs.ENDLESS}, timeout=60.0)
-            time.sleep(1.0)
+            running.wait_for_running_calls(1)
             assert not call.done()
             running.process.kill()
             with refused("UNAVAILABLE"):
                 call.result()
-        wait_until(lambda: has_ended(engine) or None, "end of the engine", 10)
+        wait_until(lambda: has_ended(engine) or None, "end of the engine")
 
 
 def test_local_server_ends_with_its_block(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ async def test_connection_with_too_many_unfinished_bytes_is_closed(path: str) ->
 
 
 async def test_connection_with_an_unfinished_message_is_closed() -> None:
-    async with serving(ConnectionLimits(stall_s=0.5)) as target:
+    async with serving(ConnectionLimits(stall_s=3)) as target:
         assert await send_unfinished(target, "/s/m", streams=1, size=MIB, hold_s=250) == (MIB - 1, True)
 
 
