@@ -20,12 +20,12 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas
+from gradrule_server.link.arena import MIN_PLACED_BYTES, Arenas
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.framing import Frame, FrameSocket, Kind, serve_frames
 
 _MEBIBYTE = 1024 * 1024
-_SIZES = {"1 KiB": 1024, "256 KiB": LEAST_PLACED_BYTES, "1 MiB": _MEBIBYTE, "16 MiB": 16 * _MEBIBYTE}
+_SIZES = {"1 KiB": 1024, "256 KiB": MIN_PLACED_BYTES, "1 MiB": _MEBIBYTE, "16 MiB": 16 * _MEBIBYTE}
 _SIZES["100 MiB"] = 100 * _MEBIBYTE
 _CALLS = {"1 KiB": 300, "256 KiB": 60, "1 MiB": 40, "16 MiB": 8, "100 MiB": 3}
 

@@ -183,7 +183,7 @@ def test_broken_token_file_refuses_all_tokens(guarded: Guarded) -> None:
     guarded.tokens.write_text("nonsense\n")
     try:
         wait_until(lambda: not is_accepted(guarded, token) or None, "no token")
-        wait_until(lambda: "lines are no tokens" in guarded.running.log.read_text() or None, "a line in the log")
+        wait_until(lambda: "lines are no valid tokens" in guarded.running.log.read_text() or None, "a line in the log")
     finally:
         guarded.tokens.write_text(good)
     wait_until(lambda: is_accepted(guarded, token) or None, "the token")

@@ -63,9 +63,9 @@ ONES = [1.0, 1.0]
         (HVP, add_tensors("tangents", x=ONES), ["tangents", "takes vectors"]),
         (JACOBIAN, add_tensors("grad_ys", y=ONES), ["grad_ys", "this is a Jacobian"]),
         (JACOBIAN, add_tensors("tangents", x=ONES), ["tangents"]),
-        (JVP, add_tensors("tangents", z=ONES), ["'z'", "none of the xs"]),
-        (HVP, add_tensors("vectors", q=ONES), ["'q'", "none of the xs"]),
-        (VJP, lambda asked: setattr(asked, "stacked_grad_ys", True), ["none is given"]),
+        (JVP, add_tensors("tangents", z=ONES), ["'z'", "not one of the xs"]),
+        (HVP, add_tensors("vectors", q=ONES), ["'q'", "not one of the xs"]),
+        (VJP, lambda asked: setattr(asked, "stacked_grad_ys", True), ["there are no grad_ys"]),
         (HVP, lambda asked: setattr(asked, "stacked_grad_ys", True), ["stacked_grad_ys", "Hessian"]),
         ({}, lambda asked: asked.spec.fetches.append("y"), None),
         ({"fetches": ["y"]}, lambda asked: setattr(asked, "derivative", evaluate_pb2.DERIVATIVE_JVP), ["no ys"]),
@@ -132,7 +132,7 @@ def test_direction_of_wrong_shape_or_dtype_is_refused(client: Any) -> None:
             ask(g, {"x": X}, {"x": np.ones(2)}, ys=["y"], xs=["x"])
         with refused("INVALID_DERIVATIVE") as refusal:
             ask(g, {"x": X, "n": 1}, {"n": 1}, ys=["y"], xs=["x", "n"])
-        refusal.says("'n'", "leave it out")
+        refusal.says("'n'", "omit it")
         with refused("INVALID_DERIVATIVE") as refusal:
             ask(g, {"x": X}, {}, ys=["y"], xs=["x"])
         refusal.says("at least one x")

@@ -199,7 +199,7 @@ def test_blob_changed_on_disk_is_uploaded_again(server: RunningServer, client: g
     assert client.evaluate(g, feeds={"x": blob}, fetches=["y"]).outputs["y"] == 5_000 * len(accident)
     assert blob_name(file.read_bytes()) == blob.sha256
     if accident == "changed":
-        assert f"{blob.sha256} is not what was stored" in server.log.read_text()
+        assert f"{blob.sha256} is damaged" in server.log.read_text()
 
 
 def test_programs_share_tensors_of_blobs_and_inline_constants(client: Any, channel: grpc.Channel) -> None:

@@ -105,7 +105,7 @@ def test_only_a_plain_op_type_selects_nodes_that_gradients_add(client: Any) -> N
     assert_close(client.hvp(**asked, overrides=steep)["x"], (7 + SIGN) * V)
     with refused("INACTIVE_OVERRIDE") as refusal:
         client.hvp(**asked, overrides=[*steep, gr.Override("default", op_type="Sign", order="all")])
-    refusal.says("'Sign'", "none that a gradient makes")
+    refusal.says("'Sign'", "one that gradients create")
 
 
 def test_override_without_a_node_in_any_order_is_refused(client: Any) -> None:

@@ -177,7 +177,7 @@ def check_missing_database_is_refused(folder: Path) -> None:
     )
     assert serve.returncode == 1
     [line] = serve.stderr.splitlines()
-    assert f"{data / 'gradrule.db'} is gone" in line
+    assert f"{data / 'gradrule.db'} is missing" in line
     assert "`gradrule registry new --data-dir" in line
     assert "empty registry" in run_gradrule("registry", "new", "--data-dir", str(data))
     assert "no problems found: 0 rules" in run_gradrule("registry", "check", "--data-dir", str(data))

@@ -136,7 +136,7 @@ def branching() -> gr.Graph:
     ("inputs", "outputs", "xs", "reason", "says"),
     [
         (["x"], ["c"], ["x"], "INVALID_OVERRIDE", "'a' inside it is used outside, by y"),
-        (["a"], ["c"], ["x", "w"], "INVALID_OVERRIDE", "'w' goes into it"),
+        (["a"], ["c"], ["x", "w"], "INVALID_OVERRIDE", "'w' enters it"),
         (["c"], ["a"], ["x"], "INVALID_OVERRIDE", "does not depend"),
         (["x"], ["nope"], ["x"], "UNKNOWN_TENSOR", "nope"),
         (["a"], ["c"], ["b"], "INVALID_OVERRIDE", "inside it is used outside"),
@@ -222,9 +222,9 @@ def test_arguments_of_a_branch_depend_on_the_xs(client: Any) -> None:
     override = gr.Override(gr.Rule("dy"), region=gr.Region([inner["h"]], [inner["o"]]))
     with refused("INVALID_OVERRIDE") as refusal:
         client.evaluate(branches(), feeds, overrides=[override], **words)
-    refusal.says("goes into it from outside")
+    refusal.says("enters it from outside")
     # Arguments have names like all tensors, so they can be inputs of a region.
-    argument = refusal.message.partition("the region cannot be: '")[2].partition("'")[0]
+    argument = refusal.message.partition("the region is invalid: '")[2].partition("'")[0]
     both = gr.Override(gr.Rule("each(default)"), region=gr.Region([inner["h"], argument], [inner["o"]]))
     r = client.evaluate(branches(), feeds, overrides=[both], **words)
     for name in ("x", "z"):

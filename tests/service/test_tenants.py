@@ -98,10 +98,10 @@ def test_unreadable_row_affects_only_its_rule(
     assert (ada.list_rules("user"), ada.list_programs()) == ([], [])
     with refused("UNKNOWN_RULE") as refusal:
         gradient(ada, "Broken")
-    refusal.says("cannot be read", "create it anew")
+    refusal.says("cannot be read", "create it again")
     with refused("PROGRAM_NOT_FOUND") as refusal:
         ada.program("p").evaluate(SIGN_FEEDS)
-    refusal.says("cannot be read", "compile it anew")
+    refusal.says("cannot be read", "compile it again")
     ada.create_rule("Broken", "3 * dy")
     assert gradient(ada, "Broken") == [3.0, 3.0]
     program = ada.compile(sign_graph(), overrides={"Sign": "Broken"}, name="p", **WORDS)

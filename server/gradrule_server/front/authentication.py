@@ -16,7 +16,7 @@ from gradrule_server.operations.request_record import Observer
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 CreateHandler: TypeAlias = "Callable[[Principal | None], Handler]"
-"""Creates the handler of a call, given its principal; None where the client's certificate has to tell it."""
+"""Creates the handler of a call, given its principal; None: it is read from the client's certificate."""
 
 _AUTHORIZATION = "authorization"
 # The certificate itself: gRPC gives its names without their types, and cuts them at a zero byte.
@@ -35,7 +35,7 @@ class CallerAuthenticator:
         """Whether the server asks for no credentials."""
 
     def from_metadata(self, metadata: Iterable[Any]) -> Principal | None:
-        """Returns the principal that the metadata names; None where the connection has to tell it.
+        """Returns the principal that the metadata names; None where only the connection shows it.
 
         Needs nothing else of the call. UNAUTHENTICATED.
         """
@@ -87,7 +87,7 @@ class CredentialCheck:
 class RpcService(grpc.GenericRpcHandler):
     """Finds the handler of each call of one gRPC service by the path of its method.
 
-    Refuses callers before their request is read, where the metadata is enough to tell that.
+    Refuses callers before their request is read, where the metadata is enough for that.
     """
 
     def __init__(

@@ -183,7 +183,7 @@ class Health:
             self._notify()
 
     def end(self) -> None:
-        """Changes all statuses to NOT_SERVING for good, reports that to all watchers and ends their calls."""
+        """Changes all statuses to NOT_SERVING permanently, reports that to all watchers and ends their calls."""
         self._is_ending = True
         self._statuses = dict.fromkeys(self._statuses, NOT_SERVING)
         self._notify()
@@ -212,7 +212,7 @@ class Health:
         connection = self._connections.get(context.peer())
         with self._open.open(connection) as has_room, connection.call():
             if not has_room:
-                await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "as many watch as may; ask with Check")
+                await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many Watch calls are open; use Check")
             changed = asyncio.Event()
             self._watchers.add(changed)
             try:
@@ -237,9 +237,9 @@ class Health:
         try:
             raw = await self._reads.read(context, self._request_s)
         except Evicted:
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many ask at once, and do not send what")
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests are being read; try again")
         except TimeoutError:
-            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come")
+            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come in time")
         try:
             return health_pb2.HealthCheckRequest.FromString(raw or b"").service
         except DecodeError:

@@ -276,7 +276,7 @@ class RequestPipeline:
     async def _identify(self, known: Principal | None, context: Context, request: RequestRecord) -> Caller:
         """Returns the caller, and keeps its tenant loaded until the call is done. UNAUTHENTICATED.
 
-        `known`: the principal, where the metadata was enough to tell it.
+        `known`: the principal, where the metadata was enough to find it.
         """
         principal = self._authenticator.from_connection(context) if known is None else known
         self._connections.get(request.peer()).is_authenticated = True

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 # Calls that wait for the event loop, 7 to 23 KiB each. Above the first number gRPC cancels some new calls, above the
 # second all. A client can start and reset thousands of calls per second.
-_MANY_PENDING, _MOST_PENDING = 20_000, 40_000
+_MANY_PENDING, _MAX_PENDING = 20_000, 40_000
 _UNLIMITED = -1
 # Name of the task of grpc.aio that accepts calls, which grpc.aio does not expose.
 _ACCEPT_LOOP = "AioServer._server_main_loop"
@@ -173,7 +173,7 @@ class ConnectionSettings:
             ("grpc.max_concurrent_streams", self.max_connection_streams),
             # By default gRPC cancels some calls, without a reason, where a thousand start at once.
             ("grpc.server.max_pending_requests", _MANY_PENDING),
-            ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ("grpc.server_handshake_timeout_ms", _ms(self.handshake_timeout_s)),
             ("grpc.max_metadata_size", self.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),

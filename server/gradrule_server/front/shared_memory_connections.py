@@ -205,7 +205,7 @@ class BlockingThreads:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many functions run or wait as may."""
+        """Whether the maximum number of functions run or wait."""
         return self._count >= self._max_threads
 
     def run(self, function: Work, on_end: Work) -> None:

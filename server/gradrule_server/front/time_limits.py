@@ -1,7 +1,7 @@
 """Time limits of calls: deadlines of requests, checks at intervals, and answers that their clients do not read.
 
 Most requests end long before their deadline, and most answers are read at once. So many requests share one timer of the
-event loop: a timer for each would nearly always be set in vain.
+event loop: setting one for each would cost more, nearly always for nothing.
 """
 
 from __future__ import annotations

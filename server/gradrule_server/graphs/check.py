@@ -110,8 +110,8 @@ def _check_custom_gradients(draft: Draft, findings: Findings) -> None:
         for producer, output in node.inputs:
             if output >= results.get(producer, output + 1):
                 message = (
-                    f"{draft.where(node.name)} takes output {output} of {quote(nodes[producer].name)}, which passes on "
-                    f"{results[producer]} results of a region; take the tensor from where it comes from."
+                    f"{draft.where(node.name)} takes output {output} of {quote(nodes[producer].name)}, which has "
+                    f"{results[producer]} results of a region; use the tensor that is the node's input instead."
                 )
                 findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node.name)
 
@@ -132,7 +132,9 @@ def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool
     cycles = find_cycles(edges)
     for cycle in cycles:
         chain = [names[number] for number in cycle]
-        message = f"Functions call themselves: {chain_text(chain)}. Recursion has no end here; use a While."
+        message = (
+            f"Functions call themselves: {chain_text(chain)}. Recursive functions are not supported; use a While loop."
+        )
         findings.add(Reason.ERROR_REASON_GRAPH_CYCLE, message, chain[0])
     return bool(cycles)
 

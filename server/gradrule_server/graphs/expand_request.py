@@ -21,7 +21,9 @@ def _refuse_rule(name: str, _: str) -> int:
 
 
 def _refuse_embedded_rule(label: str) -> int:
-    raise error(Reason.ERROR_REASON_UNSUPPORTED, f"there is no place for {quote(label)}, a rule of the graph's own")
+    raise error(
+        Reason.ERROR_REASON_UNSUPPORTED, f"the rule {quote(label)}, which the graph contains, is not supported here"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class TensorNames:
         reason = Reason.ERROR_REASON_UNKNOWN_FEED if is_feed else Reason.ERROR_REASON_UNKNOWN_TENSOR
         parsed = parse_tensor_name(text)
         if parsed is None:
-            what = "an operation, not a tensor" if text.startswith("^") else "no name of a tensor"
+            what = "an operation, not a tensor" if text.startswith("^") else "not the name of a tensor"
             self._findings.add(reason, f"{quote(text)} is {what}; write 'node' or 'node:output'.", field=field)
             return None
         name, output = parsed
@@ -213,7 +215,7 @@ class TensorNames:
                 continue
             node = self._top.nodes[position]
             what = "loop or branch" if node.op in CONTAINERS else "function call"
-            return f" What lies inside the {what} {quote(node.name)} cannot be asked for; its outputs can."
+            return f" Tensors inside the {what} {quote(node.name)} cannot be requested; its outputs can."
         return self._findings.suggest_similar(name, self.index)
 
 

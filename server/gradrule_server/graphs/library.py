@@ -37,7 +37,7 @@ class Library:
         for function in graph.library.function:
             name = function.signature.name
             if name in self._functions:
-                message = f"Function {quote(name)} is there twice; names of functions must be unique."
+                message = f"Function {quote(name)} occurs twice; names of functions must be unique."
                 findings.add(Reason.ERROR_REASON_DUPLICATE_NODE, message, name)
             if not name:
                 findings.add(Reason.ERROR_REASON_INVALID_GRAPH, "A function of the graph has no name.")
@@ -152,7 +152,7 @@ class Library:
             for arg in signature.output_arg:
                 add_result(draft, arg.name, self._types(arg, given))
         except _UnclearType as cause:
-            message = f"Function {quote(signature.name)}: the type of {quote(cause.arg)} is not clear: {cause.why}."
+            message = f"Function {quote(signature.name)}: the type of {quote(cause.arg)} is unknown: {cause.why}."
             self._findings.add(Reason.ERROR_REASON_INVALID_ATTR, message, signature.name)
             return None
         return draft
@@ -162,7 +162,7 @@ class Library:
             return list(_given(arg, arg.type_list_attr, "list", given).list.type)
         count = _given(arg, arg.number_attr, "i", given).i if arg.number_attr else 1
         if not 0 <= count <= self._limits.listed_outputs:
-            raise _UnclearType(arg.name, f"it stands for {count} tensors")
+            raise _UnclearType(arg.name, f"it is a list of {count} tensors")
         dtype = _given(arg, arg.type_attr, "type", given).type if arg.type_attr else arg.type
         if not dtype:
             raise _UnclearType(arg.name, "it has none")
@@ -184,9 +184,7 @@ class Library:
                     message = f"{where}: attributes passed on to functions take over {self._limits.attr_bytes} bytes."
                     self._refuse_size(message)
                 return actual
-            message = (
-                f"{where}: attribute {name!r} stands for {quote(value.placeholder)}, which the call does not give."
-            )
+            message = f"{where}: attribute {name!r} refers to {quote(value.placeholder)}, which the call does not set."
             self._findings.add(Reason.ERROR_REASON_INVALID_ATTR, message)
             return value
         functions = [value.func] if field == "func" else value.list.func if field == "list" else []
@@ -210,7 +208,7 @@ class _UnclearType(Exception):
 def _given(arg: graph_pb2.OpSignature.ArgDef, name: str, field: str, given: Mapping[str, AttrValue]) -> AttrValue:
     value = given.get(name)
     if value is None or value.WhichOneof("value") != field:
-        raise _UnclearType(arg.name, f"it follows from the attribute {name!r}, which the call does not give")
+        raise _UnclearType(arg.name, f"it follows from the attribute {name!r}, which the call does not set")
     return value
 
 

@@ -246,9 +246,11 @@ class UnmatchedOverrides:
     def _no_region(self, name: str) -> str:
         regions = self._regions
         hint = self._findings.suggest(lambda: did_you_mean(name, regions))
-        known = ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none: no function in it has a gradient of its own"
+        known = (
+            ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none, because no function in it has its own gradient"
+        )
         more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
-        return f"the graph brings no region {quote(name)} along.{hint} Its regions: {known}{more}."
+        return f"the graph has no custom-gradient region {quote(name)}.{hint} Its regions: {known}{more}."
 
     def _missing(self, matcher: OverrideMatcher) -> str:
         selector = matcher.spec.selector
@@ -273,19 +275,18 @@ class UnmatchedOverrides:
         reasons = []
         if matcher.is_chain:
             reasons.append(
-                f"no chain {' → '.join(matcher.words)} in which each takes the output of the one before and is alone "
-                f"in doing so"
+                f"no chain {' → '.join(matcher.words)} in which each op is the only consumer of the op before it"
             )
         if selector.dtype:
-            reasons.append(f"the first output {dtype_name(selector.dtype)}")
+            reasons.append(f"a first output of type {dtype_name(selector.dtype)}")
         if selector.attrs:
             reasons.append(f"these attributes: {', '.join(sorted(selector.attrs))}")
         if selector.depends_on:
             reasons.append(f"dependence on {', '.join(map(quote, selector.depends_on))}")
         if selector.HasField("position"):
-            reasons.append("this place on the path from xs to ys")
+            reasons.append("this position on the path from xs to ys")
         if not reasons:
-            return f"no node {kind}is one: what an add is depends on which of its sides depend on the xs."
+            return f"no node {kind}qualifies: an add is a sum if both inputs depend on the xs, else a bias."
         return f"no node {kind}with such a name has {' and '.join(reasons)}."
 
     def _met_conditions(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:

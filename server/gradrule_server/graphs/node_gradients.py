@@ -75,7 +75,9 @@ class NodeGradients:
         if isinstance(known, GradruleError):
             if not self._is_foreign(gradient_name) and self.differentiates and gradient_name not in self._unknown:
                 self._unknown.add(gradient_name)
-                message = f"Node {quote(name)} wants the rule {quote(gradient_name)} ({GRADIENT_ATTR}): {known.message}"
+                message = (
+                    f"Node {quote(name)} requests the rule {quote(gradient_name)} ({GRADIENT_ATTR}): {known.message}"
+                )
                 self.findings.add(known.reason, message, name)
             return None
         match = Match(known, name, node.op, function, gradient_name, node.op, -1, differentiable)
@@ -111,7 +113,9 @@ class NodeGradients:
         beyond = [result for result in self.gradients[gradient_name].result_names if gradient_index(result) >= count]
         if beyond:
             what = "inputs" if custom_gradient is None else "inputs of its region"
-            message = f"Node {quote(name)} ({node.op}): its gradient {quote(gradient_name)} gives {beyond[0]}, "
+            message = (
+                f"Node {quote(name)} ({node.op}): its gradient {quote(gradient_name)} has the result {beyond[0]}, "
+            )
             message += f"but it has {count} {what}."
             self.findings.add(Reason.ERROR_REASON_RULE_ARITY, message, name)
 

@@ -115,28 +115,28 @@ def read_function_body(draft: Draft, function: graph_pb2.Function, substitute: S
             source = None
         if source is None:
             hint = _inner_hint(text, draft, findings)
-            message = f"Result {quote(name)} {where} is {quote(text)}, which is not there.{hint}"
+            message = f"Result {quote(name)} {where} is {quote(text)}, which does not exist.{hint}"
             findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message)
         draft.result_sources += _spread(source, count)
     for name, node in sorted(function.control_ret.items()):
         if node in draft.index:
             draft.body.control_results.append((name, draft.index[node]))
         else:
-            message = f"Control output {quote(name)} {where} is {quote(node)}, which is not there."
+            message = f"Control output {quote(name)} {where} is {quote(node)}, which does not exist."
             findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.suggest_similar(node, draft.index))
 
 
 def check_name(name: str, draft: Draft, findings: Findings) -> None:
     """Adds INVALID_GRAPH for a name that TensorFlow rejects, LIMIT_EXCEEDED for one that is too long."""
     if len(name) > _MAX_NAME:
-        message = f"{draft.where(name)} has a name of {len(name)} characters; {_MAX_NAME} is the most."
+        message = f"{draft.where(name)} has a name of {len(name)} characters; the limit is {_MAX_NAME}."
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, name[:_MAX_NAME])
         return
     if not _NAME.fullmatch(name):
         findings.add(
             Reason.ERROR_REASON_INVALID_GRAPH,
-            f"{draft.where(name)} has a name that TensorFlow does not take: a name starts with a letter, a digit or "
-            "'.' and goes on with these or any of '_\\/>-'.",
+            f"{draft.where(name)} has a name that TensorFlow rejects: a name starts with a letter, a digit or "
+            "'.'; later characters may also be any of '_\\/>-'.",
             name,
         )
 
@@ -151,13 +151,13 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
         if name in index or name in draft.args:
             findings.add(
                 Reason.ERROR_REASON_DUPLICATE_NODE,
-                f"{draft.where(name)} is there twice; names of nodes must be unique.",
+                f"{draft.where(name)} occurs twice; names of nodes must be unique.",
                 name,
             )
         if proto.op == ARG:
             message = (
-                f"{draft.where(name)} ({ARG}) is an argument as TensorFlow keeps it to itself; send the graph as it "
-                "was before TensorFlow optimised it, or make it a Placeholder or an argument of the function."
+                f"{draft.where(name)} ({ARG}) is an op that only TensorFlow itself creates; send the graph as it "
+                "was before TensorFlow optimised it, or use a Placeholder or an argument of the function."
             )
             findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
         index.setdefault(name, len(body.nodes))
@@ -176,7 +176,7 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
                 controls += _control(node, text[1:], draft, findings)
                 continue
             if controls and was_control:
-                message = f"{draft.where(node.name)}: input {quote(text)} comes after a control input; those come last."
+                message = f"{draft.where(node.name)}: input {quote(text)} follows a control input; those must be last."
                 findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node.name)
             was_control = False
             source = read_source(text, draft)
@@ -186,7 +186,9 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
                     if body.name
                     else findings.suggest_similar(text.partition(":")[0], index)
                 )
-                message = f"{draft.where(node.name)}: its input {position} is {quote(text)}, which is not there.{hint}"
+                message = (
+                    f"{draft.where(node.name)}: its input {position} is {quote(text)}, which does not exist.{hint}"
+                )
                 findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name)
                 # Add a source of unknown type (0): a wrong number of inputs would give a second finding.
                 source = (-1, "", 0)
@@ -225,7 +227,7 @@ def _control(node: Node, name: str, draft: Draft, findings: Findings) -> tuple[i
     if name in draft.index:
         return (draft.index[name],)
     if name not in draft.args:
-        message = f"{draft.where(node.name)}: its control input {quote('^' + name)} is not there."
+        message = f"{draft.where(node.name)}: its control input {quote('^' + name)} does not exist."
         findings.add(
             Reason.ERROR_REASON_DANGLING_INPUT, message + findings.suggest_similar(name, draft.index), node.name
         )
@@ -281,7 +283,7 @@ def _no_substitution(findings: Findings) -> Substitute:
     def refuse_placeholders(where: str, attrs: dict[str, AttrValue]) -> dict[str, AttrValue]:
         for name, value in attrs.items():
             if value.WhichOneof("value") == "placeholder":
-                message = f"{where}: attribute {name!r} stands for an attribute of a function, but this is no function."
+                message = f"{where}: attribute {name!r} refers to an attribute of a function, but is not in a function."
                 findings.add(Reason.ERROR_REASON_INVALID_ATTR, message)
         return attrs
 

@@ -230,7 +230,7 @@ class ResolutionContext:
             for number, (spec, _) in enumerate(same_body):
                 subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
                 if not problem and not self.candidate_numbers(subgraph):
-                    problem = "the function between its tensors passes them on as they are: there is no node in it"
+                    problem = "it contains no node: the function returns its inputs unchanged"
                 found[id(spec)] = subgraph, problem
         return found
 

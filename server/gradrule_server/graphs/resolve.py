@@ -175,7 +175,7 @@ class Resolver:
         if count <= self.most_matches:
             return
         message = (
-            f"Overrides with a rank leave nodes to later ones: with {quote(matcher.spec.label)} there are {count} "
+            f"Several overrides with a rank can match one node: up to {quote(matcher.spec.label)} there are {count} "
             f"matches; {self.most_matches} is the most (--max-inlined-nodes)."
         )
         self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=matcher.spec.field)
@@ -188,8 +188,8 @@ class Resolver:
             return True
         matcher.faulty = True
         message = (
-            f"Override {quote(matcher.spec.label)}: node {quote(open_member.name)} of its chain belongs to the earlier "
-            f"override {quote(open_member.by_rank)} if its rank is the right one, which is known only later; "
+            f"Override {quote(matcher.spec.label)}: node {quote(open_member.name)} of its chain may belong to the "
+            f"earlier override {quote(open_member.by_rank)}, depending on its rank, which is known only at run time; "
             f"put the chain first, or select without rank."
         )
         reason = Reason.ERROR_REASON_INVALID_OVERRIDE
@@ -239,7 +239,7 @@ class Resolver:
         problem = context.find_border_problem(spec) if found is None else found[1]
         if found is None or problem:
             if problem:
-                message = f"Override {quote(spec.label)}: the region cannot be: {problem}."
+                message = f"Override {quote(spec.label)}: the region is invalid: {problem}."
                 self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
             return False
         members = context.candidate_numbers(found[0])

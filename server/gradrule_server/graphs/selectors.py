@@ -200,7 +200,7 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
     if {"pattern", "op_type"} <= given:
         invalid("op_type cannot be given with pattern, which names op types itself.")
     if "position" in given and not _is_place(selector.position):
-        invalid("position is empty: say nearest_xs, nearest_ys or a number.")
+        invalid("position is empty: give nearest_xs, nearest_ys or a number.")
     words = tuple(selector.pattern) or ((STEP, "Cast") if selector.op_type == STEP else (selector.op_type,))
     if len(words) > _MAX_PATTERN or not all(selector.pattern):
         invalid(f"a pattern has 1 to {_MAX_PATTERN} words, none of them empty.")
@@ -217,7 +217,7 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
     try:
         compile_regex(regex)
     except ValueError as cause:
-        invalid(f"node_regex {quote(regex)} is no regular expression (RE2): {cause}.")
+        invalid(f"node_regex {quote(regex)} is not a regular expression (RE2): {cause}.")
     prefix = selector.scope.rstrip("/") + "/" if selector.scope else ""
     op_types = op_types_of(words[-1]) if words else None
     exact, glob = ("", glob_regex(selector.node)) if is_glob(selector.node) else (selector.node, "")
@@ -237,7 +237,7 @@ def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findi
                 f"there is no group {quote(word)}.{did_you_mean(word, GROUPS)} Groups: {', '.join(sorted(GROUPS))}"
             )
         elif word == STEP and spec.selector.pattern:
-            message = "'@step' is a pattern itself: give it as op_type."
+            message = "'@step' stands for a pattern of its own: give it as op_type."
         else:
             return
         findings.add(

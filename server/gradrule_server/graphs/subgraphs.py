@@ -100,7 +100,7 @@ class Regions:
                 return f"its output {text(self._body, ref)} does not depend on its inputs"
         if number in self._entries:
             name = text(self._body, self._entries[number])
-            return f"{name} goes into it from outside and depends on the xs; make it one of the inputs"
+            return f"{name} enters it from outside and depends on the xs; make it one of the inputs"
         if number in self._exits:
             ref, user = self._exits[number]
             name = text(self._body, (ref[0], 0))

@@ -26,19 +26,21 @@ CONTROL_FLOW_V1 = (
     "is control flow of version 1; convert by building the graph with version 2: in a tf.function, or after "
     "tf.compat.v1.enable_control_flow_v2()"
 )
-_TEMPORARY = "makes a variable that lives within one step only; use a tensor"
-_REFERENCE = "works on a reference, to a variable or a resource of TensorFlow 1, in a way that gradrule does not follow"
+_TEMPORARY = "creates a variable that exists within one step only; use a tensor"
+_REFERENCE = "uses a reference to a variable or resource of TensorFlow 1 in a way that gradrule does not support"
 _OPTIMIZER = (
-    "is the kernel of an optimiser, which changes variables; ask for gradients, and let a session apply them or apply "
+    "is the kernel of an optimiser, which changes variables; request gradients, and let a session apply them or apply "
     "them yourself"
 )
 _RESOURCE = (
-    "makes a resource (a table, queue, iterator, stack or lock), which lives in a process and not in a graph; feed "
-    "what is read from it in its place"
+    "creates a resource (a table, queue, iterator, stack or lock), which exists in a process and not in a graph; feed "
+    "the values that are read from it instead"
 )
-_HANDLE = "works on a resource in a way that gradrule does not follow; feed what comes out of it in its place"
-_DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed what comes out of it"
-_PYTHON = "calls a Python function of the process that made the graph; write it in TensorFlow's ops, or feed its result"
+_HANDLE = "uses a resource in a way that gradrule does not support; feed its output instead"
+_DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed its output instead"
+_PYTHON = (
+    "calls a Python function of the process that created the graph; write it with TensorFlow's ops, or feed its result"
+)
 
 _PYTHON_OPS = ops_with("python_function")
 # Resources that exist only during one run.
@@ -95,7 +97,7 @@ class TypeInference:
         op = self._library.find_op(node.op)
         if op is None:
             hint = findings.suggest(lambda: op_definitions.suggest(node.op, self._library.names()))
-            message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph has.{hint}"
+            message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph defines.{hint}"
             findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
             return False
         fault = output_count_fault(op, node.attrs, self._limits)
@@ -176,7 +178,7 @@ class TypeInference:
         faults = list(attribute_faults(op, node.attrs, self._limits))
         if node.op == "Const" and not faults and node.attrs["value"].tensor.dtype != node.attrs["dtype"].type:
             said, held = node.attrs["dtype"].type, node.attrs["value"].tensor.dtype
-            what = f"says it is {dtype_name(said)}, but its value is {dtype_name(held)}"
+            what = f"has type {dtype_name(said)}, but a value of type {dtype_name(held)}"
             faults.append((Reason.ERROR_REASON_INVALID_TENSOR, what))
         for reason, what in faults:
             self._findings.add(reason, f"{where} {what}.", node.name)
@@ -273,7 +275,7 @@ def why_unsupported(node: Node, op: OpDef, *, in_function: bool) -> str:
     if node.op not in CALLS and node.op not in CONTAINERS:
         function_attrs = [attr.name for attr in op.attrs if attr.type in ("func", "list(func)")]
         if function_attrs:
-            return f"runs functions in a way that gradrule does not follow (attribute {function_attrs[0]!r})"
+            return f"runs functions in a way that gradrule does not support (attribute {function_attrs[0]!r})"
     return ""
 
 

@@ -30,7 +30,7 @@ from gradrule_server.graphs.variables import (
 # Each node stores the writes that it depends on as bits, so memory grows with the square of this number.
 _MAX_WRITES = 10_000
 
-_HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
+_HANDLE = "uses the handle of a variable in a way that gradrule does not support; read the variable first"
 
 
 def lower_variables(

@@ -97,7 +97,7 @@ class Lowering:
         if said is not None and node.op not in IS_INITIALIZED_OPS and said.type != variable.dtype:
             name = f"{self._copy.scopes[body.name]}/{node.name}" if body.name else node.name
             message = (
-                f"Node {quote(name)} ({node.op}) takes the variable {quote(variable.name)} for "
+                f"Node {quote(name)} ({node.op}) uses the variable {quote(variable.name)} as "
                 f"{dtype_name(said.type)}, but it is {dtype_name(variable.dtype)}."
             )
             self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, name)

@@ -106,12 +106,12 @@ HANDLE_OPS = VARIABLE_OPS | FORWARDING_OPS | IS_INITIALIZED_OPS | READS.keys() |
 # Names that TensorFlow generates for unnamed variables.
 _GENERATED_NAME = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")
 
-_UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or hand "
-_UNNAMED += "its handle in as an argument"
+_UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or pass "
+_UNNAMED += "its handle as an argument"
 
 Key = tuple[str, str]
 
-_MIXED = "gives out handles that stand for different variables, or for none that gradrule knows"
+_MIXED = "returns handles of different variables, or of none that gradrule knows"
 
 
 @dataclass(slots=True, eq=False)

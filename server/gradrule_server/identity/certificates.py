@@ -84,5 +84,5 @@ def _single_name(names: Sequence[str | bytes], kind: str) -> str:
         raise ValueError(f"it has {len(names)} names of the types that count ({what}), and must have one{more}")
     name = names[0]
     if not isinstance(name, str):
-        raise ValueError(f"its name of the type {what} is no text")
+        raise ValueError(f"its name of the type {what} is not text")
     return check_tenant(name)

@@ -178,7 +178,7 @@ def _read_pem(path: Path) -> Sequence[_Key]:
     try:
         return [_with_algorithm(load_pem_public_key(part.lstrip())) for part in parts]
     except (ValueError, UnsupportedAlgorithm) as cause:
-        raise JwtKeyError(f"{path} holds a public key that is of no use: {cause}") from cause
+        raise JwtKeyError(f"{path} holds an unusable public key: {cause}") from cause
 
 
 def _read_jwks(path: Path) -> Sequence[_Key]:
@@ -186,7 +186,7 @@ def _read_jwks(path: Path) -> Sequence[_Key]:
         # Key sets also hold keys for other uses, such as encryption.
         entries = [entry for entry in json.loads(_read_bytes(path))["keys"] if entry.get("use", "sig") == "sig"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
-        raise JwtKeyError(f"{path} holds no JSON Web Key Set that can be read: {cause}") from cause
+        raise JwtKeyError(f"{path} holds no valid JSON Web Key Set: {cause}") from cause
     # Skip keys of unsupported kinds: an issuer may publish them for other services.
     found: list[_Key] = []
     skipped: list[str] = []
@@ -197,10 +197,10 @@ def _read_jwks(path: Path) -> Sequence[_Key]:
         except (ValueError, KeyError, TypeError, AttributeError, UnsupportedAlgorithm, jwt.PyJWTError) as cause:
             skipped.append(f"{key_id[:_MAX_KEY_ID_SHOWN]!r} ({cause})")
     if not found:
-        why = f"; of no use are {', '.join(skipped)}" if skipped else ""
-        raise JwtKeyError(f"{path} holds no key for signing that is taken{why}")
+        why = f"; unusable: {', '.join(skipped)}" if skipped else ""
+        raise JwtKeyError(f"{path} holds no usable key for signatures{why}")
     if skipped:
-        _log.warning("tokens are not checked with these keys of %s: %s", path, ", ".join(skipped))
+        _log.warning("these keys of %s are not used: %s", path, ", ".join(skipped))
     return found
 
 
@@ -213,7 +213,7 @@ def _with_algorithm(key: object, key_id: str = "") -> _Key:
     if isinstance(key, Ed25519PublicKey):
         return _Key(key, "EdDSA", key_id, _fingerprint(key))
     raise ValueError(
-        f"a key of a kind that is not taken: public keys are RSA of {_MIN_RSA_BITS} bits or more, P-256 or Ed25519"
+        f"unsupported kind of key: public keys must be RSA of {_MIN_RSA_BITS} bits or more, P-256 or Ed25519"
     )
 
 

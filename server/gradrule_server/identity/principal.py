@@ -118,14 +118,15 @@ def unauthenticated() -> GradruleError:
     """Returns UNAUTHENTICATED. The message is always the same, so it tells an attacker nothing about a credential."""
     return error(
         errors_pb2.ERROR_REASON_UNAUTHENTICATED,
-        "the server wants a valid credential with each call: a bearer token, or a client certificate, as it is set up",
+        "each call needs a valid credential: a bearer token or a client certificate, as the server's settings require",
     )
 
 
 def denied() -> GradruleError:
     """Returns PERMISSION_DENIED, always with the same message."""
     return error(
-        errors_pb2.ERROR_REASON_PERMISSION_DENIED, "the credential does not allow this; an administrator's does"
+        errors_pb2.ERROR_REASON_PERMISSION_DENIED,
+        "the credential has no administrator rights, which this needs",
     )
 
 

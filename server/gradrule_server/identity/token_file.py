@@ -169,7 +169,9 @@ class TokenFile:
         self._file.refresh()
         problems = self._file.value().problems
         shown = "; ".join(problems[:_MAX_PROBLEMS_SHOWN])
-        self._warning.report(f"{len(problems)} lines are no tokens, and none holds: {shown}" if problems else None)
+        self._warning.report(
+            f"{len(problems)} lines are no valid tokens and are ignored: {shown}" if problems else None
+        )
 
     def is_still_valid(self, principal: Principal) -> bool:
         """Returns whether the token of a principal is still in the file, unexpired, with the same tenant and rights."""
@@ -204,7 +206,7 @@ def _read_lines(path: Path) -> tuple[list[Token], list[str]]:
                 problems.append(f"{path}, line {number}: {cause}")
                 continue
             if token.sha256 in found:
-                problems.append(f"{path}, line {number}: the token {token.id} is there twice")
+                problems.append(f"{path}, line {number}: the token {token.id} appears twice")
                 duplicates.add(token.sha256)
             found[token.sha256] = token
     # Use neither of two lines for one token: they may differ in tenant or rights.

@@ -94,11 +94,11 @@ class WatchedFile(Generic[T]):
     def _consequence(self) -> str:
         """Returns what is valid while the file cannot be read, as a clause; applies the fallback after `GRACE_S`."""
         if self._fallback is None:
-            return "; what was read before holds"
+            return "; the content that was read last stays valid"
         if time.monotonic() - self._failed_at < GRACE_S:
-            return f"; what was read before holds for {GRACE_S:g} s"
+            return f"; the content that was read last stays valid for {GRACE_S:g} s"
         self._value = self._fallback
-        return "; nothing of it holds until it can be read"
+        return "; nothing in it is valid until it can be read"
 
     def _read_stamp(self) -> _FileStamp | None:
         try:

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 ARENA_BYTES = 512 * 1024 * 1024
 """Size of an arena; only pages that were written take memory."""
-LEAST_PLACED_BYTES = 256 * 1024
+MIN_PLACED_BYTES = 256 * 1024
 """Smaller payloads go through the socket, which is as fast for them."""
 
 _PAGE = mmap.PAGESIZE

@@ -29,12 +29,12 @@ _HEAD = struct.Struct("<II")
 _ENTRY = struct.Struct("<QQ")
 
 # Larger requests gain little from a batch, and their answers would wait for one another.
-_MOST_BYTES = 8 * 1024 * 1024
+_MAX_BYTES = 8 * 1024 * 1024
 # Attempts that failed because the requests did not match: other shapes, other shared inputs.
-_MOST_ATTEMPTS = 16
-_MOST_PROGRAMS = 4096
+_MAX_ATTEMPTS = 16
+_MAX_PROGRAMS = 4096
 # Runs of a key at a time: while one computes, another is parsed or answered.
-_MOST_RUNS = 2
+_MAX_RUNS = 2
 
 _UNDECIDED = link_pb2.BatchNotice.OUTCOME_UNSPECIFIED
 _PROVEN = link_pb2.BatchNotice.OUTCOME_PROVEN
@@ -128,7 +128,7 @@ class Batches:
         if load is None:
             return 0.0
         # Clients that were answered together send their next calls one by one: the first must not run alone.
-        if load.runs < _MOST_RUNS and self._together(request) >= min(load.requests, self.most):
+        if load.runs < _MAX_RUNS and self._together(request) >= min(load.requests, self.most):
             return 0.0
         return request.submitted_at + self.delay_s
 
@@ -163,7 +163,7 @@ class Batches:
         if not same:
             return []
         program = self._program(request.batch_key.program)  # type: ignore[union-attr]
-        if program.is_in_test or program.attempts >= _MOST_ATTEMPTS:
+        if program.is_in_test or program.attempts >= _MAX_ATTEMPTS:
             return []
         # The engine tests with two requests whether they can run together: more would only wait for one another.
         count = self.most - 1 if program.is_proven else 1
@@ -171,7 +171,7 @@ class Batches:
         chosen: list[EngineRequest] = []
         for other in same.values():
             size += other.size
-            if len(chosen) == count or size > _MOST_BYTES:
+            if len(chosen) == count or size > _MAX_BYTES:
                 break
             chosen.append(other)
         program.is_in_test = bool(chosen) and not program.is_proven
@@ -187,14 +187,14 @@ class Batches:
         elif notice.outcome == _PROVEN:
             program.attempts = 0
         else:
-            program.attempts = _MOST_ATTEMPTS
+            program.attempts = _MAX_ATTEMPTS
             _log.info("calls of program %s are not run together: %s", notice.key, notice.reason)
 
     def _program(self, key: str) -> _Program:
         found = self._programs.get(key)
         if found is None:
             found = self._programs[key] = _Program()
-            if len(self._programs) > _MOST_PROGRAMS:
+            if len(self._programs) > _MAX_PROGRAMS:
                 idle = next((name for name, program in self._programs.items() if not program.loads), key)
                 del self._programs[idle]
         return found

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # No valid message is longer: even its tensors alone would be less.
-_MOST_FRAME_BYTES = 2**31
+_MAX_FRAME_BYTES = 2**31
 # Kinds of frames that are no answer for the caller.
 _WITHOUT_SUFFIX = frozenset({Kind.FAULT, Kind.QUESTION})
 # An engine asks the next question after it has read the answer to the last one, so hardly anything is unread then.
-_MOST_UNREAD_BYTES = 1 << 20
+_MAX_UNREAD_BYTES = 1 << 20
 # Up to this size, joining the parts of a frame is cheaper than a system call with several parts.
-_MOST_JOINED_BYTES = 16 << 10
+_MAX_JOINED_BYTES = 16 << 10
 
 
 class Connection(RequestScheduler, asyncio.Protocol):
@@ -167,7 +167,7 @@ class Connection(RequestScheduler, asyncio.Protocol):
             self._unsent.clear()
 
     def close(self) -> None:
-        """Closes the socket, upon which the engine ends."""
+        """Closes the socket, so that the engine ends."""
         if self._transport is not None:
             self.flush()
             self._transport.close()
@@ -200,7 +200,7 @@ class Connection(RequestScheduler, asyncio.Protocol):
         with view:
             while len(buffer) - position >= HEADER_BYTES:
                 length, kind, request_id = unpack_header(buffer, position)
-                if length > _MOST_FRAME_BYTES:
+                if length > _MAX_FRAME_BYTES:
                     raise ValueError(f"a frame of {length} bytes")
                 start = position + HEADER_BYTES
                 end = start + length
@@ -253,7 +253,7 @@ class Connection(RequestScheduler, asyncio.Protocol):
         if self._transport is None:
             return
         header = pack_header(kind, request_id, size)
-        if size > _MOST_JOINED_BYTES:
+        if size > _MAX_JOINED_BYTES:
             self.flush()
             self._transport.writelines([header, *payload])
         elif self._unsent:
@@ -270,7 +270,7 @@ class Connection(RequestScheduler, asyncio.Protocol):
         if request.has_open_question:
             raise ValueError("a question before the last one was answered")
         unread = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        if unread > _MOST_UNREAD_BYTES:
+        if unread > _MAX_UNREAD_BYTES:
             raise ValueError(f"a question while {unread} bytes of answers are not read")
 
     def _handle_frame(self, kind: Kind, request_id: int, view: memoryview) -> None:

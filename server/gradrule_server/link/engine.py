@@ -31,7 +31,7 @@ from gradrule_server.recovery.endings import (
 
 _log = logging.getLogger(__name__)
 
-_MOST_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024
 _OVERRUN_GRACE_S = 0.5
 # How long a cancelled call may go on if ending its engine would cost other callers their sessions and handles.
 _CANCEL_PATIENCE_S = 4.5
@@ -83,7 +83,7 @@ class Engine:
         self._filling: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self.is_removed = False
-        """Whether it was given up for good: it gets no further process."""
+        """Whether it was removed: it gets no further process."""
         self._ended: Counter[str] = Counter() if ended is None else ended
         self.used_at = 0.0
         """Loop time of the last request, or of the start of its process."""
@@ -376,9 +376,9 @@ class Engine:
             return
         self._process = None
         process.crash_report.present = process.connection.present
-        if len(self._unbatched) < _MOST_REMEMBERED:
+        if len(self._unbatched) < _MAX_REMEMBERED:
             self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
-        if len(self._without_jit) < _MOST_REMEMBERED:
+        if len(self._without_jit) < _MAX_REMEMBERED:
             self._without_jit |= {key.partition("/")[0] for key in process.connection.lost_xla_programs}
         report = asyncio.create_task(self._report_end(process), name="engine-report")
         self._reports.add(report)

@@ -231,7 +231,7 @@ class _Running:
     stderr: asyncio.Task[None]
 
     async def end(self, timeout_s: float) -> None:
-        """Closes the control socket, upon which the process ends; kills it after `timeout_s`."""
+        """Closes the control socket, so that the process ends; kills it after `timeout_s`."""
         self.control.close()
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas, Chunk
+from gradrule_server.link.arena import MIN_PLACED_BYTES, Arenas, Chunk
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class FrameSocket:
             if kind is Kind.PLACED and self._arenas is not None:
                 kind, chunk = unpack_place(room)
                 return Frame(kind, request_id, self._arenas.incoming.view(chunk))
-            return Frame(kind, request_id, room.toreadonly() if length >= LEAST_PLACED_BYTES else bytes(room))
+            return Frame(kind, request_id, room.toreadonly() if length >= MIN_PLACED_BYTES else bytes(room))
         except MemoryError:
             raise NoRoom(request_id) from None
 
@@ -149,7 +149,7 @@ class FrameSocket:
         """Writes one frame, whose payload may come in parts; frames of several threads do not mix."""
         parts: Sequence[Buffer] = [payload] if isinstance(payload, (bytes, memoryview)) else payload
         length = sum(map(len, parts))
-        if length >= LEAST_PLACED_BYTES and self._arenas is not None:
+        if length >= MIN_PLACED_BYTES and self._arenas is not None:
             chunk = self._arenas.outgoing.place(parts)
             if chunk is not None:
                 self._placed[request_id] = chunk

@@ -70,7 +70,7 @@ class EnginePool:
         self.on_filled: list[Callable[[Engine], None]] = []
         """Called with each engine that got a new process."""
         self.on_removed: list[Callable[[Engine], None]] = []
-        """Called with each engine that is given up for good, trials included."""
+        """Called with each engine that is removed, trials included."""
         self._on_change = on_change
         self._was_ready = False
         self._change = asyncio.Event()

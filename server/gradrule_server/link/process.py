@@ -146,7 +146,7 @@ class EngineProcess:
         return lost_while_running(end, self.crash_report, ran_alone=self.connection.lost_one)
 
     async def stop(self) -> None:
-        """Closes the connection, upon which the process ends; kills it if it does not."""
+        """Closes the connection, so that the process ends; kills it if it does not."""
         self._ended_for = self._ended_for or EndReason.STOPPED
         self.connection.close()
         try:
@@ -200,7 +200,7 @@ async def start_process(options: ProcessOptions, fork_server: ForkServer) -> Eng
                 process = await fork_server.fork(options.flags(), [theirs.fileno(), writing, *shared])
             except ForkServerEnded as cause:
                 raise EngineRefused(f"the engine died while it started: {cause}") from None
-        # From here on a failure closes the socket, upon which the engine ends.
+        # From here on a failure closes the socket, so that the engine ends.
         _, connection = await loop.create_connection(
             lambda: Connection(
                 options.threads, arenas, options.max_batch_size, options.max_batch_delay_s, memories=memories

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, ArenaTransfers, Chunk
+from gradrule_server.link.arena import MIN_PLACED_BYTES, ArenaTransfers, Chunk
 from gradrule_server.link.batching import Batch, Batches, BatchKey, pack_batch
 from gradrule_server.link.framing import Kind, pack_place
 from gradrule_server.recovery.crash_history import OutcomeRecorder
@@ -206,7 +206,7 @@ class RequestScheduler(abc.ABC):
             self._compiling = True
             self.compiling_since = request.started_at
         size = sum(map(len, request.payload))
-        if size >= LEAST_PLACED_BYTES and self._transfers is not None:
+        if size >= MIN_PLACED_BYTES and self._transfers is not None:
             request.chunk = self._transfers.place(request.payload)
         if request.chunk is None:
             self._write(request.kind, request.id, request.payload, size)
@@ -225,7 +225,7 @@ class RequestScheduler(abc.ABC):
             self._running[request.id] = request
             request.started_at, request.batch, request.payload = now, batch, ()
         size = sum(map(len, parts))
-        if size >= LEAST_PLACED_BYTES and self._transfers is not None:
+        if size >= MIN_PLACED_BYTES and self._transfers is not None:
             batch.chunk = self._transfers.place(parts)
         if batch.chunk is None:
             self._write(Kind.RUN_BATCH, number, parts, size)

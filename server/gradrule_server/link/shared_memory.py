@@ -23,7 +23,7 @@ NAME_BYTES = 16
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 # The unit of `st_blocks`.
 _BLOCK = 512
-_MOST_DETACHED = 256
+_MAX_DETACHED = 256
 
 
 class NotShareable(Exception):
@@ -128,7 +128,7 @@ class MemoryChannel:
         self._notify_detached = notify_detached
         self._attached: set[ClientMemory] = set()
         # Calls that run may map a memory for a while after it was detached. The oldest entries are dropped.
-        self._detached_inodes: deque[int] = deque(maxlen=_MOST_DETACHED)
+        self._detached_inodes: deque[int] = deque(maxlen=_MAX_DETACHED)
 
     @property
     def held_bytes(self) -> int:
@@ -188,6 +188,6 @@ def shared_memory_lost() -> GradruleError:
     """Returns SHARED_MEMORY_LOST."""
     return error(
         errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST,
-        "the server does not have the shared memory that the request names; share memory anew, or send tensors inline",
+        "the server does not have the shared memory that the request names; share memory again, or send tensors inline",
         field="shared_memory",
     )

@@ -36,7 +36,7 @@ def set_process_name(name: str) -> None:
 
 
 def lower_priority(nice: int) -> None:
-    """Lowers the priority of the calling thread, and of threads that it starts, for good.
+    """Lowers the priority of the calling thread, and of threads that it starts, permanently.
 
     The sandbox refuses `setpriority`, because that can name other processes. Raises `OSError`.
     """

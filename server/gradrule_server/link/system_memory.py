@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 _ENGINES_SHARE = 0.8
-_LEAST_LIMIT = 1024 * 1024 * 1024
+_MIN_LIMIT = 1024 * 1024 * 1024
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -33,7 +33,7 @@ _MIN_INTERVAL_S = 3.0
 
 def memory_share(engines: int) -> int:
     """Returns the default memory limit of an engine: most of the available memory, divided by their number. Bytes."""
-    return max(_LEAST_LIMIT, int(available_memory() * _ENGINES_SHARE) // engines)
+    return max(_MIN_LIMIT, int(available_memory() * _ENGINES_SHARE) // engines)
 
 
 def available_memory() -> int:

@@ -20,7 +20,7 @@ _SLOW_S = 0.25
 _GRACE_S = 0.25
 _IDLE_S = 15.0
 # A process does not return the memory of its tasks. A worker that grew by more than this is replaced.
-_MOST_KEPT_BYTES = 256 * 1024 * 1024
+_MAX_KEPT_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ class CompileWorkers:
         if worker not in self.workers:
             return
         grown = worker.resident_bytes - self._first_bytes.get(worker, 0)
-        if worker.load or not worker.is_ready or grown > _MOST_KEPT_BYTES:
+        if worker.load or not worker.is_ready or grown > _MAX_KEPT_BYTES:
             self.end(worker)
             return
         loop = asyncio.get_running_loop()

@@ -115,7 +115,8 @@ class AuditLog:
                 digest=done.digest,
                 **what,
             )
-        elif _is_refusal(request) and self._refusals.allow(request.tenant):
+        # An error that ends a stream was written with the request within the stream.
+        elif request.reason in REFUSALS and not request.parts and self._refusals.allow(request.tenant):
             self._write(
                 f"{request.rpc} {request.reason}", "refusal", request, reason=request.reason, detail=request.message
             )
@@ -145,11 +146,6 @@ class AuditLog:
     def _write(self, message: str, event: str, request: RequestRecord, **what: str) -> None:
         who = {"principal": request.principal, "peer": request.peer()}
         LOGGER.info(message, extra=fields(event=event, **{name: text for name, text in (what | who).items() if text}))
-
-
-def _is_refusal(request: RequestRecord) -> bool:
-    # An error within a stream that ends the stream was written with the request within the stream.
-    return request.reason in REFUSALS and not request.parts
 
 
 def record_registration(rpc: str, request: Message, answer: object) -> None:

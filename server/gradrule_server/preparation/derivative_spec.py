@@ -90,7 +90,7 @@ class DerivativeSpec:
         return [
             Finding(
                 errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
-                f"{word} name {x!r}, whose type has no derivatives: leave it out",
+                f"{word} name {x!r}, whose type has no derivatives: omit it",
                 field=word,
             )
             for x in self.xs
@@ -125,11 +125,11 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
         return DerivativeSpec(), findings
     part = spec.WhichOneof("derivative")
     if part is None and call.split:
-        add_finding("there are no ys, so there is nothing to pull back", "evaluate.spec.vjp.ys")
+        add_finding("there are no ys, so nothing can be pulled back", "evaluate.spec.vjp.ys")
     if part is None:
         for word in ("derivative", "stacked_grad_ys", *_CALL_FIELDS):
             if getattr(call, word):
-                add_finding(f"{word} asks for derivatives, but the program has no ys", word)
+                add_finding(f"{word} is for derivatives, but the program has no ys", word)
         return DerivativeSpec(), findings
     requested = getattr(spec, part)
     where = f"spec.{part}"
@@ -175,10 +175,10 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
         add_finding(f"grad_ys names {name!r} twice", "spec.vjp.grad_ys")
     known_ys, known_xs = ({canonical(name) for name in names} for names in (derivative.ys, derivative.xs))
     for name in sorted({*named, *call.grad_ys} - known_ys):
-        add_finding(f"grad_ys names {name!r}, which is none of the ys", "grad_ys")
+        add_finding(f"grad_ys names {name!r}, which is not one of the ys", "grad_ys")
     for name in sorted((derivative.directions or frozenset()) - known_xs):
         word = _DIRECTION_FIELDS[kind]
-        add_finding(f"{word} names {name!r}, which is none of the xs: {', '.join(derivative.xs)}", word)
+        add_finding(f"{word} names {name!r}, which is not one of the xs: {', '.join(derivative.xs)}", word)
     return derivative, findings
 
 
@@ -201,16 +201,14 @@ def _check_call(derivative: DerivativeSpec, call: CallShape, add_finding: Callab
             "stacked_grad_ys",
         )
     elif call.stacked_grad_ys and not call.grad_ys:
-        add_finding(
-            "stacked_grad_ys says that grad_ys hold many upstream gradients each, but none is given", "stacked_grad_ys"
-        )
+        add_finding("stacked_grad_ys is set, but there are no grad_ys", "stacked_grad_ys")
 
 
 def _check_split(derivative: DerivativeSpec, add_finding: Callable[[str, str], None]) -> None:
     """Adds findings if the derivative cannot be split into a forward run and pull-backs."""
     if derivative.kind != Kind.DERIVATIVE_VJP:
         add_finding(
-            f"what can be pulled back is {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[derivative.kind]}",
+            f"only {_NAMES[Kind.DERIVATIVE_VJP]} can be pulled back, and this is {_NAMES[derivative.kind]}",
             "evaluate",
         )
     for word, given in (("grad_ys", derivative.grad_ys_fed), ("stacked_grad_ys", derivative.stacked)):

@@ -30,8 +30,8 @@ _STATUS_TEXT = {
     _NOT_DIFFERENTIABLE: "of a type without gradients",
 }
 _SHOWN_NODES = 5
-_NO_RANK = " (none has the rank)"
-_NONE_MADE = " (the graph has none, and through none that a gradient makes)"
+_NO_RANK = " (no node has this rank)"
+_NONE_MADE = " (the graph has no such node, and no gradient passes through one that gradients create)"
 
 
 _Matched = tuple[link_pb2.PlannedMatch, override_pb2.ResolutionStatus.ValueType]
@@ -167,7 +167,7 @@ def _check_effect(
             Finding(
                 errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
                 f"{what} has no effect: no gradient passes through any node that it matches"
-                f"{': ' if shown else nothing}{shown}{more}. Say optional if that is meant.",
+                f"{': ' if shown else nothing}{shown}{more}. Set `optional` if this is intended.",
                 node=hits[0][0].node if hits else "",
                 field=f"overrides[{item.index}]",
             )

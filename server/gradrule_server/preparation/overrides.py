@@ -199,10 +199,10 @@ def _add_preset(table: OverrideTable, override: override_pb2.GradientOverride, i
         table.findings.append(Finding(errors_pb2.ERROR_REASON_UNKNOWN_RULE, message, field=f"{where}.preset.name"))
         return
     if override.HasField("selector"):
-        message = "a preset has selectors of its own: give it without one"
+        message = "a preset has its own selectors: omit the selector"
         table.findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_OVERRIDE, message, field=f"{where}.selector"))
     if override.params:
-        message = "the params of a preset stand in the preset itself"
+        message = "params of a preset must be in the field `preset.params`"
         table.findings.append(Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=f"{where}.params"))
     preset = PRESETS[choice.name]
     label = override.label or choice.name

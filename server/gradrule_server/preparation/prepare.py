@@ -273,13 +273,13 @@ def _check_spec(spec: program_pb2.ProgramSpec, derivative: DerivativeSpec) -> li
     if not spec.fetches and not derivative.ys:
         add(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-            "nothing is asked for: name fetches, or ys and xs",
+            "the request has no results: give fetches, or ys and xs",
             "spec.fetches",
         )
     if spec.overrides and not derivative.ys:
         add(
             errors_pb2.ERROR_REASON_INVALID_OVERRIDE,
-            "there are overrides but no ys: overrides change gradients, and none is asked for",
+            "there are overrides but no ys: overrides change gradients, and no gradient is requested",
             "spec.overrides",
         )
     if spec.no_gradient not in program_pb2.NoGradient.values():

@@ -32,12 +32,14 @@ def sample_call(
     source = request.WhichOneof("source")
     if source is None:
         raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no rule and holds none", field="source"
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            "the request has no rule: give a name or a definition",
+            field="source",
         )
     values = _values(request, bounds)
     xs = [values[f"x{index}"] for index in range(_count(values, "x"))]
     if not xs:
-        raise error(errors_pb2.ERROR_REASON_MISSING_FEED, "a rule is sampled at some x: give x", field="values")
+        raise error(errors_pb2.ERROR_REASON_MISSING_FEED, "a rule needs a value of x: give x", field="values")
     content: RuleContent | None
     op_type = request.op_type
     if source == "definition":
@@ -53,7 +55,7 @@ def sample_call(
             errors_pb2.ERROR_REASON_MISSING_FEED, "an OP rule needs an op to run on: give op_type", field="op_type"
         )
     if request.attrs:
-        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "attrs are an op's: give op_type too", field="attrs")
+        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "attrs belong to an op: give op_type too", field="attrs")
     return _rule_graph_call(request, content, xs, values, bounds)
 
 
@@ -64,7 +66,7 @@ def _values(request: rule_pb2.SampleRuleRequest, bounds: NodeLimits) -> dict[str
         if match is None:
             raise error(
                 errors_pb2.ERROR_REASON_UNKNOWN_FEED,
-                f"{item.name!r} is no variable of a rule: x, y, dy, default, numbered after the first",
+                f"{item.name!r} is not a variable of a rule: x, y, dy, default, with or without an index",
                 field="values",
             )
         name = f"{match[1]}{match[2] or 0}"

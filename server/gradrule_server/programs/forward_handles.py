@@ -133,7 +133,7 @@ class StreamHandles:
         """
         handle = self._handles.get(name)
         if handle is None:
-            raise _expired(f"there is no handle {name!r} on this stream: it was closed, or its time has run out")
+            raise _expired(f"there is no handle {name!r} on this stream: it was closed, or it expired")
         if handle.process.is_gone:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")

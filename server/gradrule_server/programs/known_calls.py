@@ -142,7 +142,7 @@ def memory_use(raw: bytes) -> evaluate_pb2.SharedMemoryUse:
     try:
         return evaluate_pb2.SharedMemoryUse.FromString(raw[start:end])
     except DecodeError as cause:
-        message = f"shared_memory is no {evaluate_pb2.SharedMemoryUse.DESCRIPTOR.full_name}"
+        message = f"shared_memory is not a valid {evaluate_pb2.SharedMemoryUse.DESCRIPTOR.full_name}"
         raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, field="shared_memory") from cause
 
 
@@ -304,7 +304,7 @@ def _names(given: Sequence[str], field: str) -> frozenset[str]:
         if padded is not None:
             raise error(
                 errors_pb2.ERROR_REASON_UNKNOWN_FEED,
-                f"{field} name {name!r}, which is no name of a tensor; did you mean '{padded[1]}:{padded[2]}'?",
+                f"{field} name {name!r}, which is not a valid tensor name; did you mean '{padded[1]}:{padded[2]}'?",
                 field=field,
             )
     return unique

@@ -349,7 +349,7 @@ class _WorkerQuestions:
                 self.has_reported_known = self._is_known(question.spec_digest)
                 return link_pb2.Answer(is_known=self.has_reported_known)
             case kind:
-                raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked for {kind} out of place")
+                raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked an unexpected question: {kind}")
 
     def _pin(self, name: str) -> None:
         self._blobs.pin([name])

@@ -213,7 +213,7 @@ class Session:
         if len(request.variables) > len(self._variables.names):
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-                f"{len(request.variables)} names are asked for, but the graph's variables have "
+                f"{len(request.variables)} names are requested, but the graph's variables have "
                 f"{len(self._variables.names)}",
                 field="read.variables",
             )
@@ -332,8 +332,8 @@ class Session:
         because = f" ({cause})" if cause else ""
         return error(
             errors_pb2.ERROR_REASON_SESSION_LOST,
-            f"the engine that held the session is gone{because}, and its variables with it; the last step that was "
-            f"completed is {self._steps}; start another session, with the values that were read last",
+            f"the engine that held the session has ended{because}, so its variables are lost; the last complete step "
+            f"is {self._steps}; start another session with the values that you read last",
         )
 
     async def _assign(
@@ -379,5 +379,7 @@ def _blob_of(graph: bytes) -> str:
         return link_pb2.RawGraphSource.FromString(graph).blob_sha256
     except DecodeError as cause:
         raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the bytes are no gradrule.v1.GraphSource", field="start.graph"
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            "the bytes are not a valid gradrule.v1.GraphSource",
+            field="start.graph",
         ) from cause

@@ -15,11 +15,10 @@ from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compiler import Compiler, RunnableProgram
 from gradrule_server.programs.preparer import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
-from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
+from gradrule_server.registry.programs import PROGRAM_PREFIX, ProgramRegistry, StoredProgram
 from gradrule_server.registry.rules import RuleRegistry
 
 _BASE = CallShape()
-_PREFIX = "programs/"
 
 
 class StoredPrograms:
@@ -60,7 +59,7 @@ class StoredPrograms:
 
         is_used: Whether a call uses it, see `ProgramCache.put`.
         """
-        full = name if name.startswith(_PREFIX) else _PREFIX + name
+        full = _full_name(name)
         key = StoredKey(full, _BASE)
         base, is_new = await self._find(key, recovery, is_used)
         variant = replace(call, feeds=call.feeds - base.compiled.placeholders)
@@ -87,7 +86,7 @@ class StoredPrograms:
         await asyncio.shield(deletion)
 
     async def _delete(self, name: str) -> None:
-        full = name if name.startswith(_PREFIX) else _PREFIX + name
+        full = _full_name(name)
         await asyncio.to_thread(self._programs.delete, full)
         self._deleted_names.add(full)
         self._cache.remove_stored(full)
@@ -133,3 +132,7 @@ class DeletedNames:
         """Adds a name that was deleted now."""
         for names in self._watches:
             names.add(name)
+
+
+def _full_name(name: str) -> str:
+    return name if name.startswith(PROGRAM_PREFIX) else PROGRAM_PREFIX + name

@@ -23,12 +23,12 @@ EngineT_co = TypeVar("EngineT_co", covariant=True)
 T = TypeVar("T")
 
 # An engine that is killed from outside is not the call's fault, but each run costs time.
-_MOST_KILLED = 5
+_MAX_KILLED = 5
 # A call that lost its engine waits for the next one until its deadline, or this long.
 _PATIENCE_S = 60.0
 # A trial (a run alone) may take this long, or this many times as long as the call ran before and as the longest run of
 # its workload together.
-_LEAST_TRIAL_S = 5.0
+_MIN_TRIAL_S = 5.0
 _TRIAL_FACTOR = 5.0
 _POLL_S = 0.1
 _DID_NOT_END = "it did not come to an end when it ran alone"
@@ -216,7 +216,7 @@ class CallRecovery(Generic[EngineT]):
         self._patience_s = _PATIENCE_S
         if lost.engine_end.reason is EndReason.KILLED:
             self._kills += 1
-            if self._kills > _MOST_KILLED:
+            if self._kills > _MAX_KILLED:
                 return Event.TRIED_TOO_OFTEN
         if not lost.is_blamable:
             return Event.ENGINE_ENDED
@@ -273,7 +273,7 @@ class CallRecovery(Generic[EngineT]):
         """
         history, loop = self._crash_history, asyncio.get_running_loop()
         started = loop.time()
-        most_s = max(_LEAST_TRIAL_S, _TRIAL_FACTOR * (self._last_run_s + history.longest_run_s(workload)))
+        most_s = max(_MIN_TRIAL_S, _TRIAL_FACTOR * (self._last_run_s + history.longest_run_s(workload)))
         try:
             async with asyncio.timeout(None) as limit, self._yields_to_next(limit, workload.owner, started + most_s):
                 return await trial

@@ -13,20 +13,20 @@ from gradrule_server.errors import error
 from gradrule_server.recovery.endings import CrashReport, EngineLost
 
 # Workloads in each table; the one that was recorded least recently is dropped.
-_MOST = 4096
+_MAX_ENTRIES = 4096
 
 # Two crashes put a workload into quarantine if they happen within this many times the length of a quarantine.
 _CRASHES_COUNT_FOR = 10
-_MOST_CRASHES = 2
+_MAX_CRASHES = 2
 
 # A workload that runs beside others is the likely cause of their engines' ends once it was present at this many ends
 # that have no other workload in common.
 _SHARED_CRASHES = 3
-_MOST_SHARED_CRASHES = 16
+_MAX_SHARED_CRASHES = 16
 
 # A workload that has completed before overruns only if it takes this many times its longest run, and longer than this.
 _OVERRUN_FACTOR = 10
-_LEAST_OVERRUN_S = 1.0
+_MIN_OVERRUN_S = 1.0
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -122,7 +122,7 @@ class CrashHistory:
         It counts as a crash, unless the workload has completed before and did not run much longer than it ever did:
         deadlines can be short, and machines busy.
         """
-        expected_s = max(_LEAST_OVERRUN_S, _OVERRUN_FACTOR * self.longest_run_s(workload))
+        expected_s = max(_MIN_OVERRUN_S, _OVERRUN_FACTOR * self.longest_run_s(workload))
         if not self.has_succeeded(workload) or seconds > expected_s:
             self.record_crash(workload, cause)
 
@@ -131,7 +131,7 @@ class CrashHistory:
         since, now = self._crash_window()
         times = [at for at in self._crashes.get(workload, []) if at > since] + [now]
         _remember(self._crashes, workload, times)
-        if len(times) >= _MOST_CRASHES:
+        if len(times) >= _MAX_CRASHES:
             self.quarantine(workload, cause)
 
     def record_shared_crash(self, workload: Workload, report: CrashReport, cause: str) -> None:
@@ -144,7 +144,7 @@ class CrashHistory:
             return
         since, now = self._crash_window()
         ends = [(at, end) for at, end in self._shared_crashes.get(workload, []) if at > since] + [(now, report)]
-        _remember(self._shared_crashes, workload, ends[-_MOST_SHARED_CRASHES:])
+        _remember(self._shared_crashes, workload, ends[-_MAX_SHARED_CRASHES:])
         count, seen = 0, set[Hashable | None]()
         for _, end in reversed(ends):
             others = end.present - {workload} - end.cleared
@@ -227,5 +227,5 @@ class HistoryRecorder:
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
     table[key] = value
     table.move_to_end(key)
-    while len(table) > _MOST:
+    while len(table) > _MAX_ENTRIES:
         table.popitem(last=False)

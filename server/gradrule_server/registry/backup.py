@@ -28,6 +28,7 @@ from gradrule_server.registry.data_folder import (
     FolderLock,
     StoreError,
     add_suffix,
+    file_sha256,
     find_logs,
     sync_to_disk,
 )
@@ -90,15 +91,15 @@ def check(data_dir: Path) -> Report:
         blob = data_dir / BLOBS / path
         if not blob.is_file():
             report.missing.add(path)
-        elif _hash(blob) != blob.name:
-            report.problems.append(f"the blob {path} is not what was stored")
+        elif file_sha256(blob) != blob.name:
+            report.problems.append(f"the blob {path} is damaged: it does not have the SHA-256 in its name")
     return report
 
 
 def backup(data_dir: Path, to: Path) -> Report:
     """Backs up a registry to a new folder, also while a server uses it. Raises `BackupError`."""
     if to.exists():
-        raise BackupError(f"{to} is there already; give a folder that is not")
+        raise BackupError(f"{to} exists already; name a folder that does not exist")
     unfinished = to.with_name(f".{to.name}.unfinished")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def backup(data_dir: Path, to: Path) -> Report:
             shutil.rmtree(unfinished)
     except OSError as cause:
         raise BackupError(f"the backup cannot be written: {cause}") from cause
-    raise BackupError(f"programs came and went in {data_dir} all the while; try again")
+    raise BackupError(f"programs were created and deleted in {data_dir} during each attempt; try again")
 
 
 def restore(folder: Path, data_dir: Path) -> Report:
@@ -123,19 +124,20 @@ def restore(folder: Path, data_dir: Path) -> Report:
     except (OSError, ValueError) as cause:
         raise BackupError(f"{folder} is no backup: its {MANIFEST} cannot be read: {cause}") from cause
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise BackupError(f"{folder} was made by another release, whose backups this one does not read")
-    if manifest.get("database_sha256") != _hash(folder / DATABASE_FILE):
-        raise BackupError(f"{folder} is damaged: its {DATABASE_FILE} is not what was copied")
+        raise BackupError(f"{folder} was created by a release whose backups this release cannot read")
+    database_file = folder / DATABASE_FILE
+    if not database_file.is_file() or manifest.get("database_sha256") != file_sha256(database_file):
+        raise BackupError(f"{folder} is damaged: the SHA-256 of its {DATABASE_FILE} differs from {MANIFEST}")
     leftovers = find_logs(folder / DATABASE_FILE)
     if leftovers:
         raise BackupError(
-            f"{folder} is no backup as it was made: {_names(leftovers)} would change what is brought back"
+            f"{folder} was changed after the backup: SQLite would apply {_names(leftovers)} to the restored database"
         )
     report = check(folder)
     # Accept missing blobs that were missing when the backup was made.
     lost = report.missing - set(manifest.get("missing", ()))
     if report.problems or lost:
-        problems = [*report.problems, *(f"the blob {path} is gone" for path in sorted(lost))]
+        problems = [*report.problems, *(f"the blob {path} is missing" for path in sorted(lost))]
         raise BackupError(f"{folder} is damaged: {'; '.join(problems)}")
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -178,8 +180,8 @@ def _check_empty(data_dir: Path) -> None:
     leftovers = find_logs(data_dir / DATABASE_FILE)
     if leftovers:
         raise BackupError(
-            f"{data_dir} has no {DATABASE_FILE}, but {_names(leftovers)} of one that was there, which would bring the "
-            f"old registry back; move {'it' if len(leftovers) == 1 else 'them'} away, to where {DATABASE_FILE} went"
+            f"{data_dir} has no {DATABASE_FILE}, but {_names(leftovers)} of an earlier one, which SQLite would apply "
+            f"to the new database; move {'it' if len(leftovers) == 1 else 'them'} away"
         )
 
 
@@ -221,7 +223,7 @@ def _copy(data_dir: Path, to: Path) -> Report | None:
         "format": _FORMAT,
         "schema_version": needed.schema_version,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "database_sha256": _hash(to / DATABASE_FILE),
+        "database_sha256": file_sha256(to / DATABASE_FILE),
         "missing": sorted(missing),
     }
     (to / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
@@ -238,11 +240,11 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
     if report.problems:
         return
     for table, *_ in database.execute("PRAGMA foreign_key_check"):
-        report.problems.append(f"a row of {table} refers to what is not there")
+        report.problems.append(f"a row of {table} refers to a missing row")
     version = _version(database)
     if not add_current_views(database, version):
         report.problems.append(
-            f"the schema version is {version or 'unknown'}, which this release does not read; use the release that "
+            f"the schema version is {version or 'unknown'}, which this release cannot read; use the release that "
             "wrote it"
         )
         return
@@ -252,8 +254,7 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
             query = "SELECT id FROM programs WHERE tenant = ? AND graph_digest = ?"
             used = ", ".join(repr(program_id) for (program_id,) in database.execute(query, (tenant, digest)))
             report.problems.append(
-                f"the graph {digest} is not what was stored; delete the programs {used} of tenant {tenant!r}, which "
-                "have it"
+                f"the graph {digest} is damaged; delete the programs {used} of tenant {tenant!r}, which use it"
             )
     for tenant, *row in database.execute("SELECT tenant, name, definition, description, create_time_us FROM rules"):
         report.tenants.add(tenant)
@@ -306,16 +307,9 @@ def _copy_blob(path: Path, to: Path) -> None:
             os.fsync(copy.fileno())
     if digest.hexdigest() != to.name:
         unfinished.unlink()
-        raise BackupError(f"the blob {path} is not what was stored; remove it, and clients will upload it again")
+        raise BackupError(f"the blob {path} is damaged; remove it, and clients will upload it again")
     unfinished.rename(to)
     sync_to_disk(to.parent)
-
-
-def _hash(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -176,6 +176,6 @@ def _quota_exceeded(who: str, wanted: BlobAmount, limit: BlobAmount, server_limi
         bound = f"{limit.size} bytes of blobs"
     return error(
         errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-        f"{who} at most {bound}, and what is there is in use; delete programs, or start the server with a larger "
+        f"{who} at most {bound}, and all of them are in use; delete programs, or start the server with a larger "
         f"{setting}",
     )

@@ -31,7 +31,7 @@ from gradrule_server.registry.blob_index import (
     disk_bytes,
     file_stamp,
 )
-from gradrule_server.registry.data_folder import DISK_FULL_ERRORS, sync_to_disk
+from gradrule_server.registry.data_folder import DISK_FULL_ERRORS, file_sha256, sync_to_disk
 from gradrule_server.registry.store import DEFAULT_TENANT
 
 _log = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class BlobStore:
                 file.stored_use_ns = now_ns
             stamp = file_stamp(stat)
             if (is_used or file.verified is not None) and file.verified != stamp:
-                if _hash(path) != name:
+                if file_sha256(path) != name:
                     self._rename_damaged(name, file)
                     return False
                 file.verified = stamp
@@ -259,7 +259,9 @@ class BlobStore:
         path.rename(renamed)
         self._forget(name, file)
         _log.warning(
-            "the blob %s is not what was stored; it is kept as %s and asked for anew when needed", path, renamed
+            "the blob %s is damaged; it was renamed to %s, and calls that need it ask clients to upload it again",
+            path,
+            renamed,
         )
 
     def _forget(self, name: str, file: BlobFile) -> None:
@@ -320,7 +322,7 @@ class Upload:
         if self._hash.hexdigest() != self._name:
             raise error(
                 errors_pb2.ERROR_REASON_BLOB_MISMATCH,
-                f"the {self._size} bytes that came have the SHA-256 {self._hash.hexdigest()}, not {self._name}",
+                f"the {self._size} received bytes have the SHA-256 {self._hash.hexdigest()}, not {self._name}",
                 field="sha256",
             )
         with _disk_full_as_quota():
@@ -365,11 +367,6 @@ def _read_stamp(path: str) -> FileStamp | None:
         return file_stamp(os.stat(path))
     except FileNotFoundError:
         return None
-
-
-def _hash(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _valid_names(names: Iterable[str]) -> list[str]:

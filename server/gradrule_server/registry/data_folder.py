@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -48,6 +49,12 @@ def sync_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def file_sha256(path: str | Path) -> str:
+    """Returns the SHA-256 of a file's content, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def find_logs(path: Path) -> list[Path]:
     """Returns SQLite's logs beside a database, which hold the last writes of a process that was killed."""
     found = (path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))
@@ -85,7 +92,7 @@ def refuse_lost_database(folder: Path, problem: str) -> None:
 
     Args:
         folder: The data folder.
-        problem: What is wrong with the database: `gone` or `empty`.
+        problem: What is wrong with the database: `missing` or `empty`.
     """
     traces = [MARKER] if (folder / MARKER).exists() else []
     if _has_blobs(folder / BLOBS):
@@ -93,8 +100,8 @@ def refuse_lost_database(folder: Path, problem: str) -> None:
     if traces:
         raise StoreError(
             f"the registry's database {folder / DATABASE_FILE} is {problem}, but {' and '.join(traces)} beside it show "
-            f"that there was one: put the file back, or bring back a copy (`gradrule registry restore COPY --data-dir "
-            f"{folder}`), or begin with an empty registry (`gradrule registry new --data-dir {folder}`)"
+            f"that the folder had a registry: put the file back, restore a backup (`gradrule registry restore BACKUP "
+            f"--data-dir {folder}`), or create an empty registry (`gradrule registry new --data-dir {folder}`)"
         )
 
 

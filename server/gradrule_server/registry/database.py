@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NEW_HINT = "begin with an empty registry (`gradrule registry new`)"
+_NEW_HINT = "create an empty registry (`gradrule registry new`)"
 
 
 class Database:
@@ -58,7 +58,7 @@ class Database:
         is_new: Whether an empty database may be created in a folder that had a registry before.
 
     Raises:
-        StoreError: The folder cannot be used, another server uses it, or its database is gone, damaged or of another
+        StoreError: The folder cannot be used, another server uses it, or its database is missing, damaged or of another
             version.
     """
 
@@ -127,8 +127,8 @@ class Database:
             problem = problem or str(other)
         if problem:
             problem += (
-                "; rules and programs can be neither read nor changed. Put the file back, or stop the server, bring a "
-                "copy back and start it again"
+                "; rules and programs cannot be read or changed. Put the file back; or stop the server, restore a "
+                "backup and start the server again"
             )
         self._warning.report(problem)
 
@@ -139,18 +139,18 @@ class Database:
         if path.exists():
             if self._lock.was_killed and not path.with_name(path.name + "-wal").exists():
                 _log.warning(
-                    "%s-wal is gone, though the last server did not stop in order: what was written last may be lost",
+                    "%s-wal is missing, although the last server was killed: the last writes may be lost",
                     path,
                 )
             return
         leftovers = " and ".join(log.name for log in find_logs(path))
         if leftovers:
             raise StoreError(
-                f"{path} is gone, but {leftovers} of it is there, which belongs to it and not to a new one; bring "
-                f"{path.name} back beside it, or {_NEW_HINT}"
+                f"{path} is missing, but its log {leftovers} exists, which does not fit a new database; put "
+                f"{path.name} back, or {_NEW_HINT}"
             )
         if not self._is_new:
-            refuse_lost_database(folder, "gone")
+            refuse_lost_database(folder, "missing")
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         sync_to_disk(folder)
 
@@ -166,7 +166,7 @@ class Database:
                 metadata.create_all(connection)
                 connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
             elif "meta" not in tables:
-                raise StoreError(f"{self.path} is a database of something else; move it, or give another --data-dir")
+                raise StoreError(f"{self.path} is the database of another program; move it, or give another --data-dir")
             else:
                 self._check_tables(connection, tables)
             registry_id = self._identify(connection, marker)
@@ -206,8 +206,8 @@ class Database:
             connection.execute(insert(meta).values(key="registry_id", value=found))
         elif marker and marker != found:
             raise StoreError(
-                f"{self.path} belongs to another registry than the one that was in this folder (see {MARKER}); bring "
-                f"its own file back, or remove {MARKER} if this one is meant"
+                f"{self.path} belongs to another registry than the one that was in this folder (see {MARKER}); put "
+                f"the file of that registry back, or remove {MARKER} to use this one"
             )
         return str(found)
 
@@ -216,8 +216,8 @@ class Database:
         if self._files is not None and self._files.problem() is not None:
             raise error(
                 errors_pb2.ERROR_REASON_UNAVAILABLE,
-                "the server's registry was removed or replaced while the server runs, so it can neither be read nor "
-                "changed; the server's log names the file",
+                "a file of the server's registry was removed or replaced while the server runs, so rules and programs "
+                "cannot be read or changed; the server's log names the file",
             )
 
     @contextmanager
@@ -267,7 +267,7 @@ class Database:
 
 def _damaged(path: Path, what: str) -> StoreError:
     return StoreError(
-        f"{path} is damaged ({what}): move it away and bring a copy back (`gradrule registry restore`), or {_NEW_HINT}"
+        f"{path} is damaged ({what}): move it away and restore a backup (`gradrule registry restore`), or {_NEW_HINT}"
     )
 
 

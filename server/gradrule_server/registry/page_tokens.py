@@ -86,7 +86,7 @@ def _decode_key(listing: str, token: str) -> list[str]:
 def _invalid_token() -> GradruleError:
     return error(
         errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-        "page_token is not one that this list gave out; start again without one, and keep the filter from page to page",
+        "page_token does not belong to this list; start again without a token, and use the same filter for all pages",
         field="page_token",
     )
 

@@ -22,7 +22,7 @@ from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, Progr
 
 _log = logging.getLogger(__name__)
 
-_PREFIX = "programs/"
+PROGRAM_PREFIX = "programs/"
 _ID = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _LISTING = "programs"
 
@@ -133,7 +133,7 @@ class ProgramRegistry:
         elif _ID.fullmatch(program_id) is None:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-                f"{program_id!r} is no program id: 1 to 63 of a-z, 0-9, '-', '_', '.', starting with a letter",
+                f"{program_id!r} is not a valid program id: 1 to 63 of a-z, 0-9, '-', '_', '.', starting with a letter",
                 field="program_id",
             )
         with self._changing:
@@ -145,7 +145,7 @@ class ProgramRegistry:
             now_us = time.time_ns() // 1000
             kept = program_pb2.Program()
             kept.CopyFrom(program)
-            kept.name = _PREFIX + program_id
+            kept.name = PROGRAM_PREFIX + program_id
             kept.create_time.FromMicroseconds(now_us)
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
             content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
@@ -164,7 +164,7 @@ class ProgramRegistry:
 
     def get(self, name: str) -> StoredProgram:
         """Returns a program by its id, with or without `programs/`. Raises PROGRAM_NOT_FOUND."""
-        program_id = name.removeprefix(_PREFIX)
+        program_id = name.removeprefix(PROGRAM_PREFIX)
         row = self._store.program(program_id, self._tenant)
         if row is None:
             raise self._not_found(name)
@@ -206,7 +206,7 @@ class ProgramRegistry:
 
     def delete(self, name: str) -> None:
         """Deletes a program. Raises PROGRAM_NOT_FOUND."""
-        program_id = name.removeprefix(_PREFIX)
+        program_id = name.removeprefix(PROGRAM_PREFIX)
         with self._changing:
             if program_id not in self._identities:
                 raise self._not_found(name)
@@ -244,9 +244,9 @@ class ProgramRegistry:
             _log_unreadable(self._tenant, program_id, cause)
             raise error(
                 errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND,
-                f"the stored program {program_id!r} cannot be read: {cause}; compile it anew, or delete it",
+                f"the stored program {program_id!r} cannot be read: {cause}; compile it again, or delete it",
                 field="name",
-                resource=Resource("gradrule.v1.Program", _PREFIX + program_id),
+                resource=Resource("gradrule.v1.Program", PROGRAM_PREFIX + program_id),
             ) from cause
 
     def _graph_bytes(self, spec: program_pb2.ProgramSpec) -> bytes:
@@ -271,20 +271,20 @@ class ProgramRegistry:
             since = stored.program.create_time.ToJsonString()
             raise error(
                 errors_pb2.ERROR_REASON_PROGRAM_EXISTS,
-                f"{program_id!r} is a program of other content (digest {stored.program.digests.program[:12]}, compiled "
-                f"{since}); delete it first, or ask for another id",
+                f"{program_id!r} is a program with other content (digest {stored.program.digests.program[:12]}, "
+                f"compiled {since}); delete it first, or choose another id",
                 field="program_id",
                 resource=Resource("gradrule.v1.Program", stored.program.name),
             )
         return stored
 
     def _not_found(self, name: str) -> GradruleError:
-        program_id = name.removeprefix(_PREFIX)
+        program_id = name.removeprefix(PROGRAM_PREFIX)
         return error(
             errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND,
             f"there is no program {program_id!r}.{did_you_mean(program_id, tuple(self._identities))}",
             field="name",
-            resource=Resource("gradrule.v1.Program", _PREFIX + program_id),
+            resource=Resource("gradrule.v1.Program", PROGRAM_PREFIX + program_id),
         )
 
 
@@ -292,7 +292,7 @@ def read_spec(tenant: str, program_id: str, spec: bytes) -> program_pb2.ProgramS
     """Parses a stored spec. Raises only `UnreadableRowError` for a damaged row."""
     for name, text in (("tenant", tenant), ("id", program_id)):
         if not isinstance(text, str) or not text.isprintable():
-            raise UnreadableRowError(f"its {name} {text!r} is no name")
+            raise UnreadableRowError(f"its {name} {text!r} is not a valid name")
     with _decoding():
         return program_pb2.ProgramSpec.FromString(spec)
 

@@ -140,9 +140,9 @@ class RuleNames:
 def read_rule(row: RuleRow) -> RuleEntry:
     """Returns the rule of a row. Raises only `UnreadableRowError` for a damaged row."""
     if not isinstance(row.name, str) or RULE_NAME.fullmatch(row.name) is None:
-        raise UnreadableRowError(f"{row.name!r} is no rule name")
+        raise UnreadableRowError(f"{row.name!r} is not a valid rule name")
     if not (isinstance(row.definition, bytes) and isinstance(row.description, str)):
-        raise UnreadableRowError("its definition is no bytes, or its description no text")
+        raise UnreadableRowError("its definition is not bytes, or its description is not text")
     try:
         row.description.encode()
         content = RuleContent.from_stored(row.name, rule_pb2.RuleDefinition.FromString(row.definition))

@@ -113,7 +113,7 @@ class RuleRegistry:
             return rule_pb2.RuleDefinition.FromString(definition)
         except DecodeError as cause:
             what = rule_pb2.RuleDefinition.DESCRIPTOR.full_name
-            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {what}") from cause
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are not a valid {what}") from cause
 
     def create(
         self, name: str, definition: rule_pb2.RuleDefinition, description: str, *, is_checked: bool = False
@@ -226,7 +226,7 @@ class RuleRegistry:
         if unreadable is not None:
             return error(
                 errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-                f"the stored rule {bare!r} cannot be read: {unreadable.why}; create it anew, or delete it",
+                f"the stored rule {bare!r} cannot be read: {unreadable.why}; create it again, or delete it",
                 field="name",
                 resource=_resource(bare),
             )
@@ -245,9 +245,9 @@ class RuleRegistry:
 def _valid_name(name: str) -> str:
     bare = name.removeprefix(RULE_PREFIX)
     if bare in _RESERVED:
-        problem = f"{bare!r} is a word of overrides and cannot name a rule"
+        problem = f"{bare!r} has a meaning in overrides and cannot name a rule"
     elif RULE_NAME.fullmatch(bare) is None:
-        problem = f"{bare!r} is no rule name: 1 to 128 of A-Z, a-z, 0-9, '_', '.', '-', starting with a letter or '_'"
+        problem = f"{bare!r} is no valid rule name: 1 to 128 of A-Z, a-z, 0-9, '_', '.', '-', first a letter or '_'"
     else:
         return bare
     raise error(errors_pb2.ERROR_REASON_INVALID_RULE, problem, field="rule.name")

@@ -175,7 +175,7 @@ class Store:
         if row is None:
             return None
         if not isinstance(row.content, bytes) or hashlib.sha256(row.content).hexdigest() != row.graph_digest:
-            raise UnreadableRowError("its graph is not what was stored")
+            raise UnreadableRowError("its graph is damaged: it does not have the SHA-256 that was stored")
         return ProgramContent(row.spec, row.content, row.snapshot)
 
     def program_graph_bytes(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> int:

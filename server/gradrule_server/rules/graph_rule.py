@@ -67,7 +67,7 @@ def parse_graph(serialized: bytes, params: Sequence[str], *, embedded: bool = Fa
         graph.ParseFromString(serialized)
     except DecodeError as cause:
         raise _refused(
-            errors_pb2.ERROR_REASON_INVALID_GRAPH, "the rule's graph cannot be read: the bytes are no graph"
+            errors_pb2.ERROR_REASON_INVALID_GRAPH, "the rule's graph cannot be read: the bytes are not a graph"
         ) from cause
     nodes: dict[str, graph_pb2.Node] = {}
     for node in graph.node:
@@ -105,7 +105,7 @@ def check_nodes(form: CheckedGraph, bounds: NodeLimits) -> list[Finding]:
         faults += attribute_faults(op, node.attr, bounds)
         if node.op == FAKE_PARAM:
             # The output is uninitialised memory. A branch never reads it, but a rule could.
-            faults.append((errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, "is part of a branch, and a rule's graph has none"))
+            faults.append((errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, "is for branches, which a rule's graph cannot have"))
         for reason, what in filter(None, faults):
             findings.append(Finding(reason, f"node {quoted(node.name)} ({node.op}) {what}", node.name, "graph"))
     return findings[:_MAX_FINDINGS]
@@ -155,7 +155,7 @@ def _results(nodes: Mapping[str, graph_pb2.Node], *, required: bool) -> dict[int
         if index in results:
             raise _refused(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
-                "dx and dx0 are one and the same result, and the graph has both",
+                "dx and dx0 are the same result, and the graph has both",
                 name,
             )
         results[index] = name
@@ -163,7 +163,7 @@ def _results(nodes: Mapping[str, graph_pb2.Node], *, required: bool) -> dict[int
         near = did_you_mean("dx", nodes)
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
-            f"the rule's graph has no result: the node with the gradient of input 0 is called dx, of input 1 dx1{near}",
+            f"the rule's graph has no result: a node with the gradient of input 0 is named dx, of input 1 dx1{near}",
         )
     return dict(sorted(results.items()))
 
@@ -174,7 +174,9 @@ def _check_functions(nodes: Iterable[graph_pb2.Node], functions: Container[str])
         called += [function.name for value in node.attr.values() for function in value.list.func]
         if node.op in functions or called:
             # TensorFlow registers functions by name for the whole process, in which rules of other callers run too.
-            message = f"it runs the function {quoted(called[0] if called else node.op)}, and a rule's graph has none"
+            message = (
+                f"it runs the function {quoted(called[0] if called else node.op)}, which a rule's graph cannot have"
+            )
             raise _refused(errors_pb2.ERROR_REASON_INVALID_RULE, message, node.name)
 
 
@@ -238,7 +240,7 @@ def _topological_order(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]
             if needed not in nodes:
                 raise _refused(
                     errors_pb2.ERROR_REASON_DANGLING_INPUT,
-                    f"input {quoted(source)} is no node of the rule's graph.{did_you_mean(needed, nodes)}",
+                    f"input {quoted(source)} is not a node of the rule's graph.{did_you_mean(needed, nodes)}",
                     name,
                 )
             if needed not in done:
@@ -274,7 +276,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
             if name in variables:
                 raise _refused(
                     errors_pb2.ERROR_REASON_INVALID_RULE,
-                    f"{variables[name]!r} and {node.name!r} are one and the same variable, and the graph has both",
+                    f"{variables[name]!r} and {node.name!r} are the same variable, and the graph has both",
                     node.name,
                 )
             variables[name] = node.name

@@ -28,7 +28,7 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-_USAGE = "a range is made of the conditions '> 0', '>= 0', '< 1', '<= 1' and 'integer', separated by commas"
+_USAGE = "a range consists of the conditions '> 0', '>= 0', '< 1', '<= 1' and 'integer', separated by commas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def read_param_value(value: rule_pb2.ParamValue, name: str, field: str) -> Param
         return value.number
     if kind is None:
         raise error(
-            errors_pb2.ERROR_REASON_INVALID_PARAM, f"param {name!r} holds neither a number nor a tensor", field=field
+            errors_pb2.ERROR_REASON_INVALID_PARAM, f"param {name!r} has neither a number nor a tensor", field=field
         )
     try:
         array = tensor_codec.to_numpy(value.tensor)
@@ -156,11 +156,11 @@ def parse_range(text: str) -> Range:
         if condition == _INTEGER:
             integer = True
         elif match is None:
-            raise ValueError(f"{condition!r} is no condition: {_USAGE}")
+            raise ValueError(f"{condition!r} is not a condition: {_USAGE}")
         else:
             bound = float(match[2])
             if math.isinf(bound):
-                raise ValueError(f"{condition!r} is no condition: the number is too large for float64")
+                raise ValueError(f"{condition!r} is not a condition: the number is too large for float64")
             bounds.append((match[1], bound))
     found = Range(text.strip(), tuple(bounds), integer)
     if _is_empty(found):

@@ -213,7 +213,7 @@ def _read_params(definition: rule_pb2.RuleDefinition, *, names_are_new: bool) ->
         if problem is None and entry.name in seen:
             problem = f"param {entry.name!r} is declared twice"
         if problem is None and names_are_new and _is_function_of_others(entry.name, definition):
-            problem = f"{entry.name!r} is a function of the language; {entry.name + '_'!r} would do"
+            problem = f"{entry.name!r} is a function of the language; use {entry.name + '_'!r}, for example"
         if problem is not None:
             findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_RULE, problem, field=f"{where}.name"))
         seen.add(entry.name)
@@ -268,7 +268,7 @@ def _graph_bytes(source: rule_pb2.GraphSource, bounds: NodeLimits | None) -> byt
         case "blob_sha256":
             raise error(
                 errors_pb2.ERROR_REASON_UNSUPPORTED,
-                "a rule's graph travels with the rule, not as a blob: rules are small",
+                "a rule's graph must be part of the rule, not a blob",
                 field="definition.graph",
             )
         case "serialized":

@@ -123,5 +123,5 @@ def not_differentiable_error(signature: Signature, index: int) -> GradruleError:
     return error(
         errors_pb2.ERROR_REASON_RULE_ARITY,
         f"the rule gives a gradient for input {index}, which is {dtype_name(signature.inputs[index])} "
-        "and has none: say None there",
+        "and has no gradient: write None there",
     )

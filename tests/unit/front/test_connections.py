@@ -222,7 +222,7 @@ async def serving(limits: ConnectionLimits, check_every_s: float = 1.0) -> Async
 async def test_checks_continue_after_a_file_could_not_be_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There may be no descriptor left for the file that tells how much memory the process takes."""
+    """There may be no descriptor left for the file with the memory of the process."""
     again, loop = asyncio.Event(), asyncio.get_running_loop()
     failures = iter([OSError("too many open files")])
 

@@ -149,11 +149,11 @@ async def test_bytes_of_rules_are_limited_and_counted_after_reloading(shared: Sh
     again.rules.create("c", DEFINITION, "")
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         other.rules.create("c", DEFINITION, "d" * (size + 1))
-    # A server that starts anew has counted the same.
-    anew = Tenants(replace(shared, server={**server, "registry_bytes": 4 * size}), READ_ONLY)
-    (await anew.load("other")).rules.create("c", DEFINITION, "")
+    # A server that starts again has counted the same.
+    restarted = Tenants(replace(shared, server={**server, "registry_bytes": 4 * size}), READ_ONLY)
+    (await restarted.load("other")).rules.create("c", DEFINITION, "")
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
-        (await anew.load("other")).rules.create("d", DEFINITION, "")
+        (await restarted.load("other")).rules.create("d", DEFINITION, "")
 
 
 async def fill_up(found: Tenants) -> None:

@@ -23,7 +23,7 @@ async def work(deadlines: Deadlines, seconds: float, takes_s: float) -> str:
 
 async def test_only_requests_past_their_deadline_are_cancelled() -> None:
     deadlines = Deadlines()
-    # A later deadline is watched first, so the timer must be set anew for the earlier one.
+    # A later deadline is watched first, so the timer must be set again for the earlier one.
     found: object = await asyncio.gather(
         work(deadlines, 60, 0.2), work(deadlines, 0.05, 60), work(deadlines, 0.06, 60), work(deadlines, 60, 0)
     )

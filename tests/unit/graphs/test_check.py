@@ -65,9 +65,9 @@ def test_node_and_argument_of_one_name() -> None:
     [
         ("weigths", "'weights'"),
         ("weights:1", "it has 1"),
-        ("weights:x", "not there"),
+        ("weights:x", "not exist"),
         ("^weigths", "'weights'"),
-        ("", "not there"),
+        ("", "not exist"),
     ],
 )
 def test_dangling_inputs(text: str, hint: str) -> None:
@@ -195,7 +195,7 @@ def test_loop_body_that_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("made", "hint"),
     [
-        (node("y", "MutexV2"), "makes a resource"),
+        (node("y", "MutexV2"), "creates a resource"),
         (node("y", "TemporaryVariable", dtype=FLOAT, shape=AttrValue(shape=TensorShape())), "use a tensor"),
         (node("y", "Switch", "x", "b"), "version 1"),
         (node("y", "Enter", "x", frame_name=AttrValue(s=b"f")), "version 1"),

@@ -50,7 +50,7 @@ def jwts(folder: Path, pem: bytes | None = None, jwks: str | None = None, **word
         (json.dumps({"sha256": "0" * 64, "tenant": "a", "admin": "yes"}), "true or false"),
         (json.dumps({"sha256": "0" * 64, "tenant": "a", "expiry": "never"}), "unknown fields 'expiry'"),
         (json.dumps({"sha256": "0" * 64, "tenant": "a", "expires": "never"}), "line 2"),
-        (json.dumps({"sha256": "f" * 64, "tenant": "b"}), "there twice"),
+        (json.dumps({"sha256": "f" * 64, "tenant": "b"}), "appears twice"),
     ],
 )
 def test_file_with_an_invalid_line_is_refused(tmp_path: Path, line: str, why: str) -> None:
@@ -140,9 +140,9 @@ def test_invalid_lines_are_logged_and_ignored_after_the_start(tmp_path: Path, ca
     assert tokens.find(broken) is tokens.find(twice) is None
     for _ in range(5):
         tokens.refresh()
-    warnings = [message for message in caplog.messages if "no tokens" in message]
+    warnings = [message for message in caplog.messages if "no valid tokens" in message]
     assert len(warnings) == 1
-    assert warnings[0].startswith("5 lines are no tokens, and none holds: ")
+    assert warnings[0].startswith("5 lines are no valid tokens and are ignored: ")
     assert f"{file}, line 2: " in warnings[0]
     with pytest.raises(TokenFileError, match="line 2"):
         TokenFile(file)
@@ -182,11 +182,11 @@ def test_credentials_of_an_unreadable_file_become_invalid_after_a_grace_period(
         credentials.refresh()
     assert credentials.tokens.find(text) is credentials.jwts.find(signed) is None
     assert not any(credentials.is_still_valid(principal) for principal in principals if principal is not None)
-    assert caplog.text.count("what was read before holds for 30 s") == 2
-    assert caplog.text.count("nothing of it holds until it can be read") == 2
+    assert caplog.text.count("the content that was read last stays valid for 30 s") == 2
+    assert caplog.text.count("nothing in it is valid until it can be read") == 2
     clock[0] += 61
     credentials.refresh()
-    assert caplog.text.count("nothing of it holds until it can be read") == 4
+    assert caplog.text.count("nothing in it is valid until it can be read") == 4
     if file.is_dir():
         file.rmdir()
     file.write_bytes(content)
@@ -248,7 +248,7 @@ def test_tokens_can_be_added_while_a_server_holds_the_folder(tmp_path: Path) -> 
     ("pem", "why"),
     [
         (b"", "no public key in PEM"),
-        (b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "of no use"),
+        (b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "unusable"),
         (public(rsa.generate_private_key(65537, 1024)), "RSA of 2048 bits"),
         (public(ec.generate_private_key(ec.SECP384R1())), "P-256"),
         (public(ed448.Ed448PrivateKey.generate()), "Ed25519"),
@@ -269,13 +269,13 @@ def test_private_key_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("jwks", "why"),
     [
-        ("", "can be read"),
-        ("[]", "can be read"),
-        ('{"keys": [7]}', "can be read"),
+        ("", "no valid JSON Web Key Set"),
+        ("[]", "no valid JSON Web Key Set"),
+        ('{"keys": [7]}', "no valid JSON Web Key Set"),
         ('{"keys": [{"kty": "EC", "kid": "curve"}]}', "'curve'"),
-        ('{"keys": [{"kty": "none of these"}]}', "of no use"),
-        ('{"keys": []}', "no key for signing"),
-        ('{"keys": [{"kty": "oct", "k": "c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0"}]}', "kind that is not taken"),
+        ('{"keys": [{"kty": "none of these"}]}', "unusable"),
+        ('{"keys": []}', "no usable key for signatures"),
+        ('{"keys": [{"kty": "oct", "k": "c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0"}]}', "unsupported kind of key"),
     ],
 )
 def test_unsupported_key_sets_are_refused(tmp_path: Path, jwks: str, why: str) -> None:

@@ -103,7 +103,7 @@ async def test_a_crash_is_recorded_for_a_call_cancelled_before_its_cause_is_know
     known.set()
     await _end(engine)
     assert [loss.ran_alone for loss in recorder.losses] == [False]
-    # Who waits is told by its own call.
+    # A caller that waits gets the error from its own call.
     with pytest.raises(EngineLost):
         await waits
 

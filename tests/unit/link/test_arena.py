@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas, Chunk, Incoming, Outgoing, make_arena
+from gradrule_server.link.arena import MIN_PLACED_BYTES, Arenas, Chunk, Incoming, Outgoing, make_arena
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.framing import Frame, FrameSocket, Kind, pack_header, pack_place
 from gradrule_server.link.request_scheduler import ConnectionLost
@@ -138,7 +138,7 @@ async def _linked() -> AsyncIterator[Link]:
     async with asyncio.timeout(10):
         while not connection.is_closed:
             await asyncio.sleep(0.01)
-    # The transport closes its socket right after it has told the connection.
+    # The transport closes its socket right after it has called the connection.
     await asyncio.sleep(0.01)
     other.outgoing.close()
     # A test may hold a view.
@@ -148,14 +148,14 @@ async def _linked() -> AsyncIterator[Link]:
 
 async def test_large_payloads_do_not_go_through_the_socket_and_their_room_is_free_afterwards() -> None:
     async with _linked() as link:
-        request, answer = os.urandom(LEAST_PLACED_BYTES), os.urandom(3 * LEAST_PLACED_BYTES)
+        request, answer = os.urandom(MIN_PLACED_BYTES), os.urandom(3 * MIN_PLACED_BYTES)
         work = link.connection.submit(Kind.RUN, request)
         other = link.connection.submit(Kind.RUN, b"small")
         frame, small = await link.received(), await link.received()
         assert isinstance(frame.payload, memoryview)
         assert frame.payload == request
         assert (frame.kind, small) == (Kind.RUN, Frame(Kind.RUN, 2, b"small"))
-        assert used_bytes(link.arenas.outgoing) == LEAST_PLACED_BYTES
+        assert used_bytes(link.arenas.outgoing) == MIN_PLACED_BYTES
         link.engine.send(Kind.RAN, frame.request_id, answer)
         assert await work.answer == answer
         assert used_bytes(link.arenas.outgoing) == 0
@@ -169,16 +169,16 @@ async def test_large_payloads_do_not_go_through_the_socket_and_their_room_is_fre
 
 async def test_an_unwanted_answer_is_released_unread() -> None:
     async with _linked() as link:
-        work = link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))
+        work = link.connection.submit(Kind.RUN, bytes(MIN_PLACED_BYTES))
         work.answer.cancel()
         frame = await link.received()
-        link.engine.send(Kind.RAN, frame.request_id, bytes(LEAST_PLACED_BYTES))
+        link.engine.send(Kind.RAN, frame.request_id, bytes(MIN_PLACED_BYTES))
         assert (await link.received()).kind is Kind.ACK
         assert work.ended
         assert used_bytes(link.arenas.outgoing) == 0
 
 
-async def test_a_payload_that_cannot_be_read_ends_the_connection_and_its_caller_is_told(
+async def test_a_payload_that_cannot_be_read_fails_its_request_and_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _linked() as link:
@@ -189,7 +189,7 @@ async def test_a_payload_that_cannot_be_read_ends_the_connection_and_its_caller_
             raise OSError("no such memory")
 
         monkeypatch.setattr(link.arenas.incoming, "read", fails)
-        link.engine.send(Kind.RAN, frame.request_id, bytes(LEAST_PLACED_BYTES))
+        link.engine.send(Kind.RAN, frame.request_id, bytes(MIN_PLACED_BYTES))
         with pytest.raises(ConnectionLost):
             await work.answer
         assert "no such memory" in caplog.text
@@ -219,7 +219,7 @@ async def test_a_payload_without_room_goes_through_the_socket() -> None:
 async def test_a_malformed_place_ends_the_connection_and_fails_all_requests(place: bytes) -> None:
     async with _linked() as link:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        works = [link.connection.submit(Kind.RUN, b"a"), link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))]
+        works = [link.connection.submit(Kind.RUN, b"a"), link.connection.submit(Kind.RUN, bytes(MIN_PLACED_BYTES))]
         frame = await link.received()
         link.theirs.sendall(pack_header(Kind.PLACED, frame.request_id, len(place)) + place)
         for work in works:
@@ -254,7 +254,7 @@ async def test_failed_trim_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: py
 
     async with _linked() as link:
         monkeypatch.setattr(link.arenas.outgoing, "trim", fails)
-        link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES)).answer.cancel()
+        link.connection.submit(Kind.RUN, bytes(MIN_PLACED_BYTES)).answer.cancel()
         async with asyncio.timeout(10):
             while "no such range" not in caplog.text:
                 await asyncio.sleep(0.02)
@@ -264,7 +264,7 @@ async def test_failed_trim_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: py
 async def test_descriptors_are_as_before_when_a_connection_ends() -> None:
     before = count_descriptors()
     async with _linked() as link:
-        work = link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))
+        work = link.connection.submit(Kind.RUN, bytes(MIN_PLACED_BYTES))
         await link.received()
         assert count_descriptors() > before
         work.answer.cancel()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradrule_server.link.arena import LEAST_PLACED_BYTES, Arenas
+from gradrule_server.link.arena import MIN_PLACED_BYTES, Arenas
 from gradrule_server.link.framing import Frame, FrameSocket, Kind, serve_frames
 
 Pair = tuple[socket.socket, socket.socket]
@@ -133,7 +133,7 @@ def test_writers_do_not_mix(pair: Pair) -> None:
 def test_large_payloads_are_not_copied(pair: Pair) -> None:
     ours, theirs = pair
     receiver = FrameSocket(theirs)
-    for size, kind in ((LEAST_PLACED_BYTES - 1, bytes), (LEAST_PLACED_BYTES, memoryview)):
+    for size, kind in ((MIN_PLACED_BYTES - 1, bytes), (MIN_PLACED_BYTES, memoryview)):
         thread = threading.Thread(target=FrameSocket(ours).send, args=(Kind.RUN, 1, bytes(size)))
         thread.start()
         frame = receiver.receive()
@@ -220,7 +220,7 @@ def test_who_answers_when_nobody_listens_ends_in_silence(pair: Pair) -> None:
     serve_frames(frames, handle, pytest.fail, threads=2)
 
 
-def test_memory_that_cannot_be_given_back_is_told_and_kept(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_returned_is_logged_and_kept(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     arenas, _ = Arenas.make()
     frames = FrameSocket(pair[1], arenas)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -81,7 +81,7 @@ async def test_a_spare_takes_the_place_at_once_and_another_is_started(starter: S
     await pool.stop()
 
 
-async def test_without_a_spare_it_is_told_until_another_is_there(starter: Starter) -> None:
+async def test_without_a_spare_it_is_reported_until_another_is_there(starter: Starter) -> None:
     changes: list[bool] = []
     pool = _pool(spares=0, on_change=changes.append)
     await pool.start()

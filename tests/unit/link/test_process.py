@@ -44,7 +44,7 @@ async def _started(*command: str) -> EngineProcess:
 
 
 async def test_a_failed_start_is_reported_with_its_cause() -> None:
-    """The socket tells of it before the operating system does, so it must not be killed at that."""
+    """The socket closes before the operating system reports the end, so the process must not be killed at once."""
     engine = await _started("sh", "-c", "sleep 0.1; exit 3")
     engine.connection.connection_lost(None)
     with pytest.raises(EngineRefused, match="exit code 3"):

@@ -58,7 +58,7 @@ MADE = (
     ),
     ("BlobService/UploadBlob", blob_pb2.UploadBlobRequest(), blob_pb2.UploadBlobResponse(sha256=SHA, size_bytes=1)),
 )
-TOLD = (
+REPORTED = (
     ("create", "rule", "rules/Q", "d1"),
     ("delete", "rule", "rules/Q", None),
     ("create", "program", "programs/p", "d2"),
@@ -67,7 +67,7 @@ TOLD = (
 )
 
 
-@pytest.mark.parametrize(("made", "what"), list(zip(MADE, TOLD, strict=True)), ids=[rpc for rpc, *_ in MADE])
+@pytest.mark.parametrize(("made", "what"), list(zip(MADE, REPORTED, strict=True)), ids=[rpc for rpc, *_ in MADE])
 def test_each_registration_is_a_line(file: Path, made: tuple[str, Any, Any], what: tuple[str, ...]) -> None:
     rpc, request, answer = made
     answered(rpc, request, answer, AuditLog())
@@ -157,9 +157,9 @@ def test_rate_of_registration_lines_is_limited(file: Path) -> None:
     # Refusals have a budget of their own.
     make(log, fails=refusal("QUOTA_EXCEEDED"), tenant="greedy")
     log.log_dropped()
-    refused, told = lines(file)[-2:]
-    assert (refused["event"], told["event"]) == ("refusal", "left_out")
-    assert (told["count"], told["registrations"], log.dropped) == (46, 46, 46)
+    refused, reported = lines(file)[-2:]
+    assert (refused["event"], reported["event"]) == ("refusal", "left_out")
+    assert (reported["count"], reported["registrations"], log.dropped) == (46, 46, 46)
     now[0] = 0.2
     assert register("greedy", 3) == ["registration"] * 2
 

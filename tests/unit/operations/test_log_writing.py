@@ -110,8 +110,8 @@ def test_unread_pipe_blocks_no_request_and_dropped_lines_are_counted() -> None:
     logger.info("and on")
     assert background.drain(10)
     lost = background.take_dropped()
-    *told, last = [line["message"] for line in pipe.lines()]
-    numbers = [int(line.removeprefix("line ")) for line in told]
+    *reported, last = [line["message"] for line in pipe.lines()]
+    numbers = [int(line.removeprefix("line ")) for line in reported]
     assert numbers == sorted(set(numbers))
     assert (len(numbers), last) == (1000 - lost, "and on")
     assert 100 <= len(numbers) < 1000
@@ -173,7 +173,7 @@ def test_audit_log_continues_once_its_missing_folder_is_back(tmp_path: Path) -> 
     background.start()
     log = AuditLog()
 
-    def tell() -> None:
+    def report() -> None:
         log.log_dropped(background.take_dropped(), may_write=background.can_write)
         assert background.drain(10)
 
@@ -181,15 +181,15 @@ def test_audit_log_continues_once_its_missing_folder_is_back(tmp_path: Path) -> 
     for _ in range(3):
         log.log_quarantine("unheard")
     assert background.drain(10)
-    tell()
+    report()
     assert log.dropped == 3
     assert not folder.exists()
     folder.mkdir()
     log.log_quarantine("heard")
     assert background.drain(10)
-    tell()
-    told = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
-    assert [(line["event"], line.get("count")) for line in told] == [("quarantine", None), ("left_out", 3)]
+    report()
+    reported = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    assert [(line["event"], line.get("count")) for line in reported] == [("quarantine", None), ("left_out", 3)]
 
 
 @pytest.mark.usefixtures("loggers")
@@ -210,8 +210,8 @@ def test_stopping_server_writes_all_lines_and_reports_dropped_ones(tmp_path: Pat
             await operations.stop()
 
     asyncio.run(serve())
-    *told, last = [line["message"] for line in pipe.lines()]
-    lost = sent - len(told)
+    *reported, last = [line["message"] for line in pipe.lines()]
+    lost = sent - len(reported)
     assert lost > 0
     assert last == f"{lost} lines of the log were left out"
 

@@ -177,11 +177,11 @@ def test_rate_of_access_lines_is_limited() -> None:
 @pytest.mark.usefixtures("root")
 def test_tenants_have_separate_rate_limits() -> None:
     log, stream = logs.AccessLog(RateLimiter(1, 5, lambda: 0.0)), log_to("json")
-    for tenant, told in (("greedy", 5), (None, 5), ("default", 5)):
+    for tenant, reported in (("greedy", 5), (None, 5), ("default", 5)):
         before = len(stream.lines)
         for _ in range(100):
             make(log, fails=refusal("UNKNOWN_RULE"), tenant=tenant)
-        assert [json.loads(line).get("tenant") for line in stream.lines[before:]] == [tenant] * told
+        assert [json.loads(line).get("tenant") for line in stream.lines[before:]] == [tenant] * reported
 
 
 def test_rate_limiter_limits_each_key() -> None:
@@ -211,8 +211,8 @@ def test_grpc_lines_hold_no_values_and_are_limited() -> None:
             of_grpc.exception("Unexpected [UnicodeDecodeError] raised by servicer method [/secret]")
     assert 10 < len(stream.lines) < 30
     assert "secret" not in stream.getvalue()
-    told = [json.loads(line)["message"] for line in stream.lines]
-    assert told[:2] == ["gRPC: Invalid encoding on … (UnicodeDecodeError)", "gRPC: Unexpected (UnicodeDecodeError)"]
+    reported = [json.loads(line)["message"] for line in stream.lines]
+    assert reported[:2] == ["gRPC: Invalid encoding on … (UnicodeDecodeError)", "gRPC: Unexpected (UnicodeDecodeError)"]
     assert all("exception" not in json.loads(line) for line in stream.lines)
 
 
@@ -226,6 +226,6 @@ def test_standard_error_is_logged_line_by_line() -> None:
         for _ in range(500):
             print("again", file=sys.stderr)
     assert sys.stderr is before
-    told = [json.loads(line)["message"] for line in stream.lines]
-    assert told[:3] == ["first\\x1b[2J and more", "half a line", "again"]
-    assert len(told) < 30
+    reported = [json.loads(line)["message"] for line in stream.lines]
+    assert reported[:3] == ["first\\x1b[2J and more", "half a line", "again"]
+    assert len(reported) < 30

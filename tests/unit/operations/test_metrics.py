@@ -103,13 +103,13 @@ def test_all_metrics_are_documented_and_exist() -> None:
     metrics = Metrics()
     make(metrics, within=busy, fails=refusal("UNKNOWN_RULE"))
     metrics.set_state(take_snapshot(sources()), audit_dropped=0)
-    told = {
+    reported = {
         family.name + ("_total" if family.type == "counter" else "")
         for family in metrics.registry.collect()
         if family.name.startswith("gradrule_")
     }
     documented = set(re.findall(r"^\| `(gradrule_\w+)` \|", DOCS.read_text(), re.MULTILINE))
-    assert told == documented
+    assert reported == documented
 
 
 def test_a_row_of_the_table_of_resources_is_all_that_a_tenant_gauge_needs(monkeypatch: pytest.MonkeyPatch) -> None:

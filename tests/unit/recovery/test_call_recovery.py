@@ -281,7 +281,7 @@ async def test_a_call_that_leaves_state_in_its_engine_runs_again_after_its_trial
     assert await recover(loaded).run(program(), attempts, undo=undone.append) == 3
     assert attempts.alone == [False, True, False]
     assert undone == [attempts.places[1]]
-    # What passes alone, and not among others, is told at last.
+    # A call that completes alone and crashes beside others fails in the end.
     again = Attempts(lost(), None, lost())
     with pytest.raises(EngineLost):
         await recover(loaded).run(program(), again, undo=undone.append)
@@ -348,7 +348,7 @@ async def test_a_workload_that_crashes_alone_and_hangs_in_its_trial_is_quarantin
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_recovery_module, "_LEAST_TRIAL_S", 0.1)
+    monkeypatch.setattr(call_recovery_module, "_MIN_TRIAL_S", 0.1)
     monkeypatch.setattr(call_recovery_module, "_POLL_S", 0.01)
 
 

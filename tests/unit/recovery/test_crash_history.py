@@ -30,16 +30,16 @@ class Clock:
 
 def test_a_quarantine_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    told: list[Quarantine] = []
-    crash_history = CrashHistory(60, told.append)
+    reported: list[Quarantine] = []
+    crash_history = CrashHistory(60, reported.append)
     crash_history.quarantine(_BAD, "SIGABRT: Check failed: a")
     clock.now += 20
     with pytest.raises(GradruleError, match=r"40 s.*SIGABRT: Check failed: a") as refusal:
         crash_history.check(_BAD)
     assert refusal.value.reason == errors_pb2.ERROR_REASON_QUARANTINED
     assert refusal.value.retry_after_s == 40
-    assert [found.workload for found in told] == [_BAD]
-    assert crash_history.quarantines() == told
+    assert [found.workload for found in reported] == [_BAD]
+    assert crash_history.quarantines() == reported
     clock.now += 40
     assert crash_history.quarantines() == []
     crash_history.check(_BAD)
@@ -73,13 +73,13 @@ def test_two_crashes_within_the_window_lead_to_quarantine(monkeypatch: pytest.Mo
 
 
 def test_a_quarantine_of_no_length_refuses_nothing() -> None:
-    told: list[Quarantine] = []
-    crash_history = CrashHistory(0, told.append)
+    reported: list[Quarantine] = []
+    crash_history = CrashHistory(0, reported.append)
     crash_history.record_crash(_BAD, "overrun")
     crash_history.record_crash(_BAD, "overrun")
     crash_history.quarantine(_BAD, "SIGABRT")
     crash_history.check(_BAD)
-    assert told == []
+    assert reported == []
 
 
 def test_a_quarantined_workload_is_not_proven_any_more() -> None:
@@ -91,7 +91,7 @@ def test_a_quarantined_workload_is_not_proven_any_more() -> None:
 
 
 def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crash_history_module, "_MOST", 3)
+    monkeypatch.setattr(crash_history_module, "_MAX_ENTRIES", 3)
     crash_history = CrashHistory(60)
     for number in range(5):
         crash_history.record_success(Workload("", str(number), _BAD.derivative))

@@ -254,8 +254,8 @@ def test_damaged_blob_is_missing_until_it_is_uploaded_again(
     assert reason_name(found.reason) == "BLOB_NOT_FOUND"
     assert [item.name for item in found.resources] == [name]
     assert caplog.messages == [
-        f"the blob {tmp_path / name} is not what was stored; it is kept as {tmp_path / f'.damaged-{name}'} and asked "
-        "for anew when needed"
+        f"the blob {tmp_path / name} is damaged; it was renamed to {tmp_path / f'.damaged-{name}'}, and calls that "
+        "need it ask clients to upload it again"
     ]
     assert (store.missing([name]), store.held_bytes) == ([name], 0)
     put(store, b"weights")

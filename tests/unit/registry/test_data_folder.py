@@ -48,7 +48,7 @@ def kept(tmp_path: Path) -> Path:
 def test_lost_database_is_not_replaced_by_an_empty_one(kept: Path, change: Callable[[Path], object]) -> None:
     change(kept / "gradrule.db")
     with pytest.raises(
-        StoreError, match=r"gradrule\.db is (gone|empty), but gradrule\.registry .*registry new"
+        StoreError, match=r"gradrule\.db is (missing|empty), but gradrule\.registry .*registry new"
     ) as lost:
         Store(kept)
     assert "\n" not in str(lost.value)
@@ -59,7 +59,7 @@ def test_lost_database_is_not_replaced_by_an_empty_one(kept: Path, change: Calla
 def test_blobs_alone_show_that_the_folder_had_a_registry(tmp_path: Path) -> None:
     upload = BlobStore(tmp_path / "blobs", 1 << 20).for_tenant("ada").upload("0" * 64)
     upload.write(b"bytes")
-    with pytest.raises(StoreError, match=r"gradrule\.db is gone, but blobs/ beside it"):
+    with pytest.raises(StoreError, match=r"gradrule\.db is missing, but blobs/ beside it"):
         Store(tmp_path)
     upload.close()
     Store(tmp_path).close()
@@ -86,7 +86,7 @@ def test_lost_log_of_a_killed_server_is_logged(kept: Path, caplog: pytest.LogCap
     subprocess.run([sys.executable, "-c", code, str(kept)], check=True)
     (kept / "gradrule.db-wal").unlink()
     assert names(kept) == ["Kept"]
-    assert "what was written last may be lost" in caplog.text
+    assert "the last writes may be lost" in caplog.text
 
 
 def test_new_registry_keeps_the_renamed_old_one(kept: Path) -> None:
@@ -122,7 +122,7 @@ def test_registry_of_an_older_release_gets_a_marker(kept: Path, marker: bytes | 
         (kept / MARKER).write_bytes(marker)
     assert names(kept) == ["Kept"]
     (kept / "gradrule.db").unlink()
-    with pytest.raises(StoreError, match="is gone"):
+    with pytest.raises(StoreError, match="is missing"):
         Store(kept)
 
 

@@ -256,7 +256,7 @@ def test_unreadable_row_affects_only_its_program(
     listed = [item.id for item in registry.list(0, "")[0]]
     assert ("p" in listed) == (column != "summary")
     assert ("other" in listed) == (column != "content")
-    with pytest.raises(GradruleError, match=r"'p' cannot be read: .*; compile it anew, or delete it") as refusal:
+    with pytest.raises(GradruleError, match=r"'p' cannot be read: .*; compile it again, or delete it") as refusal:
         registry.content(registry.get("p"))
     assert refusal.value.reason == errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND
     assert "program 'p' of tenant 'default' cannot be read" in caplog.text

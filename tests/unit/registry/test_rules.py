@@ -426,7 +426,7 @@ def test_unreadable_row_affects_only_its_rule(tmp_path: Path, caplog: pytest.Log
     quota.add_initial_usage(len(registry))
     bytes_quota.add_initial_usage(store.kept_bytes())
     assert quota.used == 10
-    with pytest.raises(GradruleError, match=r"'wire' cannot be read: .*; create it anew, or delete it") as refusal:
+    with pytest.raises(GradruleError, match=r"'wire' cannot be read: .*; create it again, or delete it") as refusal:
         registry.get("rules/wire")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
     # A rule of that name replaces it; deleting it removes it; what has no name that can be said stays.

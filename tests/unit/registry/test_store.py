@@ -229,7 +229,7 @@ def test_second_server_on_same_folder_is_refused(tmp_path: Path) -> None:
 
 def test_invalid_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "gradrule.db").write_bytes(b"this is no database" * 500)
-    with pytest.raises(StoreError, match=r"damaged.*not a database.*move it away and bring a copy back"):
+    with pytest.raises(StoreError, match=r"damaged.*not a database.*move it away and restore a backup"):
         Store(tmp_path)
     (tmp_path / "gradrule.db").unlink()
     Store(tmp_path).close()
@@ -239,7 +239,7 @@ def test_invalid_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
 def test_no_new_database_is_created_beside_the_log_of_a_lost_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(
-        StoreError, match=rf"is gone, but {name} of it is there.*bring gradrule\.db back.*gradrule registry new"
+        StoreError, match=rf"is missing, but its log {name} exists.*put gradrule\.db back.*gradrule registry new"
     ):
         Store(tmp_path)
     assert not (tmp_path / "gradrule.db").exists()
@@ -265,7 +265,7 @@ def test_changed_graph_is_detected_when_it_is_read(tmp_path: Path) -> None:
     store.add_program(program("p"), content(b"graph"))
     with sqlite3.connect(store.path) as connection:
         connection.execute("UPDATE blobs SET content = ?", (b"grapf",))
-    with pytest.raises(UnreadableRowError, match="its graph is not what was stored"):
+    with pytest.raises(UnreadableRowError, match="its graph is damaged"):
         store.program_content("p", "same")
     store.close()
 
@@ -300,7 +300,7 @@ def test_newer_schema_is_refused(tmp_path: Path) -> None:
 def test_database_of_another_program_is_refused_unchanged(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "gradrule.db") as connection:
         connection.execute("CREATE TABLE photographs (id INTEGER)")
-    with pytest.raises(StoreError, match="database of something else"):
+    with pytest.raises(StoreError, match="database of another program"):
         Store(tmp_path)
     with sqlite3.connect(tmp_path / "gradrule.db") as connection:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("photographs",)]

@@ -57,13 +57,13 @@ def test_error_names_number_element_and_range() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("positive", "'positive' is no condition"),
-        ("> 0,", "'' is no condition"),
-        ("> a", "'> a' is no condition"),
-        ("= 1", "'= 1' is no condition"),
-        ("0 <", "'0 <' is no condition"),
+        ("positive", "'positive' is not a condition"),
+        ("> 0,", "'' is not a condition"),
+        ("> a", "'> a' is not a condition"),
+        ("= 1", "'= 1' is not a condition"),
+        ("0 <", "'0 <' is not a condition"),
         ("> 1e999", "too large"),
-        ("> nan", "no condition"),
+        ("> nan", "not a condition"),
         ("> 1, < 0", "no number is in the range"),
         ("> 1, < 1", "no number is in the range"),
         (">= 1, < 1", "no number is in the range"),
@@ -99,7 +99,7 @@ def refused(definition: rule_pb2.RuleDefinition) -> tuple[str, str, str]:
 def test_invalid_declaration_is_refused() -> None:
     reason, field, message = refused(declaring("above 0"))
     assert (reason, field) == ("INVALID_RULE", "params[0].range")
-    assert "param 'alpha': 'above 0' is no condition" in message
+    assert "param 'alpha': 'above 0' is not a condition" in message
     reason, field, message = refused(declaring("> 0", write_param_value(-1.0)))
     assert (reason, field) == ("INVALID_PARAM", "params[0].default_value")
     assert message == "param 'alpha': -1 is outside its range: > 0 (its default value)"
@@ -127,7 +127,7 @@ def test_values_are_checked() -> None:
         (write_param_value(0.0), "0 is outside its range: > 0"),
         (write_param_value(math.nan), "nan is outside its range"),
         (write_param_value(np.array([1.0, -2.0])), "-2 \\(element 1 of the tensor\\)"),
-        (rule_pb2.ParamValue(), "holds neither a number nor a tensor"),
+        (rule_pb2.ParamValue(), "has neither a number nor a tensor"),
         (rule_pb2.ParamValue(tensor=tensor_codec.to_message(np.array([1j]))), "complex128"),
     ):
         with pytest.raises(GradruleError, match=words) as caught:

@@ -716,9 +716,9 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     """ID that the client chooses. It must differ from those of other unfinished requests on this stream; 0 is allowed."""
     chunk: builtins.bytes
     """The next bytes of a request that is sent in several messages because it is longer than one message may be. All these messages
-    have the same request_id. The last one has no chunk; it tells the kind of the request with an empty `evaluate`, `forward`,
-    `pull_back` or `close_handle`, whose bytes are those of all chunks in order. Chunks count as bytes in flight; OVERLOADED if
-    there are too many.
+    have the same request_id. The last message has no chunk but an empty `evaluate`, `forward`, `pull_back` or `close_handle`, which
+    says the kind of the request; its bytes are those of all chunks in order. Chunks count as bytes in flight; OVERLOADED if there
+    are too many.
     """
     answer_chunk_bytes: builtins.int
     """If not 0, longer answers are sent in chunks of this size, in bytes; smaller values than 65,536 count as 65,536. Of a request in
@@ -788,8 +788,8 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
     request_id: builtins.int
     """ID of the request."""
     chunk: builtins.bytes
-    """The next bytes of an answer that is sent in several messages, see answer_chunk_bytes. The last message has no chunk; it tells
-    the kind of the answer with an empty `evaluate`, `forward` or `pull_back`, whose bytes are those of all chunks in order.
+    """The next bytes of an answer that is sent in several messages, see answer_chunk_bytes. The last message has no chunk but an empty
+    `evaluate`, `forward` or `pull_back`, which says the kind of the answer; its bytes are those of all chunks in order.
     """
     @property
     def evaluate(self) -> global___EvaluateResponse:

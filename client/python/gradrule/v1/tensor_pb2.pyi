@@ -100,69 +100,69 @@ class _DtEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWra
     DT_FLOAT_REF: _Dt.ValueType  # 101
     """Reference to float, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_DOUBLE_REF: _Dt.ValueType  # 102
-    """Reference to double, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to double, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_INT32_REF: _Dt.ValueType  # 103
-    """Reference to int32, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to int32, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_UINT8_REF: _Dt.ValueType  # 104
-    """Reference to uint8, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to uint8, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_INT16_REF: _Dt.ValueType  # 105
-    """Reference to int16, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to int16, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_INT8_REF: _Dt.ValueType  # 106
-    """Reference to int8, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to int8, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_STRING_REF: _Dt.ValueType  # 107
-    """Reference to string, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to string, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_COMPLEX64_REF: _Dt.ValueType  # 108
-    """Reference to complex64, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to complex64, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_INT64_REF: _Dt.ValueType  # 109
-    """Reference to int64, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to int64, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_BOOL_REF: _Dt.ValueType  # 110
-    """Reference to bool, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to bool, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_QINT8_REF: _Dt.ValueType  # 111
-    """Reference to qint8, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to qint8, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_QUINT8_REF: _Dt.ValueType  # 112
-    """Reference to quint8, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to quint8, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_QINT32_REF: _Dt.ValueType  # 113
-    """Reference to qint32, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to qint32, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_BFLOAT16_REF: _Dt.ValueType  # 114
-    """Reference to bfloat16, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to bfloat16, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_QINT16_REF: _Dt.ValueType  # 115
-    """Reference to qint16, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to qint16, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_QUINT16_REF: _Dt.ValueType  # 116
-    """Reference to quint16, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to quint16, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_UINT16_REF: _Dt.ValueType  # 117
-    """Reference to uint16, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to uint16, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_COMPLEX128_REF: _Dt.ValueType  # 118
-    """Reference to complex128, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to complex128, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_HALF_REF: _Dt.ValueType  # 119
-    """Reference to half, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to half, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_RESOURCE_REF: _Dt.ValueType  # 120
-    """Reference to resource, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to resource, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_VARIANT_REF: _Dt.ValueType  # 121
-    """Reference to variant, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to variant, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_UINT32_REF: _Dt.ValueType  # 122
-    """Reference to uint32, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to uint32, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_UINT64_REF: _Dt.ValueType  # 123
-    """Reference to uint64, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to uint64, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_FLOAT8_E5M2_REF: _Dt.ValueType  # 124
-    """Reference to float8_e5m2, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to float8_e5m2, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_FLOAT8_E4M3FN_REF: _Dt.ValueType  # 125
-    """Reference to float8_e4m3fn, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to float8_e4m3fn, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_FLOAT8_E4M3FNUZ_REF: _Dt.ValueType  # 126
-    """Reference to float8_e4m3fnuz, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to float8_e4m3fnuz, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_FLOAT8_E4M3B11FNUZ_REF: _Dt.ValueType  # 127
-    """Reference to float8_e4m3b11fnuz, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to float8_e4m3b11fnuz, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_FLOAT8_E5M2FNUZ_REF: _Dt.ValueType  # 128
-    """Reference to float8_e5m2fnuz, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to float8_e5m2fnuz, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_INT4_REF: _Dt.ValueType  # 129
-    """Reference to int4, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to int4, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_UINT4_REF: _Dt.ValueType  # 130
-    """Reference to uint4, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to uint4, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_INT2_REF: _Dt.ValueType  # 131
-    """Reference to int2, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to int2, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_UINT2_REF: _Dt.ValueType  # 132
-    """Reference to uint2, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to uint2, used by variables of TensorFlow 1. The server reads it but never sends it."""
     DT_FLOAT4_E2M1FN_REF: _Dt.ValueType  # 133
-    """Reference to float4_e2m1fn, as TensorFlow 1 variables make; only read, never made."""
+    """Reference to float4_e2m1fn, used by variables of TensorFlow 1. The server reads it but never sends it."""
 
 class Dt(_Dt, metaclass=_DtEnumTypeWrapper):
     """Element type of a tensor, with TensorFlow's numbers (`tensorflow.DataType`)."""
@@ -238,69 +238,69 @@ DT_FLOAT4_E2M1FN: Dt.ValueType  # 33
 DT_FLOAT_REF: Dt.ValueType  # 101
 """Reference to float, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_DOUBLE_REF: Dt.ValueType  # 102
-"""Reference to double, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to double, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_INT32_REF: Dt.ValueType  # 103
-"""Reference to int32, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to int32, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_UINT8_REF: Dt.ValueType  # 104
-"""Reference to uint8, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to uint8, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_INT16_REF: Dt.ValueType  # 105
-"""Reference to int16, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to int16, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_INT8_REF: Dt.ValueType  # 106
-"""Reference to int8, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to int8, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_STRING_REF: Dt.ValueType  # 107
-"""Reference to string, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to string, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_COMPLEX64_REF: Dt.ValueType  # 108
-"""Reference to complex64, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to complex64, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_INT64_REF: Dt.ValueType  # 109
-"""Reference to int64, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to int64, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_BOOL_REF: Dt.ValueType  # 110
-"""Reference to bool, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to bool, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_QINT8_REF: Dt.ValueType  # 111
-"""Reference to qint8, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to qint8, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_QUINT8_REF: Dt.ValueType  # 112
-"""Reference to quint8, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to quint8, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_QINT32_REF: Dt.ValueType  # 113
-"""Reference to qint32, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to qint32, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_BFLOAT16_REF: Dt.ValueType  # 114
-"""Reference to bfloat16, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to bfloat16, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_QINT16_REF: Dt.ValueType  # 115
-"""Reference to qint16, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to qint16, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_QUINT16_REF: Dt.ValueType  # 116
-"""Reference to quint16, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to quint16, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_UINT16_REF: Dt.ValueType  # 117
-"""Reference to uint16, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to uint16, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_COMPLEX128_REF: Dt.ValueType  # 118
-"""Reference to complex128, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to complex128, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_HALF_REF: Dt.ValueType  # 119
-"""Reference to half, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to half, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_RESOURCE_REF: Dt.ValueType  # 120
-"""Reference to resource, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to resource, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_VARIANT_REF: Dt.ValueType  # 121
-"""Reference to variant, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to variant, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_UINT32_REF: Dt.ValueType  # 122
-"""Reference to uint32, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to uint32, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_UINT64_REF: Dt.ValueType  # 123
-"""Reference to uint64, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to uint64, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_FLOAT8_E5M2_REF: Dt.ValueType  # 124
-"""Reference to float8_e5m2, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to float8_e5m2, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_FLOAT8_E4M3FN_REF: Dt.ValueType  # 125
-"""Reference to float8_e4m3fn, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to float8_e4m3fn, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_FLOAT8_E4M3FNUZ_REF: Dt.ValueType  # 126
-"""Reference to float8_e4m3fnuz, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to float8_e4m3fnuz, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_FLOAT8_E4M3B11FNUZ_REF: Dt.ValueType  # 127
-"""Reference to float8_e4m3b11fnuz, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to float8_e4m3b11fnuz, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_FLOAT8_E5M2FNUZ_REF: Dt.ValueType  # 128
-"""Reference to float8_e5m2fnuz, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to float8_e5m2fnuz, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_INT4_REF: Dt.ValueType  # 129
-"""Reference to int4, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to int4, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_UINT4_REF: Dt.ValueType  # 130
-"""Reference to uint4, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to uint4, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_INT2_REF: Dt.ValueType  # 131
-"""Reference to int2, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to int2, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_UINT2_REF: Dt.ValueType  # 132
-"""Reference to uint2, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to uint2, used by variables of TensorFlow 1. The server reads it but never sends it."""
 DT_FLOAT4_E2M1FN_REF: Dt.ValueType  # 133
-"""Reference to float4_e2m1fn, as TensorFlow 1 variables make; only read, never made."""
+"""Reference to float4_e2m1fn, used by variables of TensorFlow 1. The server reads it but never sends it."""
 global___Dt = Dt
 
 class _Compression:
@@ -352,10 +352,10 @@ class TensorShape(google.protobuf.message.Message):
     DIM_FIELD_NUMBER: builtins.int
     UNKNOWN_RANK_FIELD_NUMBER: builtins.int
     unknown_rank: builtins.bool
-    """True: not even the number of dimensions is known. Default false: the rank is the number of `dim`."""
+    """True: the number of dimensions is unknown too. False (default): the rank is the number of `dim`."""
     @property
     def dim(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorShape.Dim]:
-        """Dimensions, outermost first. Must be empty where unknown_rank is set."""
+        """Dimensions, outermost first. Must be empty if unknown_rank is set."""
 
     def __init__(
         self,
@@ -448,11 +448,11 @@ class Tensor(google.protobuf.message.Message):
 
     @property
     def resource_handle_val(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ResourceHandle]:
-        """DT_RESOURCE. Kept in graphs; refused as a feed."""
+        """DT_RESOURCE. Allowed in graphs; refused as a feed."""
 
     @property
     def variant_val(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VariantTensorData]:
-        """DT_VARIANT. Kept in graphs; refused as a feed."""
+        """DT_VARIANT. Allowed in graphs; refused as a feed."""
 
     @property
     def uint32_val(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

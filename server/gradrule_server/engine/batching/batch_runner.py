@@ -28,7 +28,7 @@ from gradrule_server.engine.large_tensors import AttachedMemories, cut_large_ten
 from gradrule_server.engine.program import Arrays, BuiltProgram
 from gradrule_server.engine.run import read_packing, respond
 from gradrule_server.errors import GradruleError
-from gradrule_server.link.arena import LEAST_PLACED_BYTES
+from gradrule_server.link.arena import MIN_PLACED_BYTES
 from gradrule_server.link.batching import unpack_batch
 from gradrule_server.link.framing import FrameSocket, Kind
 from gradrule_server.link.v1 import link_pb2
@@ -77,7 +77,7 @@ class BatchRunner:
         built: BuiltProgram | None = None
         for request_id, part in requests:
             with self._answering(request_id):
-                cut = cut_large_tensors(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
+                cut = cut_large_tensors(Kind.RUN, part if len(part) >= MIN_PLACED_BYTES else bytes(part))
                 request = link_pb2.RunRequest.FromString(cut.payload)
                 notice.key = request.key
                 built = self._find_program(request.key)

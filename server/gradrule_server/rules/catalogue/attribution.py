@@ -14,8 +14,8 @@ from gradrule_server.rules.params import Param
 
 _RELUS = ("Relu", "Relu6", "LeakyRelu", "Elu", "Selu")
 _WARMUP = (
-    Param("step", None, "number of the optimisation step, from 0 on", ">= 0"),
-    Param("warmup", 16.0, "last step on which the gradient may be redirected", ">= 0"),
+    Param("step", None, "number of the optimisation step, starting at 0", ">= 0"),
+    Param("warmup", 16.0, "last step in which the gradient may be redirected", ">= 0"),
 )
 
 
@@ -25,7 +25,7 @@ def _redirected(passed: str, against: str) -> str:
     return f"where(step > warmup or any({own} != 0, axis='sample'), {own}, where({against}, 0, dy))"
 
 
-_EPS = Param("eps", 1e-6, "keeps divisors off 0, with their sign (+ at 0)", "> 0")
+_EPS = Param("eps", 1e-6, "added to divisors, with their sign (+ at 0), to avoid a division by 0", "> 0")
 _BACH = "Bach et al. 2015, doi:10.1371/journal.pone.0130140"
 _NOTHING = "Weights and bias get no gradient."
 
@@ -58,14 +58,14 @@ RULES = (
     BuiltinRule(
         "deconvnet",
         "maximum(dy, 0)",
-        "Passes the positive part of the upstream gradient, whatever the forward did.",
+        "Passes the positive part of the upstream gradient, independent of the input.",
         "Zeiler, Fergus 2013, arXiv:1311.2901",
         op_types=("Relu",),
     ),
     BuiltinRule(
         "relu_beta_smooth",
         "dy * sigmoid(beta * x)",
-        "The slope of a softplus of steepness beta in place of the step: dy/2 at 0.",
+        "Uses the slope of a softplus with steepness beta: dy/2 at x = 0.",
         "Dombrowski et al. 2019, arXiv:1906.07983",
         params=(Param("beta", 10.0, "steepness", "> 0"),),
         op_types=("Relu",),
@@ -80,16 +80,16 @@ RULES = (
     BuiltinRule(
         "elrp_activation",
         "dy * y / (x + where(x >= 0, eps, -eps))",
-        "The op's output over its input, kept off 0 by eps with the sign of x (+ at 0).",
+        "Multiplies dy by output / (input ± eps); eps has the sign of x (+ at 0) and avoids a division by 0.",
         "Ancona et al. 2018 (DeepExplain), arXiv:1711.06104",
-        params=(Param("eps", 1e-4, "keeps the divisor off 0", "> 0"),),
+        params=(Param("eps", 1e-4, "added to the divisor to avoid a division by 0", "> 0"),),
         op_types=("Relu", "Elu", "Sigmoid", "Tanh", "Softplus"),
     ),
     BuiltinRule(
         "redirected_relu",
         _redirected("x >= 0", "x < 0 and dy > 0"),
-        "The gradient of relu (dy at 0), but during the warm-up a sample of which nothing would pass gets dy, except "
-        "where a step against it would lower an x that is below 0 already.",
+        "The gradient of relu (dy at x = 0). During the warm-up, a sample whose gradient would be zero everywhere gets "
+        "dy instead, except where gradient descent would further decrease a negative x.",
         "Lucid, redirected_relu_grad (it takes the step from the graph's global step)",
         params=_WARMUP,
         op_types=("Relu",),
@@ -97,7 +97,7 @@ RULES = (
     BuiltinRule(
         "redirected_relu6",
         _redirected("0 <= x <= 6", "x < 0 and dy > 0 or x > 6 and dy < 0"),
-        "The same for relu6, whose edges 0 and 6 pass dy; an x above 6 is not raised either.",
+        "As redirected_relu, for relu6: dy passes at the edges 0 and 6, and an x above 6 is not further increased.",
         "Lucid, redirected_relu6_grad",
         params=_WARMUP,
         op_types=("Relu6",),
@@ -105,7 +105,7 @@ RULES = (
     BuiltinRule(
         "maxpool_as_avgpool",
         None,
-        "The gradient of an average pool of the same windows.",
+        "The gradient of average pooling with the same windows.",
         "Lucid, avg pool gradient for max pools",
         op_types=("MaxPool", "MaxPool3D"),
         formula="vjp of avg_pool(x) at dy",
@@ -114,9 +114,9 @@ RULES = (
     BuiltinRule(
         "maxpool_smooth",
         None,
-        "The gradient of a smooth mean in which large magnitudes weigh more; at x = 0 abs has slope 0.",
+        "The gradient of a smooth mean that gives large magnitudes more weight. The slope of abs at 0 is 0.",
         "Lucid, smoothed max pool gradient",
-        params=(Param("eps", 0.01, "keeps the divisor off 0", "> 0"),),
+        params=(Param("eps", 0.01, "added to the divisor to avoid a division by 0", "> 0"),),
         op_types=("MaxPool", "MaxPool3D"),
         formula="vjp of avg_pool(square(x)) / (eps + avg_pool(abs(x))) at dy",
         per_sample=True,
@@ -124,8 +124,8 @@ RULES = (
     BuiltinRule(
         "rectgrad",
         None,
-        "Passes dy where the product of output and dy is above the percentile q of its sample; equal to it passes "
-        "nothing.",
+        "Passes dy where the product of output and dy is greater than the percentile q of its sample; zero elsewhere, "
+        "also where they are equal.",
         "Kim et al. 2019 (Rectified Gradient), arXiv:1902.04893",
         params=(Param("q", 98.0, "percentile", ">= 0, <= 100"),),
         op_types=("@activation",),
@@ -135,12 +135,13 @@ RULES = (
     BuiltinRule(
         "deeplift_rescale",
         None,
-        "Multipliers of DeepLIFT's Rescale rule: the change of the output over that of the input, against a second "
-        "forward in which the xs are the baseline. The op's own gradient where the input changes by no more than eps.",
+        "Multiplies dy by DeepLIFT's multiplier: the change of the output divided by the change of the input, compared "
+        "with a second forward pass in which the xs are the baseline. Where the input changes by at most eps, uses the "
+        "op's own gradient.",
         "Shrikumar, Greenside, Kundaje 2017, arXiv:1704.02685, the Rescale rule; DeepExplain",
         params=(
-            Param("baseline", 0.0, "value of the xs to compare with; broadcasts to them"),
-            Param("eps", 1e-5, "largest change of the input that counts as none", "> 0"),
+            Param("baseline", 0.0, "values of the xs in the second forward pass; broadcasts to their shape"),
+            Param("eps", 1e-5, "largest change of the input that is treated as no change", "> 0"),
         ),
         op_types=("@activation",),
         formula="where(abs(x - reference(x)) > eps, dy * (y - reference(y)) / (x - reference(x)), default), "
@@ -150,21 +151,21 @@ RULES = (
     _layer_rule(
         "lrp_epsilon",
         "x * vjp(dy / st(op(x; W) + b))",
-        "Shares relevance out in proportion to what each input contributes to the output; eps takes a part of it.",
+        "Distributes relevance in proportion to the contribution of each input to the output; eps absorbs some.",
         f"{_BACH}, eq. 58; zennit Epsilon",
         _EPS,
     ),
     _layer_rule(
         "lrp_0",
         "x * vjp(div_no_nan(dy, op(x; W) + b))",
-        "lrp_epsilon without eps: an output that is exactly 0 passes nothing on.",
+        "lrp_epsilon without eps; an output of exactly 0 passes no relevance.",
         f"{_BACH}, eq. 56; zennit Epsilon(0), which gives NaN at an output of 0",
     ),
     _layer_rule(
         "lrp_zplus",
         "pos(x) * vjp(u; pos(W)) + neg(x) * vjp(u; neg(W)), u = dy / st(op(pos(x); pos(W)) + op(neg(x); neg(W)) + "
         "pos(b))",
-        "Shares relevance out among the positive contributions alone.",
+        "Distributes relevance among the positive contributions only.",
         "Montavon et al. 2017, arXiv:1512.02479; zennit ZPlus, which takes negative inputs too",
         _EPS,
     ),
@@ -173,8 +174,8 @@ RULES = (
         "alpha * (pos(x) * vjp(u; pos(W)) + neg(x) * vjp(u; neg(W))) - beta * (pos(x) * vjp(v; neg(W)) + neg(x) * "
         "vjp(v; pos(W))), u = dy / st(op(pos(x); pos(W)) + op(neg(x); neg(W)) + pos(b)), v = dy / st(op(pos(x); "
         "neg(W)) + op(neg(x); pos(W)) + neg(b))",
-        "alpha times the share of the positive contributions less beta times that of the negative ones; relevance is "
-        "kept where alpha - beta is 1.",
+        "alpha times the share of the positive contributions minus beta times the share of the negative contributions. "
+        "The sum of relevance is preserved if alpha - beta is 1.",
         f"{_BACH}, eq. 60; zennit AlphaBeta",
         Param("alpha", 2.0, "weight of the positive contributions, 1 + beta", ">= 0"),
         Param("beta", 1.0, "weight of the negative contributions", ">= 0"),
@@ -185,9 +186,9 @@ RULES = (
         "where z = op(x; W) + b is > 0: pos(x) * vjp(u; P) + neg(x) * vjp(u; N), u = dy / st(op(pos(x); P) + "
         "op(neg(x); N) + b + gamma * pos(b)), P = W + gamma * pos(W), N = W + gamma * neg(W); where z < 0: P and N "
         "change places, and b + gamma * neg(b)",
-        "Favours contributions of the output's sign by gamma; an output of 0 passes nothing on.",
+        "Gives contributions with the sign of the output more weight (gamma). An output of 0 passes no relevance.",
         "Montavon et al. 2019, doi:10.1007/978-3-030-28954-6_10; zennit Gamma, the generalised form",
-        Param("gamma", 0.25, "how much more they count", ">= 0"),
+        Param("gamma", 0.25, "additional weight of contributions with the sign of the output", ">= 0"),
         _EPS,
     ),
     _layer_rule(
@@ -203,22 +204,22 @@ RULES = (
     _layer_rule(
         "lrp_wsquare",
         "vjp(dy / st(op(ones_like(x); square(W)) + square(b)); square(W))",
-        "For a first layer whose inputs have no bounds: shares relevance out by squared weights, whatever the inputs "
-        "are.",
+        "For a first layer whose inputs have no bounds: distributes relevance in proportion to squared weights, "
+        "independent of the inputs.",
         "Montavon et al. 2017 (w² rule), arXiv:1512.02479; zennit WSquare",
         _EPS,
     ),
     _layer_rule(
         "lrp_flat",
         "vjp(dy / st(op(ones_like(x); ones_like(W))); ones_like(W))",
-        "For a first layer: shares relevance out evenly among the inputs of an output.",
+        "For a first layer: distributes relevance equally among the inputs of each output.",
         "Lapuschkin et al. 2019, arXiv:1902.10178; zennit Flat",
         _EPS,
     ),
     BuiltinRule(
         "lrp_norm",
         None,
-        "Shares relevance out in proportion to what each input contributes to a sum or a mean.",
+        "Distributes relevance in proportion to the contribution of each input to a sum or mean.",
         "zennit, Norm",
         params=(_EPS,),
         op_types=("@sum", "@pool"),

@@ -16,7 +16,7 @@ RULES = (
     BuiltinRule(
         "gradient_reversal",
         "-scale * dy",
-        "Turns the gradient round.",
+        "Multiplies the gradient by -scale.",
         "Ganin, Lempitsky 2015, arXiv:1409.7495 (scale is the paper's lambda, a keyword of the language)",
         params=(Param("scale", 1.0, "the paper's lambda", ">= 0"),),
         op_types=_IDENTITY,
@@ -24,7 +24,7 @@ RULES = (
     BuiltinRule(
         "gradient_scale",
         "factor * dy",
-        "Multiplies the gradient.",
+        "Multiplies the gradient by a factor.",
         "common practice",
         params=(Param("factor", None, "any number"),),
         op_types=_IDENTITY,
@@ -32,15 +32,15 @@ RULES = (
     BuiltinRule(
         "gradient_clip",
         "clip(dy, low, high)",
-        "Cuts every element of the gradient to [low, high].",
+        "Clips each element of the gradient to [low, high].",
         "common practice",
-        params=(Param("low", -1.0, "lower bound"), Param("high", 1.0, "upper bound, which wins over low")),
+        params=(Param("low", -1.0, "lower bound"), Param("high", 1.0, "upper bound; used if low is greater than high")),
         op_types=_IDENTITY,
     ),
     BuiltinRule(
         "gradient_clip_norm",
         "dy * (norm / maximum(norm(dy), norm))",
-        "Scales the gradient of the whole tensor down to the norm, if it is longer; zero stays zero.",
+        "Scales the gradient of the whole tensor to the given norm, if its norm is larger. Zero stays zero.",
         "TensorFlow's guide to automatic differentiation; tf.clip_by_norm",
         params=(Param("norm", 1.0, "largest Euclidean norm", "> 0"),),
         op_types=_IDENTITY,
@@ -48,7 +48,7 @@ RULES = (
     BuiltinRule(
         "gradient_zero",
         "each(zeros_like(x))",
-        "A gradient of zeros for every input, which is not the same as no gradient.",
+        "Returns zeros for every input. Zeros are not the same as no gradient (None).",
         "common practice",
     ),
     BuiltinRule(
@@ -61,50 +61,50 @@ RULES = (
     BuiltinRule(
         "gradient_sign",
         "sign(dy)",
-        "The sign of the gradient; 0 at 0.",
+        "Returns the sign of the gradient; 0 where it is 0.",
         "signSGD, Bernstein et al. 2018, arXiv:1802.04434",
         op_types=_IDENTITY,
     ),
     BuiltinRule(
         "gradient_normalize",
         "dy / (norm(dy) + eps)",
-        "The gradient of the whole tensor, scaled to norm 1.",
+        "Scales the gradient of the whole tensor to norm 1.",
         "common practice",
-        params=(Param("eps", 1e-6, "keeps a zero gradient zero", "> 0"),),
+        params=(Param("eps", 1e-6, "added to the norm, so that a gradient of zeros stays zero", "> 0"),),
         op_types=_IDENTITY,
     ),
     BuiltinRule(
         "gradient_noise",
         "dy + normal(dy, seed) * sqrt(eta) / (1 + step) ** 0.275",
-        "Adds normal noise of variance eta / (1 + step)^0.55, which fades as training goes on.",
+        "Adds normally distributed noise with variance eta / (1 + step)^0.55, which decreases during training.",
         "Neelakantan et al. 2015, arXiv:1511.06807",
         params=(
             Param("eta", 0.3, "variance at step 0; the paper tries 0.01, 0.3 and 1", ">= 0"),
-            Param("step", None, "number of the training step, from 0 on", ">= 0"),
-            Param("seed", None, "another one for every call gives other noise", "integer"),
+            Param("step", None, "number of the training step, starting at 0", ">= 0"),
+            Param("seed", None, "seed of the noise; use a new value in each call", "integer"),
         ),
         op_types=_IDENTITY,
     ),
     BuiltinRule(
         "nan_to_zero",
         "where(is_finite(dy), dy, 0)",
-        "Zero in place of NaN and infinities.",
+        "Replaces NaN and infinities by zero.",
         "common practice",
     ),
     BuiltinRule(
         "tanh_agree",
         "dy * abs(sign(y) + sign(dy)) / 2",
-        "Passes the gradient where it has the sign of the output, half of it where the output is 0.",
+        "Passes dy where it has the same sign as the output, and half of it where the output is 0; zero elsewhere.",
         "public code",
         op_types=("Tanh",),
     ),
     BuiltinRule(
         "feedback_alignment",
         None,
-        "dx goes through a fixed random B in the place of the weights, drawn from the seed and the op's name; weights "
-        "and bias get their own gradients.",
+        "Computes the gradient of x with fixed random weights B instead of the op's weights. B depends on the seed and "
+        "the op's name. Weights and bias get their own gradients.",
         "Lillicrap et al. 2014, arXiv:1411.0247",
-        params=(Param("seed", 0.0, "which B; the same for all of a training", "integer"),),
+        params=(Param("seed", 0.0, "seed of B; use one value for the whole training", "integer"),),
         op_types=("@linear",),
         formula="vjp(dy; B) for x, B drawn from seed; default for weights and bias",
         per_sample=False,
@@ -116,7 +116,7 @@ STABLE_RULES = (
     BuiltinRule(
         "log1pexp",
         "dy * sigmoid(x)",
-        "The gradient of log(1 + exp(x)) without overflow: 1 at x = 100, where the plain graph gives NaN.",
+        "The gradient of log(1 + exp(x)) without overflow: 1 at x = 100, where the gradients of its ops give NaN.",
         "TensorFlow's documentation of tf.custom_gradient",
         op_types=("Softplus",),
         true_gradient=True,
@@ -124,7 +124,7 @@ STABLE_RULES = (
     BuiltinRule(
         "safe_sqrt",
         "where(y > 0, dy * (0.5 / y), 0)",
-        "The gradient of sqrt, zero at 0 where it is infinite.",
+        "The gradient of sqrt, but zero at x = 0, where the gradient is infinite.",
         "common practice",
         op_types=("Sqrt",),
         true_gradient=True,
@@ -132,24 +132,24 @@ STABLE_RULES = (
     BuiltinRule(
         "safe_norm",
         "dy * div_no_nan(x, y)",
-        "Of a region from x to its Euclidean norm over everything, or along axes that stay with size 1: x over its "
-        "norm, and 0 where that is 0.",
+        "For a region that computes the Euclidean norm of x over all axes, or over axes that remain with size 1: x "
+        "divided by its norm; 0 where the norm is 0.",
         "common practice",
         true_gradient=True,
     ),
     BuiltinRule(
         "safe_log",
         "dy / maximum(x, eps)",
-        "The gradient of log with x kept at eps or above.",
+        "The gradient of log, with maximum(x, eps) as the divisor.",
         "common practice",
-        params=(Param("eps", 1e-7, "smallest divisor; in float16 not below 6e-8", "> 0"),),
+        params=(Param("eps", 1e-7, "smallest divisor; at least 6e-8 for float16", "> 0"),),
         op_types=("Log",),
         true_gradient=True,
     ),
     BuiltinRule(
         "safe_div",
         "(sum_to(div_no_nan(dy, x1), x0), sum_to(-div_no_nan(dy * y, x1), x1))",
-        "The gradients of x0 / x1, zero where x1 is 0; inputs that were broadcast get the sum.",
+        "The gradients of x0 / x1; zero where x1 is 0. Gradients of broadcast inputs are summed.",
         "tf.math.divide_no_nan's gradient",
         op_types=("RealDiv", "DivNoNan"),
         true_gradient=True,
@@ -157,8 +157,8 @@ STABLE_RULES = (
     BuiltinRule(
         "eigh_lorentzian",
         None,
-        "The gradient of eigenvalues e and eigenvectors v with 1/d, which is infinite for equal eigenvalues, replaced "
-        "by d / (d² + eps): equal ones share nothing.",
+        "The gradient of eigenvalues e and eigenvectors v, with d / (d² + eps) instead of 1/d, which is infinite for "
+        "equal eigenvalues (d is the difference of two eigenvalues).",
         "Liao et al. 2019, arXiv:1903.09650 (Lorentzian broadening)",
         params=(Param("eps", 1e-12, "width of the broadening, in squared units of the eigenvalues", "> 0"),),
         op_types=("SelfAdjointEigV2",),

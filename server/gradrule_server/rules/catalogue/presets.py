@@ -20,9 +20,7 @@ OWN_GRADIENT = "default"
 
 _EPS = 1e-6
 _CITED = "zennit, Anders et al. 2021, arXiv:2106.13200"
-_EPS_NOTE = (
-    "`eps` is zennit's epsilon and its stabilizer at once. Batch norm should be folded into the layer before it."
-)
+_EPS_NOTE = "`eps` is both zennit's epsilon and its stabilizer. Fold batch norms into the layers before them."
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,25 +158,25 @@ PRESETS = Presets(
         ),
         Preset(
             "excitation_backprop",
-            "zplus on convolutions and dense layers, norm on sums and average pools; all else keeps its own gradient.",
+            "zplus on convolutions and dense layers, norm on sums and average pools, own gradients elsewhere.",
             f"Zhang et al. 2016, arXiv:1608.00507; {_CITED}, ExcitationBackprop",
             (*_layers("@linear", "lrp_zplus", eps=_EPS), *_SUMS),
         ),
         Preset(
             "deconvnet",
-            "Passes the positive part of the upstream gradient through every relu.",
+            "Passes the positive part of the upstream gradient at every relu.",
             f"Zeiler, Fergus 2013, arXiv:1311.2901; {_CITED}, DeconvNet",
             (_ops("Relu", "deconvnet"),),
         ),
         Preset(
             "guided_backprop",
-            "The gradient of every relu where the upstream gradient is positive.",
+            "Passes the gradient of each relu only where the upstream gradient is positive.",
             f"Springenberg et al. 2014, arXiv:1412.6806; {_CITED}, GuidedBackprop",
             (_ops("Relu", "guided_relu"),),
         ),
         Preset(
             "beta_smooth",
-            "The slope of a softplus in place of every relu's.",
+            "Uses the slope of a softplus instead of the slope of each relu.",
             f"Dombrowski et al. 2019, arXiv:1906.07983; {_CITED}, BetaSmooth",
             (_ops("Relu", "relu_beta_smooth", beta=10.0),),
         ),

@@ -11,7 +11,7 @@ from gradrule_server.rules.params import Param
 
 _QUANTISERS = ("Sign", "Round", "Rint", "Floor", "Ceil", "ClipByValue", "Minimum", "Maximum")
 
-_SEED = Param("seed", None, "another one for every call gives other noise", "integer")
+_SEED = Param("seed", None, "seed of the noise; use a new value in each call", "integer")
 _TAU = Param("tau", 1.0, "temperature", "> 0")
 
 
@@ -46,7 +46,7 @@ RULES = (
     BuiltinRule(
         "ste_sign",
         "where(abs(x) <= clip, dy, 0)",
-        "Passes the gradient where abs(x) <= clip, the edge included; zero outside.",
+        "Passes the gradient where abs(x) <= clip (edges included); zero elsewhere.",
         "Courbariaux et al. 2016 (BinaryNet), arXiv:1602.02830, eq. 4; larq ste_sign",
         aliases=("ste_tern", "ste_heaviside"),
         params=(Param("clip", 1.0, "half the width of the window", "> 0"),),
@@ -55,14 +55,14 @@ RULES = (
     BuiltinRule(
         "approx_sign",
         "where(abs(x) <= 1, dy * (2 - 2 * abs(x)), 0)",
-        "The slope of a piecewise quadratic sign: 2 at 0, falling to 0 at abs(x) = 1.",
+        "Uses the slope of a piecewise quadratic sign: 2 at 0, decreasing to 0 at abs(x) = 1.",
         "Liu et al. 2018 (Bi-Real Net), arXiv:1808.00278; larq approx_sign",
         op_types=("Sign",),
     ),
     BuiltinRule(
         "swish_sign",
         "dy * beta * (2 - beta * x * tanh(beta * x / 2)) / (1 + cosh(beta * x))",
-        "The slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4, zero where cosh overflows.",
+        "Uses the slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4, zero where cosh overflows.",
         "Darabi et al. 2018 (BNN+), arXiv:1812.11800; larq swish_sign",
         params=(Param("beta", 5.0, "steepness", "> 0"),),
         op_types=("Sign",),
@@ -70,8 +70,8 @@ RULES = (
     BuiltinRule(
         "magnitude_aware_sign",
         "where(abs(x) <= clip, dy, 0) * mean(abs(x), axis='channel')",
-        "ste_sign times the mean magnitude of each channel (the last axis), which counts as a constant; the edge is "
-        "inside.",
+        "ste_sign times the mean magnitude of each channel (last axis), which is treated as a constant. The edges are "
+        "included.",
         "Liu et al. 2018 (Bi-Real Net), arXiv:1808.00278, section 3.3; larq MagnitudeAwareSign",
         params=(Param("clip", 1.0, "half the width of the window", "> 0"),),
         op_types=("Sign",),
@@ -79,14 +79,14 @@ RULES = (
     BuiltinRule(
         "dorefa_activation",
         "where(0 <= x <= 1, dy, 0)",
-        "Passes the gradient where 0 <= x <= 1, both edges included.",
+        "Passes the gradient where 0 <= x <= 1 (edges included); zero elsewhere.",
         "Zhou et al. 2016 (DoReFa-Net), arXiv:1606.06160",
         op_types=("Round",),
     ),
     BuiltinRule(
         "sign_clip_gradient",
         "clip(dy, -c, c)",
-        "Passes the gradient, cut to [-c, c].",
+        "Clips the gradient to [-c, c].",
         "TensorLayer, sign()",
         params=(Param("c", 1.0, "largest absolute gradient", "> 0"),),
         op_types=("Sign",),
@@ -94,7 +94,7 @@ RULES = (
     BuiltinRule(
         "ede",
         "dy * k * t * (1 - square(tanh(t * x)))",
-        "The slope of k tanh(t x). Training raises t and sets k = max(1/t, 1); both are given per call.",
+        "Uses the slope of k tanh(t x). During training, raise t and set k = max(1/t, 1), with values in each call.",
         "Qin et al. 2020 (IR-Net, error decay estimator), arXiv:1909.10788, eq. 9",
         params=(Param("k", 1.0, "height of the tanh"), Param("t", 1.0, "steepness", "> 0")),
         op_types=("Sign",),
@@ -102,27 +102,27 @@ RULES = (
     BuiltinRule(
         "reste",
         "dy * where(abs(x) <= m, m ** (1 / o) / m, where(abs(x) <= t, abs(x) ** ((1 - o) / o) / o, 0))",
-        "The slope of sign(x) abs(x)^(1/o): held constant at m^(1/o)/m within abs(x) <= m, zero beyond t.",
+        "Uses the slope of sign(x) abs(x)^(1/o): constant m^(1/o)/m where abs(x) <= m, zero where abs(x) > t.",
         "Wu et al. 2023 (ReSTE), arXiv:2308.06689",
         params=(
             Param("o", 3.0, "order of the root", ">= 1"),
             Param("t", 1.5, "half the width of the window", "> 0"),
-            Param("m", 0.1, "within abs(x) <= m the slope stays finite", "> 0"),
+            Param("m", 0.1, "half the width of the range with a constant slope", "> 0"),
         ),
         op_types=("Sign",),
     ),
     BuiltinRule(
         "ewgs",
         "dy * (1 + delta * sign(dy) * (x - y))",
-        "Scales the gradient by how far rounding moved the element.",
+        "Scales the gradient of each element according to the difference between x and its rounded value.",
         "Lee, Kim, Ham 2021 (element-wise gradient scaling), arXiv:2104.00903, eq. 4",
-        params=(Param("delta", 1e-3, "strength; 0 is ste", ">= 0"),),
+        params=(Param("delta", 1e-3, "strength; 0 is the same as ste", ">= 0"),),
         op_types=("Round",),
     ),
     BuiltinRule(
         "soft_round",
         "dy * alpha * (1 - square(tanh(alpha * (x - floor(x) - 0.5)))) / (2 * tanh(alpha / 2))",
-        "The slope of a soft rounding: largest halfway between whole numbers; nearly dy for small alpha.",
+        "Uses the slope of a soft rounding function: largest halfway between integers; nearly 1 for a small alpha.",
         "Agustsson, Theis 2020, arXiv:2006.09952; tensorflow-compression soft_round",
         params=(Param("alpha", 5.0, "steepness", "> 0"),),
         op_types=("Round",),
@@ -130,7 +130,7 @@ RULES = (
     BuiltinRule(
         "clamp_window",
         "first(where(lo <= x <= hi, dy, 0))",
-        "Passes the gradient of the first input where lo <= x <= hi, both edges included.",
+        "Passes the gradient to the first input where lo <= x <= hi (edges included); zero elsewhere.",
         "spikingjelly",
         params=(Param("lo", None, "lower edge"), Param("hi", None, "upper edge")),
         op_types=("ClipByValue",),
@@ -138,7 +138,7 @@ RULES = (
     BuiltinRule(
         "abs_binary_sign",
         "where(x >= 0, dy, -dy)",
-        "The gradient of abs with slope +1 at 0, where TensorFlow's is 0.",
+        "The gradient of abs, but with slope +1 at 0. TensorFlow's slope at 0 is 0.",
         "brevitas, abs_binary_sign_grad",
         op_types=("Abs",),
         true_gradient=True,
@@ -146,7 +146,7 @@ RULES = (
     BuiltinRule(
         "log_tailed_relu",
         "dy * where(x <= 0, alpha, where(x <= 1, 1, 1 / x))",
-        "Slope alpha for x <= 0, 1 up to 1, then 1/x.",
+        "Uses the slope alpha where x <= 0, 1 where 0 < x <= 1, and 1/x where x > 1.",
         "Cai et al. 2017 (HWGQ), arXiv:1702.00953, eq. 11",
         params=(Param("alpha", 0.0, "slope for x <= 0"),),
         op_types=("Relu",),
@@ -154,31 +154,31 @@ RULES = (
     BuiltinRule(
         "lower_bound",
         "(where(x >= x1 or dy < 0, dy, 0), None)",
-        "Of Maximum(x, b): passes the gradient where x >= b, and where descent would raise x. "
-        "Nothing for b, which broadcasts to x.",
+        "For Maximum(x, b): passes the gradient to x where x >= b, or where gradient descent would increase x. "
+        "b gets no gradient; it must broadcast to the shape of x.",
         "tensorflow-compression, lower_bound (identity_if_towards)",
         op_types=("Maximum",),
     ),
     BuiltinRule(
         "upper_bound",
         "(where(x <= x1 or dy > 0, dy, 0), None)",
-        "Of Minimum(x, b): passes the gradient where x <= b, and where descent would lower x. "
-        "Nothing for b, which broadcasts to x.",
+        "For Minimum(x, b): passes the gradient to x where x <= b, or where gradient descent would decrease x. "
+        "b gets no gradient; it must broadcast to the shape of x.",
         "tensorflow-compression, upper_bound (identity_if_towards)",
         op_types=("Minimum",),
     ),
     BuiltinRule(
         "passthrough_sigmoid",
         "dy",
-        "Passes the gradient unchanged, without the sigmoid's slope.",
+        "Passes the gradient unchanged, without multiplying it by the slope of the sigmoid.",
         "public code (hard gates with a sigmoid forward)",
         op_types=("Sigmoid",),
     ),
     BuiltinRule(
         "dorefa_weight",
         "div_no_nan(dy * (1 - square(tanh(x))), max(abs(tanh(x))))",
-        "Of a region from weights x to 2 quantize(tanh(x) / (2 max abs(tanh(x))) + 1/2) - 1: the quantizer passes dy, "
-        "the maximum counts as a constant. Zero where all x are 0.",
+        "For a region that computes 2 quantize(tanh(x) / (2 max abs(tanh(x))) + 1/2) - 1 from weights x. The quantiser "
+        "passes dy; the maximum is treated as a constant. Zero if all x are 0.",
         "Zhou et al. 2016 (DoReFa-Net), arXiv:1606.06160, section 2.3 (tensorpack differentiates the maximum too)",
     ),
     BuiltinRule(
@@ -186,17 +186,17 @@ RULES = (
         "2 * max(abs(dy), axis='sample') * (round((2 ** bits - 1) * clip("
         "div_no_nan(dy, 2 * max(abs(dy), axis='sample')) + 0.5 + (uniform(dy, seed) - 0.5) / (2 ** bits - 1), 0, 1)"
         ") / (2 ** bits - 1) - 0.5)",
-        "Quantises the gradient of each sample to 2^bits levels between its largest magnitude and minus that, with "
-        "noise of half a level. A sample of zeros stays zeros.",
+        "Quantises the gradient of each sample to 2^bits levels between -m and m, where m is its largest magnitude, "
+        "after adding noise of up to half a level. A gradient of zeros stays zero.",
         "Zhou et al. 2016 (DoReFa-Net), arXiv:1606.06160, section 2.5",
-        params=(Param("bits", 6.0, "width of a quantised gradient", ">= 1, <= 16, integer"), _SEED),
+        params=(Param("bits", 6.0, "number of bits of a quantised gradient", ">= 1, <= 16, integer"), _SEED),
         op_types=("Identity",),
     ),
     BuiltinRule(
         "pact",
         "(sum_to(where(x0 <= x1, dy, 0), x0), sum_to(where(x0 >= x1, dy, 0), x1))",
-        "Of Minimum(x, a) with a learned clipping level a: dx where x <= a, and a gets the sum of dy where x >= a. "
-        "At x = a both get it.",
+        "For Minimum(x, a) with a learned clipping level a: x gets dy where x <= a, and a gets the sum of dy where "
+        "x >= a. At x = a, both get dy.",
         "Choi et al. 2018 (PACT), arXiv:1805.06085",
         op_types=("Minimum",),
         true_gradient=True,
@@ -205,8 +205,8 @@ RULES = (
         "lsq",
         "(where(qn < x0 / x1 < qp, dy, 0), sum_to(dy * where(x0 / x1 <= qn, qn, where(x0 / x1 >= qp, qp, round(x0 / "
         "x1) - x0 / x1)), x1) / sqrt(size(x0) * qp))",
-        "Of a region from x and a learned step s > 0, which broadcasts to x, to s round(clip(x / s, qn, qp)). The "
-        "edges are outside: dx is 0 there, and s gets qn or qp.",
+        "For a region that computes s round(clip(x / s, qn, qp)) from x and a learned step size s > 0, which "
+        "broadcasts to x. Edges count as clipped: the gradient of x is 0 there, and s gets qn or qp times dy.",
         "Esser et al. 2020 (LSQ), arXiv:1902.08153, sections 2.1 and 2.2; N of its gradient scale counts the elements "
         "of x",
         params=(
@@ -217,28 +217,28 @@ RULES = (
     BuiltinRule(
         "fake_quant",
         _fake_quant(),
-        "TensorFlow's own gradient, written out: dx where x is within the nudged bounds, edges included; min and max "
-        "get the sum of dy below and above them. Where min and max are 0, dx is dy.",
+        "TensorFlow's own gradient as a formula: x gets dy where it is within the adjusted bounds (edges included); "
+        "min and max get the sum of dy below and above the bounds. If min and max are 0, x gets dy.",
         "TensorFlow, FakeQuantWithMinMaxVars; Jacob et al. 2018, arXiv:1712.05877",
         params=(
             Param("num_bits", 8.0, "as the op's attribute", ">= 2, <= 16, integer"),
-            Param("narrow_range", 0.0, "as the op's attribute: 1 leaves out the lowest level", ">= 0, <= 1, integer"),
+            Param("narrow_range", 0.0, "as the op's attribute; 1 omits the lowest level", ">= 0, <= 1, integer"),
         ),
         op_types=("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel"),
     ),
     BuiltinRule(
         "argmax_softmax",
         _softmax_slope("x"),
-        "Of a region from logits x to the one-hot vector of their largest: the gradient of softmax(x / tau) along the "
-        "last axis.",
+        "For a region that computes the one-hot vector of the largest logit x: the gradient of softmax(x / tau) along "
+        "the last axis.",
         "straight-through softmax; Jang, Gu, Poole 2017, arXiv:1611.01144, section 2.2",
         params=(_TAU,),
     ),
     BuiltinRule(
         "gumbel_softmax",
         _softmax_slope("x - log(-log(maximum(uniform(x, seed), 1e-7)))"),
-        "The same with Gumbel noise in the logits, drawn by the rule from its seed (uniform numbers are kept at 1e-7 "
-        "or above): a forward with noise of its own is another sample.",
+        "As argmax_softmax, with Gumbel noise added to the logits. The rule draws the noise from its seed (uniform "
+        "numbers are at least 1e-7), so it differs from noise that the forward pass draws.",
         "Jang, Gu, Poole 2017 (Straight-Through Gumbel-Softmax), arXiv:1611.01144, section 2.2",
         params=(_TAU, _SEED),
     ),

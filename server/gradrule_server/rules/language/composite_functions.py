@@ -48,7 +48,7 @@ def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
     if function in ("any", "all"):
         if not value.is_bool:
             raise TypeConflictError(
-                f"{function!r} wants truth values, such as x > 0, and meets {dtype_name(value.dtype)}"
+                f"{function!r} needs truth values, such as x > 0, and this is {dtype_name(value.dtype)}"
             )
         return _reduced(context, op, axes, value, coerce(value, Dt.DT_BOOL, context.builder), Dt.DT_BOOL)
     value = context.numeric(value)

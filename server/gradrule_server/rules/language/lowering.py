@@ -91,14 +91,14 @@ def _per_input(formula: Formula, signature: Signature) -> Sequence[Expression | 
                 raise not_differentiable_error(signature, index)
         return form.expressions
     if not differentiable:
-        raise _arity("the op has no input of a floating or complex type, so the rule has no gradient to give")
+        raise _arity("the op has no input of a floating or complex type, so it cannot have a gradient")
     if isinstance(form, Each):
         return [form.expression if index in differentiable else None for index in range(number_of_inputs)]
     if not isinstance(form, First) and len(differentiable) > 1:
         names = [f"x{index}" for index in differentiable[:8]]
         raise _arity(
             f"a single expression serves an op with one differentiable input, and this op has {len(differentiable)} "
-            f"({', '.join(names)}{', …' if len(differentiable) > 8 else ''}): say first(…) for the first one alone, "
+            f"({', '.join(names)}{', …' if len(differentiable) > 8 else ''}): write first(…) for the first one alone, "
             f"each(…) for all, or a tuple with one entry for each of the op's {count_noun(number_of_inputs, 'input')}"
         )
     return [form.expression if index == differentiable[0] else None for index in range(number_of_inputs)]
@@ -156,7 +156,7 @@ class Lowering:
         given = (
             "a truth value: multiply it by dy"
             if value.is_bool
-            else f"{dtype_name(value.dtype)}: cast(v, x{index}) makes it fit"
+            else f"{dtype_name(value.dtype)}: cast(v, x{index}) converts it"
         )
         raise error(
             errors_pb2.ERROR_REASON_RULE_OUTPUT,
@@ -187,7 +187,7 @@ class Lowering:
             return
         name = dtype_name(dtype)
         if dtype in COMPLEX_TYPES:
-            raise TypeConflictError(f"{function!r} has no meaning for {name}: abs(v), real(v) and imag(v) are real")
+            raise TypeConflictError(f"{function!r} is not defined for {name}: abs(v), real(v) and imag(v) are real")
         raise TypeConflictError(f"{function!r} does not take {name}: cast it first, for example cast(v, dy)")
 
     def _resolve(self, variable: Variable) -> tuple[str, int, int]:
@@ -284,7 +284,7 @@ class Lowering:
         for value in values:
             if not value.is_bool:
                 raise TypeConflictError(
-                    f"{function!r} wants truth values, such as x > 0, and meets {dtype_name(value.dtype)}"
+                    f"{function!r} needs truth values, such as x > 0, and this is {dtype_name(value.dtype)}"
                 )
         if function == "not":
             return Value(Dt.DT_BOOL, self.builder.add("LogicalNot", *self._bools(values)), sources=values[0].sources)
@@ -301,7 +301,7 @@ class Lowering:
         condition, *branches = values
         if not condition.is_bool:
             raise TypeConflictError(
-                f"'where' wants a truth value first, such as x > 0, and meets {dtype_name(condition.dtype)}"
+                f"'where' needs a truth value first, such as x > 0, and this is {dtype_name(condition.dtype)}"
             )
         common = common_dtype(branches, self.x_dtype, keep_bool=True)
         dtype = Dt.DT_DOUBLE if common is None else common
@@ -326,7 +326,7 @@ class Lowering:
     def _cast(self, value: Value, dtype: int) -> Value:
         if value.dtype in COMPLEX_TYPES and dtype not in COMPLEX_TYPES:
             raise TypeConflictError(
-                f"a cast from {dtype_name(value.dtype)} would drop the imaginary part: say real(v) or abs(v)"
+                f"a cast from {dtype_name(value.dtype)} would drop the imaginary part: write real(v) or abs(v)"
             )
         if value.constant is not None:
             return Value(dtype, coerce(value, dtype, self.builder))

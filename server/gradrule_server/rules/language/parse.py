@@ -97,7 +97,7 @@ def _check_truth_values(text: str, call: Call) -> None:
             raise invalid_expression(
                 text,
                 argument.offset,
-                f"{call.function!r} wants a truth value, such as x > 0, and this is a number; v != 0 makes one of it",
+                f"{call.function!r} needs a truth value, such as x > 0, and this is a number; v != 0 is a truth value",
             )
 
 
@@ -107,9 +107,9 @@ def _check_seed(text: str, call: Call) -> None:
         return
     seed = call.arguments[1]
     if not _is_number(seed) or any(isinstance(part, Variable) for part in walk(seed)):
-        problem = "is a number or a param: it must be known without the op"
+        problem = "must be a number or a param, because it must be known without the op"
     elif isinstance(seed, Constant) and not float(seed.value).is_integer():
-        problem = "is a whole number"
+        problem = "must be a whole number"
     else:
         return
     raise invalid_expression(text, seed.offset, f"the seed of {call.function!r} {problem}")
@@ -145,14 +145,16 @@ class _Reader:
     def form(self, body: ast.expr) -> Form:
         if isinstance(body, ast.Tuple):
             if not body.elts:
-                raise self._error(body, "an empty tuple gives no gradient: one entry per input, an expression or None")
+                raise self._error(
+                    body, "an empty tuple has no gradient: write one entry per input, an expression or None"
+                )
             return PerInput(tuple(None if _is_none(entry) else self._read(entry, 1) for entry in body.elts))
         if isinstance(body, ast.Call) and isinstance(body.func, ast.Name) and body.func.id in ("each", "first"):
             _, (argument,) = self._signature(body, FUNCTIONS[body.func.id])
             expression = self._read(argument, 1)
             return Each(expression) if body.func.id == "each" else First(expression)
         if _is_none(body):
-            raise self._error(body, "None is no gradient: zeros_like(x) is the gradient that is zero")
+            raise self._error(body, "None is not a gradient: write zeros_like(x) for a gradient of zeros")
         return Single(self._read(body, 0))
 
     def _read(self, node: ast.expr, depth: int) -> Expression:
@@ -187,7 +189,7 @@ class _Reader:
                 parts = tuple(self._read(part, depth + 1) for part in (test, body, orelse))
                 return Call("where", parts, self._between(body, "if"))
             case ast.Tuple():
-                raise self._error(node, "a tuple stands only outermost, with one entry per input")
+                raise self._error(node, "a tuple is allowed only around the whole expression, with one entry per input")
             case ast.Attribute():
                 raise self._error(node, f"there are no attributes in the language: {ALLOWED}")
             case _:
@@ -209,14 +211,17 @@ class _Reader:
         if isinstance(value, complex):
             raise self._error(
                 node,
-                "there are no imaginary numbers in the language; real(v), imag(v) and conj(v) take a complex apart",
+                "there are no imaginary numbers in the language; use real(v), imag(v) and conj(v) for complex values",
             )
         if isinstance(value, str):
             raise self._error(
-                node, 'a string stands only as axis="sample", as axis="channel" or as the type in cast(v, "float32")'
+                node,
+                'a string is allowed only as axis="sample", as axis="channel" or as the type in cast(v, "float32")',
             )
         if value is None:
-            raise self._error(node, "None stands only as an entry of the tuple, or as axis=None; zeros_like(x) is zero")
+            raise self._error(
+                node, "None is allowed only as an entry of the tuple or as axis=None; zeros_like(x) is zero"
+            )
         raise self._error(node, f"this is not in the language: {ALLOWED}")
 
     def _name(self, node: ast.Name) -> Expression:
@@ -229,7 +234,7 @@ class _Reader:
         if name in CONSTANTS:
             return Constant(CONSTANTS[name], offset)
         if name in FUNCTIONS:
-            raise self._error(node, f"{name!r} is a function and wants its arguments: {FUNCTIONS[name].usage}")
+            raise self._error(node, f"{name!r} is a function and needs arguments: {FUNCTIONS[name].usage}")
         known = [*FAMILIES, "x0", "x1", "y0", "dy0", "default0", *self._params, *CONSTANTS, *FUNCTIONS]
         raise self._error(
             node,
@@ -263,7 +268,7 @@ class _Reader:
                 f"unknown function {quoted(name)}.{did_you_mean(name, FUNCTIONS)} Functions: {', '.join(FUNCTIONS)}",
             )
         if name in ("each", "first"):
-            raise self._error(node, f"{name}(…) stands only outermost, around the whole formula")
+            raise self._error(node, f"{name}(…) is allowed only around the whole expression")
         axes, positional = self._signature(node, function)
         offset = self._source.start(node)
         if name == "cast" and isinstance(positional[1], ast.Constant) and isinstance(positional[1].value, str):
@@ -276,7 +281,7 @@ class _Reader:
         positional = list(node.args)
         for argument in positional:
             if isinstance(argument, ast.Starred):
-                raise self._error(argument, f"there is no * before an argument: {function.usage}")
+                raise self._error(argument, f"* before an argument is not allowed: {function.usage}")
         axis: ast.expr | None = None
         for word in node.keywords:
             if word.arg != "axis" or function.axis is None:
@@ -317,7 +322,7 @@ class _Reader:
         if not axes:
             raise self._error(node, "an empty tuple of axes reduces nothing; axis=None reduces everything")
         if len(set(axes)) != len(axes):
-            raise self._error(node, "an axis is named twice")
+            raise self._error(node, "an axis occurs twice")
         return Axes("list", axes)
 
     def _axis(self, node: ast.expr) -> int:

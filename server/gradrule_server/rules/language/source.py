@@ -101,7 +101,7 @@ def _check_characters(text: str) -> None:
         if character in _HINTS:
             raise invalid_expression(text, offset, _HINTS[character])
         if "\ud800" <= character <= "\udfff":
-            raise invalid_expression(text, offset, "half a surrogate pair is no character")
+            raise invalid_expression(text, offset, "half of a surrogate pair is not a character")
         depth += (character == "(") - (character == ")")
         if depth > MAX_DEPTH:
             raise invalid_expression(text, offset, f"parentheses are nested more than {MAX_DEPTH} deep")

@@ -35,9 +35,9 @@ def param_name_problem(name: str) -> str | None:
     if len(name) > _MAX_LENGTH:
         return f"a param's name has at most {_MAX_LENGTH} characters, this one has {len(name)}: {quoted(name)}"
     if not (name.isidentifier() and name.isascii()):
-        return f"{name!r} is no identifier: a param's name is made of letters, digits and _, and starts with no digit"
+        return f"{name!r} is not an identifier: use letters, digits and _, and no digit at the start"
     if keyword.iskeyword(name):
-        return f"{name!r} is a keyword of the language; {name + '_'!r} would do"
+        return f"{name!r} is a keyword of the language; use {name + '_'!r}, for example"
     if _RESERVED.fullmatch(name):
         return f"{name!r} is a variable of the language (x, y, dy and default, with or without an index)"
     if name in CONSTANTS:

@@ -168,7 +168,7 @@ def coerce(value: Value, dtype: int, builder: GraphBuilder) -> str:
         return value.tensor
     if value.weak and dtype not in DIFFERENTIABLE:
         raise TypeConflictError(
-            f"a param is a number of a float type and meets {dtype_name(dtype)}: cast the integers, cast(v, dy)"
+            f"a param has a float type and is combined with {dtype_name(dtype)}: cast the integers, cast(v, dy)"
         )
     return builder.add("Cast", value.tensor, SrcT=value.dtype, DstT=dtype, Truncate=False)
 
@@ -176,7 +176,7 @@ def coerce(value: Value, dtype: int, builder: GraphBuilder) -> str:
 def _require_integral(constant: float | bool, dtype: int) -> None:
     name = dtype_name(dtype)
     if not float(constant).is_integer():
-        raise TypeConflictError(f"{constant!r} meets {name}: cast the integers to a float type, cast(v, dy)")
+        raise TypeConflictError(f"{constant!r} is combined with {name}: cast the integers to a float type, cast(v, dy)")
     bits = NUMPY_TYPES[dtype].itemsize * 8 if dtype in INTEGER_TYPES else None
     if bits is None or abs(float(constant)) >= 2.0 ** (bits - 1):
         raise TypeConflictError(f"{constant!r} does not fit {name}: cast the integers first, cast(v, dy)")
@@ -186,5 +186,7 @@ def _conflict(found: Sequence[int]) -> str:
     names = " and ".join(dtype_name(dtype) for dtype in found)
     integers = [dtype for dtype in found if dtype not in DIFFERENTIABLE]
     if integers and len(integers) < len(found):
-        return f'{names} meet: cast the {dtype_name(integers[0])} one, for example cast(v, x) or cast(v, "float32")'
-    return f'{names} meet, and nothing is converted silently: cast one, for example cast(v, x) or cast(v, "float32")'
+        one = f"the {dtype_name(integers[0])} one"
+    else:
+        one = "one, because types are never converted silently"
+    return f'{names} are combined: cast {one}, for example cast(v, x) or cast(v, "float32")'

@@ -818,9 +818,9 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
   } | {
     /**
      * The next bytes of a request that is sent in several messages because it is longer than one message may be. All these messages
-     * have the same request_id. The last one has no chunk; it tells the kind of the request with an empty `evaluate`, `forward`,
-     * `pull_back` or `close_handle`, whose bytes are those of all chunks in order. Chunks count as bytes in flight; OVERLOADED if
-     * there are too many.
+     * have the same request_id. The last message has no chunk but an empty `evaluate`, `forward`, `pull_back` or `close_handle`, which
+     * says the kind of the request; its bytes are those of all chunks in order. Chunks count as bytes in flight; OVERLOADED if there
+     * are too many.
      *
      * @generated from field: bytes chunk = 8;
      */
@@ -911,8 +911,8 @@ export type StreamEvaluateResponse = Message<"gradrule.v1.StreamEvaluateResponse
     case: "closeHandle";
   } | {
     /**
-     * The next bytes of an answer that is sent in several messages, see answer_chunk_bytes. The last message has no chunk; it tells
-     * the kind of the answer with an empty `evaluate`, `forward` or `pull_back`, whose bytes are those of all chunks in order.
+     * The next bytes of an answer that is sent in several messages, see answer_chunk_bytes. The last message has no chunk but an empty
+     * `evaluate`, `forward` or `pull_back`, which says the kind of the answer; its bytes are those of all chunks in order.
      *
      * @generated from field: bytes chunk = 6;
      */

@@ -24,14 +24,14 @@ export const file_gradrule_v1_tensor: GenFile = /*@__PURE__*/
  */
 export type TensorShape = Message<"gradrule.v1.TensorShape"> & {
   /**
-   * Dimensions, outermost first. Must be empty where unknown_rank is set.
+   * Dimensions, outermost first. Must be empty if unknown_rank is set.
    *
    * @generated from field: repeated gradrule.v1.TensorShape.Dim dim = 2;
    */
   dim: TensorShape_Dim[];
 
   /**
-   * True: not even the number of dimensions is known. Default false: the rank is the number of `dim`.
+   * True: the number of dimensions is unknown too. False (default): the rank is the number of `dim`.
    *
    * @generated from field: bool unknown_rank = 3;
    */
@@ -176,14 +176,14 @@ export type Tensor = Message<"gradrule.v1.Tensor"> & {
   dcomplexVal: number[];
 
   /**
-   * DT_RESOURCE. Kept in graphs; refused as a feed.
+   * DT_RESOURCE. Allowed in graphs; refused as a feed.
    *
    * @generated from field: repeated gradrule.v1.ResourceHandle resource_handle_val = 14;
    */
   resourceHandleVal: ResourceHandle[];
 
   /**
-   * DT_VARIANT. Kept in graphs; refused as a feed.
+   * DT_VARIANT. Allowed in graphs; refused as a feed.
    *
    * @generated from field: repeated gradrule.v1.VariantTensorData variant_val = 15;
    */
@@ -908,224 +908,224 @@ export enum Dt {
   FLOAT_REF = 101,
 
   /**
-   * Reference to double, as TensorFlow 1 variables make; only read, never made.
+   * Reference to double, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_DOUBLE_REF = 102;
    */
   DOUBLE_REF = 102,
 
   /**
-   * Reference to int32, as TensorFlow 1 variables make; only read, never made.
+   * Reference to int32, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_INT32_REF = 103;
    */
   INT32_REF = 103,
 
   /**
-   * Reference to uint8, as TensorFlow 1 variables make; only read, never made.
+   * Reference to uint8, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_UINT8_REF = 104;
    */
   UINT8_REF = 104,
 
   /**
-   * Reference to int16, as TensorFlow 1 variables make; only read, never made.
+   * Reference to int16, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_INT16_REF = 105;
    */
   INT16_REF = 105,
 
   /**
-   * Reference to int8, as TensorFlow 1 variables make; only read, never made.
+   * Reference to int8, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_INT8_REF = 106;
    */
   INT8_REF = 106,
 
   /**
-   * Reference to string, as TensorFlow 1 variables make; only read, never made.
+   * Reference to string, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_STRING_REF = 107;
    */
   STRING_REF = 107,
 
   /**
-   * Reference to complex64, as TensorFlow 1 variables make; only read, never made.
+   * Reference to complex64, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_COMPLEX64_REF = 108;
    */
   COMPLEX64_REF = 108,
 
   /**
-   * Reference to int64, as TensorFlow 1 variables make; only read, never made.
+   * Reference to int64, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_INT64_REF = 109;
    */
   INT64_REF = 109,
 
   /**
-   * Reference to bool, as TensorFlow 1 variables make; only read, never made.
+   * Reference to bool, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_BOOL_REF = 110;
    */
   BOOL_REF = 110,
 
   /**
-   * Reference to qint8, as TensorFlow 1 variables make; only read, never made.
+   * Reference to qint8, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_QINT8_REF = 111;
    */
   QINT8_REF = 111,
 
   /**
-   * Reference to quint8, as TensorFlow 1 variables make; only read, never made.
+   * Reference to quint8, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_QUINT8_REF = 112;
    */
   QUINT8_REF = 112,
 
   /**
-   * Reference to qint32, as TensorFlow 1 variables make; only read, never made.
+   * Reference to qint32, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_QINT32_REF = 113;
    */
   QINT32_REF = 113,
 
   /**
-   * Reference to bfloat16, as TensorFlow 1 variables make; only read, never made.
+   * Reference to bfloat16, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_BFLOAT16_REF = 114;
    */
   BFLOAT16_REF = 114,
 
   /**
-   * Reference to qint16, as TensorFlow 1 variables make; only read, never made.
+   * Reference to qint16, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_QINT16_REF = 115;
    */
   QINT16_REF = 115,
 
   /**
-   * Reference to quint16, as TensorFlow 1 variables make; only read, never made.
+   * Reference to quint16, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_QUINT16_REF = 116;
    */
   QUINT16_REF = 116,
 
   /**
-   * Reference to uint16, as TensorFlow 1 variables make; only read, never made.
+   * Reference to uint16, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_UINT16_REF = 117;
    */
   UINT16_REF = 117,
 
   /**
-   * Reference to complex128, as TensorFlow 1 variables make; only read, never made.
+   * Reference to complex128, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_COMPLEX128_REF = 118;
    */
   COMPLEX128_REF = 118,
 
   /**
-   * Reference to half, as TensorFlow 1 variables make; only read, never made.
+   * Reference to half, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_HALF_REF = 119;
    */
   HALF_REF = 119,
 
   /**
-   * Reference to resource, as TensorFlow 1 variables make; only read, never made.
+   * Reference to resource, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_RESOURCE_REF = 120;
    */
   RESOURCE_REF = 120,
 
   /**
-   * Reference to variant, as TensorFlow 1 variables make; only read, never made.
+   * Reference to variant, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_VARIANT_REF = 121;
    */
   VARIANT_REF = 121,
 
   /**
-   * Reference to uint32, as TensorFlow 1 variables make; only read, never made.
+   * Reference to uint32, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_UINT32_REF = 122;
    */
   UINT32_REF = 122,
 
   /**
-   * Reference to uint64, as TensorFlow 1 variables make; only read, never made.
+   * Reference to uint64, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_UINT64_REF = 123;
    */
   UINT64_REF = 123,
 
   /**
-   * Reference to float8_e5m2, as TensorFlow 1 variables make; only read, never made.
+   * Reference to float8_e5m2, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_FLOAT8_E5M2_REF = 124;
    */
   FLOAT8_E5M2_REF = 124,
 
   /**
-   * Reference to float8_e4m3fn, as TensorFlow 1 variables make; only read, never made.
+   * Reference to float8_e4m3fn, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_FLOAT8_E4M3FN_REF = 125;
    */
   FLOAT8_E4M3FN_REF = 125,
 
   /**
-   * Reference to float8_e4m3fnuz, as TensorFlow 1 variables make; only read, never made.
+   * Reference to float8_e4m3fnuz, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_FLOAT8_E4M3FNUZ_REF = 126;
    */
   FLOAT8_E4M3FNUZ_REF = 126,
 
   /**
-   * Reference to float8_e4m3b11fnuz, as TensorFlow 1 variables make; only read, never made.
+   * Reference to float8_e4m3b11fnuz, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_FLOAT8_E4M3B11FNUZ_REF = 127;
    */
   FLOAT8_E4M3B11FNUZ_REF = 127,
 
   /**
-   * Reference to float8_e5m2fnuz, as TensorFlow 1 variables make; only read, never made.
+   * Reference to float8_e5m2fnuz, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_FLOAT8_E5M2FNUZ_REF = 128;
    */
   FLOAT8_E5M2FNUZ_REF = 128,
 
   /**
-   * Reference to int4, as TensorFlow 1 variables make; only read, never made.
+   * Reference to int4, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_INT4_REF = 129;
    */
   INT4_REF = 129,
 
   /**
-   * Reference to uint4, as TensorFlow 1 variables make; only read, never made.
+   * Reference to uint4, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_UINT4_REF = 130;
    */
   UINT4_REF = 130,
 
   /**
-   * Reference to int2, as TensorFlow 1 variables make; only read, never made.
+   * Reference to int2, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_INT2_REF = 131;
    */
   INT2_REF = 131,
 
   /**
-   * Reference to uint2, as TensorFlow 1 variables make; only read, never made.
+   * Reference to uint2, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_UINT2_REF = 132;
    */
   UINT2_REF = 132,
 
   /**
-   * Reference to float4_e2m1fn, as TensorFlow 1 variables make; only read, never made.
+   * Reference to float4_e2m1fn, used by variables of TensorFlow 1. The server reads it but never sends it.
    *
    * @generated from enum value: DT_FLOAT4_E2M1FN_REF = 133;
    */
