@@ -22,7 +22,7 @@ from tests.service.harmful_graphs import HarmfulGraph
 from tests.service.servers import RunningServer
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
-_CALM_S = 60.0
+_REST_LIMIT_S = 60.0
 _REST_S = 0.6
 _LOOKS = 9
 _copies = itertools.count()
@@ -78,13 +78,13 @@ def complaints(name: str, seen: HealthyCalls) -> list[str]:
     return found + [f"{name}: the healthy client got a wrong answer: {fault}" for fault in seen.wrong]
 
 
-async def wait_for_engines(server: RunningServer, count: int) -> list[int]:
+async def wait_for_engines(server: RunningServer, count: int, timeout_s: float = _REST_LIMIT_S) -> list[int]:
     """Waits until the server has that many idle engines, spares included, and returns them.
 
-    They may still be at work after a minute; raises `TimeoutError` if they do not exist.
+    They may still be at work after `timeout_s`; raises `TimeoutError` if they do not exist.
     """
     loop = asyncio.get_running_loop()
-    ends_at = loop.time() + _CALM_S
+    ends_at = loop.time() + timeout_s
     while True:
         found = engines(server.process.pid)
         busy = Counter[int]()
@@ -93,6 +93,6 @@ async def wait_for_engines(server: RunningServer, count: int) -> list[int]:
             busy.update(busy_processes(found))
         is_late = loop.time() > ends_at
         if is_late and len(found) < count:
-            raise TimeoutError(f"{len(found)} engines after {_CALM_S:g} s, not {count}")
+            raise TimeoutError(f"{len(found)} engines after {timeout_s:g} s, not {count}")
         if is_late or (len(found) >= count and max(busy.values(), default=0) <= _LOOKS // 3):
             return found

@@ -170,17 +170,19 @@ async def _send_all(
     await asyncio.gather(*(worker() for _ in range(CONNECTIONS)))
 
 
-async def send(target: str, case: Case, sent: Sent) -> list[str]:
+async def send(target: str, case: Case, sent: Sent, answer_s: float = _ANSWER_S) -> list[str]:
     """Sends a case on its own connection; returns its faults."""
     try:
         async with wire.connected(target) as (reader, writer):
-            return await _sent(reader, writer, case, sent)
+            return await _sent(reader, writer, case, sent, answer_s)
     except OSError as cause:
         # The server may close a connection it cannot read at any time; other checks see whether it accepts connections.
         return [] if isinstance(cause, ConnectionResetError | BrokenPipeError) else [repr(cause)]
 
 
-async def _sent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: Case, sent: Sent) -> list[str]:
+async def _sent(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: Case, sent: Sent, answer_s: float
+) -> list[str]:
     heard = wire.ConnectionLog()
     hearing = asyncio.ensure_future(heard.listen(reader))
     for piece in case.pieces:
@@ -192,10 +194,10 @@ async def _sent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case
     faults = []
     if case.streams:
         ended = asyncio.ensure_future(heard.has_ended(case.streams))
-        await asyncio.wait({hearing, ended}, timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({hearing, ended}, timeout=answer_s, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         if len(heard.ended) < case.streams:
-            faults.append(f"{len(heard.ended)} of {case.streams} calls were answered within {_ANSWER_S:g} s")
+            faults.append(f"{len(heard.ended)} of {case.streams} calls were answered within {answer_s:g} s")
     else:
         await asyncio.wait({hearing}, timeout=0.02)
     sent.closed_by_server += hearing.done()

@@ -384,11 +384,10 @@ def test_bombs_detects_growth(went: bombs.BombResult, right: bool) -> None:
     assert (bombs.judge(replace(CRASH, told="MEMORY_EXCEEDED"), went) == []) is right
 
 
-async def test_missing_engines_are_a_timeout(shared_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harmful_requests, "_CALM_S", 0.0)
-    assert await harmful_requests.wait_for_engines(shared_server, 1)
+async def test_missing_engines_are_a_timeout(shared_server: RunningServer) -> None:
+    assert await harmful_requests.wait_for_engines(shared_server, 1, timeout_s=0)
     with pytest.raises(TimeoutError, match="not 9"):
-        await harmful_requests.wait_for_engines(shared_server, 9)
+        await harmful_requests.wait_for_engines(shared_server, 9, timeout_s=0)
 
 
 @pytest.mark.parametrize("row", [crashes, hangs])
@@ -509,9 +508,7 @@ def test_http2_detects_forged_log_lines() -> None:
     assert not findings.count
 
 
-async def test_http2_detects_unanswered_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2, "_ANSWER_S", 0.2)
-
+async def test_http2_detects_unanswered_calls() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -519,7 +516,7 @@ async def test_http2_detects_unanswered_calls(monkeypatch: pytest.MonkeyPatch) -
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
         target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         case = http2_cases.Case(("good_call",), (wire.PREFACE,), 1, False)
-        assert await http2.send(target, case, http2.Sent()) == ["0 of 1 calls were answered within 0.2 s"]
+        assert await http2.send(target, case, http2.Sent(), answer_s=0.2) == ["0 of 1 calls were answered within 0.2 s"]
 
 
 def test_cases_come_from_the_seed() -> None:
