@@ -15,7 +15,7 @@ from matplotlib import image
 import gradrule as gr
 from gradrule.cli.demo import data, pictures
 from gradrule.cli.demo.networks import Network, relu_network
-from gradrule.cli.demo.training import Recipe, train
+from gradrule.cli.demo.training import TrainingOptions, train
 from tests.service.answers import assert_close
 
 Array = np.ndarray[Any, Any]
@@ -29,7 +29,7 @@ class Explained:
         self.digits = data.load(seed=0)
         self.network: Network = relu_network(seed=0)
         run = train(
-            client, self.network, self.digits, Recipe(epochs=3, learning_rate=0.003), overrides=None, seed=0,
+            client, self.network, self.digits, TrainingOptions(epochs=3, learning_rate=0.003), overrides=None, seed=0,
             progress=lambda *_: None,
         )  # fmt: skip
         self.accuracy, self.weights = run.accuracy, run.weights

@@ -256,7 +256,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no content size": (
         "INVALID_TENSOR",
         {"content": frame(ONES, write_content_size=False)},
-        "does not tell how many bytes it has",
+        "does not state how many bytes it has",
     ),
     "bytes behind the frame": ("INVALID_TENSOR", {"content": frame(ONES) + b"more"}, "no zstd frame"),
     "unknown compression": ("INVALID_TENSOR", {"compression": 7}, "the compression 7 is unknown"),

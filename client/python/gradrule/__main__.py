@@ -1,4 +1,4 @@
-"""`python -m gradrule`: the command line."""
+"""Runs the command line: `python -m gradrule`."""
 
 import sys
 

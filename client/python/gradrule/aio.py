@@ -1,4 +1,4 @@
-"""The client for asyncio: the same methods as the sync one, awaited."""
+"""Offers the client for asyncio; its methods are those of the sync client."""
 
 from gradrule._rpc.async_client.client import AsyncClient, connect, local
 from gradrule._rpc.async_client.programs import AsyncProgram

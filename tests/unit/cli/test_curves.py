@@ -12,7 +12,7 @@ from rich.console import Console
 import gradrule as gr
 from gradrule.cli.rules import curve_drawing
 from gradrule.cli.rules.curves import Curve, Line
-from gradrule.cli.rules.setups import SETUPS, NoSetupError, params_of, setup_of
+from gradrule.cli.rules.setups import SETUPS, NoSetupError, params_with_examples, setup_of
 
 X = np.linspace(-2, 2, 41)
 
@@ -94,10 +94,10 @@ def test_why_there_is_none(rule: Any, words: str) -> None:
 
 def test_params_are_made_up_for_the_catalogue_alone() -> None:
     seed = gr.ParamInfo("seed", None, "", "")
-    assert params_of(info(param_infos=(seed,)), {}) == {"seed": 0}
-    assert params_of(info(param_infos=(seed,)), {"seed": 3}) == {"seed": 3}
+    assert params_with_examples(info(param_infos=(seed,)), {}) == {"seed": 0}
+    assert params_with_examples(info(param_infos=(seed,)), {"seed": 3}) == {"seed": 3}
     with pytest.raises(NoSetupError, match="--param seed"):
-        params_of(info(kind="user", param_infos=(seed,)), {})
+        params_with_examples(info(kind="user", param_infos=(seed,)), {})
 
 
 def test_all_sites_are_ops_that_exist() -> None:

@@ -80,7 +80,7 @@ def test_help_of_serve_is_the_servers(capsys: pytest.CaptureFixture[str]) -> Non
         (["rules", "plot", "ste", "--range", "3:-3"], "FROM less than TO"),
         (["rules", "plot", "ste", "--feed", "y=1"], "x1, x2"),
         (["rules", "plot", "ste", "--output", "ste"], ".png"),
-        (["rules", "check", "ste", "--of", "Sign", "--op-type", "Sign"], "--of says what op it is"),
+        (["rules", "check", "ste", "--of", "Sign", "--op-type", "Sign"], "--of names the op already"),
         (["evaluate", "g.pb", "--out", "x.npy"], "ends with .npz"),
         (["demo", "--epochs", "0"], "at least 1"),
         (["serve", "--prot", "1"], "--port"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from gradrule._messages import request_messages, rpc_calls
+from gradrule._messages import call_arguments, request_messages, rpc_calls
 from gradrule._messages.program_calls import ProgramEncoder
 from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message
@@ -25,7 +25,7 @@ def aliased() -> gr.Graph:
 
 
 def spec(graph: Any, **words: Any) -> program_pb2.ProgramSpec:
-    return request_messages.program_spec(graph, request_messages.Words(**words))[0]
+    return request_messages.program_spec(graph, call_arguments.ProgramArguments(**words))[0]
 
 
 def test_inputs_and_outputs_go_by_aliases() -> None:
@@ -80,7 +80,7 @@ def response() -> bytes:
     ],
 )
 def test_results_go_by_the_names_as_given(fetches: list[str], xs: list[str], keys: Any) -> None:
-    words = request_messages.Words(fetches=fetches, ys="score", xs=xs)
+    words = call_arguments.ProgramArguments(fetches=fetches, ys="score", xs=xs)
     call = rpc_calls.evaluate(aliased(), None, None, words)
     result = call.decode(call.answer(response()))
     assert (list(result.outputs), list(result.gradients)) == keys

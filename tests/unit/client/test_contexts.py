@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from gradrule._messages import request_messages
+from gradrule._messages import call_arguments, request_messages
 
 
 def graph() -> tuple[gr.Graph, gr.TensorHandle]:
@@ -84,7 +84,7 @@ def test_bytes_that_would_lose_an_override_are_refused(value: Any) -> None:
         g.to_bytes()
     with pytest.raises(gr.errors.InvalidOverrideError, match="'s'"):
         gr.Rule(graph=g).definition()
-    spec, _ = request_messages.program_spec(g, request_messages.Words(ys="s", xs="x"))
+    spec, _ = request_messages.program_spec(g, call_arguments.ProgramArguments(ys="s", xs="x"))
     assert [override.selector.node for override in spec.overrides] == ["s"]
     assert [node.name for node in gr.Graph.from_bytes(spec.graph.serialized).find()] == ["x", "s"]
 

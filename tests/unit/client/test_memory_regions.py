@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from gradrule.common.memory_regions import PAGE, Memory, rounded
+from gradrule.common.memory_regions import PAGE, Memory, rounded_to_pages
 
 _SIZE = 64 * PAGE
 
@@ -67,4 +67,4 @@ def test_memory_is_asked_for_when_it_is_taken_and_trimmed_behind_what_is_in_use(
     assert held(memory) == 0
     assert not memory.is_backed
     third = memory.reserve(3)
-    assert third is not None and held(memory) == rounded(3)
+    assert third is not None and held(memory) == rounded_to_pages(3)

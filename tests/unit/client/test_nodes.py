@@ -9,7 +9,7 @@ import pytest
 
 import gradrule as gr
 from gradrule._builder import names
-from gradrule._messages import request_messages
+from gradrule._messages import call_arguments, request_messages
 
 
 def graph() -> gr.Graph:
@@ -24,7 +24,7 @@ def graph() -> gr.Graph:
 def test_a_node_of_one_output_is_that_tensor() -> None:
     g = graph()
     (y,), x = g.find(op_type="Sign"), g.node("x")
-    words = request_messages.Words(fetches=y, ys=[y], xs=x, stop_gradients=[x], grad_ys={y: x})
+    words = call_arguments.ProgramArguments(fetches=y, ys=[y], xs=x, stop_gradients=[x], grad_ys={y: x})
     spec, _ = request_messages.program_spec(g, words)
     assert (list(spec.fetches), list(spec.vjp.ys), list(spec.vjp.xs)) == (["y:0"], ["y:0"], ["x:0"])
     assert [(item.y, item.tensor) for item in spec.vjp.grad_ys] == [("y:0", "x:0")]
@@ -40,7 +40,7 @@ def test_a_node_of_one_output_is_that_tensor() -> None:
     ("use", "says"),
     [
         (
-            lambda g: request_messages.program_spec(g, request_messages.Words(fetches=g.node("top"))),
+            lambda g: request_messages.program_spec(g, call_arguments.ProgramArguments(fetches=g.node("top"))),
             r"2 outputs.*'top:0', 'top:1'",
         ),
         (lambda g: g.neg(g.node("top")), r"TopKV2 node 'top'.*'top:1'"),

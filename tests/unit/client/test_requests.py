@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 import gradrule as gr
 from gradrule._builder import names
-from gradrule._messages import request_messages
+from gradrule._messages import call_arguments, request_messages
 from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message, to_numpy
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2
@@ -30,7 +30,7 @@ def simple() -> gr.Graph:
 
 
 def spec(graph: Any, **words: Any) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
-    return request_messages.program_spec(graph, request_messages.Words(**words))
+    return request_messages.program_spec(graph, call_arguments.ProgramArguments(**words))
 
 
 def fed(graph: Any, feeds: Any, **more: Any) -> evaluate_pb2.EvaluateRequest:

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule._messages.request_messages import Words, program_spec
+from gradrule._messages.call_arguments import ProgramArguments
+from gradrule._messages.request_messages import program_spec
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2
 from gradrule_server.engine import describe as describing
 from gradrule_server.engine import tf_private
@@ -45,7 +46,7 @@ class _Rules(Builtins):
         return ResolvedRule(name, None) if name[0].isupper() else super().resolve(name)
 
 
-def _requests(graph: Any, words: Words) -> list[link_pb2.CompileRequest]:
+def _requests(graph: Any, words: ProgramArguments) -> list[link_pb2.CompileRequest]:
     """Returns the same program twice: functions of two programs in one process need different names."""
     spec, _ = program_spec(graph, words)
     limits = Limits(engine_bytes=_MEMORY)
@@ -70,7 +71,7 @@ def _outcome(make: Any, request: link_pb2.CompileRequest) -> Any:
         return [(item.reason, item.message, item.node) for item in cause.findings]
 
 
-def _assert_equal(graph: Any, words: Words) -> Any:
+def _assert_equal(graph: Any, words: ProgramArguments) -> Any:
     try:
         first, second = _requests(graph, words)
     except GradruleError:
@@ -84,8 +85,8 @@ def _assert_equal(graph: Any, words: Words) -> Any:
 @pytest.mark.parametrize("number", range(12))
 def test_functions_loops_and_branches(number: int) -> None:
     item = case(number)
-    words = {key: value for key, value in item.arguments().items() if key not in ("feeds", "params")}
-    _assert_equal(load_graph(graph_def(item.program, static=item.static)), Words(**words))
+    arguments = {key: value for key, value in item.arguments().items() if key not in ("feeds", "params")}
+    _assert_equal(load_graph(graph_def(item.program, static=item.static)), ProgramArguments(**arguments))
 
 
 def _random_graph(rng: random.Random) -> gr.Graph:
@@ -143,7 +144,9 @@ def test_random_graphs(number: int) -> None:
     rng = random.Random(number)
     g = _random_graph(rng)
     policy = rng.choice(["error", "default", "pass", "zero"])
-    _assert_equal(g, Words(fetches=["y"], ys=["y"], xs=["x"], overrides=_random_overrides(rng, g), no_gradient=policy))
+    _assert_equal(
+        g, ProgramArguments(fetches=["y"], ys=["y"], xs=["x"], overrides=_random_overrides(rng, g), no_gradient=policy)
+    )
 
 
 def _chain(layers: int) -> gr.Graph:
@@ -164,7 +167,7 @@ def test_gradients_of_similar_nodes_are_built_once(monkeypatch: pytest.MonkeyPat
         return original(graph, outputs)
 
     monkeypatch.setattr(describing, "_upper_bound_bytes", record)
-    request, again = _requests(_chain(100), Words(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
+    request, again = _requests(_chain(100), ProgramArguments(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
     built = build(again)
     assert _description(describe(request, (), "CPU:0")) == _description(built)
     nodes, all_nodes = len(graphs[0].get_operations()), len(built.function.graph.get_operations())
@@ -182,12 +185,12 @@ def test_all_nodes_without_gradient_are_reported() -> None:
         last = g.op_output("AddV2", g.op_output("Relu", last), g.op_output("RandomShuffle", last))
     g.op_output("Identity", last, name="y")
     overrides = {"RandomShuffle": gr.Rule("dy + default")}
-    found = _assert_equal(g, Words(ys=["y"], xs=["x"], overrides=overrides, no_gradient="pass"))
+    found = _assert_equal(g, ProgramArguments(ys=["y"], xs=["x"], overrides=overrides, no_gradient="pass"))
     assert len(found["without"]) == 4
 
 
 def test_program_that_might_not_fit_is_built_completely() -> None:
-    request, again = _requests(_chain(4), Words(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
+    request, again = _requests(_chain(4), ProgramArguments(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
     for item in (request, again):
         item.memory_limit = 1
         item.inputs[0].shape.dim[0].size = 1000

@@ -1,4 +1,4 @@
-"""Holds arrays and graphs that are uploaded once; requests name them by their SHA-256."""
+"""Defines blobs: arrays and graphs that are uploaded once and that requests name by their SHA-256."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Blobs: TypeAlias = "dict[str, Data]"
 
 UPLOAD_METHOD = "/gradrule.v1.BlobService/UploadBlob"
 
-# Smaller values and graphs are sent with each request: to name them by hash would save nothing.
+# Smaller values and graphs are sent with each request, because a hash would hardly be shorter.
 MAX_INLINE_VALUE = 4 << 10
 MAX_INLINE_GRAPH = 1 << 20
 
-_PIECE = 1 << 20
-# Added to the call's timeout for an upload.
+_PIECE_BYTES = 1 << 20
+# Time that an upload adds to the timeout of a call.
 _SECONDS_PER_BYTE = 1 / (4 << 20)
 
 
 class Blob:
-    """An array that is sent to a server once, however often it is fed: `blob = gr.Blob(array)`, `program(x=blob)`.
+    """Holds an array that is sent to a server once and fed many times: `blob = gr.Blob(array)`, `program(x=blob)`.
 
     Args:
         array: An array or list of numbers, of any shape; copied.
@@ -41,7 +41,7 @@ class Blob:
         sha256: SHA-256 of the bytes, in hex.
 
     Raises:
-        InvalidTensorError: The value is no array of numbers.
+        InvalidTensorError: The value is not an array of numbers.
     """
 
     def __init__(self, array: Any) -> None:
@@ -49,7 +49,7 @@ class Blob:
             values = np.array(array)
             self.number = tensor_codec.number_of_array(values)
             if self.number == tensor_pb2.DT_STRING:
-                raise ValueError("strings cannot be kept as a blob")
+                raise ValueError("strings cannot be stored as a blob")
         except ValueError as cause:
             raise InvalidTensorError(f"blob: {cause}") from None
         self.shape = values.shape
@@ -66,7 +66,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """The upload of one blob."""
+    """Splits a blob into the messages of an upload."""
 
     sha256: str
     data: Data
@@ -74,13 +74,13 @@ class Upload:
     def pieces(self) -> Iterator[bytes]:
         """Yields the messages of the stream."""
         view = memoryview(self.data)
-        for start in range(0, max(len(view), 1), _PIECE):
+        for start in range(0, max(len(view), 1), _PIECE_BYTES):
             name = "" if start else self.sha256
-            message = blob_pb2.UploadBlobRequest(sha256=name, data=bytes(view[start : start + _PIECE]))
+            message = blob_pb2.UploadBlobRequest(sha256=name, data=bytes(view[start : start + _PIECE_BYTES]))
             yield message.SerializeToString()
 
     def deadline(self, timeout: float) -> float:
-        """Returns the seconds that the upload may take, for a call with this timeout."""
+        """Returns the timeout of the upload in seconds, from the timeout of the call."""
         return timeout + len(self.data) * _SECONDS_PER_BYTE
 
 
@@ -102,8 +102,8 @@ def source(sha256: str, number: int, shape: Iterable[int]) -> tensor_pb2.TensorS
     return tensor_pb2.TensorSource(blob=blob)
 
 
-def fed(*values: Any) -> Blobs:
-    """Returns the blobs among a call's values, each argument a dict, a list or None."""
+def blobs_in(*values: Any) -> Blobs:
+    """Returns the blobs in a call's values; each argument is a dict, a list or None."""
     found: Blobs = {}
     for given in values:
         items = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()

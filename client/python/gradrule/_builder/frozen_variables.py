@@ -33,7 +33,7 @@ def handles_to_values(
         definitions: Functions by name; gets the rewritten copies.
         gradients: Gradient functions by registered name; gets the rewritten copies.
         ordinary: Names of the forward functions, whose nodes are rewritten.
-        unique: Returns an unused function name for a wished name.
+        unique: Returns an unused function name for a requested name.
 
     Raises:
         UnsupportedError: A gradient function does more with a variable than read it, or captures another resource.

@@ -228,5 +228,5 @@ def as_tensor(value: Any) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     names = ", ".join(repr(output.name) for output in outputs)
-    what = f"{len(outputs)} outputs, say which: {names}" if outputs else "no output"
-    raise UnknownTensorError(f"{value.op_type} node {value.name!r} stands for no tensor: it has {what}")
+    what = f"{len(outputs)} outputs, choose one: {names}" if outputs else "no output"
+    raise UnknownTensorError(f"{value.op_type} node {value.name!r} is not a tensor: it has {what}")

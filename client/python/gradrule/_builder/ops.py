@@ -7,7 +7,7 @@ padding="SAME")`. `ops_creation` and `ops_reduction` define the ops that create 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from gradrule._builder.ops_reduction import ReductionOps
 from gradrule.common.tensor_codec import DtypeLike
 from gradrule.errors import InvalidAttrError
 
-_PAD_MODES = ("CONSTANT", "REFLECT", "SYMMETRIC")
+PadMode: TypeAlias = Literal["CONSTANT", "REFLECT", "SYMMETRIC"]
+
+_PAD_MODES = get_args(PadMode)
 
 
 class GraphOps(CreationOps, ReductionOps):
@@ -230,14 +232,20 @@ class GraphOps(CreationOps, ReductionOps):
         return self.op_output("Squeeze", input, squeeze_dims=axes, name=name)
 
     def pad(
-        self, tensor: Any, paddings: Any, mode: str = "CONSTANT", *, constant_values: Any = 0, name: str | None = None
+        self,
+        tensor: Any,
+        paddings: Any,
+        mode: PadMode = "CONSTANT",
+        *,
+        constant_values: Any = 0,
+        name: str | None = None,
     ) -> TensorHandle:
         """Pads a tensor before and after each axis with a constant or mirrored values.
 
         Args:
             tensor: Tensor of any number type.
             paddings: Integers of shape (rank, 2): how many entries before and after.
-            mode: `CONSTANT`, `REFLECT` or `SYMMETRIC`.
+            mode: `CONSTANT`, `REFLECT` or `SYMMETRIC`; lower case is accepted too.
             constant_values: Scalar for `CONSTANT`.
             name: Name of the node, made unique. Default: the op type.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gradrule._builder.handles import TensorHandle
 from gradrule._builder.op_methods import OpMethods
+
+IndexType: TypeAlias = Literal["int64", "int32"]
 
 
 class ReductionOps(OpMethods):
@@ -220,7 +222,9 @@ class ReductionOps(OpMethods):
         squares = self.reduce_sum(self.op_output("Square", x), axis, keepdims=True)
         return self.op_output("Mul", x, self.op_output("Rsqrt", self.op_output("Maximum", squares, epsilon)), name=name)
 
-    def argmax(self, input: Any, axis: Any = 0, *, output_type: Any = "int64", name: str | None = None) -> TensorHandle:
+    def argmax(
+        self, input: Any, axis: Any = 0, *, output_type: IndexType = "int64", name: str | None = None
+    ) -> TensorHandle:
         """Returns the index of the maximum along an axis.
 
         Args:
@@ -234,7 +238,9 @@ class ReductionOps(OpMethods):
         """
         return self.op_output("ArgMax", input, axis, output_type=output_type, name=name)
 
-    def argmin(self, input: Any, axis: Any = 0, *, output_type: Any = "int64", name: str | None = None) -> TensorHandle:
+    def argmin(
+        self, input: Any, axis: Any = 0, *, output_type: IndexType = "int64", name: str | None = None
+    ) -> TensorHandle:
         """Returns the index of the minimum along an axis.
 
         Args:

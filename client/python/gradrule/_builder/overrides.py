@@ -20,7 +20,7 @@ Order: TypeAlias = Literal["first", "all"]
 Position: TypeAlias = Literal["nearest_xs", "nearest_ys"]
 TensorName: TypeAlias = "str | TensorHandle | Node"
 
-_ORDERS = {
+_ORDERS: Mapping[Order, override_pb2.OverrideOrder.ValueType] = {
     # The default of the protocol.
     "first": override_pb2.OVERRIDE_ORDER_UNSPECIFIED,
     "all": override_pb2.OVERRIDE_ORDER_ALL,
@@ -137,7 +137,7 @@ class Override:
     params: Params | None
     label: str | None
     optional: bool
-    order: str
+    order: Order
 
     def __init__(
         self,
@@ -272,17 +272,17 @@ def label_of(message: override_pb2.GradientOverride) -> str:
     )
 
 
-def _order(order: str) -> str:
+def _order(order: Order) -> Order:
     if order not in _ORDERS:
         raise InvalidOverrideError(f"the order of an override is 'first' or 'all', not {order!r}")
     return order
 
 
-def _position(position: str | int) -> override_pb2.Position:
+def _position(position: Position | int) -> override_pb2.Position:
     if isinstance(position, int) and not isinstance(position, bool):
         return override_pb2.Position(index=position)
     if position in _NEAREST:
-        return override_pb2.Position(nearest=_NEAREST[str(position)])
+        return override_pb2.Position(nearest=_NEAREST[position])
     raise InvalidOverrideError(
         f"the position of an override is 'nearest_xs', 'nearest_ys' or a number, not {position!r}."
         f"{near(position, _NEAREST) if isinstance(position, str) else ''}"

@@ -1,4 +1,4 @@
-"""Graphs into files and back: the bytes in a `.pb`, what bytes cannot hold in an `.npz` of the same name beside it."""
+"""Writes graphs to files and reads them: a GraphDef in a `.pb` file, variables and aliases in an `.npz` file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gradrule.errors import InvalidGraphError, UnsupportedError
 if TYPE_CHECKING:
     from gradrule._builder.graph import Graph
 
-# No node's name has a colon in front of an alias's tensor, so entries of both kinds fit one file.
+# Prefixes of the entries of the `.npz` file.
 _VARIABLE = "variable:"
 _ALIAS = "alias:"
 
 
 def save(graph: Graph, path: str | os.PathLike[str], *, freeze: bool) -> None:
-    """See `Graph.save`."""
+    """Implements `Graph.save`."""
     file = Path(path)
     if file.suffix.lower() != ".pb":
         raise InvalidGraphError(f"{file}: a graph is saved as .pb")
@@ -34,7 +34,9 @@ def save(graph: Graph, path: str | os.PathLike[str], *, freeze: bool) -> None:
     for name, value in {} if freeze else graph.variables.items():
         array = np.asarray(value)
         if array.dtype.kind == "O":
-            raise UnsupportedError(f"the variable {name!r} holds strings, which .npz does not; save with freeze=True")
+            raise UnsupportedError(
+                f"the variable {name!r} holds strings, which an .npz file cannot hold; save with freeze=True"
+            )
         entries[f"{_VARIABLE}{name}"] = array
     beside = file.with_suffix(".npz")
     try:
@@ -48,8 +50,8 @@ def save(graph: Graph, path: str | os.PathLike[str], *, freeze: bool) -> None:
         raise InvalidGraphError(f"{file} cannot be written: {cause.strerror}") from cause
 
 
-def read_beside(graph: Graph, path: Path) -> None:
-    """Takes the variables and aliases that `save` wrote beside a `.pb`, if there are any."""
+def read_variables_and_aliases(graph: Graph, path: Path) -> None:
+    """Reads the variables and aliases that `save` wrote beside a `.pb` file, if any, into the graph."""
     beside = path.with_suffix(".npz")
     if not beside.exists():
         return
@@ -66,7 +68,7 @@ def read_beside(graph: Graph, path: Path) -> None:
 
 
 def _typed(graph: Graph, name: str, value: tensor_codec.Array) -> tensor_codec.Array:
-    """The value in the type of its variable: NumPy's files lose types that NumPy has not itself."""
+    """Returns the value in the type of its variable: NumPy's files do not store types of ml_dtypes."""
     nodes = graph.find(node=name, op_type="VarHandleOp")
     if not nodes:
         raise ValueError(f"it has a value for {name!r}, which is no variable of the graph")

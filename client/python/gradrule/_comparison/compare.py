@@ -18,7 +18,7 @@ from gradrule._builder.overrides import Overrides
 from gradrule._comparison import numeric_gradients
 from gradrule._comparison.numeric_gradients import FiniteDifferences
 from gradrule._messages import rpc_calls
-from gradrule._messages.request_messages import Feeds, GradYs, Names, Words, names_of
+from gradrule._messages.call_arguments import Feeds, GradYs, Names, ProgramArguments, names_of
 from gradrule._results.call_results import Explanation, Resolution, Result, Sparse
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
@@ -91,7 +91,7 @@ class Comparison:
         rows: for each label, the tensors on the path from the ys to the xs, then the xs.
         first_differences: by label; None if no gradient differs from the reference's.
         overrides: the rule of each overridden node, by label.
-        finite_differences: None if they were not asked for or could not be computed.
+        finite_differences: None if they were not requested or could not be computed.
         notes: what was left out, and why.
     """
 
@@ -148,8 +148,8 @@ class _Target:
     grad_ys: GradYs | None
     rewrites: Sequence[str]
 
-    def words(self, overrides: Overrides | None, more_xs: Sequence[str] = ()) -> Words:
-        return Words(
+    def arguments(self, overrides: Overrides | None, more_xs: Sequence[str] = ()) -> ProgramArguments:
+        return ProgramArguments(
             ys=self.ys,
             xs=[*self.xs, *more_xs],
             grad_ys=self.grad_ys,
@@ -184,7 +184,7 @@ def plan(
     runs: list[_Run] = []
     for label, chosen in {DEFAULT: None, **overrides}.items():
         run = _Run(label, chosen)
-        explained: Explanation = yield rpc_calls.explain(graph, feeds, None, target.words(chosen))
+        explained: Explanation = yield rpc_calls.explain(graph, feeds, None, target.arguments(chosen))
         try:
             _read(run, explained, label)
         except NoGradientError as refusal:
@@ -228,14 +228,14 @@ def _read(run: _Run, explained: Explanation, label: str) -> None:
 
 def _compared_tensors(target: _Target, runs: Sequence[_Run], notes: list[str]) -> list[str]:
     """Returns the floating-point outputs of the nodes on a path, from the ys to the xs; xs are excluded."""
-    asked = {f"{node}:{index}" for node, index in map(split, target.xs)}
-    wanted = set[str]().union(*(run.path for run in runs))
+    xs = {f"{node}:{index}" for node, index in map(split, target.xs)}
+    on_path = set[str]().union(*(run.path for run in runs))
     found = [
         handle.name
         for node in reversed(_in_order(target.read))
-        if node in wanted
+        if node in on_path
         for handle in target.read.outputs_of(node)
-        if dtype_name(without_ref(handle.number)) in _FLOATS and handle.name not in asked
+        if dtype_name(without_ref(handle.number)) in _FLOATS and handle.name not in xs
     ]
     if len(found) > _MAX_TENSORS:
         notes.append(f"of {len(found)} tensors on the path the {_MAX_TENSORS} nearest to the ys are compared")
@@ -274,7 +274,7 @@ def _gradients(
             notes.append(f"{run.label}: only the gradients of the xs can be compared: {refusal.message}")
         if result is not None and _active(result.overrides) != _active(run.resolutions):
             notes.append(
-                f"{run.label}: only the gradients of the xs can be compared: overrides depend on what is asked"
+                f"{run.label}: only the gradients of the xs can be compared: overrides depend on the requested tensors"
             )
             result = None
     if result is None:
@@ -288,7 +288,7 @@ def _gradients(
 
 
 def _evaluate(target: _Target, run: _Run, between: Sequence[str]) -> rpc_calls.Call[Result]:
-    return rpc_calls.evaluate(target.graph, target.feeds, None, target.words(run.overrides, between))
+    return rpc_calls.evaluate(target.graph, target.feeds, None, target.arguments(run.overrides, between))
 
 
 def _active(resolutions: Sequence[Resolution]) -> set[tuple[str, str, str]]:

@@ -1,1 +1,1 @@
-"""Builds the requests of calls, and says how their answers are decoded."""
+"""Builds the requests of calls and defines how their answers are decoded."""

@@ -8,21 +8,24 @@ from typing import Any
 from gradrule._builder import blob_values
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import ByName, bare
-from gradrule._messages.request_messages import (
+from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
+    ProgramArguments,
+    given_aliases,
+    groups_of,
+    name_of_tensor,
+    with_flat_xs,
+)
+from gradrule._messages.request_messages import (
     TypeOf,
-    Words,
     add_named_tensor,
     evaluate_request,
-    given_aliases,
-    name_of_tensor,
     program_spec,
     types_of_graph,
     types_of_specs,
 )
 from gradrule._messages.rpc_calls import Call, evaluate_call
-from gradrule._messages.x_groups import flat_words, groups_of
 from gradrule._results.answers import labels
 from gradrule._results.call_results import Groups, Sparse, array, gradients_by_x, regrouped
 from gradrule.common.tensor_codec import Array
@@ -40,34 +43,34 @@ Products = ByName[Any]
 
 
 def jvp(
-    graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, words: Words
+    graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, arguments: ProgramArguments
 ) -> Call[Tangents]:
     """Returns the call for Jacobian-vector products of a graph."""
-    blobs = blob_values.fed(feeds, tangents)
-    request = _graph_request(graph, feeds, params, words, program_pb2.Jvp, "jvp", blobs)
+    blobs = blob_values.blobs_in(feeds, tangents)
+    request = _graph_request(graph, feeds, params, arguments, program_pb2.Jvp, "jvp", blobs)
     _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
-    return evaluate_call(request, lambda response: _tangents(response, given_aliases(graph, words)), blobs)
+    return evaluate_call(request, lambda response: _tangents(response, given_aliases(graph, arguments)), blobs)
 
 
 def jacobian(
-    graph: GraphLike, feeds: Feeds | None, params: CallParams | None, words: Words, *, batched: bool
+    graph: GraphLike, feeds: Feeds | None, params: CallParams | None, arguments: ProgramArguments, *, batched: bool
 ) -> Call[Jacobians]:
     """Returns the call for Jacobians of a graph."""
-    blobs = blob_values.fed(feeds)
-    request = _graph_request(graph, feeds, params, words, program_pb2.Jacobian, "jacobian", blobs)
+    blobs = blob_values.blobs_in(feeds)
+    request = _graph_request(graph, feeds, params, arguments, program_pb2.Jacobian, "jacobian", blobs)
     request.spec.jacobian.batched = batched
-    groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
+    groups, aliases = groups_of(arguments.xs, graph), given_aliases(graph, arguments)
     return evaluate_call(request, lambda response: _jacobians(response, groups, aliases), blobs)
 
 
 def hvp(
-    graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, words: Words
+    graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, arguments: ProgramArguments
 ) -> Call[Products]:
     """Returns the call for Hessian-vector products of a graph."""
-    blobs = blob_values.fed(feeds, vectors)
-    request = _graph_request(graph, feeds, params, words, program_pb2.Hvp, "hvp", blobs)
+    blobs = blob_values.blobs_in(feeds, vectors)
+    request = _graph_request(graph, feeds, params, arguments, program_pb2.Hvp, "hvp", blobs)
     _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
-    groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
+    groups, aliases = groups_of(arguments.xs, graph), given_aliases(graph, arguments)
     return evaluate_call(request, lambda response: _products(response, groups, aliases), blobs)
 
 
@@ -78,7 +81,7 @@ def program_jvp(
     request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
     _add_directions(request, tangents, types_of_specs(program.xs), "tangents", program)
     return evaluate_call(
-        request, lambda response: _tangents(response, program.aliases), blob_values.fed(feeds, tangents)
+        request, lambda response: _tangents(response, program.aliases), blob_values.blobs_in(feeds, tangents)
     )
 
 
@@ -89,7 +92,7 @@ def program_jacobian(
     kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
     request = _program_request(program, feeds, params, kind)
     return evaluate_call(
-        request, lambda response: _jacobians(response, groups, program.aliases), blob_values.fed(feeds)
+        request, lambda response: _jacobians(response, groups, program.aliases), blob_values.blobs_in(feeds)
     )
 
 
@@ -100,7 +103,7 @@ def program_hvp(
     request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
     _add_directions(request, vectors, types_of_specs(program.xs), "vectors", program)
     return evaluate_call(
-        request, lambda response: _products(response, groups, program.aliases), blob_values.fed(feeds, vectors)
+        request, lambda response: _products(response, groups, program.aliases), blob_values.blobs_in(feeds, vectors)
     )
 
 
@@ -108,12 +111,12 @@ def _graph_request(
     graph: GraphLike,
     feeds: Feeds | None,
     params: CallParams | None,
-    words: Words,
+    arguments: ProgramArguments,
     kind: type[program_pb2.Jvp | program_pb2.Jacobian | program_pb2.Hvp],
     part: str,
     blobs: blob_values.Blobs,
 ) -> evaluate_pb2.EvaluateRequest:
-    spec, _ = program_spec(graph, flat_words(words, graph), blobs)
+    spec, _ = program_spec(graph, with_flat_xs(arguments, graph), blobs)
     vjp = spec.vjp
     derivative = kind(ys=vjp.ys, xs=vjp.xs, stop_gradients=vjp.stop_gradients)
     if not isinstance(derivative, program_pb2.Jvp):

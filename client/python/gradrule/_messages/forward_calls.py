@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from gradrule._messages import request_messages
+from gradrule._messages.call_arguments import CallParams, Feeds, GradYs
 from gradrule._messages.program_calls import ProgramBase
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
@@ -19,14 +19,14 @@ from gradrule.v1 import evaluate_pb2
 R = TypeVar("R")
 
 Gradients = Mapping[str, Any]
-"""By x an array, a `Sparse`, or None where no y depends on x."""
+"""By x: an array, a `Sparse`, or None if no y depends on x."""
 
-# Errors that mean that the server no longer has the handle: it says so, or the stream of the handle has ended.
+# Errors that mean that the server no longer has the handle, or that the stream of the handle has ended.
 LOST = (HandleExpiredError, UnavailableError)
 
 
 class ForwardBase:
-    """A forward run that the server keeps; the base of `ForwardHandle` and `AsyncForwardHandle`."""
+    """Builds the requests of a forward run that the server keeps; base class of both forward handles."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ForwardBase:
         call = program._call(feeds, params, None, transfer=transfer)
         evaluate = [call.request.SerializeToString(), *(part for parts in call.large for part in parts)]
         self._request, self._blobs = evaluate_pb2.ForwardRequest(), call.blobs
-        # Copied, because it may be sent again later, when the caller has changed the arrays.
+        # Copied, because the request may be sent again after the caller changed the arrays.
         self._large = (wire_format.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, [b"".join(evaluate)]),)
         if ttl is not None:
             self._request.ttl.FromNanoseconds(int(ttl * 1e9))
@@ -52,13 +52,13 @@ class ForwardBase:
 
     @property
     def outputs(self) -> Mapping[str, Array]:
-        """Arrays by fetch, as of the last forward run."""
+        """Arrays of the last forward run, by fetch."""
         answer = self._held.evaluate.SerializeToString()
         return call_results.result(answer, aliases=self._message.aliases).outputs
 
     @property
     def bytes(self) -> int:
-        """Bytes that the server keeps for it on the device."""
+        """Bytes that the server keeps for the run on the device."""
         return self._held.size_bytes
 
     def _forward(self) -> Call[None]:

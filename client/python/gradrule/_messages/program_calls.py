@@ -10,8 +10,8 @@ import numpy as np
 from gradrule._builder import blob_values
 from gradrule._builder.notebook_text import html_table, short_repr
 from gradrule._builder.specs import TensorSpec
-from gradrule._messages import request_messages, rpc_calls
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, Name
+from gradrule._messages import call_arguments, request_messages, rpc_calls
+from gradrule._messages.call_arguments import CallParams, Feeds, GradYs, Name
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results import call_results
 from gradrule._results.answers import Answer, AnswerReader, labeller
@@ -24,12 +24,16 @@ _FEEDS = evaluate_pb2.EvaluateRequest.FEEDS_FIELD_NUMBER
 _GRAD_YS = evaluate_pb2.EvaluateRequest.GRAD_YS_FIELD_NUMBER
 _STACKED = evaluate_pb2.EvaluateRequest(stacked_grad_ys=True).SerializeToString()
 _FIELD_NAMES = {_FEEDS: "feeds", _GRAD_YS: "grad_ys"}
-# Programs that are fed ever new shapes must not fill the memory.
+# Limits the memory for programs whose feeds have many different shapes.
 _MAX_HEADS = 1024
 
 
 class ProgramEncoder:
-    """Writes the calls of a program. Safe to share between threads."""
+    """Writes the calls of a program as bytes. Safe to share between threads.
+
+    The bytes before a tensor's content (name, type, shape, lengths) are the same in every call with a tensor of this
+    type and shape, so they are made once.
+    """
 
     def __init__(self, program: program_pb2.Program) -> None:
         self._program = program
@@ -39,9 +43,9 @@ class ProgramEncoder:
 
     def encode(
         self,
-        feeds: request_messages.Feeds | None,
-        params: request_messages.CallParams | None = None,
-        grad_ys: request_messages.GradYs | None = None,
+        feeds: call_arguments.Feeds | None,
+        params: call_arguments.CallParams | None = None,
+        grad_ys: call_arguments.GradYs | None = None,
         stacked_grad_ys: bool = False,
         packing: Packing | None = None,
     ) -> tuple[list[wire_format.Part], blob_values.Blobs]:
@@ -75,12 +79,12 @@ class ProgramEncoder:
         packing: Packing | None,
     ) -> None:
         if packing is None and type(value) is np.ndarray:
-            # An array of a type and shape for which there is a head was checked when the head was made.
+            # The type and shape of the array were checked when the head was made.
             head = self._heads.get((field, key, value.dtype, value.shape))
             if head is not None:
                 parts += (head, _content(value))
                 return
-        name = request_messages.name_of_tensor(key, self._program)
+        name = call_arguments.name_of_tensor(key, self._program)
         if isinstance(value, blob_values.Blob):
             parts.append(self._message(field, name, value))
             blobs[value.sha256] = value.data
@@ -104,27 +108,27 @@ class ProgramEncoder:
         parts += (head, _content(array))
 
     def _message(self, field: int, name: str, value: Any) -> bytes:
-        """Returns the field for a value that is no array of plain bytes: strings, blobs, arrays without elements."""
+        """Returns the field for a value whose bytes a message does not hold: strings, blobs, empty arrays."""
         request = evaluate_pb2.EvaluateRequest()
         request_messages.add_named_tensor(request, _FIELD_NAMES[field], name, value, self._type_of)
         return request.SerializeToString()
 
 
 def _content(array: tensor_codec.Array) -> wire_format.Part:
-    """Returns an array's bytes: of a small one a copy, which is quicker made than a view, of a large one a view."""
+    """Returns an array's bytes: a copy for small arrays, which is faster than a view, and a view for large ones."""
     if array.nbytes < large_tensors.MIN_LARGE_BYTES and tensor_codec.is_little_endian(array):
         return array.tobytes()
     return tensor_codec.content_of(array)
 
 
 class ProgramBase:
-    """A compiled program as the server described it; the base of `Program` and `AsyncProgram`."""
+    """Describes a compiled program and builds the requests of its calls; base class of `Program` and `AsyncProgram`."""
 
     def __init__(self, message: program_pb2.Program, groups: call_results.Groups = None) -> None:
         self._message = message
         self._groups = groups
         self._overrides = call_results.resolutions(message.overrides)
-        # Answers of a compiled program leave out what the program's own message says.
+        # Answers of a compiled program omit the facts that the program's message contains.
         self._details = call_results.ProgramDetails(
             dict(message.aliases), self._overrides, self.default_gradient_nodes, self.rewritten
         )
@@ -140,7 +144,7 @@ class ProgramBase:
 
     @property
     def groups(self) -> call_results.Groups:
-        """The groups that xs were given in; None if they were a plain list."""
+        """Groups of the xs; None if the xs were given as a list."""
         return self._groups
 
     @property
@@ -155,17 +159,17 @@ class ProgramBase:
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """Dtypes and shapes of the fetches, by the names given."""
+        """Dtypes and shapes of the fetches, by the names in the request."""
         return call_results.specs(self._message.outputs, self._message.aliases)
 
     @property
     def ys(self) -> Mapping[str, TensorSpec]:
-        """Dtypes and shapes of the tensors that are differentiated, by the names given."""
+        """Dtypes and shapes of the ys, by the names in the request."""
         return call_results.specs(self._message.ys, self._message.aliases)
 
     @property
     def xs(self) -> Mapping[str, TensorSpec]:
-        """Dtypes and shapes of the tensors with respect to which they are, by the names given."""
+        """Dtypes and shapes of the xs, by the names in the request."""
         return call_results.specs(self._message.xs, self._message.aliases)
 
     @property
@@ -180,7 +184,7 @@ class ProgramBase:
 
     @property
     def default_gradient_nodes(self) -> list[str]:
-        """Names of the nodes on the path that no override took; they keep TensorFlow's gradient."""
+        """Names of the nodes on the path without an override; they keep TensorFlow's gradient."""
         return list(self._message.default_gradient_nodes)
 
     @property
@@ -195,12 +199,12 @@ class ProgramBase:
 
     @property
     def device(self) -> str:
-        """The device that it runs on, for example `CPU:0`."""
+        """Device that runs the program, for example `CPU:0`."""
         return self._message.device
 
     @property
     def create_time(self) -> float:
-        """When it was first compiled, in seconds since 1970."""
+        """Time of the first compilation, in seconds since 1970."""
         return self._message.create_time.ToNanoseconds() / 1e9
 
     def __repr__(self) -> str:
@@ -238,7 +242,7 @@ class ProgramBase:
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:
-    """Returns the feeds of a call that were given as a dict, by keywords, or both. Raises `UnknownFeedError`."""
+    """Returns the feeds of a call, which may be a dict, keywords or both. Raises `UnknownFeedError`."""
     together: dict[Name, Any] = dict(feeds or {})
     for name, value in named.items():
         if name in together:

@@ -1,9 +1,8 @@
-"""What a user asks, in the words of `tf.gradients` and `Session.run`, as messages."""
+"""Converts the arguments of a call, which are those of `tf.gradients` and `Session.run`, to messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -12,11 +11,20 @@ from google.protobuf.message import Message
 from gradrule._builder import blob_values
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
-from gradrule._builder.handles import Node, TensorHandle, as_tensor
+from gradrule._builder.handles import Node, TensorHandle
 from gradrule._builder.names import bare, near
 from gradrule._builder.node_arguments import natural
-from gradrule._builder.overrides import Overrides, label_of, override_messages
+from gradrule._builder.overrides import label_of, override_messages
 from gradrule._builder.rules import param_value
+from gradrule._messages.call_arguments import (
+    CallParams,
+    Feeds,
+    GradYs,
+    ProgramArguments,
+    aliases_of,
+    name_of_tensor,
+    names_of,
+)
 from gradrule.common import large_tensors, tensor_codec, wire_format
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import (
@@ -30,13 +38,6 @@ from gradrule.errors import (
     UnknownTensorError,
 )
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
-
-Name: TypeAlias = "str | TensorHandle | Node"
-Names: TypeAlias = "Name | Iterable[Name]"
-GroupedNames: TypeAlias = "Names | Mapping[str, Names]"
-Feeds: TypeAlias = "Mapping[Name, Any]"
-GradYs: TypeAlias = "Mapping[Name, Any] | Sequence[Any]"
-CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 
 # Returns the element type of a tensor by name; 0: unknown. The flag: whether expensive lookups are allowed.
 TypeOf: TypeAlias = Callable[[str, bool], int]
@@ -57,63 +58,45 @@ _NO_GRADIENT = {
 _JIT = {"off": program_pb2.JIT_UNSPECIFIED, "auto": program_pb2.JIT_AUTO}
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """Holds the arguments that define a program; `Client.evaluate` documents them."""
-
-    fetches: Names = ()
-    ys: Names = ()
-    xs: GroupedNames = ()
-    grad_ys: GradYs | None = None
-    stop_gradients: Names = ()
-    unconnected_gradients: str = "none"
-    overrides: Overrides | None = None
-    no_gradient: str = "error"
-    rewrites: Sequence[str] = ()
-    dense_gradients: bool = False
-    batching: bool = True
-    jit: str = "off"
-
-
 def program_spec(
-    graph: GraphLike, words: Words, blobs: blob_values.Blobs | None = None
+    graph: GraphLike, arguments: ProgramArguments, blobs: blob_values.Blobs | None = None
 ) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
     """Returns the message of a program, and the upstream gradients that each call sends as values, by y.
 
     Args:
         graph: The graph, as for `graph_bytes`.
-        words: The arguments of the call; `xs` must be flat (see `x_groups`).
+        arguments: The arguments of the call; `xs` must be flat (see `x_groups`).
         blobs: Receives large data by SHA-256, which the message then contains only as a hash; None: the message
             contains all data.
 
     Raises:
         GradruleError: An argument is not valid.
     """
-    unconnected = _chosen(words.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
+    unconnected = _chosen(arguments.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
     spec = program_pb2.ProgramSpec(
-        fetches=names_of(words.fetches, graph),
-        no_gradient=_chosen(words.no_gradient, _NO_GRADIENT, "no_gradient"),
-        overrides=override_messages(words.overrides),
-        rewrites=[words.rewrites] if isinstance(words.rewrites, str) else list(words.rewrites),
+        fetches=names_of(arguments.fetches, graph),
+        no_gradient=_chosen(arguments.no_gradient, _NO_GRADIENT, "no_gradient"),
+        overrides=override_messages(arguments.overrides),
+        rewrites=[arguments.rewrites] if isinstance(arguments.rewrites, str) else list(arguments.rewrites),
         aliases=aliases_of(graph),
     )
-    if not words.batching:
+    if not arguments.batching:
         spec.batching.allowed = False
-    spec.jit = _chosen(words.jit, _JIT, "jit")
+    spec.jit = _chosen(arguments.jit, _JIT, "jit")
     for override in spec.overrides:
         _resolve_aliases(override.selector, aliases_of(graph))
     put_graph(graph, spec.graph, blobs)
     if isinstance(graph, Graph):
         spec.variables.extend(graph.variables.messages(blobs))
-    y_names, x_names = names_of(words.ys, graph), names_of(words.xs, graph)
-    tensors, values = _split_grad_ys(words.grad_ys, y_names, graph)
-    stops = names_of(words.stop_gradients, graph)
+    y_names, x_names = names_of(arguments.ys, graph), names_of(arguments.xs, graph)
+    tensors, values = _split_grad_ys(arguments.grad_ys, y_names, graph)
+    stops = names_of(arguments.stop_gradients, graph)
     if y_names or x_names or stops or tensors or values:
         spec.vjp.ys.extend(y_names)
         spec.vjp.xs.extend(x_names)
         spec.vjp.stop_gradients.extend(stops)
         spec.vjp.unconnected_gradients = unconnected
-        spec.vjp.dense_gradients = words.dense_gradients
+        spec.vjp.dense_gradients = arguments.dense_gradients
         for y, tensor in tensors.items():
             spec.vjp.grad_ys.add(y=y, tensor=tensor)
         # Send recorded overrides only with ys: the server rejects overrides without ys.
@@ -249,58 +232,6 @@ def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dic
             f"grad_ys of {y!r} names the tensor {tensors[y]!r}; names are given to compile, calls give arrays"
         )
     return values
-
-
-def names_of(names: Names, graph: GraphLike | None = None) -> list[str]:
-    """Returns the names of tensors that are given as names or handles, one or several."""
-    return [name_of_tensor(name, graph) for name in listed(names)]
-
-
-def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
-    """Returns the name of a tensor.
-
-    Args:
-        name: A name, an alias, a handle, or a node with one output.
-        graph: The graph that the tensor belongs to; resolves aliases.
-
-    Raises:
-        UnknownTensorError: A handle belongs to another graph, or the value does not name a tensor.
-    """
-    name = as_tensor(name)
-    if isinstance(name, TensorHandle):
-        if isinstance(graph, Graph) and name.graph is not graph:
-            raise UnknownTensorError(f"the handle {name.name!r} belongs to another graph")
-        return name.name
-    if not isinstance(name, str):
-        raise UnknownTensorError(f"a tensor is named by a string or a handle, not by {type(name).__name__}")
-    return aliases_of(graph).get(name, name)
-
-
-def aliases_of(graph: GraphLike | None) -> Mapping[str, str]:
-    """Returns the aliases of a graph or program; empty for other graphs."""
-    return graph.aliases if isinstance(graph, Graph | program_pb2.Program) else {}
-
-
-def given_aliases(graph: GraphLike, words: Words) -> dict[str, str]:
-    """Returns a graph's aliases, with the names that the request uses first.
-
-    Results name a tensor by its first alias.
-    """
-    aliases = aliases_of(graph)
-    if not aliases:
-        return {}
-    requested = [
-        name for names in (words.fetches, words.ys, words.xs) for name in listed(names) if isinstance(name, str)
-    ]
-    # If the request uses a tensor's own name, results use it too.
-    return {name: aliases.get(name, name) for name in requested} | dict(aliases)
-
-
-def listed(names: GroupedNames) -> list[Any]:
-    """Returns names as a flat list: one name, several names, or groups of names."""
-    if isinstance(names, Mapping):
-        return [name for group in names.values() for name in listed(group)]
-    return [names] if isinstance(names, str | TensorHandle | Node) else list(names)
 
 
 def add_named_tensor(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
 from gradrule._builder.blob_values import Data, Upload
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, sent_bytes
-from gradrule._messages import request_messages
+from gradrule._messages import call_arguments, request_messages
+from gradrule._messages.call_arguments import groups_of, with_flat_xs
 from gradrule._messages.transfer_options import PLAIN, Transfer
-from gradrule._messages.x_groups import flat_words, groups_of
 from gradrule._results import call_results
 from gradrule._results.answers import AnswerReader, labeller
 from gradrule.common import wire_format
@@ -23,28 +23,24 @@ from gradrule.v1 import blob_pb2, evaluate_pb2, program_pb2
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 
-UnconnectedGradients: TypeAlias = Literal["none", "zero"]
-NoGradient: TypeAlias = Literal["error", "default", "pass", "zero"]
-Jit: TypeAlias = Literal["off", "auto"]
-RuleKind: TypeAlias = Literal["user", "builtin", "op"]
 
 _PACKAGE = "gradrule.v1"
 EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"
 PAGE_SIZE = 1000
-"""Most rules or programs in one page of a list."""
+"""Maximum number of rules or programs in one page of a list."""
 # A server that is short of space may evict a blob right after its upload.
 _UPLOAD_TRIES = 3
 
 
 class Call(NamedTuple, Generic[R]):
-    """One RPC, or one request of StreamEvaluate.
+    """Describes one RPC, or one request of StreamEvaluate.
 
     Attributes:
         method: Path of the RPC; with `on_stream` the name of the request's field.
         request: The request, without the tensors in `large`.
         answer: Reads the answer's bytes.
         decode: Makes the result from what `answer` returns.
-        blobs: Bytes that the request names by their SHA-256.
+        blobs: Blobs that the request names, by SHA-256.
         on_stream: Whether it is a request of StreamEvaluate.
         large: Bytes of the request that follow those of `request`.
         reader: Reads the answer if it may be in shared memory.
@@ -74,16 +70,16 @@ def unary(method: str, request: Message, response: type[M], decode: Callable[[M]
 
 def evaluate(
     graph: GraphLike,
-    feeds: request_messages.Feeds | None,
-    params: request_messages.CallParams | None,
-    words: request_messages.Words,
+    feeds: call_arguments.Feeds | None,
+    params: call_arguments.CallParams | None,
+    arguments: call_arguments.ProgramArguments,
     stacked_grad_ys: bool = False,
     transfer: Transfer = PLAIN,
 ) -> Call[call_results.Result]:
     """Returns the call of Evaluate for a graph."""
-    groups = groups_of(words.xs, graph)
-    blobs = blob_values.fed(feeds, words.grad_ys)
-    spec, grad_ys = request_messages.program_spec(graph, flat_words(words, graph), blobs)
+    groups = groups_of(arguments.xs, graph)
+    blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
+    spec, grad_ys = request_messages.program_spec(graph, with_flat_xs(arguments, graph), blobs)
     type_of = request_messages.types_of_graph(graph)
     large: list[wire_format.Parts] = []
     request = request_messages.evaluate_request(
@@ -98,7 +94,7 @@ def evaluate(
     )
     transfer.prepare(request)
     request.spec.CopyFrom(spec)
-    aliases = request_messages.given_aliases(graph, words)
+    aliases = call_arguments.given_aliases(graph, arguments)
     details = call_results.ProgramDetails(aliases)
     reader = AnswerReader(labeller(aliases), keep_bfloat16=transfer.keep_wire_dtype)
     return Call(
@@ -113,10 +109,12 @@ def evaluate(
     )
 
 
-def compile_program(graph: GraphLike, name: str | None, words: request_messages.Words) -> Call[program_pb2.Program]:
+def compile_program(
+    graph: GraphLike, name: str | None, arguments: call_arguments.ProgramArguments
+) -> Call[program_pb2.Program]:
     """Returns the call of CompileProgram."""
     blobs: blob_values.Blobs = {}
-    spec, grad_ys = request_messages.program_spec(graph, flat_words(words, graph), blobs)
+    spec, grad_ys = request_messages.program_spec(graph, with_flat_xs(arguments, graph), blobs)
     if grad_ys:
         raise InvalidDerivativeError(
             f"grad_ys of {next(iter(grad_ys))!r} is a value; compile takes names of tensors, calls give values"
@@ -132,17 +130,17 @@ def compile_program(graph: GraphLike, name: str | None, words: request_messages.
 
 def explain(
     graph: GraphLike,
-    feeds: request_messages.Feeds | None,
-    params: request_messages.CallParams | None,
-    words: request_messages.Words,
+    feeds: call_arguments.Feeds | None,
+    params: call_arguments.CallParams | None,
+    arguments: call_arguments.ProgramArguments,
 ) -> Call[call_results.Explanation]:
     """Returns the call of CompileProgram that only checks. Feeds, params and arrays are checked here and not sent."""
     blobs: blob_values.Blobs = {}
-    spec, grad_ys = request_messages.program_spec(graph, flat_words(words, graph), blobs)
+    spec, grad_ys = request_messages.program_spec(graph, with_flat_xs(arguments, graph), blobs)
     type_of = request_messages.types_of_graph(graph)
     call = request_messages.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     request_messages.check_call(spec, call, graph)
-    aliases = request_messages.given_aliases(graph, words)
+    aliases = call_arguments.given_aliases(graph, arguments)
     sent = sent_bytes(graph)
     return Call(
         f"/{_PACKAGE}.ProgramService/CompileProgram",

@@ -14,9 +14,9 @@ from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import ByName, bare
 from gradrule._builder.overrides import Overrides
 from gradrule._builder.specs import TensorSpec
-from gradrule._messages import request_messages
+from gradrule._messages import call_arguments, request_messages
+from gradrule._messages.call_arguments import CallParams, Feeds, Name, Names, NoGradient
 from gradrule._messages.error_status import error_from_status, serialized
-from gradrule._messages.request_messages import CallParams, Feeds, Name, Names
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
@@ -36,13 +36,13 @@ _FLOATS = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE, Dt.D
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The result of one training step.
+    """Holds the result of one training step.
 
     Attributes:
         loss: The loss before the update.
         outputs: Arrays by fetch, before the update.
-        step: How many steps the session has run.
-        timings: How long the step took.
+        step: Number of steps that the session has run.
+        timings: Durations of the step.
         overrides: The rule that each node got; only with the first step of its kind.
     """
 
@@ -54,12 +54,12 @@ class StepResult:
 
 
 class SessionOptions(NamedTuple):
-    """The arguments that a session is opened with."""
+    """Holds the arguments of a session."""
 
     graph: GraphLike
     overrides: Overrides | None
     variables: Mapping[str, Any] | None
-    no_gradient: str
+    no_gradient: NoGradient
     transfer: Transfer
 
 
@@ -69,7 +69,7 @@ class SessionBase:
     def __init__(self, options: SessionOptions) -> None:
         self._transfer = options.transfer
         self._graph = options.graph
-        self._words = request_messages.Words(overrides=options.overrides, no_gradient=options.no_gradient)
+        self._words = call_arguments.ProgramArguments(overrides=options.overrides, no_gradient=options.no_gradient)
         self._given = dict(options.variables or {})
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers: dict[str, int] = {}
@@ -86,7 +86,7 @@ class SessionBase:
         return request_messages.types_of_graph(self._graph)(name, needed) if number is None else number
 
     def _start(self) -> Call[None]:
-        blobs = blob_values.fed(self._given)
+        blobs = blob_values.blobs_in(self._given)
         # The session differentiates later, so the overrides recorded by the builder are sent too.
         spec, _ = request_messages.program_spec(self._graph, self._words, blobs)
         start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
@@ -111,9 +111,9 @@ class SessionBase:
     ) -> Call[StepResult]:
         if not isinstance(optimizer, Optimizer):
             raise InvalidOptimizerError(f"an optimiser is one of gradrule.optimizers, not {type(optimizer).__name__}")
-        names_given = request_messages.names_of(variables, self._graph) or self._trainable()
-        loss_name = request_messages.name_of_tensor(loss, self._graph)
-        names = request_messages.names_of(fetches, self._graph)
+        names_given = call_arguments.names_of(variables, self._graph) or self._trainable()
+        loss_name = call_arguments.name_of_tensor(loss, self._graph)
+        names = call_arguments.names_of(fetches, self._graph)
         call = self._call(feeds, params)
         request = session_pb2.StepRequest(
             feeds=call.feeds,
@@ -134,7 +134,7 @@ class SessionBase:
                 call_results.resolutions(answer.overrides),
             )
 
-        return Call("step", request, session_pb2.StepResponse.FromString, decode, blob_values.fed(feeds))
+        return Call("step", request, session_pb2.StepResponse.FromString, decode, blob_values.blobs_in(feeds))
 
     def _trainable(self) -> list[str]:
         """Returns the variables to train; empty if the graph marks none as not trainable."""
@@ -149,17 +149,17 @@ class SessionBase:
     def _evaluate(
         self,
         feeds: Feeds | None,
-        words: request_messages.Words,
+        arguments: call_arguments.ProgramArguments,
         params: CallParams | None,
     ) -> Call[call_results.Result]:
-        spec, values = request_messages.program_spec(self._graph, words)
+        spec, values = request_messages.program_spec(self._graph, arguments)
         call = self._call(feeds, params)
         request = session_pb2.SessionEvaluateRequest(feeds=call.feeds, fetches=spec.fetches, params=call.params)
         if spec.WhichOneof("derivative") == "vjp":
             request.vjp.CopyFrom(spec.vjp)
         for y, value in values.items():
             request_messages.add_named_tensor(request, "grad_ys", y, value, self._type_of)
-        blobs = blob_values.fed(feeds, words.grad_ys)
+        blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
 
         def decode(answer: evaluate_pb2.EvaluateResponse) -> call_results.Result:
             return call_results.result(answer.SerializeToString())
@@ -167,7 +167,7 @@ class SessionBase:
         return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode, blobs)
 
     def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:
-        request = session_pb2.ReadRequest(variables=request_messages.names_of(names, self._graph))
+        request = session_pb2.ReadRequest(variables=call_arguments.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
             return ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
@@ -178,7 +178,7 @@ class SessionBase:
         request = session_pb2.AssignRequest()
         self._add_variables(request, values, "values")
         answer = session_pb2.AssignResponse.FromString
-        return Call("assign", request, answer, lambda _: None, blob_values.fed(values))
+        return Call("assign", request, answer, lambda _: None, blob_values.blobs_in(values))
 
     def _saved(self, values: Mapping[str, Array]) -> Graph:
         graph = Graph.from_bytes(graph_sources.graph_bytes(self._graph))
@@ -190,7 +190,7 @@ class SessionBase:
 
     def _add_variables(self, request: Message, values: Mapping[Any, Any], what: str) -> None:
         for key, value in values.items():
-            name = request_messages.name_of_tensor(key, self._graph)
+            name = call_arguments.name_of_tensor(key, self._graph)
             request_messages.add_named_tensor(request, "variables", name, value, self._type_of, what=what)
 
     def _call(self, feeds: Feeds | None, params: CallParams | None) -> evaluate_pb2.EvaluateRequest:

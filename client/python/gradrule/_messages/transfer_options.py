@@ -20,12 +20,12 @@ _COMPRESSIONS = (None, "gzip", "zstd")
 _WIRE_DTYPES = (None, "bfloat16")
 
 ANSWER_COMPRESSION = ("gradrule-answer-compression", "gzip")
-"""Metadata that asks the server to compress answers by gRPC."""
+"""Metadata that requests the compression of answers by gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How tensors are transferred, for all calls of a client (`connect`) or for one call. The default: as they are.
+    """Selects how tensors are transferred, for all calls of a client (`connect`) or for one call. Default: unchanged.
 
     Args:
         compression: `"zstd"` compresses tensors of 1 KiB or more, in both directions, if that makes them smaller. It
@@ -33,7 +33,7 @@ class Transfer:
             of a connection, so only `connect` takes it; it needs ten times the processor time.
         wire_dtype: `"bfloat16"` sends float32 tensors as bfloat16, in both directions, rounded to nearest, ties to
             even. That keeps 8 of 24 bits of precision (a relative error of at most 2**-8; values beyond 3.39e38 become
-            infinite) and halves the bytes. The program computes in float32. Other dtypes are sent as they are.
+            infinite) and halves the bytes. The program computes in float32. Other dtypes are sent unchanged.
         keep_wire_dtype: Return float32 results that were sent as bfloat16 as bfloat16 arrays, not as float32.
 
     Raises:
@@ -45,7 +45,7 @@ class Transfer:
     wire_dtype: Literal["bfloat16"] | None = None
     keep_wire_dtype: bool = False
     packing: Packing | None = field(init=False, repr=False, compare=False)
-    """How each tensor is packed; None: not at all."""
+    """Packing of each tensor; None: no packing."""
 
     def __post_init__(self) -> None:
         if self.compression not in _COMPRESSIONS:
@@ -79,7 +79,7 @@ class Transfer:
         return grpc.Compression.Gzip if self.compression == "gzip" else None
 
     def of_call(self) -> Transfer:
-        """Returns the options if one call can have them. Raises `InvalidParamError` for gzip."""
+        """Returns the options if they are valid for one call. Raises `InvalidParamError` for gzip."""
         if self.compression == "gzip":
             raise InvalidParamError(
                 "gzip compresses a whole connection: give it to connect; one call can have compression='zstd'"
@@ -145,4 +145,4 @@ class Transfer:
 
 
 PLAIN = Transfer()
-"""Tensors are sent as they are."""
+"""Sends tensors unchanged."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from gradrule._picture import page, svg
-from gradrule._picture.facts import facts_of
-from gradrule._picture.reading import read
-from gradrule._picture.view import View, view_of
+from gradrule._picture.facts import collect_facts
+from gradrule._picture.reading import read_structure
+from gradrule._picture.view import View, build_view
 from gradrule.errors import InvalidGraphError
 from gradrule.v1.graph_pb2 import Graph
 
@@ -28,10 +28,10 @@ def view(explanation: Explanation, graph: bytes) -> View:
         InvalidGraphError: The bytes are not a GraphDef.
     """
     try:
-        structure = read(Graph.FromString(graph))
+        structure = read_structure(Graph.FromString(graph))
     except DecodeError as cause:
         raise InvalidGraphError(f"these {len(graph)} bytes are no GraphDef: {cause}") from None
-    return view_of(structure, facts_of(structure, explanation))
+    return build_view(structure, collect_facts(structure, explanation))
 
 
 def draw_svg(explanation: Explanation, graph: bytes) -> str:

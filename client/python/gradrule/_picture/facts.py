@@ -67,13 +67,15 @@ class Facts:
     notes: list[str]
 
 
-def facts_of(structure: Structure, explanation: Explanation) -> Facts:
+def collect_facts(structure: Structure, explanation: Explanation) -> Facts:
     """Combines a graph's structure with its explanation. Nodes that the structure lacks become notes."""
     facts = [Fact() for _ in structure.leaves]
-    places: dict[str, list[int]] = {}
+    leaves_by_name: dict[str, list[int]] = {}
     for index, leaf in enumerate(structure.leaves):
-        places.setdefault(leaf.name, []).append(index)
-    notes = [f"{name} is not opened: its functions go too deep or are too many" for name in structure.closed]
+        leaves_by_name.setdefault(leaf.name, []).append(index)
+    notes = [
+        f"{name} is not expanded: its functions are nested too deeply or are too many" for name in structure.unexpanded
+    ]
     xs, ys = ([spec.name for spec in group.values()] for group in (explanation.xs, explanation.ys))
     for names, role in ((xs, "is_x"), (ys, "is_y")):
         for name in names:
@@ -84,27 +86,33 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
                 setattr(facts[place], role, True)
     rules: dict[str, int] = {}
     requested: set[int] = set()
-    sure = {found[0] for name in explanation.default_gradient_nodes if len(found := places.get(name, [])) == 1}
+    certain = {
+        found[0] for name in explanation.default_gradient_nodes if len(found := leaves_by_name.get(name, [])) == 1
+    }
     for item in explanation.overrides:
         rule = rules.setdefault(rule_text(item), len(rules))
-        found = [index for name in item.nodes or (item.node,) for index in _at(structure, places, name, item.function)]
+        found = [
+            index
+            for name in item.nodes or (item.node,)
+            for index in _leaves_named(structure, leaves_by_name, name, item.function)
+        ]
         for index in found:
             facts[index].rule, facts[index].label, facts[index].status = rule, item.label, item.status
         if item.status == ACTIVE:
             requested.update(found)
-            sure.update(() if item.nodes else found)
+            certain.update(() if item.nodes else found)
         if not found:
             notes.append(f"{item.node} ({item.status.replace('_', ' ')}, {rule_text(item)}) is not in the picture")
-    requested.update(_inside(structure, [index for index in requested if structure.leaves[index].calls]))
-    reported = {index for name in explanation.default_gradient_nodes for index in places.get(name, ())}
-    rewritten = {index for name in explanation.rewritten for index in places.get(name, ())}
+    requested.update(_leaves_inside(structure, [index for index in requested if structure.leaves[index].calls]))
+    reported = {index for name in explanation.default_gradient_nodes for index in leaves_by_name.get(name, ())}
+    rewritten = {index for name in explanation.rewritten for index in leaves_by_name.get(name, ())}
     for index in rewritten:
         facts[index].rewritten = True
     for finding in explanation.findings:
-        for index in places.get(finding.node, ()):
+        for index in leaves_by_name.get(finding.node, ()):
             facts[index].wrong.append(finding.message)
     path = _path(structure, xs, ys)
-    _mark(structure, facts, path, requested | reported | rewritten, sure)
+    _mark_path(structure, facts, path, requested | reported | rewritten, certain)
     wrong = [f"{finding.reason}: {finding.message}" for finding in explanation.findings]
     return Facts(facts, path, list(rules), ys, xs, wrong, notes)
 
@@ -116,14 +124,14 @@ def rule_text(item: Resolution) -> str:
     return f"{item.rule} ({item.label})" if item.rule == "inline" and item.label else item.rule
 
 
-def _at(structure: Structure, places: dict[str, list[int]], name: str, function: str) -> list[int]:
+def _leaves_named(structure: Structure, leaves_by_name: dict[str, list[int]], name: str, function: str) -> list[int]:
     """Returns the leaves with a name; a loop's condition and body may have one each, in different functions."""
-    found = places.get(name, [])
+    found = leaves_by_name.get(name, [])
     exact = [index for index in found if structure.leaves[index].function == function]
     return exact or found
 
 
-def _inside(structure: Structure, calls: Iterable[int]) -> list[int]:
+def _leaves_inside(structure: Structure, calls: Iterable[int]) -> list[int]:
     """Returns the leaves inside calls that have a rule as a whole; the server does not compute their gradients."""
     outer = {structure.leaves[index].name for index in calls}
     found = []
@@ -143,13 +151,13 @@ def _path(structure: Structure, xs: Iterable[str], ys: Iterable[str]) -> bytearr
         for source in sources:
             after[source].append(vertex)
     reached, needed = (
-        _reach([found for name in names if (found := structure.vertex_of(name)) is not None], edges)
+        _reachable([found for name in names if (found := structure.vertex_of(name)) is not None], edges)
         for names, edges in ((xs, after), (ys, structure.before))
     )
     return bytearray(map(int.__and__, reached, needed))
 
 
-def _reach(seeds: list[int], edges: list[list[int]]) -> bytearray:
+def _reachable(seeds: list[int], edges: list[list[int]]) -> bytearray:
     seen = bytearray(len(edges))
     pending = list(seeds)
     for vertex in seeds:
@@ -162,7 +170,7 @@ def _reach(seeds: list[int], edges: list[list[int]]) -> bytearray:
     return seen
 
 
-def _mark(structure: Structure, facts: list[Fact], path: bytearray, reported: set[int], sure: set[int]) -> None:
+def _mark_path(structure: Structure, facts: list[Fact], path: bytearray, reported: set[int], certain: set[int]) -> None:
     """Marks the leaves on the path.
 
     Args:
@@ -170,7 +178,7 @@ def _mark(structure: Structure, facts: list[Fact], path: bytearray, reported: se
         facts: Facts about the leaves, which are changed.
         path: Flag per vertex, which is changed.
         reported: Leaves that the server may have reported; if empty, only the structure determines the path.
-        sure: Leaves that are on the path independently of the structure, because gradients also pass resources.
+        certain: Leaves that are on the path independently of the structure, because gradients also pass resources.
     """
     for (call, _), vertex in structure.outputs.items():
         facts[call].on_path |= bool(path[vertex])
@@ -179,4 +187,4 @@ def _mark(structure: Structure, facts: list[Fact], path: bytearray, reported: se
         if not leaf.calls:
             path[leaf.vertex] &= not reported or index in reported or fact.is_x or fact.is_y
             fact.on_path = bool(path[leaf.vertex])
-        fact.on_path |= index in sure
+        fact.on_path |= index in certain

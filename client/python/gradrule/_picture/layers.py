@@ -11,31 +11,31 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 # Maximum number of boxes in a row; a larger layer gets several rows.
-_WIDTH = 10
+_MAX_ROW_BOXES = 10
 # Maximum number of rows in which an edge has a bend; this limits the number of bends per box.
-SPAN = 16
-_SWEEPS = 5
+MAX_BEND_ROWS = 16
+_SWEEP_COUNT = 5
 
 # A box (>= 0), or a bend (< 0): a position in a row that edges of a box pass.
 Item = int
 
 
-def leaving(box: int) -> Item:
+def leaving_bend(box: int) -> Item:
     """Returns the bend of the edges that leave a box downwards."""
     return -2 * box - 1
 
 
-def entering(box: int) -> Item:
+def entering_bend(box: int) -> Item:
     """Returns the bend of the edges that enter a box from outside of its scope."""
     return -2 * box - 2
 
 
-def box_of(item: Item) -> int:
+def item_box(item: Item) -> int:
     """Returns the box of an item: itself, or the box that a bend belongs to."""
     return item if item >= 0 else (-item - 1) // 2
 
 
-def rows_of(
+def compute_rows(
     boxes: Sequence[int],
     edges: Iterable[tuple[int, int]],
     entered: Collection[int] = (),
@@ -55,18 +55,18 @@ def rows_of(
     after: dict[int, list[int]] = {box: [] for box in boxes}
     for source, target in edges:
         after[source].append(target)
-    place = _flow(boxes, after)
-    forward = {box: [other for other in after[box] if place[other] > place[box]] for box in boxes}
-    layer = _layers(sorted(boxes, key=place.__getitem__), forward)
-    grid = _Grid(_wrapped(boxes, layer, place))
+    positions = _depth_first_positions(boxes, after)
+    forward = {box: [other for other in after[box] if positions[other] > positions[box]] for box in boxes}
+    layer = _layer_numbers(sorted(boxes, key=positions.__getitem__), forward)
+    grid = _Grid(_split_layers(boxes, layer, positions))
     for box in boxes:
-        grid.lead(box, forward[box], enters=box in entered, leaves=box in left)
-    for sweep in range(_SWEEPS):
+        grid.add_edges(box, forward[box], enters=box in entered, leaves=box in left)
+    for sweep in range(_SWEEP_COUNT):
         grid.sweep(down=sweep % 2 == 0)
     return grid.rows
 
 
-def _flow(boxes: Sequence[int], after: dict[int, list[int]]) -> dict[int, int]:
+def _depth_first_positions(boxes: Sequence[int], after: dict[int, list[int]]) -> dict[int, int]:
     """Returns the position of each box in depth-first order; an edge to an earlier position closes a cycle."""
     finished: list[int] = []
     seen: set[int] = set()
@@ -85,29 +85,29 @@ def _flow(boxes: Sequence[int], after: dict[int, list[int]]) -> dict[int, int]:
     return {box: index for index, box in enumerate(reversed(finished))}
 
 
-def _layers(in_flow: Sequence[int], forward: dict[int, list[int]]) -> dict[int, int]:
-    layer = dict.fromkeys(in_flow, 0)
-    fed: set[int] = set()
-    for box in in_flow:
+def _layer_numbers(ordered: Sequence[int], forward: dict[int, list[int]]) -> dict[int, int]:
+    layer = dict.fromkeys(ordered, 0)
+    has_input: set[int] = set()
+    for box in ordered:
         for follower in forward[box]:
             layer[follower] = max(layer[follower], layer[box] + 1)
-            fed.add(follower)
+            has_input.add(follower)
     last = max(layer.values(), default=0)
-    for box in in_flow:
-        if box not in fed:
+    for box in ordered:
+        if box not in has_input:
             # Put a constant above its first user, and a box without edges at the end.
             layer[box] = min((layer[other] for other in forward[box]), default=last + 2) - 1
     return layer
 
 
-def _wrapped(boxes: Sequence[int], layer: dict[int, int], place: dict[int, int]) -> list[list[int]]:
+def _split_layers(boxes: Sequence[int], layer: dict[int, int], positions: dict[int, int]) -> list[list[int]]:
     layers: dict[int, list[int]] = {}
-    for box in sorted(boxes, key=place.__getitem__):
+    for box in sorted(boxes, key=positions.__getitem__):
         layers.setdefault(layer[box], []).append(box)
     rows = []
     for number in sorted(layers):
         members = layers[number]
-        count = -(-len(members) // _WIDTH)
+        count = -(-len(members) // _MAX_ROW_BOXES)
         cuts = [len(members) * cut // count for cut in range(count + 1)]
         rows += [members[start:end] for start, end in itertools.pairwise(cuts)]
     return rows
@@ -118,48 +118,50 @@ class _Grid:
     """Holds rows of items, and for each item the connected items in the rows above and below."""
 
     rows: list[list[Item]]
-    at: dict[int, int]
+    row_of: dict[int, int]
     above: dict[tuple[int, Item], list[Item]]
     below: dict[tuple[int, Item], list[Item]]
 
     def __init__(self, rows: list[list[int]]) -> None:
         self.rows = [list(row) for row in rows]
-        self.at = {box: number for number, row in enumerate(rows) for box in row}
+        self.row_of = {box: number for number, row in enumerate(rows) for box in row}
         self.above, self.below = {}, {}
 
-    def lead(self, box: int, followers: Sequence[int], *, enters: bool, leaves: bool) -> None:
+    def add_edges(self, box: int, followers: Sequence[int], *, enters: bool, leaves: bool) -> None:
         """Adds bends for the edges from a box to its followers, and for edges across the scope's border."""
-        start = self.at[box]
-        ends = [self.at[other] for other in followers]
+        start = self.row_of[box]
+        ends = [self.row_of[other] for other in followers]
         last = len(self.rows) if leaves else max(ends, default=0)
-        bent = max(min(last - 1, start + SPAN), start)
+        bent = max(min(last - 1, start + MAX_BEND_ROWS), start)
         for number in range(start + 1, bent + 1):
-            self.rows[number].append(leaving(box))
-            self._tie(number, self._upper(box, number), leaving(box))
+            self.rows[number].append(leaving_bend(box))
+            self._connect(number, self._upper_item(box, number), leaving_bend(box))
         for other, end in zip(followers, ends, strict=True):
             if end - 1 <= bent:
-                self._tie(end, self._upper(box, end), other)
-        for number in range(max(start - SPAN, 0), start) if enters else ():
-            self.rows[number].append(entering(box))
-            self._tie(number + 1, entering(box), box if number + 1 == start else entering(box))
+                self._connect(end, self._upper_item(box, end), other)
+        for number in range(max(start - MAX_BEND_ROWS, 0), start) if enters else ():
+            self.rows[number].append(entering_bend(box))
+            self._connect(number + 1, entering_bend(box), box if number + 1 == start else entering_bend(box))
 
-    def _upper(self, box: int, number: int) -> Item:
-        return box if number == self.at[box] + 1 else leaving(box)
+    def _upper_item(self, box: int, number: int) -> Item:
+        return box if number == self.row_of[box] + 1 else leaving_bend(box)
 
-    def _tie(self, number: int, upper: Item, lower: Item) -> None:
+    def _connect(self, number: int, upper: Item, lower: Item) -> None:
         self.above.setdefault((number, lower), []).append(upper)
         self.below.setdefault((number - 1, upper), []).append(lower)
 
     def sweep(self, *, down: bool) -> None:
         """Sorts each row by the mean position of the connected items in the row above or below."""
-        ties, step = (self.above, -1) if down else (self.below, 1)
+        connections, step = (self.above, -1) if down else (self.below, 1)
         numbers = range(1, len(self.rows)) if down else range(len(self.rows) - 2, -1, -1)
         for number in numbers:
             other = self.rows[number + step]
-            place = {item: index / len(other) for index, item in enumerate(other)}
+            positions = {item: index / len(other) for index, item in enumerate(other)}
             row = self.rows[number]
-            wish = {}
+            targets = {}
             for index, item in enumerate(row):
-                tied = ties.get((number, item))
-                wish[item] = sum(place[each] for each in tied) / len(tied) if tied else index / len(row)
-            row.sort(key=wish.__getitem__)
+                connected = connections.get((number, item))
+                targets[item] = (
+                    sum(positions[each] for each in connected) / len(connected) if connected else index / len(row)
+                )
+            row.sort(key=targets.__getitem__)

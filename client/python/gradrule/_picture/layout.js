@@ -4,27 +4,27 @@
 const layout = (() => {
   const GAP = 18, ROW_GAP = 34, PAD = 14, HEAD = 24, BEND = 8, ROOT = 0;
 
-  const leaving = (box) => -2 * box - 1;
-  const entering = (box) => -2 * box - 2;
-  const boxOf = (item) => (item >= 0 ? item : Math.floor((-item - 1) / 2));
-  const endOf = (item) => (item === entering(boxOf(item)) ? item : boxOf(item));
+  const leavingBend = (box) => -2 * box - 1;
+  const enteringBend = (box) => -2 * box - 2;
+  const itemBox = (item) => (item >= 0 ? item : Math.floor((-item - 1) / 2));
+  const sourceKey = (item) => (item === enteringBend(itemBox(item)) ? item : itemBox(item));
   const bendKey = (scope, number, item) => `${scope} ${number} ${item}`;
 
   // Returns rectangles by box, top and bottom of rows by open scope, and middles of bends. `opened`: a set of scopes.
   function place(view, opened) {
     const order = [ROOT];
     for (const box of order) order.push(...view.children[box].filter((child) => opened.has(child)));
-    const insides = new Map();
-    for (const box of [...order].reverse()) insides.set(box, insideOf(view, box, insides));
+    const layouts = new Map();
+    for (const box of [...order].reverse()) layouts.set(box, scopeLayout(view, box, layouts));
     const rects = new Map(), bands = new Map(), bends = new Map();
-    rects.set(ROOT, { x: 0, y: 0, w: insides.get(ROOT).w, h: insides.get(ROOT).h });
+    rects.set(ROOT, { x: 0, y: 0, w: layouts.get(ROOT).w, h: layouts.get(ROOT).h });
     for (const box of order) {
-      const inside = insides.get(box), at = rects.get(box);
-      bands.set(box, inside.bands.map(([top, bottom]) => [at.y + top, at.y + bottom]));
+      const inner = layouts.get(box), at = rects.get(box);
+      bands.set(box, inner.bands.map(([top, bottom]) => [at.y + top, at.y + bottom]));
       view.rows[box].forEach((row, number) => {
         const top = bands.get(box)[number][0];
         row.forEach((item, index) => {
-          const [w, h] = sizeOf(view, item, insides), x = at.x + inside.lefts[number][index];
+          const [w, h] = sizeOf(view, item, layouts), x = at.x + inner.lefts[number][index];
           if (item < 0) bends.set(bendKey(box, number, item), x + w / 2);
           else rects.set(item, { x, y: top, w, h });
         });
@@ -33,20 +33,20 @@ const layout = (() => {
     return { rects, bands, bends };
   }
 
-  function sizeOf(view, item, insides) {
+  function sizeOf(view, item, layouts) {
     if (item < 0) return [BEND, 0];
-    const inside = insides.get(item);
-    return inside === undefined ? [view.widths[item], view.heights[item]] : [inside.w, inside.h];
+    const inner = layouts.get(item);
+    return inner === undefined ? [view.widths[item], view.heights[item]] : [inner.w, inner.h];
   }
 
-  function insideOf(view, box, insides) {
+  function scopeLayout(view, box, layouts) {
     const middles = new Map(), lefts = [], bands = [], widths = [];
     let y = box === ROOT ? PAD : HEAD;
     for (const row of view.rows[box]) {
-      const sizes = row.map((item) => sizeOf(view, item, insides));
-      const xs = packed(sizes.map(([w]) => w), row.map((item) => wishOf(view, item, middles)));
+      const sizes = row.map((item) => sizeOf(view, item, layouts));
+      const xs = leftPositions(sizes.map(([w]) => w), row.map((item) => targetMiddle(view, item, middles)));
       const height = sizes.reduce((most, [, h]) => Math.max(most, h), 0);
-      row.forEach((item, index) => middles.set(endOf(item), xs[index] + sizes[index][0] / 2));
+      row.forEach((item, index) => middles.set(sourceKey(item), xs[index] + sizes[index][0] / 2));
       lefts.push(xs);
       widths.push(sizes.map(([w]) => w));
       bands.push([y, y + height]);
@@ -63,20 +63,20 @@ const layout = (() => {
     return { w: right + 2 * PAD, h: y - ROW_GAP + PAD, lefts: moved, bands };
   }
 
-  function wishOf(view, item, middles) {
-    const sources = item < 0 ? [endOf(item)] : [...(view.before[item] || []), entering(item)];
+  function targetMiddle(view, item, middles) {
+    const sources = item < 0 ? [sourceKey(item)] : [...(view.before[item] || []), enteringBend(item)];
     const known = sources.filter((source) => middles.has(source)).map((source) => middles.get(source));
     return known.length ? known.reduce((sum, each) => sum + each, 0) / known.length : null;
   }
 
-  function packed(widths, wishes) {
+  function leftPositions(widths, targets) {
     const plain = [];
     let x = 0;
     for (const w of widths) {
       plain.push(x);
       x += w + GAP;
     }
-    const shifts = wishes.map((wish, index) => (wish === null ? null : wish - widths[index] / 2 - plain[index]));
+    const shifts = targets.map((target, index) => (target === null ? null : target - widths[index] / 2 - plain[index]));
     const first = shifts.find((each) => each !== null);
     let shift = first === undefined ? -(x - GAP) / 2 : first;
     let end = null;
@@ -87,7 +87,7 @@ const layout = (() => {
       return left;
     });
     const off = [];
-    wishes.forEach((wish, index) => { if (wish !== null) off.push(wish - widths[index] / 2 - lefts[index]); });
+    targets.forEach((target, index) => { if (target !== null) off.push(target - widths[index] / 2 - lefts[index]); });
     const moved = off.length ? off.reduce((sum, each) => sum + each, 0) / off.length : 0;
     return lefts.map((left) => left + moved);
   }
@@ -103,7 +103,7 @@ const layout = (() => {
       }
       return box;
     };
-    for (const [sourceLeaf, targetLeaf, onPath] of view.wires) {
+    for (const [sourceLeaf, targetLeaf, onPath] of view.edges) {
       const source = shownOf(sourceLeaf), target = shownOf(targetLeaf);
       if (source === target) continue;
       const key = source * view.parents.length + target, known = found.get(key);
@@ -131,10 +131,10 @@ const layout = (() => {
     for (const box of between(view, source, upper)) {
       const parent = view.parents[box], bands = placed.bands.get(parent);
       points.push([points[points.length - 1][0], bands[view.row[box]][1]]);
-      down(parent, leaving(box), view.row[box] + 1, box === upper ? view.row[lower] : bands.length);
+      down(parent, leavingBend(box), view.row[box] + 1, box === upper ? view.row[lower] : bands.length);
     }
     for (const box of between(view, target, lower).reverse()) {
-      if (box !== lower) down(view.parents[box], entering(box), 0, view.row[box]);
+      if (box !== lower) down(view.parents[box], enteringBend(box), 0, view.row[box]);
     }
     points.push([b.x + b.w / 2, b.y]);
     return points;
@@ -200,7 +200,7 @@ const layout = (() => {
     for (const isLeaf of [true, false]) {
       for (const box of seen) {
         if ((view.children[box].length === 0) !== isLeaf) continue;
-        const held = `${view.titles[box]} ${view.seconds[box]}`.toLowerCase();
+        const held = `${view.titles[box]} ${view.subtitles[box]}`.toLowerCase();
         if (words.every((word) => held.includes(word))) found.push(box);
         if (found.length === limit) return found;
       }

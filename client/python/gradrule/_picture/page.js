@@ -27,13 +27,13 @@ function showGraph(document, window, view) {
   function draw() {
     placed = layout.place(view, opened);
     const marked = new Set(hits);
-    const grounds = [], fronts = [];
+    const backgrounds = [], fronts = [];
     for (const [number, rect] of placed.rects) {
       if (number === ROOT) continue;
       const isOpen = placed.bands.has(number);
       const classes = `${view.classes[number]}${view.rule[number] < 0 ? "" : ` r${view.rule[number]}`}`;
       const more = `${marked.has(number) ? " hit" : ""}${hits[current] === number ? " current" : ""}`;
-      if (isOpen) grounds.push(make("g", { class: `open ${classes}${more}` }, body(rect, 8, rect.x, rect.y)));
+      if (isOpen) backgrounds.push(make("g", { class: `open ${classes}${more}` }, body(rect, 8, rect.x, rect.y)));
       fronts.push(isOpen ? nameOf(number, rect) : boxOf(number, rect, classes + more));
     }
     const edges = layout.routes(view, placed).map((route) => make("path", {
@@ -41,7 +41,7 @@ function showGraph(document, window, view) {
       d: layout.pathOf(route, placed.rects.get(route.source), placed.rects.get(route.target)),
       "marker-end": `url(#${route.onPath ? "thick" : "plain"})`,
     }));
-    space.replaceChildren(...grounds, ...edges, ...fronts);
+    space.replaceChildren(...backgrounds, ...edges, ...fronts);
   }
 
   function body(rect, radius, x, y) {
@@ -51,7 +51,7 @@ function showGraph(document, window, view) {
   function control(number, isOpen, attributes, ...inside) {
     const isScope = view.children[number].length > 0;
     const more = isScope ? { role: "button", "aria-expanded": isOpen } : { role: "img" };
-    const label = `${view.titles[number]}, ${view.seconds[number]}`;
+    const label = `${view.titles[number]}, ${view.subtitles[number]}`;
     return make("g", { ...attributes, ...more, "data-box": number, tabindex: 0, "aria-label": label }, ...inside);
   }
 
@@ -69,7 +69,7 @@ function showGraph(document, window, view) {
     if (rule >= 0) parts.push(badge(rule, view.legend[rule].mark, 5, 11, 17, 16));
     const left = rule >= 0 ? 26 : 10;
     parts.push(words(view.labels[number], { class: "first", x: left, y: 16 }));
-    parts.push(words(view.seconds[number], { class: "second", x: left, y: 31 }));
+    parts.push(words(view.subtitles[number], { class: "second", x: left, y: 31 }));
     let right = rect.w - 12;
     for (const word of Object.keys(view.pills)) {
       if (!view.classes[number].split(" ").includes(word)) continue;
@@ -87,9 +87,9 @@ function showGraph(document, window, view) {
   }
 
   function badge(rule, text, x, y, width, height) {
-    const ground = make("rect", { class: "mark", x, y, width, height, rx: 4 });
+    const background = make("rect", { class: "mark", x, y, width, height, rx: 4 });
     const middle = { class: "mark", x: x + width / 2, y: y + height - 4, "text-anchor": "middle" };
-    return make("g", { class: `r${rule}` }, ground, words(text, middle));
+    return make("g", { class: `r${rule}` }, background, words(text, middle));
   }
 
   // Zoom and position.
@@ -180,7 +180,7 @@ function showGraph(document, window, view) {
     if (number === focused) return;
     focused = number;
     const lines = view.details[number] === undefined
-      ? [view.titles[number], view.seconds[number], ...view.badges[number].map(([of, text]) => `${view.legend[of].name} ${text}`)]
+      ? [view.titles[number], view.subtitles[number], ...view.badges[number].map(([of, text]) => `${view.legend[of].name} ${text}`)]
       : [view.titles[number], ...view.details[number].map((line) => view.texts[line])];
     details.replaceChildren(...lines.map((line, index) => {
       const element = document.createElement(index ? "div" : "strong");

@@ -28,7 +28,7 @@ def draw(view: View) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width"><title>gradrule: graph</title>\n'
-        f"<style>{svg.of_page(len(view.legend))}{_file('page.css')}</style></head><body>\n"
+        f"<style>{svg.page_style_sheet(len(view.legend))}{_file('page.css')}</style></head><body>\n"
         f"<header><h1>gradrule: graph</h1>{_CONTROLS}</header>\n<main>\n"
         '<svg id="canvas" tabindex="0" role="application" aria-label="graph">'
         f'<defs>{svg.ARROWS}</defs><g id="space"></g></svg>\n'
@@ -73,8 +73,8 @@ def _data(view: View) -> str:
 
 
 _COLUMNS = (
-    *("parents", "depths", "children", "labels", "titles", "seconds", "widths", "heights", "classes", "rule", "more"),
-    *("rows", "row", "before", "wires", "opened"),
+    *("parents", "depths", "children", "labels", "titles", "subtitles", "widths", "heights", "classes", "rule", "more"),
+    *("rows", "row", "before", "edges", "opened"),
 )
 
 

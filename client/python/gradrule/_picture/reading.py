@@ -14,7 +14,7 @@ from gradrule.v1.graph_pb2 import Function, Graph, Node
 
 # Limits of expansion: functions may be recursive, or their number may grow exponentially with depth.
 _MAX_CALLS = 32
-_MAX_OPENED = 50_000
+_MAX_EXPANDED_NODES = 50_000
 # Limit of nested scopes: a name may contain thousands of slashes.
 _MAX_SCOPES = 48
 
@@ -72,7 +72,7 @@ class Structure:
         before: For each vertex, the vertices that it depends on directly.
         top: Leaves of the top level by node name.
         outputs: Vertices of the outputs of calls, by leaf and output index.
-        closed: Names of the calls that were not expanded because of the limits.
+        unexpanded: Names of the calls that were not expanded because of the limits.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Structure:
     before: list[list[int]] = field(default_factory=list)
     top: dict[str, int] = field(default_factory=dict)
     outputs: dict[tuple[int, int], int] = field(default_factory=dict)
-    closed: list[str] = field(default_factory=list)
+    unexpanded: list[str] = field(default_factory=list)
 
     def vertex_of(self, tensor: str) -> int | None:
         """Returns the vertex of a top-level tensor, or None."""
@@ -92,22 +92,22 @@ class Structure:
         return self.outputs.get((leaf, index)) if self.leaves[leaf].calls else self.leaves[leaf].vertex
 
 
-def read(graph: Graph) -> Structure:
+def read_structure(graph: Graph) -> Structure:
     """Returns a graph's structure. Invalid parts are left out; the server reports them."""
     reader = _Reader(graph)
-    reader.body(graph.node, _Place(ROOT, "", "", set()), {}, 0)
+    reader.body(graph.node, _BodyContext(ROOT, "", "", set()), {}, 0)
     reader.finish()
     return reader.structure
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BodyContext:
     """Describes where a body is added: scope, prefix of node names, function, and names already in use."""
 
     scope: int
     prefix: str
     function: str
-    taken: set[str]
+    used_names: set[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +126,16 @@ class _Reader:
         self._scopes: dict[tuple[int, str], int] = {}
         self._depths = [0]
         # Number of nodes of expanded functions, counted once per use.
-        self._opened = 0
+        self._expanded_nodes = 0
         # For each vertex, the leaf where its wires start; for an argument, the leaf that produces the passed tensor.
-        self._drawn: list[int] = []
+        self._wire_sources: list[int] = []
 
-    def body(self, nodes: Iterable[Node], place: _Place, args: Mapping[str, int], depth: int) -> dict[str, int]:
+    def body(self, nodes: Iterable[Node], context: _BodyContext, args: Mapping[str, int], depth: int) -> dict[str, int]:
         """Adds the nodes of the top level or of a function.
 
         Args:
             nodes: The nodes.
-            place: Where to add them.
+            context: Where to add them.
             args: Vertices of the function's arguments by name.
             depth: Number of enclosing calls.
 
@@ -143,21 +143,21 @@ class _Reader:
             Leaves by node name.
         """
         known: dict[str, int] = {}
-        opened = []
+        expanded = []
         for node in nodes:
-            leaf = self._leaf(node, place)
+            leaf = self._leaf(node, context)
             known.setdefault(node.name, leaf)
-            opened.append((leaf, self._bodies(self.structure.leaves[leaf], depth)))
-        for leaf, bodies in opened:
+            expanded.append((leaf, self._bodies(self.structure.leaves[leaf], depth)))
+        for leaf, bodies in expanded:
             node = self.structure.leaves[leaf].node
-            inputs = [self._find(text, known, args) for text in node.input if not text.startswith("^")]
+            inputs = [self._vertex_of(text, known, args) for text in node.input if not text.startswith("^")]
             if bodies:
-                self._open(leaf, bodies, inputs, place, depth)
+                self._expand(leaf, bodies, inputs, context, depth)
             elif node.op == "StopGradient":
-                self._draw(inputs, leaf)
+                self._add_wires(inputs, leaf)
             else:
-                self._connect(inputs, leaf)
-        if not place.function:
+                self._add_dependencies(inputs, leaf)
+        if not context.function:
             self.structure.top = known
         return known
 
@@ -166,20 +166,20 @@ class _Reader:
         for leaf in self.structure.leaves:
             leaf.scope = self._scopes.get((leaf.scope, leaf.label), leaf.scope)
 
-    def _leaf(self, node: Node, place: _Place) -> int:
-        name, number = place.prefix + node.name, 0
-        while name in place.taken:
+    def _leaf(self, node: Node, context: _BodyContext) -> int:
+        name, number = context.prefix + node.name, 0
+        while name in context.used_names:
             # The server makes equal names unique in the same way.
             number += 1
-            name = f"{place.prefix}{node.name}_{number}"
-        place.taken.add(name)
+            name = f"{context.prefix}{node.name}_{number}"
+        context.used_names.add(name)
         *scopes, label = node.name.split("/")
-        room = max(_MAX_SCOPES - self._depths[place.scope], 0)
-        label = "/".join([*scopes[room:], label])
+        free_levels = max(_MAX_SCOPES - self._depths[context.scope], 0)
+        label = "/".join([*scopes[free_levels:], label])
         leaf = len(self.structure.leaves)
         vertex = self._vertex(leaf)
-        home = self._scope(place.scope, scopes[:room])
-        self.structure.leaves.append(Leaf(name, label, place.function, home, vertex, node))
+        scope = self._scope(context.scope, scopes[:free_levels])
+        self.structure.leaves.append(Leaf(name, label, context.function, scope, vertex, node))
         return leaf
 
     def _scope(self, parent: int, labels: Iterable[str]) -> int:
@@ -192,10 +192,10 @@ class _Reader:
             parent = scope
         return parent
 
-    def _vertex(self, drawn: int, before: Iterable[int] = ()) -> int:
-        self._drawn.append(drawn)
+    def _vertex(self, wire_source: int, before: Iterable[int] = ()) -> int:
+        self._wire_sources.append(wire_source)
         self.structure.before.append(list(before))
-        return len(self._drawn) - 1
+        return len(self._wire_sources) - 1
 
     def _bodies(self, leaf: Leaf, depth: int) -> list[_Body]:
         """Returns the functions that a node uses; none if expanding them exceeds a limit."""
@@ -209,57 +209,59 @@ class _Reader:
                     label = attr if value.HasField("func") else f"{attr}[{number}]"
                     found.append(_Body(attr, label, self._functions[func.name]))
         more = sum(len(body.function.node_def) for body in found)
-        if found and (depth >= _MAX_CALLS or self._opened + more > _MAX_OPENED):
-            self.structure.closed.append(leaf.name)
+        if found and (depth >= _MAX_CALLS or self._expanded_nodes + more > _MAX_EXPANDED_NODES):
+            self.structure.unexpanded.append(leaf.name)
             return []
-        self._opened += more
+        self._expanded_nodes += more
         leaf.calls = bool(found)
         return found
 
-    def _open(self, leaf: int, bodies: list[_Body], inputs: list[int | None], place: _Place, depth: int) -> None:
+    def _expand(
+        self, leaf: int, bodies: list[_Body], inputs: list[int | None], context: _BodyContext, depth: int
+    ) -> None:
         at = self.structure.leaves[leaf]
         outer = self._scope(at.scope, [at.label])
-        goes_round = {body.attr for body in bodies} == {"cond", "body"}
+        is_loop = {body.attr for body in bodies} == {"cond", "body"}
         arguments: list[tuple[_Body, list[int]]] = []
         results: list[tuple[_Body, list[int | None]]] = []
         for body in bodies:
             wanted = body.function.signature.input_arg
             # The inputs before the arguments select the branch.
             offset = max(len(inputs) - len(wanted), 0)
-            self._draw(inputs[:offset], leaf)
-            ports = []
+            self._add_wires(inputs[:offset], leaf)
+            argument_vertices = []
             for given in inputs[offset : offset + len(wanted)]:
-                drawn = leaf if given is None else self._drawn[given]
-                ports.append(self._vertex(drawn, () if given is None else (given,)))
-            args = {arg.name: port for arg, port in zip(wanted, ports, strict=False)}
+                wire_source = leaf if given is None else self._wire_sources[given]
+                argument_vertices.append(self._vertex(wire_source, () if given is None else (given,)))
+            args = {arg.name: argument_vertex for arg, argument_vertex in zip(wanted, argument_vertices, strict=False)}
             inner_scope = self._scope(outer, [body.label] if len(bodies) > 1 else [])
             # In a call, node names must differ from the caller's names, as on the server; loops and branches have
             # separate names.
             is_call = len(bodies) == 1 and body.attr in ("", "f")
             prefix = f"{at.name}/"
-            taken = place.taken if is_call else set()
-            inner = _Place(inner_scope, prefix, body.function.signature.name, taken)
+            used_names = context.used_names if is_call else set()
+            inner = _BodyContext(inner_scope, prefix, body.function.signature.name, used_names)
             known = self.body(body.function.node_def, inner, args, depth + 1)
             ret = body.function.ret
             found = [
-                self._find(ret[arg.name], known, args) if arg.name in ret else None
+                self._vertex_of(ret[arg.name], known, args) if arg.name in ret else None
                 for arg in body.function.signature.output_arg
             ]
-            arguments.append((body, ports))
+            arguments.append((body, argument_vertices))
             results.append((body, found))
         for body, found in results:
-            if goes_round and body.attr == "cond":
-                self._draw(found, leaf)
+            if is_loop and body.attr == "cond":
+                self._add_wires(found, leaf)
                 continue
             for number, result in enumerate(found):
                 if result is None:
                     continue
                 output = self._output(leaf, number)
                 self.structure.before[output].append(result)
-                self._wire(result, leaf, output)
-                for _, ports in arguments if goes_round else ():
-                    if number < len(ports):
-                        self.structure.before[ports[number]].append(result)
+                self._add_wire(result, leaf, output)
+                for _, argument_vertices in arguments if is_loop else ():
+                    if number < len(argument_vertices):
+                        self.structure.before[argument_vertices[number]].append(result)
 
     def _output(self, leaf: int, number: int) -> int:
         found = self.structure.outputs.get((leaf, number))
@@ -267,7 +269,7 @@ class _Reader:
             found = self.structure.outputs[leaf, number] = self._vertex(leaf)
         return found
 
-    def _find(self, text: str, known: Mapping[str, int], args: Mapping[str, int]) -> int | None:
+    def _vertex_of(self, text: str, known: Mapping[str, int], args: Mapping[str, int]) -> int | None:
         """Returns the vertex of `node`, `node:1`, `node:output_name:1` or an argument; None if it does not exist."""
         name, *rest = text.split(":")
         if name in args:
@@ -283,19 +285,19 @@ class _Reader:
             number += names.index(rest[0]) if rest[0] in names else 0
         return self._output(leaf, number) if found.calls else found.vertex
 
-    def _connect(self, inputs: Iterable[int | None], leaf: int) -> None:
+    def _add_dependencies(self, inputs: Iterable[int | None], leaf: int) -> None:
         vertex = self.structure.leaves[leaf].vertex
         for found in inputs:
             if found is not None:
                 self.structure.before[vertex].append(found)
-                self._wire(found, leaf, vertex)
+                self._add_wire(found, leaf, vertex)
 
-    def _draw(self, inputs: Iterable[int | None], leaf: int) -> None:
+    def _add_wires(self, inputs: Iterable[int | None], leaf: int) -> None:
         for found in inputs:
             if found is not None:
-                self._wire(found, leaf, None)
+                self._add_wire(found, leaf, None)
 
-    def _wire(self, tail: int, leaf: int, head: int | None) -> None:
-        source = self._drawn[tail]
+    def _add_wire(self, tail: int, leaf: int, head: int | None) -> None:
+        source = self._wire_sources[tail]
         if source != leaf:
             self.structure.wires.append(Wire(source, leaf, tail, head))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from gradrule._picture.placing import Placed, Rect, Route, place, routes
+from gradrule._picture.placing import Positions, Rect, Route, place, routes
 from gradrule._picture.reading import ROOT
 from gradrule._picture.text import width
 from gradrule._picture.view import Badge, View
@@ -32,11 +32,11 @@ SAMPLES = (
 PATH = "the path from xs to ys"
 
 _LIGHT = {
-    "ground": "#ffffff",
-    "ink": "#1c2430",
-    "soft": "#5d6878",
+    "background": "#ffffff",
+    "text": "#1c2430",
+    "muted": "#5d6878",
     "line": "#b4bcc8",
-    "card": "#ffffff",
+    "box": "#ffffff",
     "scope": "#eef1f5",
     "open": "#5d68780d",
     "path": "#1c2430",
@@ -44,11 +44,11 @@ _LIGHT = {
     "wrong": "#c62f2f",
 }
 _DARK = {
-    "ground": "#14181e",
-    "ink": "#e4e8ee",
-    "soft": "#9aa4b2",
+    "background": "#14181e",
+    "text": "#e4e8ee",
+    "muted": "#9aa4b2",
     "line": "#4a5463",
-    "card": "#1c222b",
+    "box": "#1c222b",
     "scope": "#28303c",
     "open": "#9aa4b20f",
     "path": "#e4e8ee",
@@ -57,17 +57,17 @@ _DARK = {
 }
 
 _RULES = """
-text { font: 11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: {ink}; }
+text { font: 11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: {text}; }
 .legend text { font-size: 12px; }
-.ground { fill: {ground}; }
-.body { fill: {card}; stroke: {line}; }
-.leaf > .first, .leaf > .second { fill: {soft}; }
-.leaf.path > .first, .leaf.rule > .first, .scope > .first { fill: {ink}; }
-.second { font-size: 10px; fill: {soft}; }
-.leaf.rule > .second { fill: {ink}; }
+.background { fill: {background}; }
+.body { fill: {box}; stroke: {line}; }
+.leaf > .first, .leaf > .second { fill: {muted}; }
+.leaf.path > .first, .leaf.rule > .first, .scope > .first { fill: {text}; }
+.second { font-size: 10px; fill: {muted}; }
+.leaf.rule > .second { fill: {text}; }
 .scope > .body, .scope > .behind { fill: {scope}; stroke: {line}; }
 .open > .body { fill: {open}; }
-.name { paint-order: stroke; stroke: {ground}; stroke-width: 3; stroke-linejoin: round; }
+.name { paint-order: stroke; stroke: {background}; stroke-width: 3; stroke-linejoin: round; }
 .path > .body { stroke: {path}; stroke-width: 2; }
 .open.path > .body { stroke-width: 1.2; }
 .off_path > .body { stroke-dasharray: 6 3; }
@@ -77,7 +77,7 @@ text { font: 11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; 
 .wrong > .body { stroke: {wrong}; stroke-width: 3; }
 circle.pill { fill: {path}; }
 circle.wrong { fill: {wrong}; }
-text.pill { fill: {ground}; font-size: 10px; font-weight: bold; }
+text.pill { fill: {background}; font-size: 10px; font-weight: bold; }
 text.mark { font-size: 10px; font-weight: bold; }
 .edge { fill: none; stroke: {edge}; stroke-width: 1; }
 .edge.path { stroke: {path}; stroke-width: 2.6; }
@@ -89,17 +89,17 @@ _LINE_HEIGHT = 20.0
 _SWATCH = 22.0
 
 
-def of_svg(rules: int) -> str:
+def svg_style_sheet(rules: int) -> str:
     """Returns the light style sheet of the SVG file, without CSS variables, which some programs do not support."""
-    sheet = _RULES + _of_rules(rules)
+    sheet = _RULES + _rule_styles(rules)
     for name, value in _theme(_LIGHT, rules).items():
         sheet = sheet.replace(f"{{{name}}}", value)
     return sheet
 
 
-def of_page(rules: int) -> str:
+def page_style_sheet(rules: int) -> str:
     """Returns the style sheet of the page's drawing, with light and dark colours."""
-    sheet = _RULES + _of_rules(rules)
+    sheet = _RULES + _rule_styles(rules)
     light, dark = _theme(_LIGHT, rules), _theme(_DARK, rules)
     for name in light:
         sheet = sheet.replace(f"{{{name}}}", f"var(--{name})")
@@ -115,22 +115,22 @@ def _theme(colours: dict[str, str], rules: int) -> dict[str, str]:
     theme = dict(colours)
     for number in range(rules):
         colour, _ = PALETTE[number % len(PALETTE)]
-        theme[f"strong{number}"] = _mixed(colour, colours["card"], 0.32)
-        theme[f"faint{number}"] = _mixed(colour, colours["card"], 0.1)
+        theme[f"strong{number}"] = _mix_colours(colour, colours["box"], 0.32)
+        theme[f"faint{number}"] = _mix_colours(colour, colours["box"], 0.1)
     return theme
 
 
-def _mixed(one: str, other: str, share: float) -> str:
+def _mix_colours(one: str, other: str, share: float) -> str:
     pairs = [(int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(share * a + (1 - share) * b):02x}" for a, b in pairs)
 
 
-def _of_rules(count: int) -> str:
+def _rule_styles(count: int) -> str:
     """Returns the CSS of the rules' classes `r0`, `r1`, …; the colours repeat after seven rules, the marks do not."""
     lines = []
     for number in range(count):
-        colour, ink = PALETTE[number % len(PALETTE)]
-        lines.append(f".r{number} rect.mark {{ fill: {colour}; }} .r{number} text.mark {{ fill: {ink}; }}")
+        colour, text_colour = PALETTE[number % len(PALETTE)]
+        lines.append(f".r{number} rect.mark {{ fill: {colour}; }} .r{number} text.mark {{ fill: {text_colour}; }}")
         lines.append(f".r{number}.leaf > .body {{ fill: {{strong{number}}}; }}")
         for status in ("off_path", "not_differentiable"):
             lines.append(f".r{number}.{status} > .body {{ fill: {{faint{number}}}; }}")
@@ -139,41 +139,41 @@ def _of_rules(count: int) -> str:
 
 def draw(view: View) -> str:
     """Returns the SVG text, with the initially open scopes open."""
-    placed = place(view, set(view.opened))
+    positions = place(view, set(view.opened))
     rows = list(legend(view))
     top = _MARGIN + _LINE_HEIGHT * len(rows) + _MARGIN
-    graph = placed.rects[ROOT]
+    graph = positions.rects[ROOT]
     wide = max(graph.w + 2 * _MARGIN, max(width(line, 12.0) for _, _, line in rows) + 3 * _MARGIN + _SWATCH)
     high = top + graph.h + _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" '
         f'height="{high:.0f}" role="img">',
         f"<title>{_heading(view)}</title>",
-        f"<style>{of_svg(len(view.legend))}</style>",
+        f"<style>{svg_style_sheet(len(view.legend))}</style>",
         f"<defs>{ARROWS}</defs>",
-        f'<rect class="ground" width="{wide:.0f}" height="{high:.0f}"/>',
+        f'<rect class="background" width="{wide:.0f}" height="{high:.0f}"/>',
     ]
     for number, (_, sample, line) in enumerate(rows):
         y = _MARGIN + _LINE_HEIGHT * number
         parts.append(f'<g class="legend" transform="translate({_MARGIN:g} {y:g})">{sample}')
         parts.append(f'<text x="{_SWATCH + 8 if sample else 0:g}" y="13">{escape(line)}</text></g>')
     parts.append(f'<g transform="translate({_MARGIN:g} {top:g})">')
-    parts += _graph(view, placed)
+    parts += _graph(view, positions)
     return "\n".join([*parts, "</g>", "</svg>", ""])
 
 
-def _graph(view: View, placed: Placed) -> Iterable[str]:
-    boxes = [box for box in placed.rects if box != ROOT]
+def _graph(view: View, positions: Positions) -> Iterable[str]:
+    boxes = [box for box in positions.rects if box != ROOT]
     for box in boxes:
-        if box in placed.bands:
-            yield _open_scope(view, box, placed.rects[box])
-    for route in routes(view, placed):
-        yield _edge(route, placed)
+        if box in positions.bands:
+            yield _open_scope(view, box, positions.rects[box])
+    for route in routes(view, positions):
+        yield _edge(route, positions)
     for box in boxes:
-        if box in placed.bands:
-            yield _name(view, box, placed.rects[box])
+        if box in positions.bands:
+            yield _name(view, box, positions.rects[box])
         else:
-            yield _box(view, box, placed.rects[box])
+            yield _box(view, box, positions.rects[box])
 
 
 def _heading(view: View) -> str:
@@ -225,7 +225,7 @@ def _box(view: View, box: int, at: Rect) -> str:
         parts.append(_mark(rule, view.legend[rule].mark, 5, 11))
     left = 26 if rule >= 0 else 10
     parts.append(f'<text class="first" x="{left}" y="16">{escape(view.labels[box])}</text>')
-    parts.append(f'<text class="second" x="{left}" y="31">{escape(view.seconds[box])}</text>')
+    parts.append(f'<text class="second" x="{left}" y="31">{escape(view.subtitles[box])}</text>')
     right = at.w - 12
     for word in PILLS:
         if word in words:
@@ -276,17 +276,17 @@ def _details(view: View, box: int) -> str:
     if detail is not None:
         return "\n".join([detail.name, *detail.lines])
     counts = ", ".join(f"{view.legend[badge.rule].name} {badge.text}" for badge in view.badges[box])
-    return "\n".join([view.titles[box], view.seconds[box], *([counts] if counts else [])])
+    return "\n".join([view.titles[box], view.subtitles[box], *([counts] if counts else [])])
 
 
-def _edge(route: Route, placed: Placed) -> str:
+def _edge(route: Route, positions: Positions) -> str:
     name = "thick" if route.on_path else "plain"
     classes = "edge path" if route.on_path else "edge"
-    way = way_of(route, placed.rects[route.source], placed.rects[route.target])
+    way = edge_path(route, positions.rects[route.source], positions.rects[route.target])
     return f'<path class="{classes}" d="{way}" marker-end="url(#{name})"/>'
 
 
-def way_of(route: Route, source: Rect, target: Rect) -> str:
+def edge_path(route: Route, source: Rect, target: Rect) -> str:
     """Returns the SVG path of an edge: straight along boxes, curved between rows, upwards around the right side."""
     if not route.points:
         x, y, to, end = source.x + source.w, source.y + source.h / 2, target.x + target.w, target.y + target.h / 2

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from gradrule._picture.reading import ROOT, Structure
 
 # A scope with more children than this is split into groups, so that no picture starts with too many boxes.
-CROWD = 60
-_GROUP = 30
+MAX_BOXES = 60
+_GROUP_SIZE = 30
 
 
 @dataclass(slots=True)
@@ -33,20 +33,20 @@ class Tree:
     groups: set[int] = field(default_factory=set)
 
     def add(self, parent: int, label: str, leaf: int = -1) -> int:
-        """Adds a box; `adopt` makes it a child of its parent."""
+        """Adds a box; `set_children` makes it a child of its parent."""
         self.parents.append(parent)
         self.labels.append(label)
         self.leaf.append(leaf)
         self.children.append([])
         return len(self.parents) - 1
 
-    def adopt(self, box: int, children: list[int]) -> None:
+    def set_children(self, box: int, children: list[int]) -> None:
         """Sets the children of a box."""
         self.children[box] = children
         for child in children:
             self.parents[child] = box
 
-    def downwards(self) -> Iterator[int]:
+    def from_root(self) -> Iterator[int]:
         """Yields all boxes, outer ones first."""
         pending = [ROOT]
         while pending:
@@ -55,7 +55,7 @@ class Tree:
             pending += reversed(self.children[box])
 
 
-def tree_of(structure: Structure) -> Tree:
+def build_tree(structure: Structure) -> Tree:
     """Builds the tree of a structure, with children in the order of the data flow."""
     tree = Tree()
     for parent, label in structure.scopes:
@@ -66,14 +66,14 @@ def tree_of(structure: Structure) -> Tree:
         tree.children[leaf.scope].append(box)
     for scope in range(len(structure.scopes) - 1, ROOT, -1):
         tree.children[structure.scopes[scope][0]].append(scope)
-    _shorten(tree, len(structure.scopes))
-    _sort(tree, _flow(structure))
-    for box in list(tree.downwards()):
+    _merge_single_children(tree, len(structure.scopes))
+    _sort(tree, _data_flow_order(structure))
+    for box in list(tree.from_root()):
         _group(tree, box)
     return tree
 
 
-def _shorten(tree: Tree, scopes: int) -> None:
+def _merge_single_children(tree: Tree, scopes: int) -> None:
     """Merges a scope with its only child (`a` with only `b` becomes `a/b`) and removes empty scopes."""
     for scope in range(scopes - 1, -1, -1):
         children = []
@@ -84,37 +84,37 @@ def _shorten(tree: Tree, scopes: int) -> None:
                 child = only
             if tree.leaf[child] >= 0 or tree.children[child]:
                 children.append(child)
-        tree.adopt(scope, children)
+        tree.set_children(scope, children)
 
 
-def _flow(structure: Structure) -> list[int]:
+def _data_flow_order(structure: Structure) -> list[int]:
     """Returns a position for each leaf, after and close to its inputs; constants are just before their first use."""
-    takes: list[list[int]] = [[] for _ in structure.leaves]
-    used = bytearray(len(takes))
+    inputs: list[list[int]] = [[] for _ in structure.leaves]
+    used = bytearray(len(inputs))
     for wire in structure.wires:
-        takes[wire.target].append(wire.source)
+        inputs[wire.target].append(wire.source)
         used[wire.source] = 1
-    place: dict[int, int] = {}
-    seen = bytearray(len(takes))
-    for root in sorted(range(len(takes)), key=used.__getitem__):
-        pending = [] if seen[root] else [(root, iter(takes[root]))]
+    position: dict[int, int] = {}
+    seen = bytearray(len(inputs))
+    for root in sorted(range(len(inputs)), key=used.__getitem__):
+        pending = [] if seen[root] else [(root, iter(inputs[root]))]
         seen[root] = 1
         while pending:
             leaf, rest = pending[-1]
             source = next((each for each in rest if not seen[each]), None)
             if source is None:
-                place[leaf] = len(place)
+                position[leaf] = len(position)
                 pending.pop()
             else:
                 seen[source] = 1
-                pending.append((source, iter(takes[source])))
-    return [place[leaf] for leaf in range(len(takes))]
+                pending.append((source, iter(inputs[source])))
+    return [position[leaf] for leaf in range(len(inputs))]
 
 
 def _sort(tree: Tree, flow: list[int]) -> None:
     """Sorts children by the mean position of their leaves."""
     total, count = [0.0] * len(tree.parents), [0] * len(tree.parents)
-    for box in reversed(list(tree.downwards())):
+    for box in reversed(list(tree.from_root())):
         if tree.leaf[box] >= 0:
             total[box], count[box] = float(flow[tree.leaf[box]]), 1
         for child in tree.children[box]:
@@ -126,19 +126,19 @@ def _sort(tree: Tree, flow: list[int]) -> None:
 
 def _group(tree: Tree, box: int) -> None:
     """Splits the children of a large box into groups, repeatedly if there are too many groups."""
-    while len(tree.children[box]) > CROWD:
+    while len(tree.children[box]) > MAX_BOXES:
         members = tree.children[box]
-        count = max(-(-len(members) // _GROUP), 2)
+        count = max(-(-len(members) // _GROUP_SIZE), 2)
         groups = []
         for number in range(count):
             part = members[len(members) * number // count : len(members) * (number + 1) // count]
-            group = tree.add(box, f"{_end(tree, part[0], 0)} … {_end(tree, part[-1], -1)}")
-            tree.adopt(group, part)
+            group = tree.add(box, f"{_end_name(tree, part[0], 0)} … {_end_name(tree, part[-1], -1)}")
+            tree.set_children(group, part)
             groups.append(group)
         tree.groups.update(groups)
-        tree.adopt(box, groups)
+        tree.set_children(box, groups)
 
 
-def _end(tree: Tree, box: int, which: int) -> str:
+def _end_name(tree: Tree, box: int, which: int) -> str:
     """Returns the first or last name in a box's label, from which the label of its group is made."""
     return tree.labels[box].split(" … ")[which]

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 
 from gradrule._picture import text
 from gradrule._picture.facts import ACTIVE, Fact, Facts
-from gradrule._picture.layers import Item, rows_of
+from gradrule._picture.layers import Item, compute_rows
 from gradrule._picture.reading import ROOT, Leaf, Structure
-from gradrule._picture.tree import CROWD, Tree, tree_of
+from gradrule._picture.tree import MAX_BOXES, Tree, build_tree
 
-_LINE = 34
-_MARK = 18
-_BADGES = 4
+_MAX_LABEL = 34
+_MARK_WIDTH = 18
+_MAX_BADGES = 4
 _LEAF_HEIGHT, _BADGE_HEIGHT = 38, 18
-_PILL = 16
-_HEADING = 160
-_MOST_MESSAGES = 8
+_PILL_WIDTH = 16
+_MAX_HEADING = 160
+_MAX_MESSAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Badge:
-    """Shows how many nodes of a folded scope got a rule."""
+    """Counts the nodes of a folded scope that got a rule."""
 
     rule: int
     text: str
@@ -57,7 +57,7 @@ class View:
         children: Children of each box.
         labels: First line of text.
         titles: Full names.
-        seconds: Second line of text.
+        subtitles: Second line of text.
         widths: Widths in pixels of leaves and folded scopes.
         heights: Heights in pixels of leaves and folded scopes.
         classes: CSS classes: `leaf` or `scope`, `path`, `x`, `y`, `wrong`, `rule`, `off_path`, `not_differentiable`.
@@ -67,7 +67,7 @@ class View:
         rows: Rows of each scope, with its children and bends.
         row: Row that contains the box.
         before: Siblings with edges to a box, by box.
-        wires: Boxes of source and target leaf, and whether the edge is on the path from xs to ys.
+        edges: Boxes of source and target leaf, and whether the edge is on the path from xs to ys.
         details: Facts about leaves, by box.
         legend: One row per rule.
         heading: Pairs of the pill that a line explains (or empty) and the line.
@@ -79,7 +79,7 @@ class View:
     children: list[list[int]]
     labels: list[str]
     titles: list[str]
-    seconds: list[str]
+    subtitles: list[str]
     widths: list[int]
     heights: list[int]
     classes: list[str]
@@ -89,14 +89,14 @@ class View:
     rows: list[list[list[Item]]]
     row: list[int]
     before: dict[int, list[int]]
-    wires: list[tuple[int, int, bool]]
+    edges: list[tuple[int, int, bool]]
     details: dict[int, Detail]
     legend: list[LegendRow]
     heading: list[tuple[str, str]]
     opened: list[int] = field(default_factory=list)
 
 
-def meeting(view: View, source: int, target: int) -> tuple[int, int, int]:
+def common_scope(view: View, source: int, target: int) -> tuple[int, int, int]:
     """Returns the innermost scope that holds both boxes, and its two children that hold one each."""
     a, b = source, target
     while view.parents[a] != view.parents[b]:
@@ -107,28 +107,28 @@ def meeting(view: View, source: int, target: int) -> tuple[int, int, int]:
     return view.parents[a], a, b
 
 
-def view_of(structure: Structure, facts: Facts) -> View:
+def build_view(structure: Structure, facts: Facts) -> View:
     """Makes the view from a graph's structure and the facts about its leaves."""
-    tree = tree_of(structure)
+    tree = build_tree(structure)
     size = len(tree.parents)
-    order = list(tree.downwards())
+    order = list(tree.from_root())
     depths = [0] * size
     for box in order[1:]:
         depths[box] = depths[tree.parents[box]] + 1
-    wires: dict[tuple[int, int], bool] = {}
+    edges: dict[tuple[int, int], bool] = {}
     for wire in structure.wires:
         pair = tree.box_of[wire.source], tree.box_of[wire.target]
         head = wire.head
         on_path = head is not None and bool(facts.path[wire.tail] and facts.path[head])
-        wires[pair] = wires.get(pair, False) or on_path
-    marks = [mark(number) for number in range(len(facts.rules))]
+        edges[pair] = edges.get(pair, False) or on_path
+    marks = [rule_mark(number) for number in range(len(facts.rules))]
     view = View(
         parents=tree.parents,
         depths=depths,
         children=tree.children,
-        labels=[text.shortened(text.clean(label), _LINE) for label in tree.labels],
+        labels=[text.shortened(text.clean(label), _MAX_LABEL) for label in tree.labels],
         titles=_titles(tree, structure, order),
-        seconds=[""] * size,
+        subtitles=[""] * size,
         widths=[0] * size,
         heights=[_LEAF_HEIGHT] * size,
         classes=[""] * size,
@@ -138,7 +138,7 @@ def view_of(structure: Structure, facts: Facts) -> View:
         rows=[[] for _ in range(size)],
         row=[0] * size,
         before={},
-        wires=[(*pair, on_path) for pair, on_path in wires.items()],
+        edges=[(*pair, on_path) for pair, on_path in edges.items()],
         details={
             tree.box_of[index]: _detail(leaf, facts.leaves[index], facts.rules)
             for index, leaf in enumerate(structure.leaves)
@@ -149,13 +149,13 @@ def view_of(structure: Structure, facts: Facts) -> View:
         ],
         heading=_heading(structure, facts),
     )
-    _lay_out(view)
-    interest = _fill(view, tree, structure, facts, marks, order)
-    view.opened = _opened(view, interest)
+    _compute_rows(view)
+    interest = _fill_boxes(view, tree, structure, facts, marks, order)
+    view.opened = _initially_open(view, interest)
     return view
 
 
-def mark(number: int) -> str:
+def rule_mark(number: int) -> str:
     """Returns a rule's mark (A, B, …, Z, A1, B1, …), which distinguishes rules without colours."""
     return f"{chr(ord('A') + number % 26)}{number // 26 or ''}"
 
@@ -175,10 +175,10 @@ def _heading(structure: Structure, facts: Facts) -> list[tuple[str, str]]:
     lines = [("", f"{len(structure.leaves)} nodes")]
     for pill, names in (("y", facts.ys), ("x", facts.xs)):
         if names:
-            lines.append((pill, f"{pill}s: {text.shortened(text.clean(', '.join(names)), _HEADING)}"))
+            lines.append((pill, f"{pill}s: {text.shortened(text.clean(', '.join(names)), _MAX_HEADING)}"))
     for pill, messages in (("wrong", facts.wrong), ("", facts.notes)):
-        lines += [(pill, text.shortened(text.clean(line), _HEADING)) for line in messages[:_MOST_MESSAGES]]
-        lines += [("", f"… {len(messages) - _MOST_MESSAGES} more")] if len(messages) > _MOST_MESSAGES else []
+        lines += [(pill, text.shortened(text.clean(line), _MAX_HEADING)) for line in messages[:_MAX_MESSAGES]]
+        lines += [("", f"… {len(messages) - _MAX_MESSAGES} more")] if len(messages) > _MAX_MESSAGES else []
     return lines
 
 
@@ -196,20 +196,20 @@ def _detail(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> Detail:
         lines.append(f"override: {text.clean(fact.label)}")
         lines.append(f"status: {fact.status.replace('_', ' ')}")
     else:
-        lines.append(f"gradient: {'its own' if fact.on_path else 'not asked for'}")
+        lines.append(f"gradient: {'its own' if fact.on_path else 'not computed'}")
     if fact.rewritten:
         lines.append("rewritten: yes")
     lines += [f"wrong: {text.shortened(text.clean(message), 300)}" for message in fact.wrong[:3]]
     return Detail(text.clean(leaf.name), lines + text.attrs(leaf.node))
 
 
-def _lay_out(view: View) -> None:
+def _compute_rows(view: View) -> None:
     """Computes the rows of all scopes from the edges between their children."""
     edges: dict[int, dict[tuple[int, int], None]] = {}
     entered: set[int] = set()
     left: set[int] = set()
-    for source, target, _ in view.wires:
-        scope, upper, lower = meeting(view, source, target)
+    for source, target, _ in view.edges:
+        scope, upper, lower = common_scope(view, source, target)
         edges.setdefault(scope, {})[upper, lower] = None
         for box, outer, crossing in ((source, upper, left), (target, lower, entered)):
             while box != outer and box not in crossing:
@@ -219,70 +219,70 @@ def _lay_out(view: View) -> None:
         for upper, lower in pairs:
             view.before.setdefault(lower, []).append(upper)
     for scope, children in enumerate(view.children):
-        view.rows[scope] = rows_of(children, edges.get(scope, ()), entered, left)
+        view.rows[scope] = compute_rows(children, edges.get(scope, ()), entered, left)
         for number, row in enumerate(view.rows[scope]):
             for item in row:
                 if item >= 0:
                     view.row[item] = number
 
 
-def _fill(
+def _fill_boxes(
     view: View, tree: Tree, structure: Structure, facts: Facts, marks: Sequence[str], order: Sequence[int]
 ) -> list[int]:
     """Sets the texts, classes and sizes of boxes; returns a score of interest for each box."""
     rules: list[Counter[int]] = [Counter() for _ in tree.parents]
     nodes, interest = [0] * len(tree.parents), [0] * len(tree.parents)
-    words: list[dict[str, None]] = [{} for _ in tree.parents]
+    classes: list[dict[str, None]] = [{} for _ in tree.parents]
     for box in reversed(order):
         index = tree.leaf[box]
         if index >= 0:
             fact = facts.leaves[index]
-            words[box] = dict.fromkeys(_words(fact))
+            classes[box] = dict.fromkeys(_classes(fact))
             rules[box].update(() if fact.rule is None else [fact.rule])
             nodes[box], interest[box] = 1, 2 * (fact.rule is not None) + fact.on_path
             view.rule[box] = -1 if fact.rule is None else fact.rule
-            view.seconds[box] = _second(structure.leaves[index], fact, facts.rules)
+            view.subtitles[box] = _second_line(structure.leaves[index], fact, facts.rules)
         else:
-            view.seconds[box] = f"{nodes[box]} nodes"
-            for rule, count in sorted(rules[box].items())[:_BADGES]:
+            view.subtitles[box] = f"{nodes[box]} nodes"
+            for rule, count in sorted(rules[box].items())[:_MAX_BADGES]:
                 view.badges[box].append(Badge(rule, f"{marks[rule]}×{count}"))
-            view.more[box] = len(rules[box]) > _BADGES
+            view.more[box] = len(rules[box]) > _MAX_BADGES
             view.heights[box] += _BADGE_HEIGHT * bool(rules[box])
-        view.classes[box] = " ".join(["leaf" if index >= 0 else "scope", *words[box]])
-        view.widths[box] = round(_width(view, box))
+        view.classes[box] = " ".join(["leaf" if index >= 0 else "scope", *classes[box]])
+        view.widths[box] = round(_box_width(view, box))
         if box != ROOT:
             parent = tree.parents[box]
             nodes[parent] += nodes[box]
             interest[parent] += interest[box]
             rules[parent].update(rules[box])
-            words[parent].update(dict.fromkeys(word for word in words[box] if word in ("path", "x", "y", "wrong")))
+            classes[parent].update(dict.fromkeys(word for word in classes[box] if word in ("path", "x", "y", "wrong")))
     return interest
 
 
-def _words(fact: Fact) -> list[str]:
+def _classes(fact: Fact) -> list[str]:
     flags = {"path": fact.on_path, "x": fact.is_x, "y": fact.is_y, "wrong": fact.wrong, "rule": fact.rule is not None}
     found = [word for word, flag in flags.items() if flag]
     return found + ([fact.status] if fact.status not in ("", ACTIVE) else [])
 
 
-def _second(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> str:
-    op = text.shortened(text.clean(leaf.node.op), _LINE)
+def _second_line(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> str:
+    op = text.shortened(text.clean(leaf.node.op), _MAX_LABEL)
     if fact.rule is None:
         return op
     status = "" if fact.status == ACTIVE else f" ({fact.status.replace('_', ' ')})"
-    return text.shortened(f"{op} → {text.clean(rules[fact.rule])}", _LINE) + status
+    return text.shortened(f"{op} → {text.clean(rules[fact.rule])}", _MAX_LABEL) + status
 
 
-def _width(view: View, box: int) -> float:
-    words = view.classes[box].split()
-    pills = _PILL * sum(word in words for word in ("x", "y", "wrong"))
-    first = text.width(view.labels[box]) + pills + _MARK * (view.rule[box] >= 0)
+def _box_width(view: View, box: int) -> float:
+    classes = view.classes[box].split()
+    pills = _PILL_WIDTH * sum(word in classes for word in ("x", "y", "wrong"))
+    first = text.width(view.labels[box]) + pills + _MARK_WIDTH * (view.rule[box] >= 0)
     badges = sum(text.width(badge.text, 10.0) + 14 for badge in view.badges[box]) + 14 * view.more[box]
-    return max(first, text.width(view.seconds[box], 10.0) + _MARK * (view.rule[box] >= 0), badges, 30.0) + 20
+    return max(first, text.width(view.subtitles[box], 10.0) + _MARK_WIDTH * (view.rule[box] >= 0), badges, 30.0) + 20
 
 
-def _opened(view: View, interest: Sequence[int]) -> list[int]:
-    """Returns the scopes to open, outer and interesting scopes first, until `CROWD` boxes are visible."""
+def _initially_open(view: View, interest: Sequence[int]) -> list[int]:
+    """Returns the scopes to open, outer and interesting scopes first, until `MAX_BOXES` boxes are visible."""
     opened, count = [], len(view.children[ROOT])
     pending: list[tuple[int, int, int]] = []
 
@@ -294,7 +294,7 @@ def _opened(view: View, interest: Sequence[int]) -> list[int]:
     offer(view.children[ROOT])
     while pending:
         _, _, box = heapq.heappop(pending)
-        if count - 1 + len(view.children[box]) <= CROWD:
+        if count - 1 + len(view.children[box]) <= MAX_BOXES:
             count += len(view.children[box]) - 1
             opened.append(box)
             offer(view.children[box])

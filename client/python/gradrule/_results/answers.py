@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -19,9 +19,11 @@ from gradrule._builder.names import bare
 from gradrule.common import fast_paths, tensor_codec, tensor_packing, wire_format
 from gradrule.common.dtypes import dtype_name
 from gradrule.common.large_tensors import MIN_LARGE_BYTES
-from gradrule.common.memory_regions import rounded
+from gradrule.common.memory_regions import rounded_to_pages
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2, tensor_pb2
+
+GradientKind: TypeAlias = Literal["dense", "sparse", "unconnected", "not_differentiable"]
 
 # Layouts with more bytes around the tensors are not kept: strings, or thousands of tensors.
 _MAX_LAYOUT_BYTES = 64 * 1024
@@ -37,7 +39,7 @@ _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 _PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
 _PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER
 _X = evaluate_pb2.Gradient.X_FIELD_NUMBER
-_KINDS = {
+_KINDS: dict[int, GradientKind] = {
     evaluate_pb2.Gradient.DENSE_FIELD_NUMBER: "dense",
     evaluate_pb2.Gradient.SPARSE_FIELD_NUMBER: "sparse",
     evaluate_pb2.Gradient.UNCONNECTED_FIELD_NUMBER: "unconnected",
@@ -52,9 +54,15 @@ _SPARSE_PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies in an answer. dtype: None where the values are no plain bytes; then the message is parsed.
+    """Locates a tensor in the bytes of an answer.
 
-    content: where its bytes begin in the answer.
+    Attributes:
+        start: Start of the tensor's message.
+        end: End of the tensor's message.
+        dtype: Dtype of the values; None if the message must be parsed, because it does not hold them as bytes.
+        count: Number of elements.
+        shape: Shape of the tensor.
+        content: Start of the values' bytes.
     """
 
     start: int
@@ -65,7 +73,7 @@ class TensorPlace:
     content: int
 
     def array(self, answer: Answer) -> tensor_codec.Array:
-        """Returns the values as an array that nothing else changes. Raises `InvalidTensorError`."""
+        """Returns the values as a new array. Raises `InvalidTensorError`."""
         data = answer.data
         if self.dtype is None:
             try:
@@ -73,18 +81,18 @@ class TensorPlace:
                 return tensor_codec.to_numpy(message, writable=True)
             except (DecodeError, ValueError) as cause:
                 raise InvalidTensorError(f"the server's answer: {cause}") from None
-        # Whatever the alignment of the bytes is, the copy is aligned.
+        # The bytes may be unaligned; the copy is aligned.
         return np.frombuffer(data, self.dtype, self.count, self.content).reshape(self.shape).copy()
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace(TensorPlace):
-    """Where a tensor lies in shared memory. content: where its bytes begin there."""
+    """Locates a tensor in shared memory; `content` is an offset in that memory."""
 
     def array(self, answer: Answer) -> tensor_codec.Array:
-        """Returns the values in the memory, which nothing else changes. Raises `InvalidTensorError`."""
+        """Returns the values in the memory, which only this array uses. Raises `InvalidTensorError`."""
         if self.dtype is None or answer.room is None:
-            raise InvalidTensorError("the server's answer: a tensor lies in shared memory, and there is none")
+            raise InvalidTensorError("the server's answer: a tensor is in shared memory, but this call shares none")
         try:
             return answer.room.array(self.content, self.dtype, self.shape, self.count * self.dtype.itemsize)
         except ValueError as cause:
@@ -110,27 +118,32 @@ class PackedPlace(TensorPlace):
 
 @dataclass(frozen=True, slots=True)
 class GradientPlace:
-    """Where a gradient lies: one tensor if it is dense, three if it is sparse, otherwise none."""
+    """Locates a gradient: one tensor if it is dense, three if it is sparse, otherwise none."""
 
-    kind: str
+    kind: GradientKind
     tensors: tuple[TensorPlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tensors of an answer lie, by their names in the result.
+    """Locates the tensors of an answer.
 
-    around: bytes before and between the contents of tensors, each with its position. end: where the tensors end.
+    Attributes:
+        outputs: Outputs by their names in the result.
+        gradients: Gradients by the names of the xs in the result.
+        kinds: Kinds of the gradients by the same names.
+        around: Bytes before and between the contents of tensors, each with its position.
+        end: End of the tensors.
     """
 
     outputs: Mapping[str, TensorPlace]
     gradients: Mapping[str, GradientPlace]
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, GradientKind]
     around: tuple[tuple[int, bytes], ...]
     end: int
 
     def fits(self, data: bytes) -> bool:
-        """Tells whether the tensors of an answer lie in the same places."""
+        """Returns whether the tensors of an answer are at the same positions."""
         starts_with = data.startswith
         for position, part in self.around:
             if not starts_with(part, position):
@@ -139,7 +152,14 @@ class Layout:
 
 
 class Answer:
-    """One answer: its bytes, where the tensors in them lie, and what is no tensor as a message."""
+    """Holds an answer.
+
+    Attributes:
+        data: Bytes of the answer.
+        layout: Positions of the tensors in the bytes.
+        rest: Message with all fields but the tensors.
+        room: Shared memory with tensors of the answer; None if the call shares none.
+    """
 
     __slots__ = ("data", "layout", "rest", "room")
 
@@ -148,22 +168,22 @@ class Answer:
         self.layout = layout
         self.rest = rest
         self.room: SharedRoom | None = None
-        """Where tensors in shared memory lie."""
 
 
 class SharedRoom(Protocol):
-    """Memory that the server wrote tensors of an answer into."""
+    """Types the shared memory into which the server wrote tensors of an answer."""
 
     def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], size: int) -> tensor_codec.Array:
-        """Returns the array at an offset. Raises `ValueError` where it does not lie there."""
+        """Returns the array at an offset. Raises `ValueError` if the memory does not contain it."""
         ...
 
 
 class AnswerReader:
     """Reads the answers of one program. Safe to share between threads.
 
-    label_of: returns a tensor's name in the result, from its name in the answer. keep_bfloat16: float32 tensors that
-    were rounded to bfloat16 come as bfloat16.
+    Args:
+        label_of: Returns a tensor's name in the result from its name in the answer.
+        keep_bfloat16: Whether float32 tensors that were rounded to bfloat16 are returned as bfloat16.
     """
 
     def __init__(self, label_of: Callable[[str], str], *, keep_bfloat16: bool = False) -> None:
@@ -174,10 +194,10 @@ class AnswerReader:
         self.was_used = False
         """Whether an answer was read."""
         self.room_bytes = 0
-        """Bytes that large tensors of the last answer take in shared memory, each on pages of its own."""
+        """Bytes that the large tensors of the last answer need in shared memory, each on separate pages."""
 
     def read(self, data: bytes) -> Answer:
-        """Finds the tensors of an answer. Raises `InternalError` where the bytes are no answer."""
+        """Finds the tensors of an answer. Raises `InternalError` if the bytes are not an answer."""
         layout = self._last
         try:
             if layout is not None and layout.fits(data):
@@ -189,7 +209,7 @@ class AnswerReader:
             self.room_bytes, self.was_used = _room_bytes(layout), True
         except (DecodeError, wire_format.MalformedError, UnicodeDecodeError) as cause:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
-        # With something else between the tensors, the bytes behind the last one are not all that is left.
+        # If other fields are between the tensors, the bytes after the last tensor are not the whole rest.
         is_usual = len(others) == len(data) - layout.end
         if self._keeps_layout and is_usual and sum(len(part) for _, part in layout.around) <= _MAX_LAYOUT_BYTES:
             self._last = layout
@@ -197,7 +217,7 @@ class AnswerReader:
 
 
 def labels(aliases: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the alias of each tensor that has one; the first where there are several."""
+    """Returns the alias of each tensor that has one; the first alias if it has several."""
     return {bare(tensor): alias for alias, tensor in reversed(list((aliases or {}).items()))}
 
 
@@ -208,7 +228,7 @@ def labeller(aliases: Mapping[str, str] | None) -> Callable[[str], str]:
 
 
 def _scan(data: bytes, label_of: Callable[[str], str], keep: bool) -> tuple[Layout, bytes]:
-    """Returns the layout of an answer, and the bytes of all that is no tensor."""
+    """Returns the layout of an answer, and the bytes of all fields but the tensors."""
     outputs: dict[str, TensorPlace] = {}
     gradients: dict[str, GradientPlace] = {}
     others: list[bytes] = []
@@ -231,7 +251,7 @@ def _scan(data: bytes, label_of: Callable[[str], str], keep: bool) -> tuple[Layo
 
 
 def _around(data: bytes, places: list[TensorPlace], end: int) -> tuple[tuple[int, bytes], ...]:
-    """Returns the bytes up to `end` that are no content of a tensor, each with its position."""
+    """Returns the bytes before `end` that are not content of a tensor, each with its position."""
     found: list[tuple[int, bytes]] = []
     position = 0
     own = [place for place in places if place.dtype is not None and not isinstance(place, SharedPlace)]
@@ -258,7 +278,7 @@ def _output(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, Tensor
 
 
 def _shared_tensor(data: bytes, start: int, stop: int) -> TensorPlace:
-    """Returns where a tensor in shared memory lies. Raises `InvalidTensorError`."""
+    """Locates a tensor in shared memory. Raises `InvalidTensorError`."""
     message = tensor_pb2.SharedMemoryTensor.FromString(data[start:stop])
     try:
         dtype, shape = tensor_codec.numpy_dtype(message.dtype), tensor_codec.known_shape(message.shape)
@@ -278,7 +298,7 @@ def _room_bytes(layout: Layout) -> int:
     places = [*layout.outputs.values()]
     places += [place.tensors[0] for place in layout.gradients.values() if place.kind == "dense"]
     sizes = [place.count * place.dtype.itemsize for place in places if place.dtype is not None]
-    return sum(rounded(size) for size in sizes if size >= MIN_LARGE_BYTES)
+    return sum(rounded_to_pages(size) for size in sizes if size >= MIN_LARGE_BYTES)
 
 
 def _gradient(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, GradientPlace]:
@@ -303,7 +323,7 @@ def _gradient(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, Grad
 
 
 def _tensor(data: bytes, start: int, stop: int, keep: bool) -> TensorPlace:
-    """Returns where a tensor lies. Raises `InvalidTensorError` where its bytes do not fit its type and shape."""
+    """Locates a tensor. Raises `InvalidTensorError` if its bytes do not fit its type and shape."""
     content = size = 0
     head: list[bytes] = []
     before = start
@@ -315,7 +335,7 @@ def _tensor(data: bytes, start: int, stop: int, keep: bool) -> TensorPlace:
         else:
             head.append(data[before:end])
         before = end
-    # Only with the content as the last field, `stop` is where the content ends.
+    # `stop` is the end of the content only if the content is the last field.
     if not size or content + size != stop:
         return TensorPlace(start, stop, None, 0, (), 0)
     message = tensor_pb2.Tensor.FromString(b"".join(head))
@@ -335,12 +355,12 @@ def _tensor(data: bytes, start: int, stop: int, keep: bool) -> TensorPlace:
 
 
 def _packed(data: bytes, start: int, stop: int, keep: bool) -> PackedPlace:
-    """Returns where a packed tensor lies. Raises `MalformedError` where its content is not its last field."""
+    """Locates a packed tensor. Raises `MalformedError` if its content is not its last field."""
     before = start
     for number, begin, end in wire_format.fields(data, start, stop):
         if number == _PACKED_CONTENT and end == stop:
             message = tensor_pb2.PackedTensor.FromString(data[start:before])
-            # The type is that of the result; only where it is set, the bytes around the content tell one layout.
+            # A dtype must be set, so that the bytes around the content become part of the layout.
             return PackedPlace(start, stop, np.dtype(np.uint8), end - begin, (), begin, message, keep)
         before = end
     raise wire_format.MalformedError("a packed tensor does not end with its content")

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from gradrule._builder.names import ByName, bare
 from gradrule._builder.notebook_text import html_table, names_text, short_repr
 from gradrule._builder.specs import TensorSpec
-from gradrule._results.answers import Answer, AnswerReader, labeller, labels
+from gradrule._results.answers import Answer, AnswerReader, GradientKind, labeller, labels
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import Detail, InvalidTensorError, of_reason, reason_name
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
 V = TypeVar("V")
 
+OverrideStatus: TypeAlias = Literal["active", "off_path", "not_differentiable"]
 Groups: TypeAlias = "Mapping[str, list[str]] | None"
 """Names of xs by group; None: no groups."""
 
@@ -73,7 +74,7 @@ class Resolution:
     op_type: str
     rule: str
     label: str
-    status: str
+    status: OverrideStatus
     function: str = ""
     nodes: tuple[str, ...] = ()
 
@@ -162,7 +163,7 @@ class Result:
         return regrouped(ByName(found, self._details.aliases), self._groups)
 
     @cached_property
-    def gradient_kinds(self) -> Mapping[str, str]:
+    def gradient_kinds(self) -> Mapping[str, GradientKind]:
         return ByName(self._answer.layout.kinds, self._details.aliases)
 
     @cached_property
@@ -274,12 +275,17 @@ def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]
             message.op_type,
             message.rule,
             message.label,
-            override_pb2.ResolutionStatus.Name(message.status).removeprefix("RESOLUTION_STATUS_").lower(),
+            _override_status(message.status),
             message.function,
             tuple(message.nodes),
         )
         for message in messages
     ]
+
+
+def _override_status(status: override_pb2.ResolutionStatus.ValueType) -> OverrideStatus:
+    # A newer server may send a status that the type does not list.
+    return cast(OverrideStatus, override_pb2.ResolutionStatus.Name(status).removeprefix("RESOLUTION_STATUS_").lower())
 
 
 def specs(messages: Iterable[tensor_pb2.TensorSpec], aliases: Mapping[str, str] | None = None) -> ByName[TensorSpec]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, cast
 
 from gradrule._builder.notebook_text import html_table, names_text, short_repr
 from gradrule._builder.rules import Rule
 from gradrule._results.call_results import array
 from gradrule.common.tensor_codec import Array
 from gradrule.v1 import rule_pb2
+
+RuleKind: TypeAlias = Literal["user", "builtin", "op"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -99,7 +101,7 @@ class RuleInfo:
     """
 
     name: str
-    kind: str
+    kind: RuleKind
     expression: str | None
     graph: bytes | None
     params: Mapping[str, Any]
@@ -146,7 +148,7 @@ def rule_info(rule: rule_pb2.Rule) -> RuleInfo:
     form = definition.WhichOneof("form")
     return RuleInfo(
         name=rule.name.removeprefix("rules/"),
-        kind=rule_pb2.RuleKind.Name(rule.kind).removeprefix("RULE_KIND_").lower(),
+        kind=cast(RuleKind, rule_pb2.RuleKind.Name(rule.kind).removeprefix("RULE_KIND_").lower()),
         expression=definition.expression if form == "expression" else None,
         graph=_graph_bytes(definition.graph) if form == "graph" else None,
         params={param.name: _param_default(param) for param in definition.params},

@@ -1,4 +1,4 @@
-"""The Python client's calls.
+"""Implements the Python clients: connections, calls, streams and shared memory.
 
 `async_client` is written by hand; `sync_client` is generated from it by `make client`.
 """

@@ -1,6 +1,6 @@
 """Sends many calls over one `StreamEvaluate`, for asyncio: one task reads the stream, one writes it.
 
-A caller's task neither reads nor writes: if it were cancelled meanwhile, gRPC would end the whole stream.
+The tasks of callers do not read or write: gRPC ends the whole stream if a task is cancelled while it does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Answer = tuple[str, bytes]
 
 
 class AsyncStream:
-    """One stream, opened at the first request and again after it ended.
+    """Sends requests over a stream, which is opened at the first request and again after it ended.
 
     Args:
         channel: The client's channel.
@@ -43,12 +43,12 @@ class AsyncStream:
 
     @property
     def pending_count(self) -> int:
-        """How many requests have no answer yet."""
+        """Number of requests without an answer."""
         return 0 if self._connection is None else len(self._connection.waiting)
 
     @property
     def is_open(self) -> bool:
-        """Whether the stream is open, so that the next request need not open it."""
+        """Whether the stream is open."""
         return self._connection is not None and not self._connection.ended
 
     async def run(self, call: Call[R], parts: wire_format.Parts, size: int, timeout: float) -> R:
@@ -57,12 +57,12 @@ class AsyncStream:
         Args:
             call: The call.
             parts: Bytes of its request, `size` in all.
-            size: Bytes.
-            timeout: Seconds.
+            size: Number of bytes.
+            timeout: Timeout in seconds.
 
         Raises:
             StreamLostError: The stream ended before the answer came.
-            GradruleError: What the call failed with.
+            GradruleError: The call failed.
         """
         if self._connection is None or self._connection.ended:
             try:
@@ -87,7 +87,7 @@ class AsyncStream:
 
 
 class AsyncConnection:
-    """A stream from when it is opened until it ends."""
+    """Manages a stream from its opening to its end."""
 
     def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
         self._loop = asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class AsyncConnection:
         number = next(self._numbers)
         message = stream_messages.messages(number, kind, parts, size, timeout)
         future: asyncio.Future[_Answer] = self._loop.create_future()
-        # asyncio logs failures that nobody reads; a caller that was cancelled does not read its own.
+        # asyncio logs exceptions that are never retrieved; a cancelled caller does not retrieve its own.
         future.add_done_callback(_retrieve)
         self.waiting[number] = future
         self._used_at = self._loop.time()
@@ -164,7 +164,7 @@ class AsyncConnection:
                     await self._has_outgoing
             await self._call.done_writing()
         except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, asyncio.CancelledError):
-            # The reader tells all callers why the stream ended.
+            # The reader passes the reason to all callers.
             return
 
     def _next_message(self) -> bytes | None:

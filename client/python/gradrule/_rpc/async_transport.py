@@ -16,14 +16,14 @@ from gradrule._messages.session_calls import METHOD
 from gradrule.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from gradrule._messages.request_messages import Feeds
+    from gradrule._messages.call_arguments import Feeds
     from gradrule._messages.rpc_calls import Call
     from gradrule._rpc.async_client.base import AsyncClientBase
 
 R = TypeVar("R")
 
 CHANNEL_CLOSED = grpc.aio.UsageError
-"""What gRPC raises when a closed channel is used."""
+"""Exception of gRPC for the use of a closed channel."""
 
 sleep = asyncio.sleep
 ManyFeeds: TypeAlias = "Iterable[Feeds] | AsyncIterable[Feeds]"
@@ -35,7 +35,7 @@ async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
 
 
 class AsyncSessionStream:
-    """The stream of a session, on which each message has one answer. Raises `CHANNEL_CLOSED`."""
+    """Exchanges messages over the stream of a session; each message has one answer. Raises `CHANNEL_CLOSED`."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Any) -> None:
         self._call: Any = channel.stream_stream(METHOD)(metadata=metadata)
@@ -48,7 +48,7 @@ class AsyncSessionStream:
             GradruleError: The stream failed.
         """
         try:
-            # If the stream takes no more messages, reading tells why.
+            # If the stream accepts no more messages, reading raises the reason.
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError):
                 await self._call.write(message)
             answer: Any = await self._call.read()
@@ -81,11 +81,11 @@ async def iterate(items: Iterable[R] | AsyncIterable[R]) -> AsyncIterator[R]:
 
 
 class AsyncPipeline(Generic[R]):
-    """Calls that were started, in order; `len()` counts those whose result was not read.
+    """Runs several calls at the same time and returns their results in order; `len()` counts unread results.
 
     Args:
-        client: Sends them.
-        timeout: Seconds for each call; None: the client's.
+        client: Client that sends the calls.
+        timeout: Timeout in seconds for each call; None: the client's.
     """
 
     def __init__(self, client: AsyncClientBase, timeout: float | None) -> None:
@@ -101,12 +101,12 @@ class AsyncPipeline(Generic[R]):
         self._tasks.append(asyncio.ensure_future(self._client._run(call, self._timeout)))
 
     async def next_result(self) -> R:
-        """Waits for the first call and returns its result. Raises what it failed with."""
+        """Waits for the first call and returns its result. Raises the error of a failed call."""
         return await self._tasks.popleft()
 
     async def cancel(self) -> None:
-        """Cancels all calls that are left."""
+        """Cancels the calls without a result."""
         for task in self._tasks:
             task.cancel()
-        # asyncio logs failures that nobody has read.
+        # asyncio logs exceptions that are never retrieved.
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -10,12 +10,12 @@ from typing import Any
 from gradrule.common import fast_paths
 from gradrule.errors import InvalidParamError
 
-# About thirty years. With much longer timeouts gRPC's clock overflows, and calls end at once.
+# About thirty years. With much longer timeouts, gRPC's clock overflows and calls end at once.
 _LONGEST_S = 1e9
 MAX_WHOLE_BYTES = 64 << 20
 """Longer requests are sent in chunks: servers limit the length of a message, by default to 64 MiB."""
 _MAX_STREAMED_BYTES = 512 << 10
-# A stream is opened for calls that are repeated, each within REPEATED_WITHIN_S after the one before.
+# A stream is opened after this number of calls, each within REPEATED_WITHIN_S of the previous one.
 _CALLS_BEFORE = 3
 REPEATED_WITHIN_S = 60.0
 """Seconds without a request after which a stream is closed, unless the server may keep forward handles for it."""
@@ -23,10 +23,10 @@ REPEATED_WITHIN_S = 60.0
 _MAX_PENDING = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 TRIES = 4
-"""How often a call in chunks is sent if streams are lost; gRPC sends other calls as often."""
+"""Attempts of a call in chunks if streams are lost; equal to `maxAttempts` of other calls."""
 
 
-def seconds(timeout: Any) -> float:
+def checked_timeout(timeout: Any) -> float:
     """Returns a timeout as a float. Raises `InvalidParamError` unless it is a positive, finite number."""
     if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool):
         number: Any = timeout
@@ -35,18 +35,18 @@ def seconds(timeout: Any) -> float:
     raise InvalidParamError(f"timeout is a positive number of seconds, not {timeout!r}")
 
 
-def of_call(timeout: Any, default: float) -> float:
-    """Returns the timeout of a call in seconds: its own, or the client's."""
-    return default if timeout is None else seconds(timeout)
+def call_timeout(timeout: Any, default: float) -> float:
+    """Returns the timeout of a call in seconds: its own, or the default of the client."""
+    return default if timeout is None else checked_timeout(timeout)
 
 
-def left(ends_at: float) -> float:
-    """Returns the seconds until a time on the clock `time.monotonic`, at least 1 µs."""
+def remaining_s(ends_at: float) -> float:
+    """Returns the seconds until a time on the clock of `time.monotonic`; at least 1 µs."""
     return max(ends_at - time.monotonic(), 1e-6)
 
 
 class Routes:
-    """Chooses routes by what the client has learned about its server.
+    """Chooses how calls are sent, based on the outcomes of earlier calls.
 
     Args:
         use_stream: Send repeated calls over a stream.
@@ -61,11 +61,17 @@ class Routes:
         self._max_whole_bytes = MAX_WHOLE_BYTES
 
     def must_chunk(self, size: int) -> bool:
-        """Whether a request of this many bytes is too long for one message."""
+        """Returns whether a request of this size, in bytes, is too long for one message."""
         return size > self._max_whole_bytes
 
     def may_stream(self, size: int, pending_count: int, *, is_open: bool) -> bool:
-        """Whether a request of this many bytes goes over the stream, which has this many requests without an answer."""
+        """Returns whether a request of this size, in bytes, is sent over the stream.
+
+        Args:
+            size: Bytes of the request.
+            pending_count: Number of requests on the stream without an answer.
+            is_open: Whether the stream is open.
+        """
         if not self._use_stream or size > _MAX_STREAMED_BYTES:
             return False
         now = time.monotonic()
@@ -77,20 +83,20 @@ class Routes:
             return False
         return is_open or now >= self._not_before
 
-    def note_answered(self) -> None:
-        """Records that a stream works."""
+    def record_answer(self) -> None:
+        """Records that a stream answered."""
         self._pause_s = 0.0
 
-    def note_lost(self) -> None:
-        """Records that a stream was lost: none is opened for a time that doubles with each loss."""
+    def record_lost_stream(self) -> None:
+        """Records that a stream was lost; delays opening another one, and doubles the delay with each loss."""
         self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         self._not_before = time.monotonic() + self._pause_s
 
-    def note_too_long(self, size: int) -> None:
-        """Records that the server refuses messages of this many bytes."""
+    def record_too_long(self, size: int) -> None:
+        """Records that the server refuses messages of this size, in bytes."""
         self._max_whole_bytes = min(self._max_whole_bytes, size - 1)
 
 
 def pause_before(attempt: int) -> float:
-    """Returns the seconds to wait before a call in chunks is sent again, after this many attempts."""
+    """Returns the seconds to wait before the next attempt of a call in chunks; `attempt` counts earlier attempts."""
     return min(0.05 * (1 << attempt - 1), 1.0)

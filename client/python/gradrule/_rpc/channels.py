@@ -13,7 +13,7 @@ import grpc
 
 from gradrule.errors import InvalidParamError
 
-# Only UNAVAILABLE is retried: with other codes the server has answered.
+# Only UNAVAILABLE is retried: other codes mean that the server has answered.
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
@@ -38,14 +38,14 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # How long the answer to an HTTP/2 PING may take; keepalive_timeout_ms applies to TCP alone.
+    # Timeout of the answer to an HTTP/2 PING; keepalive_timeout_ms applies to TCP only.
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds|passthrough):")
 
-# Written by hand because grpc.health.v1 needs a package of stubs: a request is one string, an answer one enum.
+# Encoded by hand, because the stubs of grpc.health.v1 are another package. A request is one string, an answer one enum.
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _SERVICE = b"gradrule.v1.GradientService"
 HEALTH_REQUEST = b"\x0a" + bytes([len(_SERVICE)]) + _SERVICE
@@ -78,7 +78,7 @@ def tls(root: Pem | None = None, *, certificate: Pem | None = None, key: Pem | N
         InvalidParamError: A file cannot be read, or only one of `certificate` and `key` is given.
     """
     if (certificate is None) != (key is None):
-        raise InvalidParamError("a client's certificate and its key go together: give both or none")
+        raise InvalidParamError("a client certificate needs its key and the key its certificate: give both or none")
     return grpc.ssl_channel_credentials(_content(root), _content(key), _content(certificate))
 
 
@@ -87,16 +87,16 @@ def check_token(target: str, token: str | None, *, is_encrypted: bool, insecure_
     if token is None:
         return
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise InvalidParamError("the token is empty, or holds characters that no token has")
+        raise InvalidParamError("the token is empty or has characters that tokens must not have")
     if not is_encrypted and not insecure_token and not is_local(target):
         raise InvalidParamError(
-            f"the token would be sent unencrypted to {target!r}: connect with credentials=gradrule.tls(), or say "
-            "insecure_token=True where something else encrypts"
+            f"the token would be sent unencrypted to {target!r}: connect with credentials=gradrule.tls(), or set "
+            "insecure_token=True if the connection is encrypted by other means"
         )
 
 
 def is_local(target: str) -> bool:
-    """Whether the name of a target says that it is this machine."""
+    """Returns whether the name of a target shows that it is this machine."""
     if target.startswith(_LOCAL_SCHEMES):
         return True
     for scheme in _ADDRESS_SCHEMES:

@@ -1,4 +1,4 @@
-"""Starts a server in a process of its own, and stops it."""
+"""Starts and stops a server in a separate process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _READY = "gradrule: listening on "
 _START_S = 120.0
 _STOP_S = 30.0
 _STDERR_LINES = 20
-# The server's exit code for unknown or invalid settings.
+# Exit code of the server for unknown or invalid settings.
 _WRONG_SETTINGS = 2
 
 
 class LocalServer:
-    """The process of a server. Its data is in a temporary folder unless the settings name another.
+    """Runs a server in a process. Its data is in a temporary folder unless the settings name another folder.
 
     Args:
         settings: Flags of `gradrule serve`, with `_` for `-`.
@@ -45,8 +45,8 @@ class LocalServer:
         missing = [name for name in ("gradrule_server", "tensorflow") if importlib.util.find_spec(name) is None]
         if missing:
             raise UnavailableError(
-                f"a server of one's own needs {' and '.join(missing)}, which is not installed: "
-                "pip install 'gradrule[server]', or connect to a server elsewhere"
+                f"a local server needs {' and '.join(missing)}, which is not installed: "
+                "pip install 'gradrule[server]', or connect to a remote server"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="gradrule-", ignore_cleanup_errors=True)
         log = Path(self._folder.name) / "stderr"
@@ -97,7 +97,7 @@ class LocalServer:
                 code = self._process.wait()
                 if code == _WRONG_SETTINGS:
                     raise self._failure(
-                        "the server does not take these settings (its flag --data-dir is data_dir here)",
+                        "the server refuses these settings (its flag --data-dir is data_dir here)",
                         log,
                         InvalidParamError,
                     )
@@ -112,7 +112,7 @@ class LocalServer:
 
 
 def _read_lines(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
-    """Reads until the end, so that the server never waits for a reader."""
+    """Reads all lines, so that a full pipe never blocks the server; None marks the end."""
     with stream:
         for line in stream:
             lines.put(line)

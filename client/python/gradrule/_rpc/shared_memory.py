@@ -21,7 +21,7 @@ import grpc
 from gradrule._messages.rpc_calls import EVALUATE, Call
 from gradrule._results.answers import Answer
 from gradrule.common import large_tensors, wire_format
-from gradrule.common.memory_regions import Memory, Region, rounded
+from gradrule.common.memory_regions import Memory, Region, rounded_to_pages
 from gradrule.errors import GradruleError, SharedMemoryLostError, UnavailableError
 from gradrule.v1 import evaluate_pb2
 
@@ -38,8 +38,8 @@ _CALLS_IN_MEMORY = 4
 _HANDSHAKE_S = 5.0
 # A timeout of zero would make the socket non-blocking.
 _MIN_WAIT_S = 0.001
-OFFER_S = 5.0
-"""Seconds in which the server must name the socket."""
+OFFER_TIMEOUT_S = 5.0
+"""Timeout in seconds of the call in which the server names the socket."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
 _TRIM_AFTER_S = 30.0
 _MAX_MESSAGE_BYTES = 4096
@@ -60,11 +60,11 @@ R = TypeVar("R")
 
 
 class NotSharedError(Exception):
-    """The server refuses this client's memory."""
+    """Reports that the server refuses the memory of this client."""
 
 
 class _Attached:
-    """Memory that the server has mapped. It unmaps it when the socket connection ends."""
+    """Holds memory that the server has mapped; the server unmaps it when the socket connection ends."""
 
     def __init__(self, memory: Memory, name: bytes, connection: socket.socket) -> None:
         self.memory = memory
@@ -73,7 +73,7 @@ class _Attached:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server still has the memory."""
+        """Whether the server still maps the memory."""
         try:
             self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -89,7 +89,7 @@ class _Attached:
 
 
 class AnswerRegion:
-    """The region into which the server wrote the tensors of one answer."""
+    """Gives access to the region into which the server wrote the tensors of one answer."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -103,7 +103,7 @@ class AnswerRegion:
 
 
 class SharedCall(NamedTuple, Generic[R]):
-    """A call whose large tensors are in shared memory."""
+    """Holds a call whose large tensors are in shared memory."""
 
     call: Call[R]
     parts: wire_format.Parts
@@ -112,13 +112,13 @@ class SharedCall(NamedTuple, Generic[R]):
 
 
 class SharedMemory:
-    """The memory that a client shares with its server. Safe to share between threads.
+    """Shares memory between a client and its server. Thread-safe.
 
-    Opened at the first call that is large enough. After a failure it is tried again after a time that doubles with
-    each failure.
+    The memory is opened at the first call that is large enough. After a failure, the next attempt waits for a time that
+    doubles with each failure.
 
     Args:
-        is_wanted: False: no memory is ever shared.
+        is_wanted: False never shares memory.
     """
 
     def __init__(self, *, is_wanted: bool = True) -> None:
@@ -126,10 +126,10 @@ class SharedMemory:
         self._attached: _Attached | None = None
         self._pause_s = 0.0
         self.refusal = _reason_against(is_wanted=is_wanted)
-        """Why no memory is shared at the moment; empty if it is shared or was not needed yet."""
+        """Reason why no memory is shared at the moment; empty if it is shared or was not needed yet."""
         self._not_before = float("inf") if self.refusal else 0.0
         self._max_bytes = sys.maxsize
-        # The next memory has at least this many.
+        # Minimum size of the next memory.
         self._next_bytes = 0
         self._is_closed = False
         self._last_answer_bytes = 0
@@ -139,11 +139,11 @@ class SharedMemory:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the server has memory of this client."""
+        """Whether the server maps memory of this client."""
         return self._attached is not None
 
     def is_worth(self, call: Call[Any], size: int) -> bool:
-        """Whether a call with a request of this many bytes should use shared memory."""
+        """Returns whether a call with a request of this size, in bytes, should use shared memory."""
         if size < MIN_SHARED_BYTES and (call.reader is None or call.reader.room_bytes < MIN_SHARED_BYTES):
             return False
         if not call.may_share:
@@ -151,7 +151,7 @@ class SharedMemory:
         return call.method == EVALUATE and (self._attached is not None or time.monotonic() >= self._not_before)
 
     def must_open(self) -> bool:
-        """Whether memory must be passed to the server before the next call."""
+        """Returns whether memory must be passed to the server before the next call."""
         attached = self._attached
         if attached is not None and not attached.is_alive:
             self._retire(attached)
@@ -168,7 +168,7 @@ class SharedMemory:
         """
         try:
             response = evaluate_pb2.ShareMemoryResponse.FromString(offer)
-            needed = _CALLS_IN_MEMORY * (rounded(size) + self._answer_bytes(call))
+            needed = _CALLS_IN_MEMORY * (rounded_to_pages(size) + self._answer_bytes(call))
             self._max_bytes = response.max_bytes
             wanted = max(_MIN_MEMORY_BYTES, self._next_bytes, 1 << (needed - 1).bit_length())
             memory = Memory(min(wanted, response.max_bytes))
@@ -195,7 +195,7 @@ class SharedMemory:
                 self._not_before = time.monotonic() + self._pause_s
             self._next_bytes = 0
             self.refusal = str(cause)
-        _log.debug("no memory is shared with the server: %s; tensors travel inline", cause)
+        _log.debug("no memory is shared with the server: %s; tensors are sent inline", cause)
 
     def place(self, call: Call[R], parts: wire_format.Parts) -> SharedCall[R] | None:
         """Copies large tensors of a request into the memory; returns None if they do not fit."""
@@ -205,7 +205,7 @@ class SharedMemory:
         memory = attached.memory
         tensors = list(large_tensors.tensors_in(parts))
         request_bytes = sum(len(tensor.content) for tensor in tensors)
-        request = memory.reserve(sum(rounded(len(tensor.content)) for tensor in tensors)) if tensors else None
+        request = memory.reserve(sum(rounded_to_pages(len(tensor.content)) for tensor in tensors)) if tensors else None
         answer_bytes = self._answer_bytes(call)
         if not (tensors or answer_bytes):
             return None
@@ -220,7 +220,7 @@ class SharedMemory:
             written += parts[position : tensor.place]
             written.append(tensor.shared(request.offset + start))
             position = tensor.place + 2
-            start += rounded(len(tensor.content))
+            start += rounded_to_pages(len(tensor.content))
         written += parts[position:]
         use = evaluate_pb2.SharedMemoryUse(memory=attached.name, request_bytes=request_bytes)
         if answer_region is not None:
@@ -296,7 +296,7 @@ class SharedMemory:
                 self._trimmer.start()
 
     def trim(self) -> None:
-        """Returns free memory to the system, unless it was used a moment ago."""
+        """Returns free memory to the system, unless it was used recently."""
         with self._lock:
             self._trimmer = None
             attached = self._attached
@@ -309,7 +309,7 @@ class SharedMemory:
 
 
 def may_resend(failure: BaseException) -> bool:
-    """Whether a call that failed with shared memory should be sent again with its tensors inline.
+    """Returns whether a call that failed with shared memory should be sent again with its tensors inline.
 
     The memory may be lost because calls now reach another server. Evaluation changes nothing, so it may run twice.
     """

@@ -20,7 +20,7 @@ CHUNK_BYTES = 1 << 20
 """Bytes of a chunk. Longer requests are sent in chunks, and the server is asked to answer in chunks of this size."""
 
 GRACE_S = 2.0
-"""Seconds after a call's deadline until the client gives up a server that does not answer."""
+"""Seconds after the deadline of a call until the client stops waiting for the server."""
 
 R = TypeVar("R")
 
@@ -35,10 +35,10 @@ _ANSWER_CHUNKS = _REQUEST(answer_chunk_bytes=CHUNK_BYTES).SerializeToString()
 
 
 class StreamLostError(Exception):
-    """The stream ended before a request was answered.
+    """Reports that the stream ended before a request was answered.
 
     Args:
-        cause: Why it ended.
+        cause: Reason why it ended.
     """
 
     def __init__(self, cause: GradruleError) -> None:
@@ -47,7 +47,7 @@ class StreamLostError(Exception):
 
 
 class Received(NamedTuple):
-    """One message from the server.
+    """Holds one message from the server.
 
     Attributes:
         number: Number of the request.
@@ -61,7 +61,7 @@ class Received(NamedTuple):
 
 
 def kind_of(call: Call[Any]) -> str:
-    """Returns the field of the request, which is also that of its answer."""
+    """Returns the name of the request's field, which is also the name of the answer's field."""
     return _KINDS.get(call.method, call.method)
 
 
@@ -109,7 +109,7 @@ def received(data: bytes) -> Received:
 
 
 def decoded(call: Call[R], kind: str, data: bytes) -> R:
-    """Decodes an answer. Raises what the call failed with."""
+    """Decodes an answer. Raises the error of a failed call."""
     if kind == "status":
         raise error_from_status_bytes(data)
     if kind != kind_of(call):

@@ -28,31 +28,31 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-# Between two checks of an open stream: must it be read, or closed?
+# Interval of the checks whether an open stream must be read or closed.
 _CHECK_S = 1.0
 
 
 class Pending:
-    """A request of a stream that has no answer yet."""
+    """Holds a request of a stream that has no answer yet."""
 
     __slots__ = ("answer", "due", "failure", "is_done", "is_woken", "number", "pieces", "wake")
 
     def __init__(self, number: int, due: float) -> None:
         self.number = number
         self.due = due
-        """When its caller stops waiting, on the clock `time.monotonic`."""
+        """Time when its caller stops waiting, on the clock of `time.monotonic`."""
         self.answer: tuple[str, bytes] | None = None
         """Kind and bytes of the answer."""
         self.failure: Exception | None = None
         self.pieces: list[bytes] = []
         self.is_done = False
         self.wake: threading.Lock | None = None
-        """Held by its caller while it sleeps; released to wake it."""
+        """Lock that the caller waits for; its release wakes the caller."""
         self.is_woken = False
 
 
 class Stream:
-    """One stream, opened at the first request and again after it ended. Safe to share between threads.
+    """Sends requests over a stream, which is opened at the first request and again after it ended. Thread-safe.
 
     Args:
         channel: The client's channel.
@@ -69,13 +69,13 @@ class Stream:
 
     @property
     def pending_count(self) -> int:
-        """How many requests have no answer yet."""
+        """Number of requests without an answer."""
         connection = self._connection
         return 0 if connection is None else connection.pending_count
 
     @property
     def is_open(self) -> bool:
-        """Whether the stream is open, so that the next request need not open it."""
+        """Whether the stream is open."""
         connection = self._connection
         return connection is not None and not connection.ended
 
@@ -85,18 +85,18 @@ class Stream:
         Args:
             call: The call.
             parts: Bytes of its request, `size` in all.
-            size: Bytes.
-            timeout: Seconds.
+            size: Number of bytes.
+            timeout: Timeout in seconds.
 
         Raises:
             StreamLostError: The stream ended before the answer came.
-            GradruleError: What the call failed with.
+            GradruleError: The call failed.
         """
         answer: R = self.start(call, parts, size, timeout).result()
         return answer
 
     def start(self, call: Call[Any], parts: wire_format.Parts, size: int, timeout: float) -> Started:
-        """Sends a call without waiting for its answer. Arguments and errors: as of `run`."""
+        """Sends a call without waiting for its answer. Arguments and errors are those of `run`."""
         kind = stream_messages.kind_of(call)
         connection = self._connected()
         return Started(connection, connection.send(kind, parts, size, timeout), call, timeout)
@@ -122,7 +122,7 @@ class Stream:
 
 
 class Started:
-    """A call that was sent over a stream."""
+    """Holds a call that was sent over a stream."""
 
     __slots__ = ("_call", "_connection", "_pending", "_timeout")
 
@@ -133,7 +133,7 @@ class Started:
         self._timeout = timeout
 
     def result(self) -> Any:
-        """Waits for the answer and decodes it. Raises `StreamLostError`, and what the call failed with."""
+        """Waits for the answer and decodes it. Raises `StreamLostError` and the error of a failed call."""
         try:
             kind, data = self._connection.wait(self._pending)
         except TimeoutError:
@@ -150,7 +150,7 @@ class Started:
 
 
 class Connection:
-    """A stream from when it is opened until it ends."""
+    """Manages a stream from its opening to its end."""
 
     def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
         self._outgoing: queue.SimpleQueue[bytes | Iterator[bytes] | None] = queue.SimpleQueue()
@@ -168,11 +168,11 @@ class Connection:
 
     @property
     def pending_count(self) -> int:
-        """How many requests have no answer yet."""
+        """Number of requests without an answer."""
         return len(self._waiting)
 
     def send(self, kind: str, parts: wire_format.Parts, size: int, timeout: float) -> Pending:
-        """Sends a request. Raises `StreamLostError` where the stream has ended."""
+        """Sends a request. Raises `StreamLostError` if the stream has ended."""
         number = next(self._numbers)
         message = stream_messages.messages(number, kind, parts, size, timeout)
         now = time.monotonic()
@@ -187,7 +187,7 @@ class Connection:
         return pending
 
     def wait(self, pending: Pending) -> tuple[str, bytes]:
-        """Returns kind and bytes of the answer. Raises what the request failed with, and `TimeoutError`."""
+        """Returns kind and bytes of the answer. Raises the error of the request and `TimeoutError`."""
         while not pending.is_done:
             reads = False
             try:
@@ -204,7 +204,7 @@ class Connection:
                     self._sleep(pending)
             except BaseException:
                 if reads:
-                    # An interrupt may come just before reading begins, or while reading ends.
+                    # An interrupt may occur just before reading starts or while it ends.
                     self._end_reading(pending)
                 raise
         if pending.failure is not None:
@@ -219,8 +219,8 @@ class Connection:
                 return
             self._complete(pending, None, CancelledError("the call was cancelled"))
         self._outgoing.put(stream_messages.cancellation(pending.number))
-        # If its caller was just woken to read, another must read instead.
-        self._wake_reader(but=pending)
+        # If its caller was just woken to read, wake another caller.
+        self._wake_reader(excluded=pending)
 
     def close(self) -> None:
         """Ends the stream and cancels its requests."""
@@ -236,12 +236,12 @@ class Connection:
             if not pending.wake.acquire(timeout=max(0.0, pending.due - time.monotonic())):
                 raise TimeoutError
         except BaseException:
-            # If it was just woken to read, another must read instead.
-            self._wake_reader(but=pending)
+            # If this caller was just woken to read, wake another one.
+            self._wake_reader(excluded=pending)
             raise
 
     def _read(self, pending: Pending) -> None:
-        """Reads the stream, for all callers, until one request is answered."""
+        """Reads the stream for all callers until this request is answered."""
         try:
             while not pending.is_done:
                 self._read_message()
@@ -260,7 +260,7 @@ class Connection:
                 return
             self._reader = None
         if self._waiting:
-            self._wake_reader(but=pending)
+            self._wake_reader(excluded=pending)
 
     def _read_message(self) -> None:
         try:
@@ -309,18 +309,18 @@ class Connection:
         self._has_ended.set()
         self._outgoing.put(None)
 
-    def _wake_reader(self, *, but: Pending) -> None:
-        """Wakes a sleeping caller to read the stream, if nobody reads it."""
+    def _wake_reader(self, *, excluded: Pending) -> None:
+        """Wakes a sleeping caller to read the stream if no caller reads it."""
         with self._lock:
             if self._reader is not None:
                 return
             for pending in self._waiting.values():
-                if pending.wake is not None and pending is not but:
+                if pending.wake is not None and pending is not excluded:
                     _wake(pending)
                     return
 
     def _monitor(self) -> None:
-        """Reads answers that no caller waits for yet; ends a stream that is idle or whose server does not answer."""
+        """Reads answers that no caller waits for; ends a stream that is idle or whose server does not answer."""
         unread_since = 0.0
         while not self._has_ended.wait(_CHECK_S):
             now = time.monotonic()

@@ -16,7 +16,7 @@ from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.errors import BlobNotFoundError, CancelledError, GradruleError, MessageTooLargeError, UnavailableError
 
 if TYPE_CHECKING:
-    from gradrule._messages.request_messages import Feeds
+    from gradrule._messages.call_arguments import Feeds
     from gradrule._messages.rpc_calls import Call
     from gradrule._rpc.sync_client.base import ClientBase
     from gradrule._rpc.sync_client.sending import CallSender
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 CHANNEL_CLOSED = ValueError
-"""What gRPC raises when a closed channel is used."""
+"""Exception of gRPC for the use of a closed channel."""
 
 sleep = time.sleep
 ManyFeeds: TypeAlias = "Iterable[Feeds]"
@@ -37,7 +37,7 @@ def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
 
 
 class SessionStream:
-    """The stream of a session, on which each message has one answer. Raises `CHANNEL_CLOSED`."""
+    """Exchanges messages over the stream of a session; each message has one answer. Raises `CHANNEL_CLOSED`."""
 
     def __init__(self, channel: grpc.Channel, metadata: Any) -> None:
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -66,7 +66,7 @@ class SessionStream:
 
 
 class _Started(NamedTuple, Generic[R]):
-    """A call that was sent: how to wait for its answer and how to cancel it."""
+    """Holds a call that was sent, and functions that wait for its result and cancel it."""
 
     call: Call[R]
     result: Callable[[], R]
@@ -75,11 +75,11 @@ class _Started(NamedTuple, Generic[R]):
 
 
 class Pipeline(Generic[R]):
-    """Calls of `Evaluate` that were started, in order; `len()` counts those whose result was not read.
+    """Runs several calls at the same time and returns their results in order; `len()` counts unread results.
 
     Args:
-        client: Sends them.
-        timeout: Seconds for each call; None: the client's.
+        client: Client that sends the calls.
+        timeout: Timeout in seconds for each call; None: the client's.
     """
 
     def __init__(self, client: ClientBase, timeout: float | None) -> None:
@@ -95,18 +95,18 @@ class Pipeline(Generic[R]):
         self._started.append(_start(self._client._sender, call, self._client._deadline(self._timeout)))
 
     def next_result(self) -> R:
-        """Waits for the first call and returns its result. Raises what it failed with."""
+        """Waits for the first call and returns its result. Raises the error of a failed call."""
         started = self._started.popleft()
         try:
             return started.result()
         except StreamLostError:
-            self._client._sender._routes.note_lost()
+            self._client._sender._routes.record_lost_stream()
         except BlobNotFoundError:
             if not started.call.blobs:
                 raise
         except GradruleError as refusal:
-            # What was sent alone may go in chunks. What was sent over the stream may be sent again, as gRPC does with
-            # what is sent alone.
+            # A call that was sent alone may be sent in chunks. A call over the stream may be sent again, as gRPC
+            # retries calls that are sent alone.
             if not (
                 refusal.code is grpc.StatusCode.UNAVAILABLE
                 if started.over_stream
@@ -116,7 +116,7 @@ class Pipeline(Generic[R]):
         return self._client._run(started.call, self._timeout)
 
     def cancel(self) -> None:
-        """Cancels all calls that are left."""
+        """Cancels the calls without a result."""
         for started in self._started:
             started.cancel()
 
@@ -127,7 +127,7 @@ def _start(sender: CallSender, call: Call[R], seconds: float) -> _Started[R]:
         try:
             over_stream = sender._stream.start(call, parts, size, seconds)
         except StreamLostError:
-            sender._routes.note_lost()
+            sender._routes.record_lost_stream()
         else:
             return _Started(call, over_stream.result, over_stream.cancel, True)
     try:

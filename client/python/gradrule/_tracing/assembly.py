@@ -16,7 +16,7 @@ from gradrule._builder.names import UniqueNames
 from gradrule._tracing import tf_private
 from gradrule._tracing.bodies import Body, Definition, Library, output_slots
 from gradrule._tracing.gradients import attach_gradients, drop_unused
-from gradrule._tracing.signatures import name_ends, node_name
+from gradrule._tracing.signatures import add_aliases, node_name
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import Detail, UnsupportedError
 
@@ -109,7 +109,7 @@ def _known_variables(library: Library) -> dict[Any, tuple[str, bool]]:
 def _refusal(library: Library, argument: str, why: str) -> str:
     users = [f"{node.op} node {node.name!r}" for node in library.root.definition.node_def if argument in node.input]
     return (
-        f"the function uses the resource {argument!r} ({', '.join(users) or 'unused'}), which cannot travel: {why}. "
+        f"the function uses the resource {argument!r} ({', '.join(users) or 'unused'}), which cannot be sent: {why}. "
         "Remove this part from the function and feed its result"
     )
 
@@ -144,7 +144,7 @@ def assembled(
     wrapped = Graph.from_bytes(result.SerializeToString(deterministic=True))
     wrapped.variables.update({variable.name: variable.value for variable in variables.values()})
     wrapped.non_trainable.update(variable.name for variable in variables.values() if not variable.trainable)
-    name_ends(wrapped, top.input_aliases, zip(aliases, top.outputs, strict=True))
+    add_aliases(wrapped, top.input_aliases, zip(aliases, top.outputs, strict=True))
     wrapped.layers.extend(call.named(top.name_of) for call in calls)
     return wrapped
 

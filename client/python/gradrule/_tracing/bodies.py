@@ -100,21 +100,21 @@ class Body:
             offset -= count
         raise AssertionError(f"{tensor.name} is no output of {tensor.op.name}")
 
-    def unique(self, wished: str) -> str:
+    def unique(self, requested: str) -> str:
         """Returns a name that no node or argument has."""
-        return self._names.make(wished)
+        return self._names.make(requested)
 
-    def add_node(self, op_type: str, wished: str, inputs: list[str]) -> Node:
+    def add_node(self, op_type: str, requested: str, inputs: list[str]) -> Node:
         """Adds a node; the caller sets its attributes."""
-        node = self.definition.node_def.add(name=self.unique(wished), op=op_type)
+        node = self.definition.node_def.add(name=self.unique(requested), op=op_type)
         node.input.extend(inputs)
         self.nodes[node.name] = node
         return node
 
-    def add_argument(self, tensor: Any, wished: str) -> str:
+    def add_argument(self, tensor: Any, requested: str) -> str:
         """Adds an argument of a tensor's type at the end; returns its name."""
         signature = self.definition.signature
-        argument = signature.input_arg.add(name=self.unique(wished), type=tensor.dtype.as_datatype_enum)
+        argument = signature.input_arg.add(name=self.unique(requested), type=tensor.dtype.as_datatype_enum)
         note_handle(argument, tensor)
         if "_input_shapes" in self.definition.attr:
             self.definition.attr["_input_shapes"].list.shape.add(unknown_rank=True)
@@ -173,11 +173,11 @@ class Library:
                     pending.append(user)
         return False
 
-    def unique_gradient(self, wished: str) -> str:
+    def unique_gradient(self, requested: str) -> str:
         """Returns a name for a gradient function that no other function or op type has."""
-        name = self._gradient_names.make(wished)
+        name = self._gradient_names.make(requested)
         while name in self.bodies or name in self.gradients or tf_private.op_definition(name) is not None:
-            name = self._gradient_names.make(wished)
+            name = self._gradient_names.make(requested)
         return name
 
     def reach(self, body: Body, tensor: Any) -> str:
@@ -223,8 +223,8 @@ class Library:
                 nodes.append((user, node))
                 pending.extend(self.bodies[function.name] for function in functions_of(node))
         for current in widened.values():
-            wished = f"x{self._count(current)}" if current.gradient_of else "passed"
-            current.passed[key] = current.add_argument(tensor, wished)
+            requested = f"x{self._count(current)}" if current.gradient_of else "passed"
+            current.passed[key] = current.add_argument(tensor, requested)
             if current is self.root:
                 self.root_captures[current.passed[key]] = tensor
         for current in widened.values():

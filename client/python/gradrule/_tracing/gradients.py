@@ -111,12 +111,12 @@ def _attach(library: Library, body: Body, op: Any, shared: dict[Any, str]) -> No
     except LookupError:
         # The name is a rule on the server or a gradient of another process; the server distinguishes them.
         return
-    target, wished_name = _target(body, node, op, function)
+    target, requested_name = _target(body, node, op, function)
     key = None if target.region else (gradient_name, op.type, _static(op))
     if key is not None and key in shared:
         node.attr[GRADIENT_ATTR].s = shared[key].encode()
         return
-    name = library.unique_gradient(wished_name)
+    name = library.unique_gradient(requested_name)
     try:
         graph, output_names = _traced(target, function, name)
     except UnsupportedError:
@@ -137,7 +137,7 @@ def _attach(library: Library, body: Body, op: Any, shared: dict[Any, str]) -> No
 
 
 def _target(body: Body, node: Node, op: Any, function: Any) -> tuple[GradientNode, str]:
-    """Returns the target and a wished name for its gradient function."""
+    """Returns the target and a requested name for its gradient function."""
     if op.type == "IdentityN" and function is not None:
         custom = tf_private.custom_gradient_of(function)
         if custom is not None:

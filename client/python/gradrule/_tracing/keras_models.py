@@ -131,7 +131,7 @@ def _own_specs(model: Any) -> Any:
     inputs = getattr(model, "inputs", None)
     if not inputs:
         raise InvalidGraphError(
-            f"the model {model.name!r} does not tell its inputs, as subclassed models and unbuilt ones do not; "
+            f"the model {model.name!r} does not state its inputs, because it is subclassed or not built; "
             "give specs, one per argument of its call"
         )
     structure = getattr(model, "input", inputs)

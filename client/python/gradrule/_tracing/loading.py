@@ -14,7 +14,7 @@ from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 
 from gradrule._builder.graph import Graph
-from gradrule._builder.saving import read_beside
+from gradrule._builder.saving import read_variables_and_aliases
 from gradrule.common import wire_format
 from gradrule.errors import InvalidGraphError, UnsupportedError
 from gradrule.v1 import graph_pb2
@@ -96,7 +96,7 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
     except InvalidGraphError as cause:
         raise InvalidGraphError(f"{file}: {cause.message}") from None
     if file.suffix.lower() == ".pb":
-        read_beside(graph, file)
+        read_variables_and_aliases(graph, file)
     return graph
 
 

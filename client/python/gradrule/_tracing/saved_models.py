@@ -16,7 +16,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 from gradrule._builder.graph import Graph
 from gradrule._builder.names import UniqueNames, near
 from gradrule._tracing.functions import of_concrete
-from gradrule._tracing.signatures import name_ends
+from gradrule._tracing.signatures import add_aliases
 from gradrule.errors import Detail, GradruleError, InvalidGraphError, UnsupportedError
 
 _SERVE = "serve"
@@ -127,7 +127,7 @@ def _load_tf1(folder: Path, tags: list[str], signature: Any) -> Graph:
         node.device = ""
     wrapped = Graph.from_bytes(definition.SerializeToString(deterministic=True))
     wrapped.variables.update(values)
-    name_ends(wrapped, inputs, outputs.items())
+    add_aliases(wrapped, inputs, outputs.items())
     return wrapped
 
 

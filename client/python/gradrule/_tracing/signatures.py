@@ -66,9 +66,9 @@ def leaf_names(name: str, structure: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def node_name(wished: str) -> str:
+def node_name(requested: str) -> str:
     """Returns the name without characters that a node's name must not contain."""
-    name = re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", wished)
+    name = re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", requested)
     return name if re.match(r"[A-Za-z0-9.]", name) else f"n{name}"
 
 
@@ -109,7 +109,7 @@ def _dtype(dtype: Any, where: str) -> tf.DType:
         raise InvalidTensorError(f"{where}: {cause}") from None
 
 
-def name_ends(graph: Graph, inputs: Mapping[str, str], outputs: Iterable[tuple[str, str]]) -> None:
+def add_aliases(graph: Graph, inputs: Mapping[str, str], outputs: Iterable[tuple[str, str]]) -> None:
     """Adds aliases for a graph's inputs and outputs.
 
     A name must refer to the same tensor in feeds and in fetches. An output whose name belongs to another tensor that is
@@ -126,9 +126,9 @@ def name_ends(graph: Graph, inputs: Mapping[str, str], outputs: Iterable[tuple[s
         taken[alias] = bare(tensor)
         if alias != bare(tensor):
             graph.aliases[alias] = bare(tensor)
-    wished = list(outputs)
-    reserved = {alias for alias, _ in wished}
-    for alias, tensor in wished:
+    requested = list(outputs)
+    reserved = {alias for alias, _ in requested}
+    for alias, tensor in requested:
         if taken.get(alias, bare(tensor)) != bare(tensor):
             alias = f"output_{alias}"
             while alias in taken or alias in reserved:

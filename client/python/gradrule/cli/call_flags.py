@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from gradrule._messages.rpc_calls import NoGradient, UnconnectedGradients
+from gradrule._messages.call_arguments import NoGradient, UnconnectedGradients
 from gradrule.cli import parsing
 from gradrule.cli.output import USAGE, CommandError
 

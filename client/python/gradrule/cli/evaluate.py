@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluates, and prints or writes the result; returns the exit code."""
+    """Evaluates the graph or program, and prints or writes the result; returns the exit code."""
     if options.out is not None and options.out.suffix != ".npz":
         raise CommandError(f"--out takes a name that ends with .npz, not {str(options.out)!r}", USAGE)
     result = _evaluate(options)

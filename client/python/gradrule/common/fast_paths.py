@@ -1,6 +1,6 @@
-"""Turns fast paths off, for diagnosis: what differs without one of them is that path's fault.
+"""Turns fast paths off for diagnosis: if results differ without a fast path, that path has a bug.
 
-The variable GRADRULE_DISABLED_FAST_PATHS names them, or `all`; the server has a flag of that name too.
+The environment variable GRADRULE_DISABLED_FAST_PATHS lists them, or is `all`; the server has a flag of the same name.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ VARIABLE = "GRADRULE_DISABLED_FAST_PATHS"
 
 FAST_PATHS = {
     "streams": "client: repeated calls share one stream",
-    "request-heads": "client: what stands before a tensor's content is written once for each type and shape",
-    "answer-layouts": "client: answers are read by the layout of the answer before",
-    "known-calls": "front end: a call of the structure of an earlier one is not parsed",
+    "request-heads": "client: the bytes before a tensor's content are written once for each type and shape",
+    "answer-layouts": "client: answers are read by the layout of the previous answer",
+    "known-calls": "front end: a call with the structure of an earlier call is not parsed",
     "batching": "front end: calls of one program run together",
-    "feed-plans": "engine: the usual feeds are read by a plan that is made once for each program",
+    "feed-plans": "engine: feeds are read by a plan that is made once for each program",
     "sessions": "engine: programs run in TensorFlow sessions",
     "calling-thread": "engine: small programs run on the thread that calls them",
 }
@@ -29,12 +29,12 @@ def disabled_paths(text: str) -> frozenset[str]:
     unknown = sorted(names - FAST_PATHS.keys())
     if unknown:
         raise ValueError(
-            f"there is no fast path {unknown[0]!r}; there are {', '.join(FAST_PATHS)}, and all of them: all"
+            f"there is no fast path {unknown[0]!r}; the fast paths are {', '.join(FAST_PATHS)}; all selects every one"
         )
     return names
 
 
 def is_enabled(name: str) -> bool:
-    """Whether a fast path of the client is on."""
+    """Returns whether a fast path of the client is on."""
     text = os.environ.get(VARIABLE)
     return not text or name not in disabled_paths(text)

@@ -28,7 +28,7 @@ _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 
 
 def is_large(array: tensor_codec.Array) -> bool:
-    """Whether `parts` takes the array: large, and with contiguous little-endian elements or cheap to convert."""
+    """Returns whether an array is large enough for `parts` and its messages hold its bytes."""
     return array.nbytes >= MIN_LARGE_BYTES and tensor_codec.has_plain_bytes(array)
 
 
@@ -44,12 +44,12 @@ def parts(field: int, name: str, array: tensor_codec.Array) -> wire_format.Parts
 
 
 class LargeTensor(NamedTuple):
-    """A large tensor among the parts of a request.
+    """Locates a large tensor among the parts of a request.
 
     Attributes:
         place: Index of the part before its content.
-        content: Its content.
-        field: Number of the repeated field that it is an entry of.
+        content: Bytes of the tensor's elements.
+        field: Number of the repeated field that contains the entry.
         name: Name of the entry.
         tensor: Dtype and shape.
     """
@@ -81,7 +81,7 @@ def tensors_in(parts: wire_format.Parts) -> Iterator[LargeTensor]:
 
 
 def _described(head: bytes, size: int) -> tuple[int, str, tensor_pb2.Tensor] | None:
-    """Returns field, name, and dtype and shape of the tensor that a `head` begins; None if the bytes are no head."""
+    """Returns field, name, and dtype and shape of the tensor in a `head`; None if the bytes are not a head."""
     try:
         key, start = wire_format.read_varint(head, 0)
         total, start = wire_format.read_varint(head, start)
@@ -103,7 +103,7 @@ def _described(head: bytes, size: int) -> tuple[int, str, tensor_pb2.Tensor] | N
 
 
 def head(field: int, name: str, array: tensor_codec.Array) -> bytes:
-    """Returns the bytes before the content of an entry for an array; arguments as of `parts`."""
+    """Returns the bytes before the content of an entry for an array; the arguments are those of `parts`."""
     tensor = tensor_pb2.Tensor(
         dtype=as_dt(tensor_codec.number_of_array(array)), tensor_shape=tensor_codec.shape_message(np.shape(array))
     ).SerializeToString() + wire_format.prefix(_CONTENT, array.nbytes)

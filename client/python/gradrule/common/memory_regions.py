@@ -1,4 +1,4 @@
-"""Anonymous shared memory, divided into regions that are released when nothing refers to them."""
+"""Divides anonymous shared memory into regions that are released when nothing refers to them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gradrule.common import tensor_codec
 PAGE = mmap.PAGESIZE
 
 
-def rounded(size: int) -> int:
+def rounded_to_pages(size: int) -> int:
     """Returns a size rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 class Region:
-    """A part of a memory, in use for as long as this object lives."""
+    """Reserves a part of a memory until this object is deleted."""
 
     __slots__ = ("__weakref__", "memory", "offset", "size")
 
@@ -35,27 +35,27 @@ class Region:
         weakref.finalize(self, memory.release, offset, size).atexit = False
 
     def write(self, start: int, content: Any) -> None:
-        """Copies bytes into the region, from `start` bytes after its beginning."""
+        """Copies bytes into the region, `start` bytes after its beginning."""
         size = len(content)
         # NumPy releases the GIL while it copies.
         target = np.frombuffer(self.memory.mapping, np.uint8, size, self.offset + start)
         np.copyto(target, np.frombuffer(content, np.uint8))
 
     def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tensor_codec.Array:
-        """Returns an array at an offset of the memory, which keeps the region in use."""
+        """Returns an array at an offset of the memory; the array keeps the region reserved."""
         whole: _Owner = _Owner((self.size,), np.uint8, self.memory.mapping, self.offset)
         whole.region = self
         return np.ndarray(shape, dtype, whole, offset - self.offset)
 
 
 class _Owner(np.ndarray[Any, Any]):
-    """The bytes of a region. As it is a subclass, NumPy keeps it as the base of arrays in the region."""
+    """Keeps a region reserved: NumPy keeps this subclass as the base of arrays in the region."""
 
     region: Region
 
 
 class Memory:
-    """Memory of a fixed size that two processes can share. Safe to share between threads. Raises `OSError`."""
+    """Holds memory of a fixed size that two processes can share. Thread-safe. Raises `OSError`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -68,26 +68,26 @@ class Memory:
         os.ftruncate(self.fd, size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.mapping = mmap.mmap(self.fd, size)
-        # Without huge pages it works too.
+        # Huge pages are optional.
         with contextlib.suppress(OSError):
             self.mapping.madvise(mmap.MADV_HUGEPAGE)
         self._lock = threading.Lock()
         self._free = [(0, size)]
-        # Not under the lock: a region may be released at any time, even while this thread holds it.
+        # Not protected by the lock: the garbage collector may release a region while this thread holds the lock.
         self._released: deque[tuple[int, int]] = deque()
-        # The system has reserved memory up to here.
+        # The system has reserved the memory before this offset.
         self._backed = 0
 
     @property
     def is_backed(self) -> bool:
-        """Whether the system has reserved memory since the last `trim`."""
+        """Whether the system has reserved memory for the regions."""
         return bool(self._backed)
 
     def reserve(self, size: int) -> Region | None:
         """Returns a region, or None if there is no free space or the system has no memory."""
         with self._lock:
             self._collect()
-            size = rounded(size)
+            size = rounded_to_pages(size)
             index = next((index for index, (start, end) in enumerate(self._free) if end - start >= size), None)
             if index is None:
                 return None

@@ -15,11 +15,12 @@ import importlib.resources
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from gradrule.v1.graph_pb2 import AttrValue, OpSignature
 
 Row = dict[str, Any]
+GradientStatus: TypeAlias = Literal["registered", "none", "absent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class OpDef:
     outputs: tuple[ArgDef, ...]
     attrs: tuple[AttrDef, ...]
     is_stateful: bool = False
-    gradient: str = "absent"
+    gradient: GradientStatus = "absent"
 
 
 def find(op_type: str) -> OpDef | None:
@@ -203,7 +204,7 @@ def _unpacked(text: str | None) -> AttrValue | None:
     return None if text is None else AttrValue.FromString(base64.b64decode(text))
 
 
-def _from_row(name: str, row: Row, gradient: str = "absent") -> OpDef:
+def _from_row(name: str, row: Row, gradient: GradientStatus = "absent") -> OpDef:
     return OpDef(
         name,
         tuple(ArgDef(**arg) for arg in row.get("in", ())),

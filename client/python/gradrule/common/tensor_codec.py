@@ -138,8 +138,8 @@ def to_message(array: Any, dtype: DtypeLike = None) -> Tensor:
     values = np.asarray(array)
     number = number_of_array(values) if dtype is None else dtype_number(dtype)
     if dtype is not None and number_of_array(values) != number:
-        wanted = numpy_dtype(number)
-        if values.dtype.newbyteorder("=") != wanted:
+        target = numpy_dtype(number)
+        if values.dtype.newbyteorder("=") != target:
             raise ValueError(f"values are {values.dtype}, not {dtype_name(number)}")
     message = Tensor()
     _write(message, values, number)
@@ -211,7 +211,7 @@ def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | N
     values = content or message.tensor_content
     if values:
         if number == Dt.DT_STRING:
-            raise ValueError("strings lie in string_val, not in tensor_content")
+            raise ValueError("strings belong into string_val, not into tensor_content")
         size = len(values)
         if size != count * dtype.itemsize:
             raise ValueError(
@@ -350,15 +350,15 @@ _KINDS = {
 
 
 def _fits(natural: Array, kind: str, dtype: np.dtype[Any]) -> bool:
-    wanted = _numeric_kind(dtype)
-    if wanted == "b":
+    target = _numeric_kind(dtype)
+    if target == "b":
         return kind == "b" or (kind in "iu" and bool(np.isin(natural, (0, 1)).all()))
-    if wanted in "iu":
+    if target in "iu":
         if kind not in "iub":
             return False
         low, high = _range_of(dtype)
         return bool(natural.min() >= low and natural.max() <= high)
-    if wanted == "f":
+    if target == "f":
         return kind in "fiub" or _numeric_kind(natural.dtype) == "f"
     return kind in "cfiub" or _numeric_kind(natural.dtype) == "f"
 

@@ -188,7 +188,7 @@ def _decompressed(data: wire_format.Part, size: int) -> bytes:
         # Compare the frame's declared size before decompressing: this limits the memory.
         declared = zstandard.frame_content_size(data)
         if declared != size:
-            what = "does not tell how many bytes it has" if declared < 0 else f"has {declared} bytes"
+            what = "does not state how many bytes it has" if declared < 0 else f"has {declared} bytes"
             raise ValueError(f"the zstd frame {what} unpacked; the tensor takes {size}")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as cause:

@@ -11,11 +11,11 @@ Part: TypeAlias = "bytes | memoryview"
 Parts: TypeAlias = "Sequence[Part]"
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
-_MOST_SHIFT = 63
+_MAX_SHIFT = 63
 
 
 class MalformedError(ValueError):
-    """Reports bytes that are no protobuf message."""
+    """Reports bytes that are not a protobuf message."""
 
 
 def length(parts: Parts) -> int:
@@ -53,7 +53,7 @@ def read_varint(data: Part, position: int) -> tuple[int, int]:
             number |= (byte & 0x7F) << shift
             shift += 7
             position += 1
-            if shift > _MOST_SHIFT:
+            if shift > _MAX_SHIFT:
                 raise MalformedError("a number has more than ten bytes")
     except IndexError:
         raise MalformedError("the bytes end within a number") from None

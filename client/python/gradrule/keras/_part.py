@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from gradrule._builder.graph import Graph
 from gradrule._builder.overrides import Overrides
-from gradrule._messages.request_messages import CallParams
-from gradrule._messages.rpc_calls import NoGradient
+from gradrule._messages.call_arguments import CallParams, NoGradient
 from gradrule._results.call_results import Result, Sparse
 from gradrule._rpc.sync_client.client import Client
 from gradrule._rpc.sync_client.programs import Program

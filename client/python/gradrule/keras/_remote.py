@@ -9,8 +9,7 @@ import keras
 import tensorflow as tf
 
 from gradrule._builder.overrides import Overrides
-from gradrule._messages.request_messages import CallParams
-from gradrule._messages.rpc_calls import NoGradient
+from gradrule._messages.call_arguments import CallParams, NoGradient
 from gradrule._rpc.sync_client.client import Client, connect
 from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
 from gradrule.keras._part import RemoteOptions, RemotePart, traced

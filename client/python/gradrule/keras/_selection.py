@@ -56,7 +56,7 @@ class SubgraphFinder:
             for tensor in dict.fromkeys(inputs):
                 self._users.setdefault(tensor, []).append(node)
 
-    def subgraph(self, call: LayerCall) -> Subgraph | None:
+    def find(self, call: LayerCall) -> Subgraph | None:
         """Returns the subgraph of a call; None if the call returns its inputs."""
         border, ends = set(call.inputs), [name for name in call.outputs if name not in call.inputs]
         for only_gradients in (True, False):
@@ -172,7 +172,7 @@ def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Overr
     graph = _graph_of(model)
     if not isinstance(rules, Mapping):
         raise InvalidOverrideError(f"the rules are a dict by layer or op type, not {type(rules).__name__}")
-    paths = SubgraphFinder(graph)
+    finder = SubgraphFinder(graph)
     taken: set[int] = set()
     made: list[Override] = []
     for key, value in rules.items():
@@ -187,7 +187,7 @@ def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Overr
         else:
             calls = [call for call in _calls(key, _layers_of(graph)) if id(call) not in taken]
             taken.update(map(id, calls))
-            made += _of_calls(key, calls, paths, rule, common)
+            made += _of_calls(key, calls, finder, rule, common)
     return made
 
 
@@ -197,7 +197,7 @@ def overrides_of(graph: Graph, given: Overrides | Keyed | None) -> Overrides | N
 
 
 def _of_calls(
-    key: Any, calls: Sequence[LayerCall], paths: SubgraphFinder, rule: Any, common: Mapping[str, Any]
+    key: Any, calls: Sequence[LayerCall], finder: SubgraphFinder, rule: Any, common: Mapping[str, Any]
 ) -> list[Override]:
     """Returns one override for all calls that are single ops, and one for each other call."""
     if not calls:
@@ -208,7 +208,7 @@ def _of_calls(
             f"rules[{_label(key)!r}]: the layer {nested[0].path!r} is called in a nested function, such as the body of "
             f"a loop, and cannot be selected as a whole; select op types in it: ({nested[0].path!r}, 'Sigmoid')"
         )
-    subgraphs = [subgraph for call in calls if (subgraph := paths.subgraph(call)) is not None]
+    subgraphs = [subgraph for call in calls if (subgraph := finder.find(call)) is not None]
     if not subgraphs:
         raise InvalidOverrideError(
             f"rules[{_label(key)!r}]: in this graph {', '.join(sorted({repr(call.path) for call in calls}))} only "

@@ -16,7 +16,7 @@ def test_names_are_read_from_a_list() -> None:
     assert fast_paths.disabled_paths("") == frozenset()
     assert fast_paths.disabled_paths(" streams, batching,") == {"streams", "batching"}
     assert fast_paths.disabled_paths("all") == set(fast_paths.FAST_PATHS)
-    with pytest.raises(ValueError, match=r"no fast path 'fast'; there are streams, .*: all"):
+    with pytest.raises(ValueError, match=r"no fast path 'fast'; the fast paths are streams, .*; all selects"):
         fast_paths.disabled_paths("fast")
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensorflow.core.framework import tensor_pb2 as tf_tensor
@@ -117,6 +117,8 @@ def test_strings(array: Any) -> None:
     np.testing.assert_array_equal(to_tensorflow(message).reshape(array.shape), wanted)
 
 
+# No deadline: machines that run tests in parallel are slow, and the first example includes caches.
+@settings(deadline=None)
 @given(
     hnp.arrays(
         st.sampled_from([np.float32, np.int64, np.complex64, np.uint8]), hnp.array_shapes(min_side=0, max_dims=4)

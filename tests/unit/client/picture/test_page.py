@@ -17,7 +17,7 @@ import pytest
 import gradrule as gr
 from gradrule._picture import page
 from gradrule._picture.placing import place, routes
-from gradrule._picture.svg import way_of
+from gradrule._picture.svg import edge_path
 from gradrule._picture.view import View
 from tests.unit.client.picture.made import explained, graph, large_explained, nested, node, took, view
 
@@ -40,20 +40,20 @@ def shown(explanation: gr.Explanation, *steps: tuple[str, ...]) -> list[dict[str
 
 def assert_drawn_as(seen: dict[str, Any], drawn: View, opened: set[int]) -> None:
     """The page's boxes and edges are where Python puts them."""
-    placed = place(drawn, opened)
+    positions = place(drawn, opened)
     boxes = {int(each["box"]): each["place"] for each in seen["boxes"]}
-    assert set(boxes) == set(placed.rects) - {0}
-    assert {box for box, where in boxes.items() if where == "open"} == set(placed.bands) - {0}
+    assert set(boxes) == set(positions.rects) - {0}
+    assert {box for box, where in boxes.items() if where == "open"} == set(positions.bands) - {0}
     for box, where in boxes.items():
         if where != "open":
             x, y = map(float, re.findall(r"-?[\d.]+(?:e-?\d+)?", where))
-            assert (x, y) == pytest.approx((placed.rects[box].x, placed.rects[box].y), abs=1e-6)
+            assert (x, y) == pytest.approx((positions.rects[box].x, positions.rects[box].y), abs=1e-6)
     ways = [
         (
             "edge path" if route.on_path else "edge",
-            way_of(route, placed.rects[route.source], placed.rects[route.target]),
+            edge_path(route, positions.rects[route.source], positions.rects[route.target]),
         )
-        for route in routes(drawn, placed)
+        for route in routes(drawn, positions)
     ]
     assert [name for name, _ in seen["edges"]] == [name for name, _ in ways]
     for (_, one), (_, other) in zip(seen["edges"], ways, strict=True):

@@ -1,18 +1,18 @@
-"""What is read of a graph: nodes by the names that overrides know, wires, and what lies on the path."""
+"""Tests what is read from a graph: nodes by the names that overrides use, wires, and the path."""
 
 from __future__ import annotations
 
 import pytest
 
 import gradrule as gr
-from gradrule._picture.facts import facts_of
-from gradrule._picture.reading import Structure, read
+from gradrule._picture.facts import collect_facts
+from gradrule._picture.reading import Structure, read_structure
 from gradrule.v1.graph_pb2 import Graph
 from tests.unit.client.picture.made import explained, function, graph, nested, node, took
 
 
 def structure(of: bytes) -> Structure:
-    return read(Graph.FromString(of))
+    return read_structure(Graph.FromString(of))
 
 
 def wires(of: Structure) -> set[tuple[str, str]]:
@@ -21,7 +21,7 @@ def wires(of: Structure) -> set[tuple[str, str]]:
 
 def on_path(of: bytes, **said: list[gr.Resolution] | list[str]) -> set[str]:
     found = structure(of)
-    facts = facts_of(found, explained(of, **said))
+    facts = collect_facts(found, explained(of, **said))
     return {
         f"{leaf.function}:{leaf.name}" for leaf, fact in zip(found.leaves, facts.leaves, strict=True) if fact.on_path
     }
@@ -100,7 +100,7 @@ def test_what_the_server_asked_is_on_the_path_whatever_the_structure_says() -> N
 def test_names_that_a_condition_and_a_body_share_are_told_apart_by_their_function() -> None:
     of = nested()
     found = structure(of)
-    facts = facts_of(found, explained(of, overrides=[took("loop/s", "ste_sign", function="body")]))
+    facts = collect_facts(found, explained(of, overrides=[took("loop/s", "ste_sign", function="body")]))
     ruled = [leaf.function for leaf, fact in zip(found.leaves, facts.leaves, strict=True) if fact.rule is not None]
     assert ruled == ["body"]
 
@@ -110,7 +110,9 @@ def test_a_rule_for_a_whole_call_covers_what_is_inside() -> None:
         nested(), overrides=[took("block/call", "Five", op="PartitionedCall")], default_gradient_nodes=["y"]
     )
     found = structure(said.graph)
-    path = {leaf.name for leaf, fact in zip(found.leaves, facts_of(found, said).leaves, strict=True) if fact.on_path}
+    path = {
+        leaf.name for leaf, fact in zip(found.leaves, collect_facts(found, said).leaves, strict=True) if fact.on_path
+    }
     assert {"block/call", "block/call/call/s", "block/call/i"} <= path
 
 
@@ -119,7 +121,7 @@ def test_all_nodes_of_a_region_get_its_rule() -> None:
     said = explained(
         of, overrides=[took("b", "log1pexp", nodes=("a", "b"), label="soft")], default_gradient_nodes=["y"]
     )
-    facts = facts_of(structure(of), said)
+    facts = collect_facts(structure(of), said)
     assert [fact.rule for fact in facts.leaves] == [None, 0, 0, None]
     assert [fact.on_path for fact in facts.leaves] == [True] * 4
 
@@ -127,7 +129,7 @@ def test_all_nodes_of_a_region_get_its_rule() -> None:
 def test_inline_rules_are_told_apart_by_their_labels() -> None:
     of = graph(node("x", "Placeholder"), node("a", "Sign", "x"), node("y", "Neg", "a"))
     said = [took("a", "inline", label="one"), took("y", "inline", label="two"), took("x", "zero", label="no_gradient")]
-    assert facts_of(structure(of), explained(of, overrides=said)).rules == [
+    assert collect_facts(structure(of), explained(of, overrides=said)).rules == [
         "inline (one)",
         "inline (two)",
         "no gradient: zero",
@@ -136,7 +138,7 @@ def test_inline_rules_are_told_apart_by_their_labels() -> None:
 
 def test_what_has_no_place_is_said() -> None:
     said = explained(nested(), xs=["x", "weight"], overrides=[took("gone", "ste_sign", "off_path")])
-    notes = facts_of(structure(said.graph), said).notes
+    notes = collect_facts(structure(said.graph), said).notes
     assert notes == ["weight is not in the picture", "gone (off path, ste_sign) is not in the picture"]
 
 
@@ -145,7 +147,7 @@ def test_functions_that_call_themselves_stay_closed() -> None:
     of = graph(node("x", "Placeholder"), node("y", "PartitionedCall", "x", f="again"), functions=[again])
     found = structure(of)
     assert len(found.leaves) < 100
-    assert len(found.closed) == 1
+    assert len(found.unexpanded) == 1
 
 
 def test_functions_that_double_end_in_time() -> None:
@@ -158,7 +160,7 @@ def test_functions_that_double_end_in_time() -> None:
     of = graph(node("x", "Placeholder"), node("y", "PartitionedCall", "x", f="f0"), functions=[*doubled, last])
     found = structure(of)
     assert len(found.leaves) <= 50_002
-    assert found.closed
+    assert found.unexpanded
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_the_path_is_drawn_and_its_ends_are_marked() -> None:
     thick = [path for path in edges if path.get("class") == "edge path"]
     # Twelve nodes, and two ways each from `block/in` into the function and from the loop through the branch.
     assert len(thick) == 14
-    assert len(edges) == len(view(explanation).wires)
+    assert len(edges) == len(view(explanation).edges)
     marked = {
         name.splitlines()[0]: pill.text
         for name, group in boxes(drawn).items()
@@ -134,7 +134,7 @@ def test_texts_tell_what_colours_tell() -> None:
     assert "Relu → guided_relu (off path)" in told["aside"]
     assert "Greater → cosine (not differentiable)" in told["pred"]
     assert "status: active" in told["loop/s"] and "in function: body" in told["loop/s"]
-    assert "gradient: its own" in told["y"] and "gradient: not asked for" in told["stop"]
+    assert "gradient: its own" in told["y"] and "gradient: not computed" in told["stop"]
 
 
 def test_a_large_graph_opens_folded_and_scopes_say_what_they_hold() -> None:
@@ -200,14 +200,14 @@ def test_more_rules_than_colours_are_told_apart_by_letters() -> None:
 
 
 @pytest.mark.parametrize("theme", [svg._LIGHT, svg._DARK])
-def test_texts_can_be_read_on_every_ground(theme: dict[str, str]) -> None:
+def test_texts_can_be_read_on_every_background(theme: dict[str, str]) -> None:
     tinted = [colour for name, colour in svg._theme(theme, 7).items() if name.startswith(("strong", "faint"))]
-    for ground in (theme["card"], theme["scope"], theme["ground"], *tinted):
-        assert contrast(theme["ink"], ground) >= 4.5
-    for ground in (theme["card"], theme["scope"]):
-        assert contrast(theme["soft"], ground) >= 4.5
-    for colour, ink in svg.PALETTE:
-        assert contrast(f"#{ink[1] * 6}", colour) >= 4.5
+    for background in (theme["box"], theme["scope"], theme["background"], *tinted):
+        assert contrast(theme["text"], background) >= 4.5
+    for background in (theme["box"], theme["scope"]):
+        assert contrast(theme["muted"], background) >= 4.5
+    for colour, text_colour in svg.PALETTE:
+        assert contrast(f"#{text_colour[1] * 6}", colour) >= 4.5
 
 
 def contrast(one: str, other: str) -> float:

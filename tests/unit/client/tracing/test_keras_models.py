@@ -124,7 +124,7 @@ def test_training_mode() -> None:
 
 def test_subclassed_models_need_specs() -> None:
     model = Subclassed()
-    with pytest.raises(gr.errors.InvalidGraphError, match=r"'own' does not tell its inputs.*give specs"):
+    with pytest.raises(gr.errors.InvalidGraphError, match=r"'own' does not state its inputs.*give specs"):
         gr.from_keras(model)
     graph = gr.from_keras(model, ("float32", [None, 3]))
     assert list(graph.inputs) == ["inputs"]

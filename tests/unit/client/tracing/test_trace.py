@@ -1,4 +1,4 @@
-"""`gr.trace`: what becomes of arguments, results, variables, and of what cannot travel."""
+"""`gr.trace`: what becomes of arguments, results, variables, and of what cannot be sent."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_constants_from_outside() -> None:
     np.testing.assert_allclose(value, X * [1, 2, 3] + np.arange(3000.0).sum(), rtol=1e-6)
 
 
-def test_all_resources_that_cannot_travel_are_named_at_once() -> None:
+def test_all_resources_that_cannot_be_sent_are_named_at_once() -> None:
     tables = [
         tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2.0]), 0.0),
         tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, 0.0),
@@ -170,7 +170,7 @@ def test_all_resources_that_cannot_travel_are_named_at_once() -> None:
         gr.trace(fn, SPEC)
     assert len(refusal.value.details) == 3
     text = str(refusal.value)
-    assert text.count("cannot travel") == 3
+    assert text.count("cannot be sent") == 3
     assert "LookupTableFindV2" in text
     assert "IteratorGetNext" in text
 

@@ -1,4 +1,4 @@
-"""Runs calls on one connection, and uploads blobs that the server lacks."""
+"""Runs calls on one connection, and uploads the blobs that the server lacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HEALTH_CHECK_S = 0.1
 
 
 class AsyncClientBase:
-    """A connection to one server. Base class of `AsyncClient`, and all that programs need of it."""
+    """Runs calls on a connection to one server; base class of `AsyncClient`, which programs use."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class AsyncClientBase:
             timeout: Seconds; default: that of `connect`.
 
         Returns:
-            Those of `names` whose bytes the server does not have.
+            The names whose blobs the server does not have.
         """
         return await self._run(rpc_calls.find_missing(names), timeout)
 
     async def upload(self, value: Any, *, timeout: float | None = None) -> str:
         """Sends a graph or a tensor unless the server has it.
 
-        Calls upload what the server lacks by themselves; this does it in advance.
+        Calls upload missing blobs themselves; this method does it in advance.
 
         Args:
             value: A graph, a graph's bytes, an array or list of numbers, or a `Blob`.
@@ -78,7 +78,7 @@ class AsyncClientBase:
             The SHA-256 of its bytes, in hex.
 
         Raises:
-            InvalidTensorError: The value is no array of numbers.
+            InvalidTensorError: The value is not an array of numbers.
             QuotaExceededError: The tenant's blobs take too many bytes.
         """
         wanted = rpc_calls.upload(value)
@@ -92,7 +92,7 @@ class AsyncClientBase:
             timeout: Seconds; default: that of `connect`.
 
         Raises:
-            PermissionDeniedError: The caller may not see it.
+            PermissionDeniedError: The caller may not read the status.
         """
         return await self._unary(
             "AdminService/GetServerStatus",
@@ -112,7 +112,7 @@ class AsyncClientBase:
             UnavailableError: The server was not reached in time.
             EngineUnavailableError: The server was reached, but no engine was ready in time.
         """
-        ends_at = time.monotonic() + call_routes.of_call(timeout, self._timeout)
+        ends_at = time.monotonic() + call_routes.call_timeout(timeout, self._timeout)
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(channels.HEALTH_METHOD)
         while True:
             left = ends_at - time.monotonic()
@@ -163,10 +163,10 @@ class AsyncClientBase:
         return await self._run(rpc_calls.unary(method, request, response, decode), timeout)
 
     async def _run(self, call: rpc_calls.Call[R], timeout: float | None) -> R:
-        """Sends a call, and what the server turns out to lack for it. Raises what the call failed with."""
+        """Sends a call, and the blobs that the server lacks for it. Raises the error of a failed call."""
         if call.blobs:
             return await self._follow(rpc_calls.call_steps(call), timeout)
-        return await self._sender.send(call, call_routes.of_call(timeout, self._timeout))
+        return await self._sender.send(call, call_routes.call_timeout(timeout, self._timeout))
 
     async def _follow(
         self, steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R], timeout: float | None
@@ -188,7 +188,7 @@ class AsyncClientBase:
     async def _step(self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None) -> Any:
         if not isinstance(step, blob_values.Upload):
             return await self._run(step, timeout)
-        deadline = step.deadline(call_routes.of_call(timeout, self._timeout))
+        deadline = step.deadline(call_routes.call_timeout(timeout, self._timeout))
         try:
             send: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(
                 blob_values.UPLOAD_METHOD
@@ -203,7 +203,7 @@ class AsyncClientBase:
         await self._follow(rpc_calls.upload_steps(blobs), timeout)
 
     def _deadline(self, timeout: float | None) -> float:
-        return call_routes.of_call(timeout, self._timeout)
+        return call_routes.call_timeout(timeout, self._timeout)
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")

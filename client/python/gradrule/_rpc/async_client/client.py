@@ -1,4 +1,4 @@
-"""The client, and the functions that make one."""
+"""Defines the client, and the functions that make one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc.aio
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
-from gradrule._messages.rpc_calls import NoGradient
+from gradrule._messages.call_arguments import NoGradient
 from gradrule._messages.session_calls import SessionOptions
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._rpc import call_routes, channels
@@ -40,18 +40,18 @@ def connect(
         target: `host:port`, or a target with a scheme of gRPC, such as `unix:`.
         credentials: What `gradrule.tls` returns, or channel credentials of gRPC; None: the connection is not encrypted.
         token: Sent as a bearer token with each call.
-        timeout: Seconds for a call that gives none.
+        timeout: Default timeout of calls, in seconds.
         insecure_token: Allow to send the token to another machine without encryption.
-        stream: Send repeated calls of programs over one persistent stream, which takes less time for each. False: send
-            each alone, as it must be where a proxy spreads calls over several servers.
-        transfer: How tensors are transferred; default: as they are.
+        stream: Send repeated calls of programs over one persistent stream, which makes each call faster. Must be False
+            if a proxy distributes calls over several servers.
+        transfer: How tensors are transferred; default: unchanged.
         shared_memory: Put large tensors of programs' calls into memory that is shared with the server, if that runs on
-            the same host and allows it, and `transfer` does not pack them.
+            the same host and allows it, and `transfer` does not pack tensors.
 
     Raises:
         InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
     """
-    timeout = call_routes.seconds(timeout)
+    timeout = call_routes.checked_timeout(timeout)
     channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
@@ -65,7 +65,7 @@ def connect(
 
 @contextlib.asynccontextmanager
 async def local(**settings: Any) -> AsyncIterator[AsyncClient]:
-    """Starts a server in a process of its own and stops it at the end: `async with gr.aio.local() as client`.
+    """Starts a server in a separate process and stops it at the end: `async with gr.aio.local() as client`.
 
     Needs the extra `gradrule[server]` or `gradrule[gpu]`.
 
@@ -89,7 +89,7 @@ async def local(**settings: Any) -> AsyncIterator[AsyncClient]:
 
 
 class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncProgramMethods):
-    """A connection to a server. Made by `connect` or `local`; close it, or use it in an `async with` block.
+    """Sends calls to a server. Made by `connect` or `local`; close it, or use it in an `async with` block.
 
     Safe to share between tasks. Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every
     failure is a `GradruleError`.
@@ -113,6 +113,6 @@ class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncProgramMethods)
             no_gradient: As in `evaluate`.
 
         Raises:
-            GradruleError: When the block begins: as in `evaluate`, or `QuotaExceededError`.
+            GradruleError: At the start of the block: as in `evaluate`, or `QuotaExceededError`.
         """
         return AsyncSession(self, SessionOptions(graph, overrides, variables, no_gradient, self._transfer))

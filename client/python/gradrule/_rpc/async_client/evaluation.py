@@ -1,4 +1,4 @@
-"""Methods of the client that evaluate, differentiate and explain graphs."""
+"""Implements the methods of the client that evaluate, differentiate and explain graphs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ from gradrule._builder.overrides import Overrides
 from gradrule._comparison import compare
 from gradrule._comparison.compare import Comparison
 from gradrule._messages import derivatives, rpc_calls
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.call_arguments import (
+    CallParams,
+    Feeds,
+    GradYs,
+    GroupedNames,
+    Jit,
+    Names,
+    NoGradient,
+    ProgramArguments,
+    UnconnectedGradients,
+)
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 
 
 class AsyncEvaluationMethods(AsyncClientBase):
-    """The client's methods that take a graph and give values or gradients."""
+    """Implements the client's methods that take a graph and return values or gradients."""
 
     async def evaluate(
         self,
@@ -28,15 +38,15 @@ class AsyncEvaluationMethods(AsyncClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
         batching: bool = True,
-        jit: rpc_calls.Jit = "off",
+        jit: Jit = "off",
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> call_results.Result:
@@ -52,7 +62,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             grad_ys: Upstream gradients, by y or in the order of ys: arrays of y's dtype and shape, or names of tensors.
                 A y without one gets ones.
             stop_gradients: Tensors that count as constants.
-            unconnected_gradients: Gradient where no y depends on x: `"none"` or `"zero"`.
+            unconnected_gradients: Gradient if no y depends on x: `"none"` or `"zero"`.
             overrides: A dict of op type to rule, or a list of `Override` and `Preset`; the first match wins.
             no_gradient: What to do with an op on the path that has no gradient: `"error"`; `"default"` as TensorFlow
                 does; `"pass"` the upstream gradient on; `"zero"`.
@@ -62,9 +72,9 @@ class AsyncEvaluationMethods(AsyncClientBase):
             dense_gradients: Return the gradient of a gather as an array, not as a `Sparse`.
             stacked_grad_ys: Pull back many upstream gradients at once: each array in `grad_ys` has one more axis in
                 front, all of one size, and so has each gradient.
-            batching: Let the server run calls of one program together where it has proved that no result changes.
-            jit: `"auto"` lets XLA compute calls of a program that runs often, where that is faster and equal up to
-                rounding; `"off"`.
+            batching: Let the server run calls of one program together if it has proved that no result changes.
+            jit: `"auto"` lets XLA compute calls of a program that runs often, if it is faster and its results are
+                equal up to rounding; `"off"`.
             transfer: How tensors are transferred in this call; default: as `connect` says.
             timeout: Seconds; default: that of `connect`.
 
@@ -80,7 +90,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
-        words = Words(
+        arguments = ProgramArguments(
             fetches,
             ys,
             xs,
@@ -95,7 +105,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             jit=jit,
         )
         chosen = self._transfer if transfer is None else transfer.of_call()
-        call = rpc_calls.evaluate(graph, feeds, params, words, stacked_grad_ys, chosen)
+        call = rpc_calls.evaluate(graph, feeds, params, arguments, stacked_grad_ys, chosen)
         return await self._run(call, timeout)
 
     async def explain(
@@ -108,15 +118,15 @@ class AsyncEvaluationMethods(AsyncClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         dense_gradients: bool = False,
         timeout: float | None = None,
     ) -> call_results.Explanation:
-        """Tells which node would get which rule, and everything that is wrong, without running the graph.
+        """Reports the rule of each node, and all errors, without running the graph.
 
         Args:
             graph: As in `evaluate`.
@@ -135,12 +145,12 @@ class AsyncEvaluationMethods(AsyncClientBase):
             timeout: Seconds; default: that of `connect`.
 
         Returns:
-            The rule of each node, and the faults that the server found.
+            The rule of each node, and the errors that the server found.
 
         Raises:
-            GradruleError: The request cannot be read, or names what the graph or the overrides lack.
+            GradruleError: The request is not valid, or names something that the graph or the overrides lack.
         """
-        words = Words(
+        arguments = ProgramArguments(
             fetches,
             ys,
             xs,
@@ -152,7 +162,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             rewrites,
             dense_gradients=dense_gradients,
         )
-        return await self._run(rpc_calls.explain(graph, feeds, params, words), timeout)
+        return await self._run(rpc_calls.explain(graph, feeds, params, arguments), timeout)
 
     async def compare(
         self,
@@ -176,7 +186,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             xs: As in `evaluate`, without groups.
             overrides: By label, what `evaluate` takes as `overrides`.
             grad_ys: As in `evaluate`.
-            finite_differences: Compute them too; that takes two evaluations for each element of a small x.
+            finite_differences: Compute them too, with two evaluations for each element of a small x.
             rewrites: As in `evaluate`.
             timeout: Seconds for each call; default: that of `connect`.
 
@@ -202,15 +212,15 @@ class AsyncEvaluationMethods(AsyncClientBase):
         xs: Names,
         stop_gradients: Names = (),
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
     ) -> derivatives.Tangents:
         """Computes Jacobian-vector products: for each y the sum over xs of dy/dx · tangent.
 
-        Where an override gives a gradient, the product is the transpose of what its rule computes, taken at upstream
-        gradients of zero.
+        If an override gives a gradient, the product is the transpose of the rule's computation at upstream gradients of
+        zero.
 
         Args:
             graph: As in `evaluate`.
@@ -226,15 +236,19 @@ class AsyncEvaluationMethods(AsyncClientBase):
             timeout: Seconds; default: that of `connect`.
 
         Returns:
-            By y an array of y's dtype and shape: zeros where y depends on no x with a tangent, None where y's dtype has
-            no derivatives.
+            By y an array of y's dtype and shape: zeros if y depends on no x with a tangent, None if y's dtype has no
+            derivatives.
 
         Raises:
             InvalidDerivativeError: A tangent belongs to no x.
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites)
-        return await self._run(self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, words)), timeout)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites
+        )
+        return await self._run(
+            self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, arguments)), timeout
+        )
 
     async def jacobian(
         self,
@@ -244,9 +258,9 @@ class AsyncEvaluationMethods(AsyncClientBase):
         ys: Names,
         xs: GroupedNames,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         batched: bool = False,
@@ -274,13 +288,15 @@ class AsyncEvaluationMethods(AsyncClientBase):
 
         Returns:
             By y, then by x, an array of shape (y's shape, x's shape), or, `batched`, (examples, rest of y's shape, rest
-            of x's shape); None where y does not depend on x.
+            of x's shape); None if y does not depend on x.
 
         Raises:
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        call = derivatives.jacobian(graph, feeds, params, words, batched=batched)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
+        call = derivatives.jacobian(graph, feeds, params, arguments, batched=batched)
         return await self._run(self._transfer.applied(call), timeout)
 
     async def hvp(
@@ -292,9 +308,9 @@ class AsyncEvaluationMethods(AsyncClientBase):
         ys: Names,
         xs: GroupedNames,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
@@ -318,11 +334,15 @@ class AsyncEvaluationMethods(AsyncClientBase):
             timeout: Seconds; default: that of `connect`.
 
         Returns:
-            By x an array of x's dtype and shape, a `Sparse`, or None where there is no second derivative.
+            By x an array of x's dtype and shape, a `Sparse`, or None if there is no second derivative.
 
         Raises:
             InvalidDerivativeError: A vector belongs to no x.
             GradruleError: As in `evaluate`.
         """
-        words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        return await self._run(self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, words)), timeout)
+        arguments = ProgramArguments(
+            (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
+        return await self._run(
+            self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, arguments)), timeout
+        )

@@ -1,4 +1,4 @@
-"""Forward runs that the server keeps, so that gradients can be pulled back through them any number of times."""
+"""Defines handles of forward runs that the server keeps, for any number of backward passes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from gradrule._messages.call_arguments import CallParams, Feeds, GradYs
 from gradrule._messages.forward_calls import LOST, ForwardBase
 from gradrule._messages.program_calls import ProgramBase
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs
 from gradrule._messages.transfer_options import Transfer
 from gradrule._rpc.async_client.base import AsyncClientBase
 
 
 class AsyncForwardHandle(ForwardBase):
-    """A forward run that the server keeps. Made by `AsyncProgram.forward`.
+    """Refers to a forward run that the server keeps. Made by `AsyncProgram.forward`.
 
-    Close it, or use it in an `async with` block. If the server no longer has it (its time ran out, the engine or the
-    connection was lost), the next `vjp` runs forward again by itself.
+    Close it, or use it in an `async with` block. If the server no longer has the run (it expired, or the engine or the
+    connection was lost), the next `vjp` repeats the forward pass.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AsyncForwardHandle(ForwardBase):
             timeout: Seconds; default: that of `AsyncProgram.forward`.
 
         Returns:
-            By x an array of x's dtype and shape, a `Sparse`, or None where no y depends on x.
+            By x an array of x's dtype and shape, a `Sparse`, or None if no y depends on x.
 
         Raises:
             GradruleError: As in `AsyncProgram.evaluate`.
@@ -61,7 +61,7 @@ class AsyncForwardHandle(ForwardBase):
         return await self._client._run(self._pulled_back(request), seconds)
 
     async def close(self) -> None:
-        """Releases it on the server. A later `vjp` runs forward again."""
+        """Releases the run on the server. A later `vjp` repeats the forward pass."""
         if self._handle:
             try:
                 await self._client._run(self._closing(), self._timeout)

@@ -1,4 +1,4 @@
-"""Compiled programs, and the methods of the client that make and find them."""
+"""Defines compiled programs, and the methods of the client that make and find them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from typing import Any
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages.call_arguments import (
+    CallParams,
+    Feeds,
+    GradYs,
+    GroupedNames,
+    Jit,
+    Names,
+    NoGradient,
+    ProgramArguments,
+    UnconnectedGradients,
+    groups_of,
+)
 from gradrule._messages.program_calls import ProgramBase, merged
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
 from gradrule._messages.transfer_options import Transfer
-from gradrule._messages.x_groups import groups_of
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
@@ -21,7 +31,7 @@ from gradrule.v1 import program_pb2
 
 
 class AsyncProgramMethods(AsyncClientBase):
-    """The client's methods for programs."""
+    """Implements the client's methods for programs."""
 
     async def compile(
         self,
@@ -32,17 +42,17 @@ class AsyncProgramMethods(AsyncClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
+        unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: rpc_calls.NoGradient = "error",
+        no_gradient: NoGradient = "error",
         rewrites: Sequence[str] = (),
         dense_gradients: bool = False,
         batching: bool = True,
-        jit: rpc_calls.Jit = "off",
+        jit: Jit = "off",
         name: str | None = None,
         timeout: float | None = None,
     ) -> AsyncProgram:
-        """Compiles a program, which the server keeps until it is deleted and which calls run by its name.
+        """Compiles a program, which the server keeps until it is deleted.
 
         Params are given in the overrides, or with each call.
 
@@ -60,18 +70,18 @@ class AsyncProgramMethods(AsyncClientBase):
             dense_gradients: As in `evaluate`.
             batching: As in `evaluate`.
             jit: As in `evaluate`.
-            name: The program's id; default: made from its content. Equal content returns the program that exists.
+            name: Id of the program; default: derived from its content. Equal content returns the existing program.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
             The program.
 
         Raises:
-            ProgramExistsError: `name` belongs to a program with other content.
+            ProgramExistsError: The name belongs to a program with other content.
             QuotaExceededError: The tenant has too many programs.
             GradruleError: As in `evaluate`.
         """
-        words = Words(
+        arguments = ProgramArguments(
             fetches,
             ys,
             xs,
@@ -85,7 +95,7 @@ class AsyncProgramMethods(AsyncClientBase):
             batching=batching,
             jit=jit,
         )
-        message = await self._run(rpc_calls.compile_program(graph, name, words), timeout)
+        message = await self._run(rpc_calls.compile_program(graph, name, arguments), timeout)
         return AsyncProgram(self, message, groups_of(xs, graph))
 
     async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:
@@ -144,7 +154,7 @@ class AsyncProgramMethods(AsyncClientBase):
 
 
 class AsyncProgram(ProgramBase):
-    """A compiled program: calls send only tensors. Made by `AsyncClient.compile` and `AsyncClient.program`."""
+    """Calls a compiled program; calls send only tensors. Made by `AsyncClient.compile` and `AsyncClient.program`."""
 
     def __init__(self, client: AsyncClientBase, message: Any, groups: call_results.Groups = None) -> None:
         super().__init__(message, groups)
@@ -211,9 +221,10 @@ class AsyncProgram(ProgramBase):
         Args:
             feeds: As in `evaluate`.
             params: As in `evaluate`.
-            ttl: Seconds for which the server keeps it after its last use; default, and most: a setting of the server.
+            ttl: Seconds for which the server keeps the run after its last use; a setting of the server is the default
+                and the maximum.
             transfer: As in `evaluate`.
-            timeout: Seconds, also for the handle's calls that give none; default: that of `connect`.
+            timeout: Seconds, also the default of the handle's calls; default: that of `connect`.
 
         Raises:
             InvalidParamError: `ttl` is not positive.
@@ -237,8 +248,8 @@ class AsyncProgram(ProgramBase):
         """Runs the program on each of many feeds, several at a time: `async for result in program.map(batches)`.
 
         Args:
-            feeds: What `evaluate` takes, any number of times.
-            in_flight: Most calls that run at the same time.
+            feeds: Feeds of each call, as in `evaluate`.
+            in_flight: Maximum number of calls that run at the same time.
             params: As in `evaluate`.
             transfer: As in `evaluate`.
             timeout: Seconds for each call; default: that of `connect`.
@@ -248,7 +259,7 @@ class AsyncProgram(ProgramBase):
 
         Raises:
             InvalidParamError: `in_flight` is less than 1.
-            GradruleError: The first call that failed, at its place in the order; those still running are cancelled.
+            GradruleError: A call failed. The error is raised in the order of the feeds; running calls are cancelled.
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
@@ -346,7 +357,7 @@ class AsyncProgram(ProgramBase):
             timeout: Seconds; default: that of `connect`.
 
         Raises:
-            ProgramNotFoundError: It was deleted before.
+            ProgramNotFoundError: The program was deleted before.
         """
         request = program_pb2.DeleteProgramRequest(name=self.name)
         await self._client._unary(

@@ -1,4 +1,4 @@
-"""Methods of the client for rules: register, list, delete, sample."""
+"""Implements the methods of the client that register, list, delete and sample rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {"op": rule_pb2.RULE_KIND_OP, "builtin": rule_pb2.RULE_KIND_BUILTIN, "u
 
 
 class AsyncRuleMethods(AsyncClientBase):
-    """The client's methods for rules and presets."""
+    """Implements the client's methods for rules and presets."""
 
     async def create_rule(
         self,
@@ -39,7 +39,7 @@ class AsyncRuleMethods(AsyncClientBase):
             graph: A graph that computes the gradient, instead of an expression.
             params: Default values by name, None for a param that each use must give a value; or only names.
             gradient: The rule for the gradient of this rule, see `Rule`.
-            description: A text for people.
+            description: Text for readers.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
@@ -79,7 +79,7 @@ class AsyncRuleMethods(AsyncClientBase):
         )
 
     async def list_rules(
-        self, kind: rpc_calls.RuleKind | None = None, *, timeout: float | None = None
+        self, kind: rule_infos.RuleKind | None = None, *, timeout: float | None = None
     ) -> list[rule_infos.RuleInfo]:
         """Lists rules.
 
@@ -117,7 +117,7 @@ class AsyncRuleMethods(AsyncClientBase):
 
         Raises:
             UnknownRuleError: There is no rule with this name.
-            RuleReadOnlyError: It is a builtin rule or an op's.
+            RuleReadOnlyError: The rule is builtin or belongs to an op.
         """
         request = rule_pb2.DeleteRuleRequest(name=name)
         await self._unary("RuleService/DeleteRule", request, rule_pb2.DeleteRuleResponse, lambda _: None, timeout)
@@ -169,7 +169,7 @@ class AsyncRuleMethods(AsyncClientBase):
 
         Raises:
             UnknownRuleError: There is no rule with this name.
-            InvalidTensorError: A value is no array of numbers.
+            InvalidTensorError: A value is not an array of numbers.
         """
         values = {"x": x, "y": y, "dy": dy, **more}
         request = sample_request(rule, values, params, op_type, attrs)

@@ -78,7 +78,7 @@ class AsyncCallSender:
         if memory.must_open():
             try:
                 offer = await self._method(shared_memory.METHOD)(
-                    b"", timeout=min(seconds, shared_memory.OFFER_S), metadata=self._metadata
+                    b"", timeout=min(seconds, shared_memory.OFFER_TIMEOUT_S), metadata=self._metadata
                 )
             except grpc.RpcError as failure:
                 memory.refuse(error_of(failure))
@@ -86,18 +86,18 @@ class AsyncCallSender:
                 raise self._closed() from cause
             else:
                 # The server may answer slowly; other calls continue meanwhile.
-                await run_in_thread(memory.open, call, size, offer, call_routes.left(ends_at))
+                await run_in_thread(memory.open, call, size, offer, call_routes.remaining_s(ends_at))
         shared = memory.place(call, parts)
         if shared is not None:
             try:
-                answer = await self._send_unary(shared.call, shared.parts, call_routes.left(ends_at))
+                answer = await self._send_unary(shared.call, shared.parts, call_routes.remaining_s(ends_at))
                 memory.end(shared)
                 return answer
             except BaseException as failure:
                 memory.end(shared, failure)
                 if not may_resend(failure):
                     raise
-        return await self._send_evaluate(call, parts, size, call_routes.left(ends_at))
+        return await self._send_evaluate(call, parts, size, call_routes.remaining_s(ends_at))
 
     async def _send_evaluate(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
@@ -108,20 +108,20 @@ class AsyncCallSender:
             try:
                 answer = await self._stream.run(call, parts, size, seconds)
             except StreamLostError:
-                self._routes.note_lost()
+                self._routes.record_lost_stream()
             except GradruleError as refusal:
                 if refusal.code is not grpc.StatusCode.UNAVAILABLE:
                     raise
             else:
-                self._routes.note_answered()
+                self._routes.record_answer()
                 return answer
         try:
-            return await self._send_unary(call, parts, call_routes.left(ends_at))
+            return await self._send_unary(call, parts, call_routes.remaining_s(ends_at))
         except MessageTooLargeError:
             if size <= CHUNK_BYTES:
                 raise
-        answer = await self._send_in_chunks(call, parts, size, call_routes.left(ends_at))
-        self._routes.note_too_long(size)
+        answer = await self._send_in_chunks(call, parts, size, call_routes.remaining_s(ends_at))
+        self._routes.record_too_long(size)
         return answer
 
     async def _send_in_chunks(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
@@ -129,7 +129,7 @@ class AsyncCallSender:
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
             try:
-                return await self._stream.run(call, parts, size, call_routes.left(ends_at))
+                return await self._stream.run(call, parts, size, call_routes.remaining_s(ends_at))
             except (StreamLostError, UnavailableError) as failure:
                 cause = failure.cause if isinstance(failure, StreamLostError) else failure
                 if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == call_routes.TRIES:

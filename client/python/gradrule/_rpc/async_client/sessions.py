@@ -1,4 +1,4 @@
-"""Sessions: variables that the server holds while one stream is open, trained and evaluated there."""
+"""Defines sessions, which train and evaluate variables that the server holds while a stream is open."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from typing import Any, Self, TypeVar
 
 from gradrule._builder import blob_values
 from gradrule._builder.graph import Graph
-from gradrule._messages.request_messages import CallParams, Feeds, GradYs, Name, Names, Words
-from gradrule._messages.rpc_calls import Call, UnconnectedGradients
+from gradrule._messages.call_arguments import (
+    CallParams,
+    Feeds,
+    GradYs,
+    Name,
+    Names,
+    ProgramArguments,
+    UnconnectedGradients,
+)
+from gradrule._messages.rpc_calls import Call
 from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
@@ -22,9 +30,9 @@ R = TypeVar("R")
 
 
 class AsyncSession(SessionBase):
-    """Variables that the server holds: `async with client.session(graph) as s`. They are released after the block.
+    """Trains variables that the server holds: `async with client.session(graph) as s` releases them after the block.
 
-    Only one call at a time: messages are answered one after the other.
+    Only one call may run at a time, because messages are answered one after the other.
     """
 
     def __init__(self, client: AsyncClientBase, options: SessionOptions) -> None:
@@ -70,8 +78,8 @@ class AsyncSession(SessionBase):
             loss: A tensor; one that is not a scalar is summed.
             optimizer: An optimizer of `gradrule.optimizers`.
             fetches: Tensors to return, computed before the update.
-            variables: Which to update; default: all float variables that the loss depends on, except those that the
-                graph marks as not trainable.
+            variables: Variables to update; default: all float variables that the loss depends on, except those that
+                the graph marks as not trainable.
             params: As in `AsyncClient.evaluate`.
             timeout: Seconds; default: that of `connect`.
 
@@ -79,7 +87,7 @@ class AsyncSession(SessionBase):
             The loss before the update, and the fetches.
 
         Raises:
-            InvalidOptimizerError: `optimizer` is none, or its numbers are out of range.
+            InvalidOptimizerError: `optimizer` is not an optimizer, or a setting is out of range.
             GradruleError: As in `AsyncClient.evaluate`.
         """
         return await self._run(self._step(feeds, loss, optimizer, variables, fetches, params), timeout)
@@ -118,40 +126,42 @@ class AsyncSession(SessionBase):
         Raises:
             GradruleError: As in `AsyncClient.evaluate`.
         """
-        words = Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients)
-        return await self._run(self._evaluate(feeds, words, params), timeout)
+        arguments = ProgramArguments(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
+        )
+        return await self._run(self._evaluate(feeds, arguments, params), timeout)
 
     async def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:
         """Returns values of variables.
 
         Args:
-            names: Which; default: all.
+            names: Names of the variables; default: all.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
             Arrays by variable.
 
         Raises:
-            UnknownTensorError: A name is no variable.
+            UnknownTensorError: A name is not a variable.
         """
         return await self._run(self._read(names), timeout)
 
     async def assign(self, values: Mapping[Name, Any], *, timeout: float | None = None) -> None:
-        """Assigns values to variables: to all that are given, or, after an error, to none.
+        """Assigns values to variables; after an error, no variable is changed.
 
         Args:
             values: Arrays by variable, of its dtype and shape.
             timeout: Seconds; default: that of `connect`.
 
         Raises:
-            UnknownTensorError: A name is no variable.
+            UnknownTensorError: A name is not a variable.
             FeedDtypeError: An array has another dtype than its variable.
             FeedShapeError: An array has another shape than its variable.
         """
         await self._run(self._assign(values), timeout)
 
     async def save(self, *, timeout: float | None = None) -> Graph:
-        """Returns the graph with the variables' present values, to evaluate, or to write with its `save`.
+        """Returns the graph with the current values of the variables.
 
         Args:
             timeout: Seconds; default: that of `connect`.
@@ -167,7 +177,7 @@ class AsyncSession(SessionBase):
         except BlobNotFoundError:
             if not call.blobs:
                 raise
-        # A server that is short of space may have evicted them.
+        # A server with little space may have evicted the blobs.
         await self._upload(call.blobs, timeout)
         return await self._exchange(call, timeout)
 
@@ -191,7 +201,7 @@ class AsyncSession(SessionBase):
         except GradruleError:
             raise
         except BaseException:
-            # After an interrupt an answer may still come, which the next message would take for its own.
+            # After an interrupt, the answer may still arrive, and the next message would get it.
             self.close()
             raise
         return self._decoded(call, answer)

@@ -76,7 +76,7 @@ class CallSender:
         if memory.must_open():
             try:
                 offer = self._method(shared_memory.METHOD)(
-                    b"", timeout=min(seconds, shared_memory.OFFER_S), metadata=self._metadata
+                    b"", timeout=min(seconds, shared_memory.OFFER_TIMEOUT_S), metadata=self._metadata
                 )
             except grpc.RpcError as failure:
                 memory.refuse(error_of(failure))
@@ -84,18 +84,18 @@ class CallSender:
                 raise self._closed() from cause
             else:
                 # The server may answer slowly; other calls continue meanwhile.
-                run_in_thread(memory.open, call, size, offer, call_routes.left(ends_at))
+                run_in_thread(memory.open, call, size, offer, call_routes.remaining_s(ends_at))
         shared = memory.place(call, parts)
         if shared is not None:
             try:
-                answer = self._send_unary(shared.call, shared.parts, call_routes.left(ends_at))
+                answer = self._send_unary(shared.call, shared.parts, call_routes.remaining_s(ends_at))
                 memory.end(shared)
                 return answer
             except BaseException as failure:
                 memory.end(shared, failure)
                 if not may_resend(failure):
                     raise
-        return self._send_evaluate(call, parts, size, call_routes.left(ends_at))
+        return self._send_evaluate(call, parts, size, call_routes.remaining_s(ends_at))
 
     def _send_evaluate(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
@@ -106,20 +106,20 @@ class CallSender:
             try:
                 answer = self._stream.run(call, parts, size, seconds)
             except StreamLostError:
-                self._routes.note_lost()
+                self._routes.record_lost_stream()
             except GradruleError as refusal:
                 if refusal.code is not grpc.StatusCode.UNAVAILABLE:
                     raise
             else:
-                self._routes.note_answered()
+                self._routes.record_answer()
                 return answer
         try:
-            return self._send_unary(call, parts, call_routes.left(ends_at))
+            return self._send_unary(call, parts, call_routes.remaining_s(ends_at))
         except MessageTooLargeError:
             if size <= CHUNK_BYTES:
                 raise
-        answer = self._send_in_chunks(call, parts, size, call_routes.left(ends_at))
-        self._routes.note_too_long(size)
+        answer = self._send_in_chunks(call, parts, size, call_routes.remaining_s(ends_at))
+        self._routes.record_too_long(size)
         return answer
 
     def _send_in_chunks(self, call: rpc_calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
@@ -127,7 +127,7 @@ class CallSender:
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
             try:
-                return self._stream.run(call, parts, size, call_routes.left(ends_at))
+                return self._stream.run(call, parts, size, call_routes.remaining_s(ends_at))
             except (StreamLostError, UnavailableError) as failure:
                 cause = failure.cause if isinstance(failure, StreamLostError) else failure
                 if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == call_routes.TRIES:

@@ -1,1 +1,1 @@
-"""`gradrule demo`: trains a binary network on handwritten digits through a server, with and without a rule."""
+"""Implements `gradrule demo`: trains a binary network on handwritten digits through a server."""

@@ -15,7 +15,7 @@ from gradrule.cli.output import Screen, missing_extra
 if TYPE_CHECKING:
     from gradrule import Client
     from gradrule.cli.demo.data import Digits
-    from gradrule.cli.demo.training import Recipe, Run
+    from gradrule.cli.demo.training import TrainingOptions, TrainingResult
 
 _LINES = 5
 
@@ -53,24 +53,27 @@ def _shown(screen: Screen, title: str, total: int) -> Iterator[Report]:
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command `demo` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "demo",
         help="train a binary network on handwritten digits through a server, with a rule and without",
         description="Starts a server of its own, trains a network with sign activations and binary weights on "
-        "handwritten digits twice, with TensorFlow's gradient of Sign and with the rule ste_sign, and draws what a "
-        "second network looks at by guided backpropagation. The last line of the output is one JSON object.",
+        "handwritten digits twice, with TensorFlow's gradient of Sign and with the rule ste_sign. Then draws which "
+        "pixels determine the result of a second network (guided backpropagation). The last line is a JSON object.",
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=Path("out/demo"), help="folder for the pictures [default: out/demo]"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the batches [default: 0]")
     parser.add_argument(
-        "--epochs", type=_epochs, default=_EPOCHS, help=f"of each training of the binary network [default: {_EPOCHS}]"
+        "--seed", type=int, default=0, help="seed of the split, the weights and the batches [default: 0]"
     )
     parser.add_argument(
-        "--device", default="auto", help="where the server computes: auto, cpu or gpu:N [default: auto]"
+        "--epochs",
+        type=_epochs,
+        default=_EPOCHS,
+        help=f"epochs of each training of the binary network [default: {_EPOCHS}]",
     )
+    parser.add_argument("--device", default="auto", help="device of the server: auto, cpu or gpu:N [default: auto]")
     parser.set_defaults(run=run)
 
 
@@ -81,10 +84,10 @@ def _epochs(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the demo."""
+    """Runs the demo; returns the exit code."""
     screen = output.console()
     try:
-        import matplotlib  # noqa: F401  # only whether it is there
+        import matplotlib  # noqa: F401  # checks that it is installed
     except ModuleNotFoundError as cause:
         raise missing_extra(f"the demo is not complete ({cause.name} is missing)", "demo") from None
     import gradrule as gr
@@ -96,40 +99,44 @@ def run(options: argparse.Namespace) -> int:
     screen.print("starting a server …")
     with gr.local(device=options.device) as client:
         screen.print(f"server at {client.target}, ready after {time.perf_counter() - started:.1f} s")
-        summary = _story(screen, client, digits, options)
+        summary = _train_and_draw(screen, client, digits, options)
     output.print_json({**summary, "seconds": round(time.perf_counter() - started, 2)})
     return 0
 
 
-def _story(screen: output.Screen, client: Client, digits: Digits, options: argparse.Namespace) -> dict[str, object]:
+def _train_and_draw(
+    screen: output.Screen, client: Client, digits: Digits, options: argparse.Namespace
+) -> dict[str, object]:
     from gradrule.cli.demo import pictures
     from gradrule.cli.demo.networks import binary_network, relu_network
-    from gradrule.cli.demo.training import Recipe
+    from gradrule.cli.demo.training import TrainingOptions
 
-    def train(title: str, network: Any, recipe: Recipe, overrides: dict[str, str] | None) -> Run:
-        return _train(screen, client, title, network, digits, recipe, overrides, options.seed)
+    def train(
+        title: str, network: Any, training_options: TrainingOptions, overrides: dict[str, str] | None
+    ) -> TrainingResult:
+        return _train(screen, client, title, network, digits, training_options, overrides, options.seed)
 
-    binary = Recipe(options.epochs, learning_rate=0.03, weight_limit=1.0)
+    binary = TrainingOptions(options.epochs, learning_rate=0.03, weight_limit=1.0)
     default = train("binary network, own gradient", binary_network(options.seed), binary, None)
     rule = train("binary network, ste_sign", binary_network(options.seed), binary, RULE)
     relu = relu_network(options.seed)
-    explained = train("ReLU network", relu, Recipe(_RELU_EPOCHS, learning_rate=0.003), None)
+    explained = train("ReLU network", relu, TrainingOptions(_RELU_EPOCHS, learning_rate=0.003), None)
 
-    curves = options.out / "learning_curves.png"
-    pictures.learning_curves({"TensorFlow's gradient of Sign": default, "rule ste_sign": rule}, curves)
+    curves_path = options.out / "learning_curves.png"
+    pictures.learning_curves({"TensorFlow's gradient of Sign": default, "rule ste_sign": rule}, curves_path)
     chosen = pictures.one_of_each(digits)
     x, labels = digits.test_x[chosen], digits.test_labels[chosen]
     plain, guided = pictures.gradients(client, relu, explained.weights, x, labels)
-    seen = options.out / "saliency.png"
-    pictures.saliency({"digit": x, "gradient": plain, "guided": guided}, labels, seen)
+    saliency_path = options.out / "saliency.png"
+    pictures.saliency({"digit": x, "gradient": plain, "guided": guided}, labels, saliency_path)
 
     rows = [
-        ["binary, signs everywhere", "TensorFlow's own (zero)", *_figures(default)],
-        ["binary, signs everywhere", "Sign → ste_sign", *_figures(rule)],
-        ["ReLU, floats", "TensorFlow's own", *_figures(explained)],
+        ["binary, signs everywhere", "TensorFlow's own (zero)", *_result_cells(default)],
+        ["binary, signs everywhere", "Sign → ste_sign", *_result_cells(rule)],
+        ["ReLU, floats", "TensorFlow's own", *_result_cells(explained)],
     ]
-    output.table(screen, "held-back digits", ("network", "gradient", "test accuracy", "steps", "steps/s"), rows)
-    screen.print(f"pictures: {curves}, {seen}")
+    output.table(screen, "test digits", ("network", "gradient", "test accuracy", "steps", "steps/s"), rows)
+    screen.print(f"pictures: {curves_path}, {saliency_path}")
     steps = len(default.losses) + len(rule.losses)
     return {
         "accuracy_default": round(default.accuracy, 4),
@@ -139,8 +146,8 @@ def _story(screen: output.Screen, client: Client, digits: Digits, options: argpa
         "steps_per_second": round(steps / (default.seconds + rule.seconds), 1),
         "device": rule.device,
         "seed": options.seed,
-        "learning_curves": str(curves),
-        "saliency": str(seen),
+        "learning_curves": str(curves_path),
+        "saliency": str(saliency_path),
     }
 
 
@@ -150,15 +157,15 @@ def _train(
     title: str,
     network: Any,
     digits: Digits,
-    recipe: Recipe,
+    training_options: TrainingOptions,
     overrides: dict[str, str] | None,
     seed: int,
-) -> Run:
+) -> TrainingResult:
     from gradrule.cli.demo.training import train
 
-    with _shown(screen, title, recipe.steps(digits)) as report:
-        return train(client, network, digits, recipe, overrides=overrides, seed=seed, progress=report)
+    with _shown(screen, title, training_options.steps(digits)) as report:
+        return train(client, network, digits, training_options, overrides=overrides, seed=seed, progress=report)
 
 
-def _figures(run: Run) -> list[str]:
+def _result_cells(run: TrainingResult) -> list[str]:
     return [f"{run.accuracy:.3f}", str(len(run.losses)), f"{len(run.losses) / run.seconds:.0f}"]

@@ -31,12 +31,12 @@ class Digits:
 
 def load(seed: int) -> Digits:
     """Loads all 1,797 digits; the seed selects a quarter of each class for testing."""
-    with (importlib.resources.files(__package__) / "digits.npz").open("rb") as file, np.load(file) as shipped:
-        images = (shipped["images"] / 8.0 - 1.0).astype(np.float32)
-        labels = shipped["labels"].astype(np.int64)
+    with (importlib.resources.files(__package__) / "digits.npz").open("rb") as file, np.load(file) as stored:
+        images = (stored["images"] / 8.0 - 1.0).astype(np.float32)
+        labels = stored["labels"].astype(np.int64)
     rng = np.random.default_rng(seed)
-    held_back = np.zeros(len(labels), bool)
+    is_test = np.zeros(len(labels), bool)
     for label in range(CLASSES):
         members = rng.permutation(np.flatnonzero(labels == label))
-        held_back[members[: round(len(members) * _TEST_PART)]] = True
-    return Digits(images[~held_back], labels[~held_back], images[held_back], labels[held_back])
+        is_test[members[: round(len(members) * _TEST_PART)]] = True
+    return Digits(images[~is_test], labels[~is_test], images[is_test], labels[is_test])

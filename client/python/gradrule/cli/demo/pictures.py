@@ -1,4 +1,8 @@
-"""Computes and draws the demo's two PNG files: learning curves and saliency maps."""
+"""Computes and draws the demo's two PNG files: learning curves and saliency maps.
+
+Guided backpropagation (Springenberg et al., "Striving for Simplicity", 2015) also sets the gradient to zero where it is
+negative, at every ReLU. Figures are made without pyplot, which needs global state.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from matplotlib.figure import Figure
 
 from gradrule.cli.demo.data import CLASSES, SIDE, Digits
 from gradrule.cli.demo.networks import Network
-from gradrule.cli.demo.training import Run
+from gradrule.cli.demo.training import TrainingResult
 from gradrule.common.tensor_codec import Array
 
 if TYPE_CHECKING:
@@ -37,7 +41,7 @@ def gradients(client: Client, network: Network, weights: dict[str, Array], x: Ar
     return found
 
 
-def learning_curves(runs: Mapping[str, Run], path: Path) -> None:
+def learning_curves(runs: Mapping[str, TrainingResult], path: Path) -> None:
     """Plots test accuracy and training loss by step, one line per run."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -47,7 +51,7 @@ def learning_curves(runs: Mapping[str, Run], path: Path) -> None:
         window = min(_SMOOTH, len(run.losses))
         smooth = np.convolve(run.losses, np.ones(window) / window, mode="valid")
         right.plot(np.arange(window, len(run.losses) + 1), smooth, label=label)
-    left.set(title="accuracy on held-back digits", xlabel="step", ylim=(0, 1))
+    left.set(title="accuracy on test digits", xlabel="step", ylim=(0, 1))
     right.set(title=f"training loss (mean of {_SMOOTH} steps)", xlabel="step", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)

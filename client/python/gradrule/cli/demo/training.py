@@ -26,7 +26,12 @@ Progress = Callable[[int, float, float], None]
 
 
 class Adam:
-    """Holds and updates weights. limit: weights stay within ±limit, as latent binary weights do."""
+    """Updates weights by Adam (Kingma and Ba, 2015, algorithm 1).
+
+    Args:
+        weights: Initial weights by name; copied.
+        limit: Weights stay within ±limit, as latent binary weights do; None: no limit.
+    """
 
     def __init__(self, weights: Mapping[str, Array], limit: float | None = None) -> None:
         self.weights = {name: value.copy() for name, value in weights.items()}
@@ -51,8 +56,14 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Holds the options of training. The learning rate falls to zero along a cosine; limit: Adam's weight limit."""
+class TrainingOptions:
+    """Holds the options of training.
+
+    Attributes:
+        epochs: Number of passes over the training data.
+        learning_rate: Initial learning rate; it decreases to zero along a cosine.
+        weight_limit: Weights stay within ±weight_limit; None: no limit.
+    """
 
     epochs: int
     learning_rate: float
@@ -64,8 +75,16 @@ class Recipe:
 
 
 @dataclass
-class Run:
-    """Holds the results of training. accuracies: (step, test accuracy). seconds: time of the steps only."""
+class TrainingResult:
+    """Holds the results of training.
+
+    Attributes:
+        weights: Weights by name.
+        losses: Training loss of each step.
+        accuracies: Pairs of step and test accuracy.
+        seconds: Time of the steps, without tests.
+        device: Device of the server.
+    """
 
     weights: dict[str, Array] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -83,19 +102,19 @@ def train(
     client: Client,
     network: Network,
     digits: Digits,
-    recipe: Recipe,
+    options: TrainingOptions,
     *,
     overrides: dict[str, str] | None,
     seed: int,
     progress: Progress,
-) -> Run:
+) -> TrainingResult:
     """Trains with the server's gradients under the overrides, and tests after each epoch."""
     step = client.compile(network.graph, ys=["loss"], xs=list(network.weights), fetches=["loss"], overrides=overrides)
     classify = client.compile(network.graph, fetches=["logits"])
-    optimizer = Adam(network.weights, recipe.weight_limit)
+    optimizer = Adam(network.weights, options.weight_limit)
     rng = np.random.default_rng(seed)
-    run = Run(optimizer.weights)
-    total = recipe.steps(digits)
+    result = TrainingResult(optimizer.weights)
+    total = options.steps(digits)
 
     def feeds(**values: Array) -> dict[Any, Any]:
         return {**values, **optimizer.weights}
@@ -103,21 +122,21 @@ def train(
     def test() -> None:
         logits = classify.evaluate(feeds(x=digits.test_x)).outputs["logits"]
         right = np.argmax(logits, axis=1) == digits.test_labels
-        run.accuracies.append((len(run.losses), float(np.mean(right))))
+        result.accuracies.append((len(result.losses), float(np.mean(right))))
 
     test()
-    for _ in range(recipe.epochs):
+    for _ in range(options.epochs):
         order = rng.permutation(len(digits.train_x))
         for first in range(0, len(order) - _BATCH + 1, _BATCH):
             batch = order[first : first + _BATCH]
             started = time.perf_counter()
-            result = step.evaluate(feeds(x=digits.train_x[batch], labels=digits.train_labels[batch]))
-            falling = 0.5 * (1 + math.cos(math.pi * len(run.losses) / total))
-            gradients = {name: np.asarray(result.gradients[name]) for name in optimizer.weights}
-            optimizer.step(gradients, recipe.learning_rate * falling)
-            run.seconds += time.perf_counter() - started
-            run.losses.append(float(result.outputs["loss"]))
-            run.device = result.device
-            progress(len(run.losses), run.losses[-1], run.accuracy)
+            evaluated = step.evaluate(feeds(x=digits.train_x[batch], labels=digits.train_labels[batch]))
+            decay = 0.5 * (1 + math.cos(math.pi * len(result.losses) / total))
+            gradients = {name: np.asarray(evaluated.gradients[name]) for name in optimizer.weights}
+            optimizer.step(gradients, options.learning_rate * decay)
+            result.seconds += time.perf_counter() - started
+            result.losses.append(float(evaluated.outputs["loss"]))
+            result.device = evaluated.device
+            progress(len(result.losses), result.losses[-1], result.accuracy)
         test()
-    return run
+    return result

@@ -1,1 +1,1 @@
-"""`gradrule rules`: lists, runs, draws and checks rules."""
+"""Implements `gradrule rules`: lists, runs, draws and checks rules."""

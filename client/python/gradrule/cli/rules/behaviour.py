@@ -19,7 +19,15 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class TypeBehaviour:
-    """Compares one element type with float64. difference: largest, relative to the largest element; None: refused."""
+    """Compares the gradient in one element type with the gradient in float64.
+
+    Attributes:
+        dtype: Element type of x.
+        gives: Element type of the gradient, or the reason why the server refused x.
+        difference: Largest difference from float64, relative to the largest element; None if it cannot be computed.
+        is_finite: Whether all elements are finite; None if the server refused x.
+        holds: Whether the gradient has the element type of x.
+    """
 
     dtype: str
     gives: str
@@ -30,7 +38,13 @@ class TypeBehaviour:
 
 @dataclass(frozen=True)
 class ShapeBehaviour:
-    """Describes the result for one shape. gives: the gradient's shape, or the reason of the refusal."""
+    """Describes the result for one shape.
+
+    Attributes:
+        shape: Shape of x.
+        gives: Shape of the gradient, or the reason why the server refused x.
+        holds: Whether the gradient has the shape of x.
+    """
 
     shape: tuple[int, ...]
     gives: str
@@ -48,25 +62,31 @@ class SpecialValue:
 
 @dataclass(frozen=True)
 class SampleBehaviour:
-    """Compares the registry's `per_sample` (None: unknown) with a test. found: whether examples are independent."""
+    """Compares the registry's `per_sample` with a test.
+
+    Attributes:
+        claimed: `per_sample` of the registry; None: unknown.
+        found: Whether the gradients of examples were independent of each other.
+        holds: Whether the test does not contradict the registry.
+    """
 
     claimed: bool | None
     found: bool
     holds: bool
 
 
-def types(runner: RuleRunner, low: float, high: float) -> list[TypeBehaviour]:
+def check_types(runner: RuleRunner, low: float, high: float) -> list[TypeBehaviour]:
     """Runs the rule in four floating types on values that the narrowest type represents exactly."""
     # Rules often have kinks at round numbers.
-    places = low + (high - low) * np.linspace(0.0317, 0.9713, 13)
+    xs = low + (high - low) * np.linspace(0.0317, 0.9713, 13)
     found = []
     for dtype in _DTYPES:
         name = np.dtype(dtype).name
-        x: Array = places.astype(dtype)
+        x: Array = xs.astype(dtype)
         try:
             gradient = runner.gradient(x, np.ones_like(x))
         except GradruleError as refusal:
-            found.append(TypeBehaviour(name, _refused(refusal), None, None, True))
+            found.append(TypeBehaviour(name, _refusal_text(refusal), None, None, True))
             continue
         try:
             wide = np.asarray(runner.gradient(x.astype(np.float64), np.ones(x.shape)), np.float64)
@@ -83,22 +103,22 @@ def types(runner: RuleRunner, low: float, high: float) -> list[TypeBehaviour]:
     return found
 
 
-def shapes(runner: RuleRunner, low: float, high: float) -> list[ShapeBehaviour]:
+def check_shapes(runner: RuleRunner, low: float, high: float) -> list[ShapeBehaviour]:
     """Runs the rule on shapes of rank 0 to 3, and on an empty one."""
     rng = np.random.default_rng(_SEED)
     found = []
     for shape in _SHAPES:
         x = rng.uniform(low, high, shape).astype(np.float32)
         try:
-            given = runner.gradient(x, np.ones_like(x)).shape
+            gradient_shape = runner.gradient(x, np.ones_like(x)).shape
         except GradruleError as refusal:
-            found.append(ShapeBehaviour(shape, _refused(refusal), True))
+            found.append(ShapeBehaviour(shape, _refusal_text(refusal), True))
         else:
-            found.append(ShapeBehaviour(shape, str(list(given)), given == shape))
+            found.append(ShapeBehaviour(shape, str(list(gradient_shape)), gradient_shape == shape))
     return found
 
 
-def specials(runner: RuleRunner, low: float, high: float) -> list[SpecialValue]:
+def sample_special_values(runner: RuleRunner, low: float, high: float) -> list[SpecialValue]:
     """Runs the rule on NaN, infinities, zeros and extreme float32 values, first as x (dy = 1), then as dy."""
     info = np.finfo(np.float32)
     ends = (np.nan, np.inf, -np.inf, 0.0, -0.0, float(info.max), -float(info.max), float(info.tiny))
@@ -106,29 +126,29 @@ def specials(runner: RuleRunner, low: float, high: float) -> list[SpecialValue]:
     pairs = [(value, 1.0) for value in ends] + [(middle, value) for value in (np.nan, np.inf, -np.inf, 0.0)]
     found = []
     for x, dy in pairs:
-        given = runner.gradient(np.array([x], np.float32), np.array([dy], np.float32))
-        found.append(SpecialValue(x, dy, float(given[0])))
+        gradient = runner.gradient(np.array([x], np.float32), np.array([dy], np.float32))
+        found.append(SpecialValue(x, dy, float(gradient[0])))
     return found
 
 
-def samples(runner: RuleRunner, low: float, high: float) -> SampleBehaviour | None:
-    """Tests whether an example's gradient ignores the other examples; None if the rule takes no batch."""
+def check_samples(runner: RuleRunner, low: float, high: float) -> SampleBehaviour | None:
+    """Tests whether an example's gradient does not depend on the other examples; None if the rule refuses batches."""
     claimed = runner.rule.per_sample if isinstance(runner.rule, RuleInfo) else None
     rng = np.random.default_rng(_SEED)
     x, dy = rng.uniform(low, high, (2, 5)).astype(np.float32), rng.normal(size=(2, 5)).astype(np.float32)
     other_x, other_dy = x.copy(), dy.copy()
     other_x[1], other_dy[1] = x[0] / 2 + low / 3, 4 * dy[1] + 1
     try:
-        one, two = runner.gradient(x, dy), runner.gradient(other_x, other_dy)
+        first, second = runner.gradient(x, dy), runner.gradient(other_x, other_dy)
     except GradruleError:
         return None
-    independent = _equal(one[0], two[0])
+    independent = _equal(first[0], second[0])
     return SampleBehaviour(claimed, independent, independent or claimed is not True)
 
 
-def _equal(one: Array, two: Array) -> bool:
-    return bool(np.array_equal(one, two, equal_nan=True))
+def _equal(first: Array, second: Array) -> bool:
+    return bool(np.array_equal(first, second, equal_nan=True))
 
 
-def _refused(refusal: GradruleError) -> str:
+def _refusal_text(refusal: GradruleError) -> str:
     return f"refused: {refusal.reason}"

@@ -1,4 +1,4 @@
-"""`gradrule rules check`: compares a rule with finite differences and tests its behaviour."""
+"""Implements `gradrule rules check`: compares a rule with finite differences and tests its behaviour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradrule.cli.parsing import EXPRESSION
 from gradrule.cli.rules import behaviour, inputs, slopes
 from gradrule.cli.rules.drawing import further_inputs, info_of
 from gradrule.cli.rules.rule_text import number_text
-from gradrule.cli.rules.setups import NoSetupError, RuleRunner, Setup, examples_used, params_of, setup_of
+from gradrule.cli.rules.setups import NoSetupError, RuleRunner, Setup, examples_used, params_with_examples, setup_of
 from gradrule.errors import TypeMismatchError
 
 if TYPE_CHECKING:
@@ -24,7 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """Holds the results of a check. of: the function that the rule is compared with. notes: skipped parts."""
+    """Holds the results of a check.
+
+    Attributes:
+        rule: Name or formula of the rule.
+        of: Op type or `expr:FORMULA` that the rule was compared with; None if it was compared with none.
+        interval: Range of x.
+        claims: Comparison for each input.
+        kinks: Kinks and jumps of the forward function.
+        types: Results by element type of x.
+        shapes: Results by shape of x.
+        specials: Gradients at special values.
+        samples: Test of `per_sample`; None if the rule refuses batches.
+        notes: Example values that were used, and parts that were skipped, with the reason.
+    """
 
     rule: str
     of: str | None
@@ -46,13 +59,13 @@ class Report:
 
 
 def add(group: Any) -> None:
-    """Adds the command."""
+    """Adds the command `rules check` to the parser."""
     parser = group.add_parser(
         "check",
-        help="compare a rule with finite differences, and tell how it behaves",
+        help="compare a rule with finite differences and report its behaviour",
         description="Compares a rule with central finite differences, in float64 on the server, of the op or the "
-        "formula that it claims to be the gradient of, and tells what it does to types, shapes, kinks, NaN and "
-        "infinity. Exit code 1 where a claim is wrong.",
+        "formula that it claims to be the gradient of, and reports its results for element types, shapes, kinks, NaN "
+        "and infinity. The exit code is 1 if a claim is wrong.",
     )
     inputs.add_rule(parser)
     inputs.add_feeds(parser, "value of a further input: x1=0.5")
@@ -69,7 +82,7 @@ def add(group: Any) -> None:
 def run_check(options: argparse.Namespace) -> int:
     """Checks one rule."""
     if options.of is not None and options.op_type is not None:
-        raise CommandError("--of says what op it is; leave --op-type out", USAGE)
+        raise CommandError("--of names the op already; omit --op-type", USAGE)
     others = further_inputs(options)
     with connect(options) as client:
         rule = info_of(client, options.rule)
@@ -94,22 +107,22 @@ def check(
     notes: list[str] = []
     is_formula = of is not None and of.startswith(EXPRESSION)
     setup = Setup(others=others) if is_formula else setup_of(rule, of or op_type, others)
-    is_asked = of is not None
+    is_requested = of is not None
     if of is None and isinstance(rule, RuleInfo) and (rule.true_gradient or rule.kind == "op"):
         of = setup.op_type
         if of is None:
             notes.append("it is a true gradient of a region; name its formula with --of expr:…")
-    made_up = examples_used(rule, params or {})
-    if made_up:
-        notes.append(f"made up: {', '.join(f'{name}={number_text(value)}' for name, value in made_up.items())}")
+    examples = examples_used(rule, params or {})
+    if examples:
+        notes.append(f"example values: {', '.join(f'{name}={number_text(value)}' for name, value in examples.items())}")
     low, high = interval or setup.interval
-    runner = RuleRunner(client, rule, setup, params_of(rule, params or {}), of)
+    runner = RuleRunner(client, rule, setup, params_with_examples(rule, params or {}), of)
     claims: list[slopes.InputClaim] = []
     kinks: list[slopes.Kink] = []
     try:
         if not slopes.is_elementwise(runner, low, high):
             raise CommandError(
-                f"the rule{f' or {of}' if of else ''} looks at several elements at once, so there is no comparison "
+                f"the rule{f' or {of}' if of else ''} uses several elements at once and cannot be compared "
                 f"number by number; compare it with finite differences in a graph (`gradrule compare`)"
             )
         if runner.has_forward:
@@ -117,7 +130,7 @@ def check(
             claims = slopes.compare(runner, low, high, kinks) if of is not None else []
     except (CommandError, TypeMismatchError) as reason:
         # Some ops do not support float64.
-        if is_asked or isinstance(reason, NoSetupError):
+        if is_requested or isinstance(reason, NoSetupError):
             raise
         notes.append(str(reason))
     return Report(
@@ -126,10 +139,10 @@ def check(
         interval=(low, high),
         claims=tuple(claims),
         kinks=tuple(kinks),
-        types=tuple(behaviour.types(runner, low, high)),
-        shapes=tuple(behaviour.shapes(runner, low, high)),
-        specials=tuple(behaviour.specials(runner, low, high)),
-        samples=behaviour.samples(runner, low, high),
+        types=tuple(behaviour.check_types(runner, low, high)),
+        shapes=tuple(behaviour.check_shapes(runner, low, high)),
+        specials=tuple(behaviour.sample_special_values(runner, low, high)),
+        samples=behaviour.check_samples(runner, low, high),
         notes=tuple(notes),
     )
 
@@ -141,14 +154,14 @@ def _show(report: Report) -> None:
         _show_claims(screen, report)
     _table(
         screen,
-        "kinks and jumps of the forward, and what the rule gives there for dy = 1",
+        "kinks and jumps of the forward function, and the gradient there for dy = 1",
         ("x", "slope before", "slope after", "kind", "dx"),
         [[_g(k.x), _g(k.left), _g(k.right), "jump" if k.is_jump else "kink", _g(k.rule)] for k in report.kinks],
     )
     _table(
         screen,
         "types",
-        ("x", "gives", "off float64 by", "finite", ""),
+        ("x", "gives", "difference from float64", "finite", ""),
         [
             [
                 t.dtype,
@@ -165,7 +178,7 @@ def _show(report: Report) -> None:
     )
     _table(screen, "special values", ("x", "dy", "dx"), [[_g(s.x), _g(s.dy), _g(s.dx)] for s in report.specials])
     if report.samples is not None:
-        claimed = {True: "claimed", False: "not claimed", None: "nothing claimed"}[report.samples.claimed]
+        claimed = {True: "claimed", False: "not claimed", None: "unknown"}[report.samples.claimed]
         found = "independent" if report.samples.found else "samples depend on each other"
         screen.print(f"per sample: {claimed}, {found}{'' if report.samples.holds else ': WRONG'}")
     for note in report.notes:
@@ -178,7 +191,7 @@ def _show_claims(screen: output.Screen, report: Report) -> None:
         [
             claim.name, f"{claim.largest:.2e}", "" if claim.at is None else _g(claim.at),
             "" if claim.dy is None else _g(claim.dy), _g(claim.rule), _g(claim.expected),
-            f"{claim.compared} points{f', {claim.skipped} left out' if claim.skipped else ''}", _holds(claim.holds),
+            f"{claim.compared} points{f', {claim.skipped} skipped' if claim.skipped else ''}", _holds(claim.holds),
         ]
         for claim in report.claims
     ]  # fmt: skip

@@ -42,10 +42,10 @@ def curve_svg(curve: Curve) -> str:
         if curve.x[0] <= value <= curve.x[-1]:
             parts.append(_text(across(value), _HEIGHT - 5, f"{value:g}", "middle"))
     parts.append(_text(_LEFT + 0.75 * width, _HEIGHT - 5, curve.axis, "middle"))
-    for value in (_nice(low, high, up=False), _nice(low, high, up=True)):
+    for value in (_axis_label(low, high, up=False), _axis_label(low, high, up=True)):
         parts.append(_text(_LEFT - 4, down(value) + 4, f"{value:.3g}", "end"))
     for line in curve.lines:
-        for points in _runs(curve.x, line.values):
+        for points in _finite_parts(curve.x, line.values):
             path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in points)
             parts.append(f'<polyline class="{line.role}" points="{path}"/>')
     title = escape(", ".join([curve.title, *(line.label for line in curve.lines)]))
@@ -65,8 +65,8 @@ def span(curve: Curve) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _nice(low: float, high: float, up: bool) -> float:
-    """Returns a round number near an end of the axis."""
+def _axis_label(low: float, high: float, up: bool) -> float:
+    """Returns a round number near an end of the axis, for its label."""
     inner = (high - low) * 0.05
     value = high - inner if up else low + inner
     step = 10.0 ** np.floor(np.log10(high - low)) / 2
@@ -82,15 +82,15 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _runs(x: Array, values: Array) -> list[list[tuple[float, float]]]:
+def _finite_parts(x: Array, values: Array) -> list[list[tuple[float, float]]]:
     """Splits a line into its finite parts."""
-    runs: list[list[tuple[float, float]]] = [[]]
-    for place, value in zip(x.tolist(), values.tolist(), strict=True):
+    parts: list[list[tuple[float, float]]] = [[]]
+    for position, value in zip(x.tolist(), values.tolist(), strict=True):
         if np.isfinite(value):
-            runs[-1].append((place, value))
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+            parts[-1].append((position, value))
+        elif parts[-1]:
+            parts.append([])
+    return [part for part in parts if part]
 
 
 def print_curve(screen: Screen, curve: Curve, width: int = 72, height: int = 16) -> None:

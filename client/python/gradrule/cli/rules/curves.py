@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from gradrule._builder.rules import Rule
 from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli.rules.rule_text import number_text
-from gradrule.cli.rules.setups import NoSetupError, Setup, examples_used, params_of, setup_of
+from gradrule.cli.rules.setups import NoSetupError, Setup, examples_used, params_with_examples, setup_of
 from gradrule.common.tensor_codec import Array
-from gradrule.errors import GradruleError, MissingFeedError
+from gradrule.errors import MissingFeedError
 
 if TYPE_CHECKING:
     from gradrule import Client
+
+LineRole: TypeAlias = Literal["forward", "gradient", "opposite"]
+Axis: TypeAlias = Literal["x", "dy"]
 
 POINTS = 241
 # Number of points if each point needs its own call.
@@ -25,22 +28,33 @@ _FEW_POINTS = 121
 
 @dataclass(frozen=True)
 class Line:
-    """Holds one line of a curve. role: `forward` (the op), `gradient`, or `opposite` (the gradient at -dy)."""
+    """Holds one line of a curve.
+
+    Attributes:
+        label: Text of the legend.
+        values: One value for each x.
+        role: `forward` (the op), `gradient`, or `opposite` (the gradient for -dy).
+    """
 
     label: str
     values: Array
-    role: str = "gradient"
+    role: LineRole = "gradient"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Holds the lines of a rule: the op's line first, if there is an op. axis: `x`, or `dy` if only dy matters.
+    """Holds the lines of a rule.
 
-    notes: what one must know to read it: params that were made up, further inputs.
+    Attributes:
+        title: Name and params of the rule.
+        axis: The horizontal axis: `x`, or `dy` if the rule depends on dy only.
+        x: Values on the horizontal axis.
+        lines: The op's line first, if there is an op, then the gradients.
+        notes: Example values that were used for params, and values of further inputs.
     """
 
     title: str
-    axis: str
+    axis: Axis
     x: Array
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
@@ -55,16 +69,16 @@ def curve(
     params: Mapping[str, Any] | None = None,
     interval: tuple[float, float] | None = None,
     dy: float = 1.0,
-    over: str | None = None,
+    over: Axis | None = None,
 ) -> Curve:
     """Computes the curve of a rule. Raises `NoSetupError` if it is not a function of one number."""
     given = dict(params or {})
     setup = setup_of(rule, op_type, others)
-    values = params_of(rule, given)
+    values = params_with_examples(rule, given)
     sampler = Sampler(client, rule, setup, values)
     over_dy = setup.over_dy if over is None else over == "dy"
     low, high = interval or setup.interval
-    x = np.linspace(low, high, POINTS if sampler.is_separate else _FEW_POINTS)
+    x = np.linspace(low, high, POINTS if sampler.is_per_sample else _FEW_POINTS)
     notes = _notes(rule, setup, given, sampler)
     title = _title(rule, values)
     if over_dy:
@@ -82,9 +96,9 @@ def curve(
 class Sampler:
     """Runs a rule on many numbers, each as its own input.
 
-    A number v is the first element of a tensor [v, 0] whose second element gets no upstream gradient, so that rules
-    that look at a whole sample or tensor have something to look at. Where samples are not independent of each other,
-    each number is a call.
+    A number v is the first element of a tensor [v, 0], whose second element has an upstream gradient of 0: rules that
+    reduce over a sample or tensor need more than one element. If samples may depend on each other, each number needs
+    its own call.
     """
 
     def __init__(self, client: Client, rule: RuleInfo | Rule, setup: Setup, params: Mapping[str, Any]) -> None:
@@ -92,12 +106,12 @@ class Sampler:
         self._rule = rule.name if isinstance(rule, RuleInfo) else rule
         self._site = setup
         self._params = dict(params)
-        self.is_separate = isinstance(rule, RuleInfo) and rule.per_sample is True
+        self.is_per_sample = isinstance(rule, RuleInfo) and rule.per_sample is True
 
     def at(self, x: Array, dy: Array, dtype: str = "float32") -> tuple[Array | None, Array]:
         """Returns the op's output, if there is an op, and the gradient, for each x and dy."""
         xs, dys = (np.stack([part, np.zeros_like(part)], axis=1).astype(dtype) for part in (x, dy))
-        if self.is_separate:
+        if self.is_per_sample:
             return self._call(xs, dys)
         calls = [self._call(xs[index : index + 1], dys[index : index + 1]) for index in range(len(x))]
         forwards = [forward for forward, _ in calls if forward is not None]
@@ -126,14 +140,6 @@ class Sampler:
         return (None if forward is None else _first(forward)), _first(gradient)
 
 
-def why_not(failure: CommandFailure) -> str:
-    """Converts an error to the reason why there is no curve."""
-    return failure.message if isinstance(failure, GradruleError) else str(failure)
-
-
-CommandFailure = GradruleError | NoSetupError
-
-
 def _first(rows: Array) -> Array:
     return np.asarray(rows, np.float64).reshape(len(rows), -1)[:, 0]
 
@@ -149,12 +155,12 @@ def _title(rule: RuleInfo | Rule, params: Mapping[str, Any]) -> str:
 
 def _notes(rule: RuleInfo | Rule, setup: Setup, given: Mapping[str, Any], sampler: Sampler) -> tuple[str, ...]:
     notes = []
-    made_up = examples_used(rule, given)
-    if made_up:
-        values = ", ".join(f"{name}={number_text(value)}" for name, value in made_up.items())
-        notes.append(f"{values}: made up, since a value must be given")
+    examples = examples_used(rule, given)
+    if examples:
+        values = ", ".join(f"{name}={number_text(value)}" for name, value in examples.items())
+        notes.append(f"{values}: example values, because these params have no default")
     if setup.others and not setup.op_type:
         notes.append(", ".join(f"{name} = {number_text(value)}" for name, value in setup.inputs.items()))
-    if not sampler.is_separate:
-        notes.append("each number stands in a tensor [x, 0] of its own; dy is 0 for the 0")
+    if not sampler.is_per_sample:
+        notes.append("each number is in a tensor [x, 0] of its own; dy is 0 for the second element")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""`gradrule rules plot` and `gallery`: draw rules."""
+"""Implements `gradrule rules plot` and `gallery`, which draw rules."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def add(group: Any) -> None:
-    """Adds the commands."""
+    """Adds the commands `rules plot` and `rules gallery` to the parser."""
     parser = group.add_parser(
         "plot",
         help="draw a rule: the op and the gradient",
-        description="Draws the op and the rule's gradient over x, or, for rules that only look at what arrives, over "
-        "dy. The gradient of the opposite dy is dashed where it is more than the same with another sign.",
+        description="Draws the op and the rule's gradient over x, or over dy for rules that depend on dy only. A "
+        "dashed line shows the gradient for -dy, unless it is just the negative.",
     )
     inputs.add_rule(parser)
     inputs.add_feeds(parser, "value of a further input: x1=0.5")
     inputs.add_range(parser)
     parser.add_argument("--dy", type=float, default=1.0, help="upstream gradient [default: 1]")
-    parser.add_argument("--over", choices=("x", "dy"), help="the horizontal axis [default: what the rule looks at]")
+    parser.add_argument("--over", choices=("x", "dy"), help="the horizontal axis [default: what the rule depends on]")
     parser.add_argument(
         "--output", metavar="FILE.png", type=figures.picture, help="draw into this file (.png, .svg, .pdf)"
     )
@@ -84,7 +84,9 @@ def further_inputs(options: argparse.Namespace) -> tuple[Any, ...]:
     feeds = inputs.feeds(options)
     expected = [f"x{index}" for index in range(1, len(feeds) + 1)]
     if sorted(feeds) != expected:
-        raise CommandError(f"--feed gives further inputs, x1, x2, … in full, not {', '.join(sorted(feeds))}", USAGE)
+        raise CommandError(
+            f"--feed gives further inputs, x1, x2, … without gaps, not {', '.join(sorted(feeds))}", USAGE
+        )
     return tuple(feeds[name] for name in expected)
 
 

@@ -1,4 +1,4 @@
-"""Makes one self-contained HTML page with every builtin rule: curve, formula, params, paper and an example."""
+"""Writes one self-contained HTML page with every builtin rule: curve, formula, params, paper and an example."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Page:
 
 def page(client: Client) -> Page:
     """Makes the page from the server's rules and samples."""
-    rules = sorted(client.list_rules("builtin"), key=lambda rule: (_order(rule.family), rule.name))
+    rules = sorted(client.list_rules("builtin"), key=lambda rule: (_family_order(rule.family), rule.name))
     presets = client.list_presets()
     curves = 0
     sections = []
@@ -95,24 +95,24 @@ def page(client: Client) -> Page:
             cards.append(_card(rule, drawn))
         sections.append(_section(family, FAMILIES.get(family, family), cards))
     sections.append(_section("presets", "Presets: named lists of overrides", [_preset_card(item) for item in presets]))
-    links = "".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in _names(rules))
+    links = "".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in _section_names(rules))
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>gradrule: rules</title>\n'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>\n'
         f"<h1>The rules of gradrule</h1>\n<p>{len(rules)} rules, {len(presets)} presets. Curves: "
         '<span class="forward-key">the op</span>, <span class="gradient-key">its gradient for dy = 1</span>, and '
-        '<span class="opposite-key">for dy = -1</span> where that is more than the same with another sign.</p>\n'
+        '<span class="opposite-key">for dy = -1</span>, unless it is just the negative.</p>\n'
         f'<nav>{links}<input type="search" placeholder="find a rule, an op, a paper"></nav>\n'
         f"{''.join(sections)}<script>{_SCRIPT}</script></body></html>\n"
     )
     return Page(html, len(rules), curves, len(presets))
 
 
-def _names(rules: Sequence[RuleInfo]) -> list[str]:
+def _section_names(rules: Sequence[RuleInfo]) -> list[str]:
     return [*dict.fromkeys(rule.family for rule in rules), "presets"]
 
 
-def _order(family: str) -> tuple[int, str]:
+def _family_order(family: str) -> tuple[int, str]:
     known = list(FAMILIES)
     return (known.index(family) if family in known else len(known), family)
 

@@ -11,7 +11,7 @@ from gradrule.cli.output import USAGE, CommandError
 
 
 def add_rule(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the rule, its params and its op."""
+    """Adds the rule argument and the flags for its params and op."""
     parser.add_argument("rule", metavar="NAME", type=parsing.parse_rule, help="a rule's name, or expr:FORMULA")
     parser.add_argument(
         "--param",
@@ -21,7 +21,7 @@ def add_rule(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="value of one of the rule's params; may be repeated",
     )
-    parser.add_argument("--op-type", metavar="TYPE", help="op whose outputs and own gradient the rule sees")
+    parser.add_argument("--op-type", metavar="TYPE", help="op whose outputs and gradient the rule can use")
 
 
 def add_feeds(parser: argparse.ArgumentParser, text: str, *more_flags: str) -> None:
@@ -40,16 +40,18 @@ def add_feeds(parser: argparse.ArgumentParser, text: str, *more_flags: str) -> N
 
 def add_range(parser: argparse.ArgumentParser) -> None:
     """Adds `--range`."""
-    parser.add_argument("--range", metavar="FROM:TO", type=interval, help="of x [default: what suits the op, or -3:3]")
+    parser.add_argument(
+        "--range", metavar="FROM:TO", type=interval, help="range of x [default: a range that suits the op, or -3:3]"
+    )
 
 
 def feeds(options: argparse.Namespace) -> dict[str, Any]:
     """Returns values by variable; a variable that is given twice is a usage error."""
     given: dict[str, Any] = {}
-    for one in options.feed:
-        if twice := given.keys() & one.keys():
+    for feed in options.feed:
+        if twice := given.keys() & feed.keys():
             raise CommandError(f"{min(twice)!r} is fed twice", USAGE)
-        given.update(one)
+        given.update(feed)
     return given
 
 

@@ -15,33 +15,33 @@ _KINDS = ("user", "builtin", "op")
 
 
 def add(group: Any) -> None:
-    """Adds the commands."""
-    parser = group.add_parser("list", help="rules by kind and name")
+    """Adds the commands that read and change the registry of rules to the parser."""
+    parser = group.add_parser("list", help="list rules by kind and name")
     parser.add_argument("--kind", choices=_KINDS, help="only rules of this kind")
     parser.add_argument(
         "--family", help="only rules of this family: straight_through, surrogate, attribution, flow, stable"
     )
     finish(parser, run_list)
 
-    parser = group.add_parser("show", help="all about one rule")
+    parser = group.add_parser("show", help="show one rule in detail")
     parser.add_argument("name", metavar="NAME")
     finish(parser, run_show)
 
-    parser = group.add_parser("presets", help="presets: named lists of overrides, for --preset")
-    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one")
+    parser = group.add_parser("presets", help="list presets, which are named lists of overrides for --preset")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="show only this preset")
     finish(parser, run_presets)
 
     parser = group.add_parser(
         "create",
         help="register a rule",
-        description="Registers a rule. Equal content again changes nothing; other content under a taken name fails.",
+        description="Registers a rule. Fails if the name belongs to a rule with other content.",
     )
     parser.add_argument("name", metavar="NAME")
     parser.add_argument(
         "expression", metavar="EXPRESSION", nargs="?", help="formula over x, y, dy, default and params: '0.5 * dy'"
     )
     parser.add_argument(
-        "--graph", metavar="FILE", type=Path, help="in place of a formula a graph with nodes dx, dx1, …"
+        "--graph", metavar="FILE", type=Path, help="instead of a formula: a graph with nodes dx, dx1, …"
     )
     parser.add_argument(
         "--param",
@@ -54,13 +54,13 @@ def add(group: Any) -> None:
     parser.add_argument(
         "--gradient",
         metavar="EXPRESSION",
-        help="formula for the rule's own gradient, for second derivatives: its x, x1, … are the op's inputs, outputs "
-        "and dy, its y the rule's gradients",
+        help="formula for the gradient of the rule, for second derivatives: its x, x1, … are the op's inputs and "
+        "outputs and dy, its y are the rule's gradients",
     )
-    parser.add_argument("--description", default="", help="for people")
+    parser.add_argument("--description", default="", help="what the rule is for")
     finish(parser, run_create)
 
-    parser = group.add_parser("delete", help="forget a user's rule; programs that use it keep it")
+    parser = group.add_parser("delete", help="delete a user's rule; programs compiled with it keep it")
     parser.add_argument("name", metavar="NAME")
     finish(parser, run_delete)
 
@@ -100,11 +100,11 @@ def run_list(options: argparse.Namespace) -> int:
 def run_show(options: argparse.Namespace) -> int:
     """Prints one rule."""
     with connect(options) as client:
-        show(client.get_rule(options.name), options.json)
+        print_rule(client.get_rule(options.name), options.json)
     return 0
 
 
-def show(rule: RuleInfo, as_json: bool) -> None:
+def print_rule(rule: RuleInfo, as_json: bool) -> None:
     """Prints a rule."""
     if as_json:
         output.print_json(rule_text.rule_json(rule))
@@ -115,9 +115,9 @@ def show(rule: RuleInfo, as_json: bool) -> None:
         ["formula", rule_text.formula_text(rule)],
         ["its gradient", rule_text.gradient_text(rule)],
         ["description", rule.description],
-        ["meant for", ", ".join(rule.op_types)],
+        ["for ops", ", ".join(rule.op_types)],
         ["true gradient", "yes" if rule.true_gradient else ""],
-        ["from", rule.reference],
+        ["source", rule.reference],
         ["also named", ", ".join(rule.aliases)],
         ["per sample", "" if rule.per_sample is None else "yes" if rule.per_sample else "no"],
         ["hides", f"the builtin of this name, which is builtin/{rule.name}" if rule.hides_builtin else ""],
@@ -154,7 +154,7 @@ def run_presets(options: argparse.Namespace) -> int:
     (preset,) = presets
     about = [
         ["description", preset.description],
-        ["from", preset.reference],
+        ["source", preset.reference],
         ["overrides", "\n".join(preset.overrides)],
     ]
     output.table(screen, f"preset {preset.name}", ("", ""), about)
@@ -176,7 +176,7 @@ def run_create(options: argparse.Namespace) -> int:
             gradient=None if options.gradient is None else gr.Rule(options.gradient, params=dict(options.param)),
             description=options.description,
         )
-    show(rule, options.json)
+    print_rule(rule, options.json)
     return 0
 
 

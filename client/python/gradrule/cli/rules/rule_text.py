@@ -41,7 +41,7 @@ def param_rows(infos: Sequence[ParamInfo]) -> list[list[str]]:
     return [
         [
             info.name,
-            "must be given" if info.default is None else number_text(info.default),
+            "required" if info.default is None else number_text(info.default),
             info.range,
             info.description,
         ]
@@ -70,12 +70,12 @@ def rule_json(rule: RuleInfo) -> dict[str, object]:
 
 
 def gradient_text(rule: RuleInfo) -> str:
-    """Formats the rule's gradient, and the gradient of that: `dy * 2; of that: dy`."""
-    found, carried = [], rule.gradient
-    while carried is not None:
-        found.append(carried.expression or f"a graph of {_size(carried)} bytes")
-        carried = carried.gradient
-    return "; of that: ".join(found)
+    """Formats the rule's gradient, and the gradient of that: `dy * 2; its gradient: dy`."""
+    found, definition = [], rule.gradient
+    while definition is not None:
+        found.append(definition.expression or f"a graph of {_size(definition)} bytes")
+        definition = definition.gradient
+    return "; its gradient: ".join(found)
 
 
 def _gradient_json(rule: Rule) -> dict[str, object]:
@@ -109,7 +109,12 @@ def _value(value: Any) -> object:
 
 @dataclass(frozen=True)
 class Example:
-    """Holds one example. overrides: the Python argument. flag: the shell's flag with its value."""
+    """Holds an example of an override.
+
+    Attributes:
+        overrides: Python expression of the argument `overrides`.
+        flag: Flag of the shell command with its value.
+    """
 
     overrides: str
     flag: str
@@ -150,8 +155,8 @@ def rule_example(rule: RuleInfo) -> Example:
 def preset_example(preset: PresetInfo) -> Example:
     """Returns the preset with its required params."""
     params = _missing(preset.params)
-    words = "".join(f", {name}={value!r}" for name, value in params.items())
-    return Example(f'gr.Preset("{preset.name}"{words})', _flag("--preset", preset.name + _flag_params(params)))
+    arguments = "".join(f", {name}={value!r}" for name, value in params.items())
+    return Example(f'gr.Preset("{preset.name}"{arguments})', _flag("--preset", preset.name + _flag_params(params)))
 
 
 def _missing(infos: tuple[ParamInfo, ...]) -> dict[str, Any]:

@@ -39,12 +39,12 @@ EXAMPLE_PARAMS: Mapping[str, Any] = {
 
 
 class NoSetupError(CommandError):
-    """Reports that a rule is not a function of one number, and why."""
+    """Reports that a rule cannot be run as a function of one number, and why."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Describes where a rule is drawn and checked.
+    """Describes how a rule is run as a function of one number.
 
     Attributes:
         op_type: Op of the rule; None: the rule runs without an op.
@@ -101,7 +101,7 @@ _REGION_SETUPS: Mapping[str, Setup] = {
     "safe_norm": Setup(forward="norm([x, 0])", y="norm(x, axis=-1)"),
     "lsq": Setup(others=(0.5,)),
 }
-"""Sites of rules for regions, which need more than `x`."""
+"""Setups of rules for regions, which need more than `x`."""
 
 
 def setup_of(rule: RuleInfo | Rule, op_type: str | None, others: Sequence[Any] | None = None) -> Setup:
@@ -118,7 +118,7 @@ def setup_of(rule: RuleInfo | Rule, op_type: str | None, others: Sequence[Any] |
     return setup
 
 
-def params_of(rule: RuleInfo | Rule, given: Mapping[str, Any]) -> dict[str, Any]:
+def params_with_examples(rule: RuleInfo | Rule, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the given params, and example values for missing required ones. Raises `NoSetupError`."""
     if isinstance(rule, Rule):
         return dict(given)
@@ -132,15 +132,15 @@ def params_of(rule: RuleInfo | Rule, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def examples_used(rule: RuleInfo | Rule, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the params of `params_of` that are example values."""
-    return {name: value for name, value in params_of(rule, given).items() if name not in given}
+    """Returns the params of `params_with_examples` that are example values."""
+    return {name: value for name, value in params_with_examples(rule, given).items() if name not in given}
 
 
 def _setup_for(rule: RuleInfo | Rule, op_type: str | None) -> Setup:
     if op_type is not None:
         setup = SETUPS.get(op_type)
         if setup is None and op_type.startswith("@"):
-            raise NoSetupError(f"no op of the group {op_type} makes one number of one number")
+            raise NoSetupError(f"no op of the group {op_type} maps one number to one number")
         return setup or Setup(op_type, f"{op_type}(x)")
     if isinstance(rule, RuleInfo):
         if rule.kind == "op":
@@ -168,7 +168,15 @@ def _expression(rule: RuleInfo | Rule) -> str:
 
 @dataclass(frozen=True)
 class RuleRunner:
-    """Holds a rule and its setup. of: an op type or `expr:FORMULA` to compare the rule with, or None."""
+    """Runs a rule and its forward function on tensors.
+
+    Attributes:
+        client: Client of the server that runs the rule.
+        rule: The rule.
+        setup: Op and further inputs of the rule.
+        params: Values of the rule's params.
+        of: Op type or `expr:FORMULA` to compare the rule with, or None.
+    """
 
     client: Client
     rule: RuleInfo | Rule
@@ -185,11 +193,6 @@ class RuleRunner:
     def has_forward(self) -> bool:
         """Returns whether the forward function is known."""
         return self._formula is not None or self.setup.op_type is not None or self.setup.is_step
-
-    @property
-    def forward_name(self) -> str:
-        """Returns the text of the forward function."""
-        return self._formula or self.setup.forward
 
     @property
     def _formula(self) -> str | None:

@@ -13,7 +13,7 @@ from gradrule.common.tensor_codec import Array
 POINTS = 241
 _STEP = 1e-4
 _TOLERANCE = 1e-5
-# Kinks: intervals are halved until they are this narrow; one-sided slopes are taken over this step.
+# To find kinks, intervals are halved until they have this width, which is also the step of one-sided slopes.
 _NARROW = 1e-7
 _KINK = 1e-3
 _JUMP = 1e-4
@@ -25,7 +25,15 @@ Function = Callable[[Array], Array]
 
 @dataclass(frozen=True)
 class Kink:
-    """Describes a point where slopes (or values, if `is_jump`) differ on both sides. rule: the gradient for dy = 1."""
+    """Describes a point where the slopes on both sides differ.
+
+    Attributes:
+        x: Position.
+        left: Slope on the left side.
+        right: Slope on the right side.
+        is_jump: Whether the values differ too.
+        rule: The rule's gradient there for dy = 1.
+    """
 
     x: float
     left: float
@@ -36,8 +44,19 @@ class Kink:
 
 @dataclass(frozen=True)
 class InputClaim:
-    """The comparison for one input. at, dy, rule, expected: where the difference is largest. skipped: points at kinks
-    or where a value is not finite."""
+    """Holds the comparison of one input's gradient with finite differences.
+
+    Attributes:
+        name: Variable of the input.
+        compared: Number of compared points.
+        skipped: Number of points at kinks or with values that are not finite.
+        largest: Largest absolute difference.
+        at: Value of the input at the largest difference, relative to the allowed one.
+        dy: Upstream gradient there; None if the gradient is a sum over points.
+        rule: The rule's gradient there.
+        expected: The finite difference there.
+        holds: Whether all differences are within the tolerance.
+    """
 
     name: str
     compared: int
@@ -56,17 +75,17 @@ def kinks_of(runner: RuleRunner, low: float, high: float) -> list[Kink]:
     def forward(x: Array) -> Array:
         return np.asarray(runner.forward(x), np.float64)
 
-    places = _places(forward, np.linspace(low, high, POINTS))
-    if not places:
+    positions = _jumps(forward, np.linspace(low, high, POINTS))
+    if not positions:
         return []
-    x = np.array(places)
+    x = np.array(positions)
     left = (forward(x - _NARROW) - forward(x - 2 * _NARROW)) / _NARROW
     right = (forward(x + 2 * _NARROW) - forward(x + _NARROW)) / _NARROW
     change = np.abs(forward(x + _NARROW) - forward(x - _NARROW))
     rule = runner.gradient(x, np.ones_like(x))
     return [
         Kink(place, float(a), float(b), bool(c > _JUMP), float(given))
-        for place, a, b, c, given in zip(places, left, right, change, rule, strict=True)
+        for place, a, b, c, given in zip(positions, left, right, change, rule, strict=True)
     ]
 
 
@@ -77,18 +96,18 @@ def compare(runner: RuleRunner, low: float, high: float, kinks: list[Kink]) -> l
     # Use dy of both signs, so that a rule that is right for only one sign fails.
     dy = rng.uniform(0.5, 1.5, x.shape) * rng.choice([-1.0, 1.0], x.shape)
     step = _STEP * np.maximum(1, np.abs(x))
-    slope, doubt = _slopes(runner.forward, x, step)
+    slope, error = _slopes(runner.forward, x, step)
     near = np.zeros(x.shape, bool)
     for kink in kinks:
         near |= np.abs(x - kink.x) < 2 * step
     given = runner.gradients(x, dy)
     first = np.zeros_like(x) if given[0] is None else np.asarray(given[0], np.float64)
-    usable = ~near & np.isfinite(slope) & np.isfinite(doubt)
+    usable = ~near & np.isfinite(slope) & np.isfinite(error)
     expected = dy * slope
     difference = np.where(usable, np.abs(first - expected), 0.0)
     # A rule fails where its gradient is not finite but the slope is.
     difference[usable & ~np.isfinite(first)] = np.inf
-    allowed = _TOLERANCE * np.maximum(1, np.abs(expected)) + np.abs(dy) * doubt
+    allowed = _TOLERANCE * np.maximum(1, np.abs(expected)) + np.abs(dy) * error
     excess = np.where(usable, difference / np.where(usable, allowed, 1.0), 0.0)
     worst = int(np.argmax(excess))
     claims = [
@@ -97,12 +116,12 @@ def compare(runner: RuleRunner, low: float, high: float, kinks: list[Kink]) -> l
             float(dy[worst]), float(first[worst]), float(expected[worst]), bool(excess.max(initial=0.0) <= 1),
         )
     ]  # fmt: skip
-    quiet = np.where(usable, dy, 0.0)
-    summed = runner.gradients(x, quiet)
+    masked_dy = np.where(usable, dy, 0.0)
+    summed = runner.gradients(x, masked_dy)
     for index, name in enumerate(runner.setup.inputs, start=1):
         gradient = summed[index] if index < len(summed) else None
         if gradient is not None:
-            claims.append(_further(runner, name, x, quiet, float(np.sum(gradient))))
+            claims.append(_further(runner, name, x, masked_dy, float(np.sum(gradient))))
     return claims
 
 
@@ -126,17 +145,17 @@ def _further(runner: RuleRunner, name: str, x: Array, dy: Array, given: float) -
         totals = [np.sum(dy * runner.forward(x, {**runner.setup.inputs, name: one})) for one in at]
         return np.array(totals)
 
-    slope, doubt = _slopes(weighted, np.array([value]), np.array([step]))
+    slope, error = _slopes(weighted, np.array([value]), np.array([step]))
     expected = float(slope[0])
     difference = abs(given - expected)
-    allowed = _TOLERANCE * max(1.0, abs(expected), float(np.abs(dy).sum())) + float(doubt[0])
+    allowed = _TOLERANCE * max(1.0, abs(expected), float(np.abs(dy).sum())) + float(error[0])
     return InputClaim(name, 1, 0, difference, value, None, given, expected, difference <= allowed)
 
 
 def _slopes(function: Function, x: Array, step: Array) -> tuple[Array, Array]:
     """Returns central differences, extrapolated from a step and half of it, and their error estimate."""
-    places = np.concatenate([x + step, x - step, x + step / 2, x - step / 2])
-    values = np.asarray(function(places), np.float64).reshape(4, -1)
+    positions = np.concatenate([x + step, x - step, x + step / 2, x - step / 2])
+    values = np.asarray(function(positions), np.float64).reshape(4, -1)
     with np.errstate(invalid="ignore"):
         wide = (values[0] - values[1]) / (2 * step)
         narrow = (values[2] - values[3]) / step
@@ -144,7 +163,7 @@ def _slopes(function: Function, x: Array, step: Array) -> tuple[Array, Array]:
         return slope, np.abs(slope - narrow)
 
 
-def _places(function: Function, grid: Array) -> list[float]:
+def _jumps(function: Function, grid: Array) -> list[float]:
     """Finds where slopes or values jump, by halving each interval towards its larger change."""
     a, b = grid[:-1].copy(), grid[1:].copy()
     while float((b - a).max()) > _NARROW:
@@ -156,13 +175,13 @@ def _places(function: Function, grid: Array) -> list[float]:
     with np.errstate(invalid="ignore"):
         scale = np.maximum(1, np.maximum(np.abs(slope_a), np.abs(slope_b)))
         found = (np.abs(slope_b - slope_a) > _KINK * scale) | (np.abs(value_b - value_a) > _JUMP)
-    places: list[float] = []
+    positions: list[float] = []
     for place in ((a + b) / 2)[found]:
         rounded = round(float(place), 4)
         exact = rounded if abs(rounded - place) < _SNAP else float(place)
-        if not places or exact - places[-1] > 10 * _NARROW:
-            places.append(exact + 0.0)
-    return places
+        if not positions or exact - positions[-1] > 10 * _NARROW:
+            positions.append(exact + 0.0)
+    return positions
 
 
 def _changes(function: Function, a: Array, b: Array) -> Array:

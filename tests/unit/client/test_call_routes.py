@@ -40,9 +40,9 @@ def test_connect_needs_a_timeout() -> None:
 
 
 def test_right_timeouts() -> None:
-    assert call_routes.of_call(None, 30.0) == 30.0
-    assert call_routes.of_call(np.float32(0.5), 30.0) == 0.5
-    assert call_routes.of_call(3, 30.0) == 3.0
+    assert call_routes.call_timeout(None, 30.0) == 30.0
+    assert call_routes.call_timeout(np.float32(0.5), 30.0) == 0.5
+    assert call_routes.call_timeout(3, 30.0) == 3.0
     # Beyond what gRPC's clock holds the deadline would have passed at once.
-    assert call_routes.seconds(1e300) == 1e9
-    assert call_routes.seconds(10**400) == 1e9
+    assert call_routes.checked_timeout(1e300) == 1e9
+    assert call_routes.checked_timeout(10**400) == 1e9
