@@ -21,7 +21,7 @@ import gradrule as gr
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error, reason_name
 from gradrule_server.front.error_status import status_code, to_status
-from tests.processes import no_free_descriptors
+from tests.processes import no_free_descriptors, processor_s
 from tests.service import loop_graphs, raw
 from tests.service.answers import PROVOKED, keeps_engine, provokes, refused, refused_raw
 from tests.service.graph_defs import SIGN_FEEDS, build_graph, placeholder, sign_graph
@@ -164,7 +164,9 @@ def wait_until_busy(small: RunningServer, small_channel: grpc.Channel) -> None:
         return None
 
     wait_until(probe, "a busy server")
-    small.wait_for_running_calls(1)
+    engine = small.wait_for_engine()
+    before = processor_s(engine)
+    wait_until(lambda: processor_s(engine) > before + 0.2 or None, "work of the engine")
 
 
 @provokes("OVERLOADED")

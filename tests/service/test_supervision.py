@@ -114,6 +114,11 @@ def engine_pids(server: RunningServer) -> set[int]:
     return set(engines(server.process.pid))
 
 
+def wait_for_an_end(server: RunningServer, pids: set[int]) -> None:
+    """Waits until one of these engine processes has ended."""
+    wait_until(lambda: pids - engine_pids(server) or None, "the end of an engine")
+
+
 def cpu_seconds(pid: int) -> float:
     """Returns the processor time of a process; 0 if it has ended."""
     try:
@@ -183,7 +188,7 @@ def test_hanging_graph_is_ended_at_its_deadline(supervised: RunningServer, own: 
             evaluate(own, graph, bad, 3.0)
         assert told.value.reason in {"DEADLINE_EXCEEDED", *_REFUSED}
         if told.value.reason == "DEADLINE_EXCEEDED":
-            wait_until(lambda: before - engine_pids(supervised) or None, "the end of the engine")
+            wait_for_an_end(supervised, before)
         # The remaining processes are nearly idle: the hang is over.
         used = {pid: cpu_seconds(pid) for pid in {*before, supervised.process.pid}}
         time.sleep(1.0)
@@ -197,7 +202,7 @@ def test_second_overrun_quarantines_the_graph(supervised: RunningServer, own: An
             before = engine_pids(supervised)
             with refused("DEADLINE_EXCEEDED"):
                 program.evaluate({"x": loop_graphs.ENDLESS}, timeout=1.0)
-            wait_until(lambda pids=before: pids - engine_pids(supervised) or None, "the end of the engine")
+            wait_for_an_end(supervised, before)
         wait_until(lambda: own.server_status().quarantined_program_count or None, "a quarantine")
         with refused("QUARANTINED") as held:
             program.evaluate({"x": loop_graphs.ENDS}, timeout=10.0)
