@@ -92,7 +92,7 @@ class FakeProcess:
     def has_ended(self) -> bool:
         return self.is_killed
 
-    async def greet(self) -> link_pb2.Greeting:
+    async def greet(self, timeout_s: float = 120.0) -> link_pb2.Greeting:
         self.connection.data_received(pack_header(Kind.GREETING, 0, 0))
         return link_pb2.Greeting(device="CPU:0")
 
