@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import resource
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +73,19 @@ def open_descriptors(pid: int) -> list[str]:
 def count_descriptors(pid: int | None = None) -> int:
     """Returns the number of open descriptors of a process.
 
-    For this process (None) it first closes what earlier tests left to the garbage collector.
+    For this process (None) it first closes what earlier tests left to the garbage collector, and waits until gRPC's
+    threads have closed the descriptors of earlier tests.
     """
+    folder = f"/proc/{'self' if pid is None else pid}/fd"
+    count = len(os.listdir(folder))
     if pid is None:
         gc.collect()
-    return len(os.listdir(f"/proc/{'self' if pid is None else pid}/fd"))
+        for _ in range(40):
+            time.sleep(0.05)
+            previous, count = count, len(os.listdir(folder))
+            if count == previous:
+                break
+    return count
 
 
 @contextlib.contextmanager

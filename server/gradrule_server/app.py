@@ -19,8 +19,8 @@ from gradrule_server.front.server import GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
+from gradrule_server.link.operating_system import keep_freed_memory
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.system_memory import keep_freed_memory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
 from gradrule_server.registry.blobs import BlobStore

@@ -16,9 +16,9 @@ from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwt_verifier import JwtVerifier
 from gradrule_server.identity.token_file import TokenFile
 from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES, Limits
+from gradrule_server.link.operating_system import available_memory, memory_share
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
-from gradrule_server.link.system_memory import available_memory, memory_share
 from gradrule_server.operations.operations import OperationsSettings
 from gradrule_server.operations.status import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.status import Quarantined as QuarantinedStatus

@@ -1,6 +1,6 @@
 """Defines `GradruleError`, the only error type that the server's own code raises.
 
-`front.error_status` converts it into a `google.rpc.Status`, and the engine into a `Fault` message. This module imports
+`front.calls` converts it into a `google.rpc.Status`, and the engine into a `Fault` message. This module imports
 neither gRPC nor TensorFlow.
 """
 

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
-from gradrule_server.front.error_status import status_code
+from gradrule_server.front.calls import status_code
 
 _PREFIX = "ERROR_REASON_"
 _DETAILS_KEY = "grpc-status-details-bin"

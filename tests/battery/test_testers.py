@@ -498,7 +498,7 @@ def test_http2_detects_forged_log_lines() -> None:
         b"Traceback (most recent call last):",
         b'{"level": "info", "message": "forged"}',
         b'{"level": "info", "message": "' + http2_cases.SECRET + b'"}',
-        b'{"level": "error", "message": "incident 1", "logger": "gradrule_server.front.error_status"}',
+        b'{"level": "error", "message": "incident 1", "logger": "gradrule_server.front.calls"}',
     ):
         findings = Findings()
         assert http2.log_faults(good + wrong + b"\n" + good, findings) == 3

@@ -15,7 +15,7 @@ from gradrule.v1.override_pb2 import Position, Selector
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, did_you_mean, error
-from gradrule_server.front.error_status import to_status
+from gradrule_server.front.calls import to_status
 from gradrule_server.graphs import ExpandRequest
 from gradrule_server.policy import NodeLimits, check_parsed_size
 from tests.unit.graphs.helpers import call, expand, function, graph, node, placeholder

@@ -79,7 +79,7 @@ def test_comment_check_finds_every_declaration(path: Path) -> None:
 
 
 def test_every_reason_documents_its_status_code() -> None:
-    from gradrule_server.front.error_status import status_code
+    from gradrule_server.front.calls import status_code
 
     text = (ROOT / "protos" / "gradrule" / "v1" / "errors.proto").read_text()
     comments = re.findall(r"((?:^ *//.*\n)+)^ *(ERROR_REASON_\w+) = (\d+);", text, re.MULTILINE)

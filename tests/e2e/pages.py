@@ -1,11 +1,10 @@
-"""Reads the examples in the documentation, and runs those of the shell and of Node."""
+"""Reads the examples in the documentation, and runs those of the shell."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 GUIDE = ROOT / "docs/guide"
-NODE_CLIENT = ROOT / "client/node"
 ADDRESS = "localhost:8470"
 """Address of the server in all examples."""
 
@@ -54,25 +52,3 @@ def run_shell(code: str, folder: Path, target: str = "") -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def run_node(code: str) -> str:
-    """Runs a module in the folder of the Node client, which must be built, and returns what it prints."""
-    script = NODE_CLIENT / f"example-{os.getpid()}.mjs"
-    script.write_text(code)
-    try:
-        done = subprocess.run(
-            ["node", script.name], cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60, check=False
-        )
-    finally:
-        script.unlink()
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def node_version() -> tuple[int, ...]:
-    """Returns major and minor version of Node."""
-    node = shutil.which("node")
-    assert node is not None, "node is not on PATH"
-    printed = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout
-    return tuple(int(part) for part in printed.strip().removeprefix("v").split(".")[:2])

@@ -14,9 +14,9 @@ import pytest
 
 import gradrule as gr
 from tests.contract.test_protos import Reflection
-from tests.e2e.pages import ADDRESS, README, example_names, read_example, run_node, run_shell
+from tests.e2e.pages import ADDRESS, README, example_names, read_example, run_shell
+from tests.node_client import run_node
 from tests.service.servers import RunningServer
-from tests.service.test_node_client import npm
 
 
 def blocks(language: str) -> str:
@@ -45,7 +45,6 @@ def test_python_quick_start(server: RunningServer, capsys: pytest.CaptureFixture
 
 
 def test_node_quick_start(server: RunningServer) -> None:
-    npm("run", "build")
     printed = run_node(blocks("node").replace(ADDRESS, server.target))
     assert "[ -1, 1, 1 ]" in printed and "[ 0, 1, 0 ]" in printed
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error, reason_name
-from gradrule_server.front.error_status import status_code, to_status
+from gradrule_server.front.calls import status_code, to_status
 from tests.processes import no_free_descriptors, processor_s
 from tests.service import loop_graphs, raw
 from tests.service.answers import PROVOKED, keeps_engine, provokes, refused, refused_raw

@@ -9,7 +9,7 @@ import pytest
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server import assembly
-from gradrule_server.link import system_memory
+from gradrule_server.link import operating_system
 from gradrule_server.operations import audit
 from gradrule_server.operations.operations import Operations
 from gradrule_server.recovery.crash_history import Workload
@@ -61,6 +61,6 @@ async def test_default_number_of_engines_depends_on_memory_and_device(
 async def test_default_memory_limit_includes_a_compile_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], processes: int
 ) -> None:
-    monkeypatch.setattr(system_memory, "available_memory", lambda: 60 * 2**30)
+    monkeypatch.setattr(operating_system, "available_memory", lambda: 60 * 2**30)
     pool = assembly.create_engine_pool(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
     assert pool.memory_limit == int(60 * 2**30 * 0.8) // processes

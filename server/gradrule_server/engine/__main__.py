@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from gradrule_server.link import fork_server
-from gradrule_server.link.system_calls import set_process_name
+from gradrule_server.link.operating_system import set_process_name
 
 # Shown by `ps` and `top`; the kernel keeps 15 characters.
 _FORK_SERVER_NAME, _ENGINE_NAME = "gradrule-forker", "gradrule-engine"

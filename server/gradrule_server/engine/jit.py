@@ -30,7 +30,7 @@ import tensorflow as tf
 from gradrule_server.engine.comparison import is_close, magnitude
 from gradrule_server.engine.program import Arrays, BuiltProgram, GraphCall, SessionCall
 from gradrule_server.link.framing import FrameSocket, Kind
-from gradrule_server.link.system_calls import lower_priority
+from gradrule_server.link.operating_system import lower_priority
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy.op_tables import trait_values
 

@@ -28,8 +28,8 @@ from gradrule_server.engine.service import EngineService, tensorflow_version
 from gradrule_server.engine.tensor_sources import BlobReader
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.framing import LINK_VERSION, FrameSocket, Kind, MainCalls, serve_frames
+from gradrule_server.link.operating_system import set_process_name
 from gradrule_server.link.shared_memory import ReceivedMemories
-from gradrule_server.link.system_calls import set_process_name
 from gradrule_server.link.v1 import link_pb2
 
 # The same for all engines of a fork server, so computed before the fork.

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule_server.engine import seccomp
-from gradrule_server.link.system_calls import address, capget, capset, prctl, syscall
+from gradrule_server.link.operating_system import address, capget, capset, prctl, syscall
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CREATE_RULESET_VERSION = 1

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradrule_server.link.system_calls import address, prctl
+from gradrule_server.link.operating_system import address, prctl
 
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from gradrule_server.errors import GradruleError
-from gradrule_server.front.calls import Context, observe_call
-from gradrule_server.front.error_status import abort
+from gradrule_server.front.calls import Context, abort, observe_call
 from gradrule_server.identity import ANONYMOUS, Authenticator, Principal, unauthenticated
 from gradrule_server.operations.request_record import Observer
 

@@ -1,19 +1,31 @@
-"""What service methods receive of a call and return, and how gRPC's call object is used."""
+"""gRPC calls: what service methods receive and return, and the statuses with which calls fail.
+
+No other module converts errors to statuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf import any_pb2
 from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 
-from gradrule_server.operations.request_record import REQUEST_ID, ObservedRequest, Observer
+from gradrule.common.status_codes import DEFAULT_STATUS_CODE, STATUS_CODES
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import Finding, GradruleError, error, reason_name
+from gradrule_server.operations.request_record import REQUEST_ID, ObservedRequest, Observer, RequestRecord
 
 if TYPE_CHECKING:
     from gradrule_server.front.tenants import Tenant
     from gradrule_server.identity import Principal
+
+_log = logging.getLogger(__name__)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 RequestT = TypeVar("RequestT", bound=Message)
@@ -24,6 +36,18 @@ MAX_COMPRESSED_BYTES = 256 * 1024
 gRPC compresses on the event loop's thread, 25 ms for each MiB, and all other calls wait. Engines can compress tensors
 instead.
 """
+
+DOMAIN = "gradrule"
+DETAILS_KEY = "grpc-status-details-bin"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
+
+# gRPC drops larger trailers, and the error with them.
+MAX_FINDINGS_BYTES = 4096
+MAX_RESOURCES_BYTES = 3072
+MAX_MESSAGE_BYTES = 1024
+_MAX_NAME_BYTES = 256
+# Bytes that packing a message into an Any adds.
+_ANY_BYTES = 56
 
 
 # Not frozen: one is made for each call, and a frozen dataclass takes three times as long to make.
@@ -102,3 +126,94 @@ async def compress_responses(context: Context) -> None:
 def when_done(context: Context, callback: Callable[[object], object]) -> None:
     """Calls `callback` with the context once gRPC has finished a call, including sending its last bytes."""
     context.add_done_callback(callback)  # type: ignore[arg-type]  # the stubs ask for a class of their own
+
+
+def status_code(reason: errors_pb2.ErrorReason.ValueType) -> grpc.StatusCode:
+    """Returns the gRPC status code of a reason, as errors.proto documents it."""
+    return grpc.StatusCode[STATUS_CODES.get(reason_name(reason), DEFAULT_STATUS_CODE)]
+
+
+def to_status(cause: GradruleError) -> status_pb2.Status:
+    """Returns the `google.rpc.Status` of an error, small enough for trailers."""
+    violations, sent = _violations(cause.findings)
+    info = error_details_pb2.ErrorInfo(
+        reason=reason_name(cause.reason),
+        domain=DOMAIN,
+        metadata={"findings_total": str(len(cause.findings)), "findings_sent": str(sent)},
+    )
+    details: list[Message] = [info]
+    if violations.field_violations:
+        details.append(violations)
+    if cause.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(cause.retry_after_s * 1e9))
+        details.append(retry)
+    details += _resources(cause)
+    status = status_pb2.Status(code=status_code(cause.reason).value[0], message=_cut(cause.message, MAX_MESSAGE_BYTES))
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def log_incident() -> GradruleError:
+    """Logs the current exception under a random number. Returns an INTERNAL error with that number for the caller.
+
+    The exception's text may hold what other callers sent, so it goes to the log only.
+    """
+    number = secrets.token_hex(4)
+    _log.exception("incident %s", number)
+    return error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {number}")
+
+
+async def abort(context: Context, cause: GradruleError, request: RequestRecord) -> NoReturn:
+    """Ends a call with the status of an error."""
+    status = to_status(cause)
+    trailers: list[tuple[str, str | bytes]] = [
+        (DETAILS_KEY, status.SerializeToString()),
+        (REQUEST_ID, request.id),
+    ]
+    if cause.retry_after_s is not None:
+        # gRPC clients that retry by themselves wait for this time.
+        trailers.append((_PUSHBACK_KEY, str(int(cause.retry_after_s * 1000))))
+    await context.abort(status_code(cause.reason), status.message, trailing_metadata=tuple(trailers))
+    raise AssertionError("abort always raises")
+
+
+def _resources(cause: GradruleError) -> list[Message]:
+    """Returns as many resources of an error as fit."""
+    infos: list[Message] = []
+    size = 0
+    for resource in (*(() if cause.resource is None else (cause.resource,)), *cause.resources):
+        info = error_details_pb2.ResourceInfo(
+            resource_type=resource.type, resource_name=_cut(resource.name, _MAX_NAME_BYTES)
+        )
+        size += info.ByteSize() + _ANY_BYTES
+        if size > MAX_RESOURCES_BYTES:
+            break
+        infos.append(info)
+    return infos
+
+
+def _violations(findings: Sequence[Finding]) -> tuple[error_details_pb2.BadRequest, int]:
+    """Returns as many findings as fit, and their number. `field` names the field of the request, or the node."""
+    request = error_details_pb2.BadRequest()
+    sent = 0
+    for finding in findings:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_cut(finding.field or (f"node:{finding.node}" if finding.node else ""), _MAX_NAME_BYTES),
+            description=_cut(finding.message, MAX_MESSAGE_BYTES),
+            reason=reason_name(finding.reason),
+        )
+        if request.ByteSize() + violation.ByteSize() + 4 > MAX_FINDINGS_BYTES:
+            break
+        request.field_violations.append(violation)
+        sent += 1
+    return request, sent
+
+
+def _cut(text: str, limit: int) -> str:
+    # Each character takes at least one byte, so only the first `limit` characters of a long text are encoded.
+    data = text[: limit + 1].encode()
+    return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"

@@ -21,7 +21,7 @@ from typing import TypeVar
 from gradrule_server.concurrency import start_logged_task
 from gradrule_server.front.sockets import Address, Peer, Socket, Sockets, parse_peer
 from gradrule_server.front.time_limits import read_timeout
-from gradrule_server.link.system_memory import HeapTrimmer
+from gradrule_server.link.operating_system import HeapTrimmer
 from gradrule_server.operations.log_writing import RateLimiter
 
 T = TypeVar("T")

@@ -14,8 +14,7 @@ from gradrule.common import wire_format
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.admission import RequestChunks
-from gradrule_server.front.calls import Caller, MethodTable, Write
-from gradrule_server.front.error_status import log_incident, to_status
+from gradrule_server.front.calls import Caller, MethodTable, Write, log_incident, to_status
 from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.link.v1 import link_pb2
 

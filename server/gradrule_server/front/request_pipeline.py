@@ -36,12 +36,13 @@ from gradrule_server.front.calls import (
     Upload,
     UploadMethod,
     UploadTable,
+    abort,
     compress_responses,
+    log_incident,
     observe_call,
     when_done,
 )
 from gradrule_server.front.connections import ConnectionWatch
-from gradrule_server.front.error_status import abort, log_incident
 from gradrule_server.front.open_streams import OpenStreams
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.front.time_limits import Deadline, Deadlines, IntervalChecks, UnreadAnswer, read_timeout

@@ -17,8 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from gradrule.common import wire_format
 from gradrule.v1 import admin_pb2, blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.front.calls import Call, Caller, MethodTable, StreamTable, Upload, UploadTable, Write
-from gradrule_server.front.error_status import to_status
+from gradrule_server.front.calls import Call, Caller, MethodTable, StreamTable, Upload, UploadTable, Write, to_status
 from gradrule_server.front.evaluate_stream import EvaluateStream
 from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.front.shared_memory import SharedMemoryServer

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.concurrency import BlockingThreads
 from gradrule_server.errors import error
 from gradrule_server.front.admission import ByteCounter
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory_connections import (
     KEY_BYTES,
-    BlockingThreads,
     Handshake,
     Keys,
     MemoryConnection,

@@ -261,14 +261,14 @@ class UnmatchedOverrides:
                 hint = suggest(lambda word=word: did_you_mean(word, self._op_types))  # type: ignore[misc]
                 return f"there is no {word}{members}.{hint}"
         kind = f"of op type {matcher.words[-1]} " if matcher.words else ""
-        in_scope, named, meant = self._met_conditions(matcher)
+        in_scope, named, matched = self._met_conditions(matcher)
         if selector.scope and not in_scope:
             hint = suggest(lambda: similar_name_hint(selector.scope, self._scopes(matcher)))
             return f"no node {kind}has a name that starts with {quote(matcher.prefix)}.{hint}"
         if selector.node and not named:
             hint = suggest(lambda: similar_name_hint(selector.node, self._names_of(matcher)))
             return f"no node {kind}is named {quote(selector.node)}.{hint}"
-        if not meant:
+        if not matched:
             if selector.node_regex:
                 return f"no node {kind}has a name that {quote(selector.node_regex)} matches as a whole."
             return "the graph has no nodes." if not self._names_of(matcher) else f"no node {kind}has such a name."
@@ -294,8 +294,8 @@ class UnmatchedOverrides:
         bit = 1 << self._numbers[id(matcher)]
         op_types: Iterable[str] = self._conditions_by_op if matcher.op_types is None else matcher.op_types
         found = [self._conditions_by_op[op_type] for op_type in op_types if op_type in self._conditions_by_op]
-        in_scope, named, meant = (any(bits[condition] & bit for bits in found) for condition in range(3))
-        return in_scope, named, meant
+        in_scope, named, matched = (any(bits[condition] & bit for bits in found) for condition in range(3))
+        return in_scope, named, matched
 
     @cached_property
     def _conditions_by_op(self) -> dict[str, list[int]]:

@@ -25,7 +25,7 @@ Flags = NDArray[np.bool_]
 Counts = NDArray[np.int32]
 
 
-def in_order(body: Body) -> list[int]:
+def topological_order(body: Body) -> list[int]:
     """Returns the node indices in topological order. Ignores control inputs, which carry no gradients."""
     nodes = body.nodes
     waits = [len(node.inputs) for node in nodes]
@@ -61,10 +61,10 @@ class Orders:
         self._known: dict[int, list[int]] = {}
 
     def get(self, body: Body) -> list[int]:
-        """Returns `in_order` of the body, computed once."""
+        """Returns the topological order of a body, computed once."""
         order = self._known.get(id(body))
         if order is None:
-            order = self._known[id(body)] = in_order(body)
+            order = self._known[id(body)] = topological_order(body)
         return order
 
 
@@ -87,17 +87,17 @@ class Cut:
 
 
 def dependents(
-    top: Body, home: Body, seeds: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None
+    top: Body, seed_body: Body, seeds: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None
 ) -> set[int]:
-    """Returns the nodes, by id(), that depend on at least one of the tensors `seeds` in the body `home`.
+    """Returns the nodes, by id(), that depend on at least one of the tensors `seeds` in the body `seed_body`.
 
     The producer of a seed is included only if it depends on another seed. With `cut`, dependence is followed only
     where gradients flow.
     """
-    walk = _Forward({id(home): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
-    walk.run(top, (), goes_round=False)
+    forward = _Forward({id(seed_body): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
+    forward.run(top, (), is_loop_body=False)
     found: set[int] = set()
-    for body, bits in walk.found():
+    for body, bits in forward.found():
         found.update(id(node) for node, depends in zip(body.nodes, bits, strict=True) if depends)
     return found
 
@@ -107,9 +107,9 @@ def dependents_of_sets(top: Body, seeds: Seeds, orders: Orders) -> Mapping[int, 
 
     One walk serves all sets.
     """
-    walk = _Forward(seeds, None, orders)
-    walk.run(top, (), goes_round=False)
-    return {id(body): bits for body, bits in walk.found()}
+    forward = _Forward(seeds, None, orders)
+    forward.run(top, (), is_loop_body=False)
+    return {id(body): bits for body, bits in forward.found()}
 
 
 def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None) -> set[int]:
@@ -171,7 +171,7 @@ class Ranking:
             if key in members:
                 found[key] = (count == self.wanted) & members[key]
                 after = count + members[key]
-            for inner, offset, _ in _inner(node):
+            for inner, offset, _ in _inner_bodies(node):
                 after = np.maximum(after, self._forward(inner, before[offset:], found))
             behind[position] = after
         return _largest([behind[ref[0]] for ref in body.results], zero)
@@ -189,7 +189,7 @@ class Ranking:
             if key in members:
                 found[key] = (count == self.wanted) & members[key]
                 before = count + members[key]
-            for inner, _, _ in _inner(node):
+            for inner, _, _ in _inner_bodies(node):
                 before = np.maximum(before, self._backward(inner, count, found))
             for index, (producer, _) in enumerate(node.inputs):
                 if flows_to(node, index, self.flows):
@@ -206,7 +206,7 @@ def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
     return largest
 
 
-def _inner(node: Node) -> Iterator[tuple[Body, int, bool]]:
+def _inner_bodies(node: Node) -> Iterator[tuple[Body, int, bool]]:
     """Yields the bodies of a loop, branch or call.
 
     Each comes with the index of the node's input that is its first argument, and whether its results are the arguments
@@ -233,10 +233,10 @@ class _Forward:
         """Yields each visited body with the bits of its nodes."""
         return ((reached.body, reached.bits) for reached in self._bodies.values())
 
-    def run(self, body: Body, args: Sequence[int], *, goes_round: bool) -> int:
+    def run(self, body: Body, args: Sequence[int], *, is_loop_body: bool) -> int:
         """Adds bits to the arguments; returns the bits of all results.
 
-        `goes_round`: whether the results are the arguments of the next iteration of a loop.
+        `is_loop_body`: whether the results are the arguments of the next iteration of a loop.
         """
         reached = self._bodies.get(id(body))
         if reached is None:
@@ -246,21 +246,24 @@ class _Forward:
                 self._visit(reached, position)
             changed: deque[int] = deque()
         else:
-            changed = deque(position for position, bits in enumerate(args) if reached.give(position, bits))
-        if goes_round:
-            rounds = reached.rounds()
+            changed = deque(position for position, bits in enumerate(args) if reached.add_bits(position, bits))
+        if is_loop_body:
+            next_arguments = reached.next_arguments()
             changed.extend(
-                arg for producer, back in rounds.items() for arg in back if reached.give(arg, reached.bits[producer])
+                arg
+                for producer, back in next_arguments.items()
+                for arg in back
+                if reached.add_bits(arg, reached.bits[producer])
             )
         else:
-            rounds = {}
+            next_arguments = {}
         while changed:
             position = changed.popleft()
             for consumer in reached.consumers()[position]:
                 if self._visit(reached, consumer):
                     changed.append(consumer)
-            for arg in rounds.get(position, ()):
-                if reached.give(arg, reached.bits[position]):
+            for arg in next_arguments.get(position, ()):
+                if reached.add_bits(arg, reached.bits[position]):
                     changed.append(arg)
         results = 0
         for producer, _ in body.results:
@@ -287,9 +290,9 @@ class _Forward:
         own = 0
         for item in inputs:
             own |= item
-        for inner, offset, goes_round in _inner(node) if node.functions else ():
-            own |= self.run(inner, inputs[offset:], goes_round=goes_round)
-        return reached.give(position, own)
+        for inner, offset, is_loop_body in _inner_bodies(node) if node.functions else ():
+            own |= self.run(inner, inputs[offset:], is_loop_body=is_loop_body)
+        return reached.add_bits(position, own)
 
 
 @dataclass(slots=True, eq=False)
@@ -300,7 +303,7 @@ class _Reached:
     bits: list[int]
     _consumers: list[list[int]] | None = None
 
-    def give(self, position: int, bits: int) -> bool:
+    def add_bits(self, position: int, bits: int) -> bool:
         """Adds bits to a node; returns whether its bits changed."""
         changed = bool(bits & ~self.bits[position])
         self.bits[position] |= bits
@@ -312,7 +315,7 @@ class _Reached:
             self._consumers = consumers_of(self.body)
         return self._consumers
 
-    def rounds(self) -> dict[int, list[int]]:
+    def next_arguments(self) -> dict[int, list[int]]:
         """Returns the arguments that each result becomes in the next iteration of a loop, by producer of the result."""
         back: dict[int, list[int]] = {}
         for arg, (producer, _) in enumerate(self.body.results):
@@ -330,7 +333,7 @@ def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int
         found.add(id(node))
         for index, ref in enumerate(node.inputs):
             needed[ref[0]] |= ref not in constants and (cut is None or flows_to(node, index, cut.flows))
-        for inner, _, _ in _inner(node) if node.functions else ():
+        for inner, _, _ in _inner_bodies(node) if node.functions else ():
             _backward(inner, {ref[0] for ref in inner.results}, cut, found, orders)
 
 

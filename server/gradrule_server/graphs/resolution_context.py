@@ -92,7 +92,7 @@ class ResolutionContext:
         top: The top level of the graph.
         candidates: The nodes that overrides can match.
         scopes: Public names of the loops, branches and calls that contain functions, by name of the function.
-        asked: The tensors of the request.
+        requested: The tensors of the request.
         look_up: Returns the body and the tensor that have a name; None if no tensor has it.
         find: Does the same, and adds a finding about the given request field if no tensor has the name.
     """
@@ -102,7 +102,7 @@ class ResolutionContext:
         top: Body,
         candidates: Sequence[CandidateNode],
         scopes: Mapping[str, str],
-        asked: RequestTensors,
+        requested: RequestTensors,
         look_up: Callable[[str], Tensor | None],
         find: Callable[[str, str], Tensor | None],
     ) -> None:
@@ -119,7 +119,7 @@ class ResolutionContext:
         self._node_matches: list[tuple[int, Match]] = []
         self._inactive_matches: list[tuple[int, Match]] = []
         self._subgraph_matches: list[tuple[int, Match]] = []
-        self._asked = asked
+        self._requested = requested
         self.look_up = look_up
         self._find = find
         self.orders = paths.Orders()
@@ -263,7 +263,7 @@ class ResolutionContext:
         """Returns the tensors of a body that the request names."""
         if body is not self.top:
             return frozenset()
-        return self._asked.xs | self._asked.ys | self._asked.stop_gradients
+        return self._requested.xs | self._requested.ys | self._requested.stop_gradients
 
     @property
     def kept_nodes(self) -> AbstractSet[tuple[int, int]]:
@@ -272,7 +272,7 @@ class ResolutionContext:
 
     def changes(self, body: Body, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs or depends on one."""
-        return id(body.nodes[ref[0]]) in self._behind_xs or (body is self.top and ref in self._asked.xs)
+        return id(body.nodes[ref[0]]) in self._behind_xs or (body is self.top and ref in self._requested.xs)
 
     def _text(self, body: Body, ref: Ref) -> str:
         number = self.number(body, ref[0])
@@ -283,19 +283,19 @@ class ResolutionContext:
 
     @cached_property
     def _behind_xs(self) -> AbstractSet[int]:
-        return paths.dependents(self.top, self.top, self._asked.xs, orders=self.orders)
+        return paths.dependents(self.top, self.top, self._requested.xs, orders=self.orders)
 
     @cached_property
     def path(self) -> AbstractSet[int]:
         """Nodes (by id) on the path of gradients from the ys to the xs."""
-        cut = paths.Cut(self._asked.stop_gradients, self.flows)
-        return paths.dependents(self.top, self.top, self._asked.xs, cut, self.orders) & paths.dependencies(
-            self.top, self._asked.ys, cut, self.orders
+        cut = paths.Cut(self._requested.stop_gradients, self.flows)
+        return paths.dependents(self.top, self.top, self._requested.xs, cut, self.orders) & paths.dependencies(
+            self.top, self._requested.ys, cut, self.orders
         )
 
     @cached_property
     def _before_ys(self) -> AbstractSet[int]:
-        return paths.dependencies(self.top, self._asked.ys, orders=self.orders)
+        return paths.dependencies(self.top, self._requested.ys, orders=self.orders)
 
 
 def _first_duplicate(names: Sequence[str]) -> str:

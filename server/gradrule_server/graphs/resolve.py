@@ -59,11 +59,11 @@ class Resolver:
         """Returns the match of a whole call; None if it has none."""
         differentiable = is_differentiable(node, types)
         index, matchers, plain = self._calls_index
-        meant = index.call(node.op, name) if matchers else 0
+        matching = index.call(node.op, name) if matchers else 0
         # The first override that matches the call; presets come after the call's own attribute.
-        first = (meant & -meant).bit_length() - 1
+        first = (matching & -matching).bit_length() - 1
         match = self.node_gradients.find_match(node, name, function, differentiable) if not 0 <= first < plain else None
-        if match is None and meant:
+        if match is None and matching:
             matchers[first].match_count += 1
             match = _match(matchers[first].spec, name, node.op, function, differentiable)
         if match is None:
@@ -183,17 +183,17 @@ class Resolver:
 
     def _check_ranks(self, matcher: OverrideMatcher, candidates: Sequence[CandidateNode]) -> bool:
         """Adds INVALID_OVERRIDE and returns False if an earlier override with a rank may match a node of a chain."""
-        open_member = next((candidate for candidate in candidates if candidate.by_rank), None)
-        if open_member is None:
+        undecided = next((candidate for candidate in candidates if candidate.by_rank), None)
+        if undecided is None:
             return True
         matcher.faulty = True
         message = (
-            f"Override {quote(matcher.spec.label)}: node {quote(open_member.name)} of its chain may belong to the "
-            f"earlier override {quote(open_member.by_rank)}, depending on its rank, which is known only at run time; "
+            f"Override {quote(matcher.spec.label)}: node {quote(undecided.name)} of its chain may belong to the "
+            f"earlier override {quote(undecided.by_rank)}, depending on its rank, which is known only at run time; "
             f"put the chain first, or select without rank."
         )
         reason = Reason.ERROR_REASON_INVALID_OVERRIDE
-        self.findings.add(reason, message, open_member.name, matcher.spec.field)
+        self.findings.add(reason, message, undecided.name, matcher.spec.field)
         return False
 
     def _apply_regions(self, matchers: Sequence[OverrideMatcher], context: ResolutionContext) -> None:

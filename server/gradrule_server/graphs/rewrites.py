@@ -47,7 +47,7 @@ def rewrite(copy: Copy, names: Sequence[str], xs: Collection[Ref]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoldableNorm:
     """A linear op, its bias add, and the normalisation `scale · v + shift` that follows.
 
     Attributes:
@@ -77,10 +77,10 @@ class _Folding:
         self._reached = reached
         self._xs = xs
         self._consumers = paths.consumers_of(body)
-        asked = copy.tensors.values() if body is copy.body else ()
-        self._kept = {ref[0] for ref in (*asked, *body.results)}
+        requested = copy.tensors.values() if body is copy.body else ()
+        self._kept = {ref[0] for ref in (*requested, *body.results)}
         self._moves: dict[Ref, Ref] = {}
-        self._left_behind: set[int] = set()
+        self._replaced: set[int] = set()
 
     def run(self) -> list[str]:
         """Folds all batch normalisations of the body; returns their public names."""
@@ -101,21 +101,21 @@ class _Folding:
                 self._copy.tensors = {ref: self._moves.get(target, target) for ref, target in tensors.items()}
             # Replaced nodes have no consumers, so selectors must not match them.
             self._copy.candidates = [
-                candidate for candidate in self._copy.candidates if id(candidate) not in self._left_behind
+                candidate for candidate in self._copy.candidates if id(candidate) not in self._replaced
             ]
         return names
 
-    def _find(self, last: int) -> _Found | None:
+    def _find(self, last: int) -> _FoldableNorm | None:
         node = self._body.nodes[last]
         if node.op in _BATCH_NORMS and not node.attrs["is_training"].b:
-            found = self._behind_linear(node.inputs[0], last, None)
+            found = self._find_linear(node.inputs[0], last, None)
             return found if found is not None and self._has_format(found.linear, node.attrs["data_format"].s) else None
         if node.op in PLAIN_ADDS:
             # The form of tf.nn.batch_normalization: v · scale + shift.
             value = self._changing(node)
             if value is not None and self._body.nodes[value[0]].op == "Mul" and self._is_alone(value[0], last):
                 inner = self._changing(self._body.nodes[value[0]])
-                found = None if inner is None else self._behind_linear(inner, last, value[0])
+                found = None if inner is None else self._find_linear(inner, last, value[0])
                 if found is not None and all(self._is_per_channel(self._other(at), found) for at in (value[0], last)):
                     return found
         return None
@@ -124,7 +124,7 @@ class _Folding:
         own = self._body.nodes[linear].attrs.get("data_format")
         return own is not None and own.s == data_format
 
-    def _is_per_channel(self, ref: Ref, found: _Found) -> bool:
+    def _is_per_channel(self, ref: Ref, found: _FoldableNorm) -> bool:
         """Returns whether an operand certainly has exactly one number for each output channel of the linear op."""
         linear = self._body.nodes[found.linear]
         channels, shape = self._channels(linear), static_shape(self._body, ref)
@@ -145,7 +145,7 @@ class _Folding:
         transposed = linear.attrs.get("transpose_b") or linear.attrs.get("adj_y")
         return weights[-2 if transposed is not None and transposed.b else -1]
 
-    def _behind_linear(self, value: Ref, last: int, mul: int | None) -> _Found | None:
+    def _find_linear(self, value: Ref, last: int, mul: int | None) -> _FoldableNorm | None:
         user = last if mul is None else mul
         producer = self._body.nodes[value[0]]
         bias = None
@@ -155,13 +155,15 @@ class _Folding:
                 return None
             bias, user = value[0], value[0]
             value = inner
-            if producer.op != "BiasAdd" and not self._is_per_channel(self._other(bias), _Found(value[0], bias, last)):
+            if producer.op != "BiasAdd" and not self._is_per_channel(
+                self._other(bias), _FoldableNorm(value[0], bias, last)
+            ):
                 return None
         linear = self._body.nodes[value[0]]
         if linear.op not in _LINEAR or not self._is_alone(value[0], user):
             return None
         producer_of_weights = self._body.nodes[linear.inputs[1][0]]
-        return None if id(producer_of_weights) in self._reached else _Found(value[0], bias, last, mul)
+        return None if id(producer_of_weights) in self._reached else _FoldableNorm(value[0], bias, last, mul)
 
     def _changing(self, node: Node) -> Ref | None:
         """Returns the operand that depends on the xs; None unless exactly one does."""
@@ -171,7 +173,7 @@ class _Folding:
     def _is_alone(self, producer: int, consumer: int) -> bool:
         return self._consumers[producer] == [consumer] and producer not in self._kept
 
-    def _fold(self, found: _Found, candidates: dict[int, CandidateNode]) -> None:
+    def _fold(self, found: _FoldableNorm, candidates: dict[int, CandidateNode]) -> None:
         nodes = self._body.nodes
         linear = nodes[found.linear]
         dtype = (linear.outputs or ())[0]
@@ -197,11 +199,11 @@ class _Folding:
         name = self._copy.unique(self._body, f"{nodes[found.last].name}/folded")
         added = Node(name, "BiasAdd", [value, shift], [], attrs, (dtype,), watched=linear.watched)
         self._moves[found.last, 0] = self._append(added, found.last, candidates)
-        self._left_behind |= {
+        self._replaced |= {
             id(candidates[index]) for index in (found.bias, found.mul) if index is not None and index in candidates
         }
 
-    def _affine(self, found: _Found, dtype: int) -> tuple[Ref, Ref]:
+    def _affine(self, found: _FoldableNorm, dtype: int) -> tuple[Ref, Ref]:
         """Returns scale and shift per output channel, in the linear op's element type."""
         node = self._body.nodes[found.last]
         if found.mul is not None:
@@ -269,11 +271,11 @@ class _Folding:
         full = self._copy.unique(self._body, f"{FOLD_BATCH_NORM}/{name}")
         return self._append(Node(full, op, inputs, [], attrs, (dtype,)), None, {})
 
-    def _append(self, node: Node, stands_for: int | None, candidates: dict[int, CandidateNode]) -> Ref:
-        """Adds a node; with `stands_for`, the new node gets the public name of that node."""
+    def _append(self, node: Node, replaces: int | None, candidates: dict[int, CandidateNode]) -> Ref:
+        """Adds a node; with `replaces`, the new node gets the public name of that node."""
         self._body.nodes.append(node)
         index = len(self._body.nodes) - 1
-        old = candidates.get(stands_for) if stands_for is not None else None
+        old = candidates.get(replaces) if replaces is not None else None
         if old is not None:
             old.index = index
         return index, 0

@@ -111,10 +111,10 @@ class Selection:
         self._flags[rows] &= self._on_path
         indices = [_index(self._matchers[number].spec.selector.position) for number in numbers]
         for is_from_xs in (True, False):
-            asked = [column for column, index in enumerate(indices) if (index >= 0) == is_from_xs]
-            if asked:
-                wanted = [indices[column] if is_from_xs else -1 - indices[column] for column in asked]
-                self._limit_to_ranks(rows[asked], np.array(wanted, np.int32), is_from_xs=is_from_xs)
+            same_end = [column for column, index in enumerate(indices) if (index >= 0) == is_from_xs]
+            if same_end:
+                wanted = [indices[column] if is_from_xs else -1 - indices[column] for column in same_end]
+                self._limit_to_ranks(rows[same_end], np.array(wanted, np.int32), is_from_xs=is_from_xs)
 
     def _limit_to_ranks(self, rows: Numbers, wanted: paths.Counts, *, is_from_xs: bool) -> None:
         context = self._context

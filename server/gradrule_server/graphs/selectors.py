@@ -73,11 +73,11 @@ class OverrideSpec:
 
         Only overrides for every order that select by op type alone select such nodes.
         """
-        asked = [field.name for field, _ in self.selector.ListFields()]
+        conditions = [field.name for field, _ in self.selector.ListFields()]
         word = self.selector.op_type
         return (
             op_types_of(word)
-            if self.every_order and asked == ["op_type"] and word not in _PATH_DEPENDENT
+            if self.every_order and conditions == ["op_type"] and word not in _PATH_DEPENDENT
             else frozenset()
         )
 

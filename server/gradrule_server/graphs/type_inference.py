@@ -170,15 +170,15 @@ class TypeInference:
         return self._layouts[producer]
 
     def _no_output(self, node: Node | None, producer: int, what: str) -> None:
-        who = f"{self._draft.where(node.name)} takes" if node else f"A result of function {quote(self._body.name)} is"
-        message = f"{who} an output that {quote(self._body.nodes[producer].name)} does not have: {what}."
+        user = f"{self._draft.where(node.name)} takes" if node else f"A result of function {quote(self._body.name)} is"
+        message = f"{user} an output that {quote(self._body.nodes[producer].name)} does not have: {what}."
         self._findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name if node else "")
 
     def _check_values(self, node: Node, op: op_definitions.OpDef, where: str) -> None:
         faults = list(attribute_faults(op, node.attrs, self._limits))
         if node.op == "Const" and not faults and node.attrs["value"].tensor.dtype != node.attrs["dtype"].type:
-            said, held = node.attrs["dtype"].type, node.attrs["value"].tensor.dtype
-            what = f"has type {dtype_name(said)}, but a value of type {dtype_name(held)}"
+            declared, actual = node.attrs["dtype"].type, node.attrs["value"].tensor.dtype
+            what = f"has type {dtype_name(declared)}, but a value of type {dtype_name(actual)}"
             faults.append((Reason.ERROR_REASON_INVALID_TENSOR, what))
         for reason, what in faults:
             self._findings.add(reason, f"{where} {what}.", node.name)
@@ -212,22 +212,28 @@ class TypeInference:
                 name = f"the function {quote(body.name)}, its {attr}"
                 # References are passed by value.
                 given = [without_ref(dtype) for dtype in args]
-                self._same(node, where, f"the arguments of {name},", body.arg_types, given, "what the node passes on")
+                self._check_same_types(
+                    node, where, f"the arguments of {name},", body.arg_types, given, "what the node passes on"
+                )
                 if attr == "cond":
                     if len(body.result_types) != 1:
                         message = f"{where}: {name}, has {len(body.result_types)} results instead of one condition."
                         self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, node.name)
                 else:
-                    self._same(node, where, f"the results of {name},", body.result_types, outputs, "the node's outputs")
+                    self._check_same_types(
+                        node, where, f"the results of {name},", body.result_types, outputs, "the node's outputs"
+                    )
         if node.op in LOOPS and not node.attrs["output_shapes"].list.shape:
             # TensorFlow's gradient of a loop needs one shape per loop variable.
             unknown = AttrValue.ListValue(shape=[TensorShape(unknown_rank=True)] * len(outputs))
             node.attrs = {**node.attrs, "output_shapes": AttrValue(list=unknown)}
 
-    def _same(self, node: Node, where: str, what: str, have: list[int], want: list[int], meant: str) -> None:
+    def _check_same_types(
+        self, node: Node, where: str, what: str, have: list[int], want: list[int], expected: str
+    ) -> None:
         if len(have) == len(want) and all(a == b or not a or not b for a, b in zip(have, want, strict=True)):
             return
-        message = f"{where}: {what} are {_types_text(have)}, but {meant}: {_types_text(want)}."
+        message = f"{where}: {what} are {_types_text(have)}, but {expected}: {_types_text(want)}."
         self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, node.name)
 
     def _check_results(self) -> None:

@@ -121,8 +121,8 @@ class _Pass:
                 }
         body, handles = self._copy.body, self._handles.get(self._copy.body)
         places = {
-            asked: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
-            for asked, place in self._copy.tensors.items()
+            tensor: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
+            for tensor, place in self._copy.tensors.items()
         }
         updates = self._lower(body, {variable: (index, 0) for variable, index in self._sources.items()}, True, needed)
         self._copy.tensors = places
@@ -140,7 +140,7 @@ class _Pass:
         """Returns flags of the top-level nodes that the roots need, including those that compute initial values."""
         body = self._copy.body
         needed = bytearray(len(body.nodes))
-        sought: set[Variable] = set()
+        seen: set[Variable] = set()
         pending = list(roots)
         while pending:
             position = pending.pop()
@@ -151,8 +151,8 @@ class _Pass:
             pending += [producer for producer, _ in node.inputs]
             pending += node.controls
             for variable in self._handles.used_by(body, position):
-                if variable not in sought:
-                    sought.add(variable)
+                if variable not in seen:
+                    seen.add(variable)
                     pending += [self._sources[variable]]
                     if variable in self._computed:
                         pending.append(self._computed[variable][0])
@@ -201,8 +201,8 @@ class _Pass:
         self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
     ) -> list[tuple[Variable, Ref]]:
         node, handles = body.nodes[index], self._handles.get(body)
-        takers = READS.keys() | WRITES.keys() | IS_INITIALIZED_OPS
-        target = handles.get(node.inputs[0]) if node.op in takers else None
+        ops_on_variables = READS.keys() | WRITES.keys() | IS_INITIALIZED_OPS
+        target = handles.get(node.inputs[0]) if node.op in ops_on_variables else None
         variables = [handles.get(ref) for ref in node.inputs]
         for number, variable in enumerate(variables):
             if variable is None:
@@ -252,18 +252,18 @@ class _Pass:
             last = self._lower(inner, args, live and not whole, None)
             ends.append((attr, inner, results, {**args, **last}, last))
         written = list(dict.fromkeys(variable for *_, last in ends for variable in last))
-        handed_out = extra if is_loop else written
+        returned = extra if is_loop else written
         for attr, inner, results, end, _ in ends:
             if attr != "cond":
-                _give_results(inner, results, handed_out, end)
+                _give_results(inner, results, returned, end)
         for number, variable in enumerate(passed):
             if variable is not None:
                 self._replace_handle(body, node, number + offset, versions.at(variable, before))
         node.inputs = [*node.inputs, *(versions.at(variable, before) for variable in extra)]
         first = len(outs)
-        _retype(node, passed, extra, outs, handed_out)
+        _retype(node, passed, extra, outs, returned)
         node.watched = live and bool(node.inputs) and self._lowering.is_differentiable(node)
-        slots = {variable: first + number for number, variable in enumerate(handed_out)}
+        slots = {variable: first + number for number, variable in enumerate(returned)}
         if is_loop:
             slots.update({variable: number for number, variable in reversed(list(enumerate(passed))) if variable})
         return [(variable, (index, slots[variable])) for variable in written]
@@ -314,16 +314,16 @@ def _note(variable: Variable) -> dict[str, AttrValue]:
 
 
 def _give_results(
-    body: Body, results: Sequence[Variable | None], handed_out: Sequence[Variable], end: Mapping[Variable, Ref]
+    body: Body, results: Sequence[Variable | None], returned: Sequence[Variable], end: Mapping[Variable, Ref]
 ) -> None:
-    """Sets a function's results to final values: in place of handles, and appended for `handed_out`."""
+    """Sets a function's results to final values: in place of handles, and appended for `returned`."""
     types = list(body.result_types)
     for number, variable in enumerate(results):
         if variable is not None:
             body.results[number], types[number] = end[variable], variable.dtype
-    body.results = [*body.results, *(end[variable] for variable in handed_out)]
-    body.result_types = [*types, *(variable.dtype for variable in handed_out)]
-    body.result_names = [*body.result_names, *("variable" for _ in handed_out)]
+    body.results = [*body.results, *(end[variable] for variable in returned)]
+    body.result_types = [*types, *(variable.dtype for variable in returned)]
+    body.result_names = [*body.result_names, *("variable" for _ in returned)]
 
 
 def _retype(
@@ -331,13 +331,13 @@ def _retype(
     passed: Sequence[Variable | None],
     extra: Sequence[Variable],
     outs: Sequence[Variable | None],
-    handed_out: Sequence[Variable],
+    returned: Sequence[Variable],
 ) -> None:
     """Updates the type attributes of a node to its new inputs and outputs."""
     outputs = [
         dtype if variable is None else variable.dtype for dtype, variable in zip(node.outputs or (), outs, strict=True)
     ]
-    node.outputs = (*outputs, *(variable.dtype for variable in handed_out))
+    node.outputs = (*outputs, *(variable.dtype for variable in returned))
     attrs = dict(node.attrs)
     types_out = AttrValue(list=AttrValue.ListValue(type=map(as_dt, node.outputs)))
     if "T" in attrs and node.op in LOOPS:
@@ -356,9 +356,9 @@ def _retype(
             shape if variable is None else variable.shape
             for shape, variable in zip(attrs["output_shapes"].list.shape, outs, strict=True)
         ]
-        shapes += [variable.shape for variable in handed_out]
+        shapes += [variable.shape for variable in returned]
         attrs["output_shapes"] = AttrValue(list=AttrValue.ListValue(shape=shapes))
-    if "_num_original_outputs" in attrs and handed_out:
+    if "_num_original_outputs" in attrs and returned:
         # TensorFlow computes no gradients for outputs beyond this number.
         attrs["_num_original_outputs"] = AttrValue(i=len(node.outputs))
     node.attrs = attrs

@@ -76,7 +76,7 @@ class Lowering:
     def insert_args(self, body: Body, variables: Sequence[Variable]) -> None:
         """Appends arguments to a body and shifts the indices of its other nodes."""
         first, count = body.arg_count, len(variables)
-        made = [Node(self._copy.unique(body, "variable"), ARG, [], [], {}, (item.dtype,)) for item in variables]
+        arguments = [Node(self._copy.unique(body, "variable"), ARG, [], [], {}, (item.dtype,)) for item in variables]
 
         def moved(index: int) -> int:
             return index + count if index >= first else index
@@ -86,19 +86,19 @@ class Lowering:
             node.controls = [moved(control) for control in node.controls]
         body.results = [(moved(producer), output) for producer, output in body.results]
         body.control_results = [(name, moved(control)) for name, control in body.control_results]
-        body.nodes[first:first] = made
+        body.nodes[first:first] = arguments
         body.arg_count += count
         for candidate in [candidate for (owner, _), candidate in self._candidates.items() if owner == id(body)]:
             candidate.index = moved(candidate.index)
         self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in self._copy.candidates}
 
     def _check_type(self, body: Body, node: Node, variable: Variable) -> None:
-        said = node.attrs.get("dtype") or node.attrs.get("T")
-        if said is not None and node.op not in IS_INITIALIZED_OPS and said.type != variable.dtype:
+        declared = node.attrs.get("dtype") or node.attrs.get("T")
+        if declared is not None and node.op not in IS_INITIALIZED_OPS and declared.type != variable.dtype:
             name = f"{self._copy.scopes[body.name]}/{node.name}" if body.name else node.name
             message = (
                 f"Node {quote(name)} ({node.op}) uses the variable {quote(variable.name)} as "
-                f"{dtype_name(said.type)}, but it is {dtype_name(variable.dtype)}."
+                f"{dtype_name(declared.type)}, but it is {dtype_name(variable.dtype)}."
             )
             self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, name)
 

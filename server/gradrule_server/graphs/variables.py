@@ -341,11 +341,11 @@ class VariableHandles:
         for number, dtype in enumerate(node.outputs or ()):
             if dtype != Dt.DT_RESOURCE:
                 continue
-            meant = {result[number] for result in results}
+            returned = {result[number] for result in results}
             if is_loop:
-                meant.add(passed[number])
-            variable = meant.pop() if len(meant) == 1 else None
+                returned.add(passed[number])
+            variable = returned.pop() if len(returned) == 1 else None
             if variable is None:
-                node.unsupported = node.unsupported or (_MIXED if meant else "")
+                node.unsupported = node.unsupported or (_MIXED if returned else "")
             else:
                 handles[index, number] = variable

@@ -72,10 +72,10 @@ def new_token(tenant: str, *, is_admin: bool = False, expires: float | None = No
         ValueError: `tenant` is not a valid name of a tenant.
     """
     text = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
-    return text, Token(hash_of(text), check_tenant(tenant), is_admin, float(int(time.time())), expires)
+    return text, Token(hash_token(text), check_tenant(tenant), is_admin, float(int(time.time())), expires)
 
 
-def hash_of(text: str) -> str:
+def hash_token(text: str) -> str:
     """Returns the SHA-256 of a token, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 

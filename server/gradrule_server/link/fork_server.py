@@ -21,7 +21,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradrule_server.link.system_calls import adopt_orphans
+from gradrule_server.link.operating_system import adopt_orphans
 from gradrule_server.recovery.endings import end_from_exit, fatal_message
 
 _log = logging.getLogger(__name__)

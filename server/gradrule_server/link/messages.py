@@ -131,7 +131,7 @@ def compile_payload(request: bytes, key: str) -> Sequence[bytes]:
     return request, link_pb2.CompileRequest(key=key).SerializeToString()
 
 
-def describing(request: bytes) -> bytes:
+def describe_only(request: bytes) -> bytes:
     """Returns a `CompileRequest`, as bytes, after which the engine describes the program and does not keep it."""
     return request + link_pb2.CompileRequest(describe_only=True).SerializeToString()
 

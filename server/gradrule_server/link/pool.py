@@ -13,8 +13,8 @@ from gradrule_server.concurrency import TenantLocks, start_logged_task
 from gradrule_server.errors import error
 from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.monitor import EngineMonitor, EngineStatus
+from gradrule_server.link.operating_system import OOM_KILLS
 from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, ProcessOptions, Spares
-from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.workers import CompileWorkers
 from gradrule_server.recovery.endings import engine_unavailable

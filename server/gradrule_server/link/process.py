@@ -19,8 +19,8 @@ from gradrule_server.link.arena import Arenas
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.fork_server import FatalMessage, ForkedProcess, ForkServer, ForkServerEnded, log_stderr
 from gradrule_server.link.framing import LINK_VERSION
+from gradrule_server.link.operating_system import OOM_KILLS
 from gradrule_server.link.request_scheduler import ConnectionLost
-from gradrule_server.link.system_memory import OOM_KILLS
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import (
     CrashReport,

@@ -216,9 +216,9 @@ def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
             return _INVALID, "is packed; only values of calls (feeds, grad_ys, tangents, vectors) may be"
         return _INVALID, f"has the element type {dtype_name(tensor.dtype)}, which no tensor can have"
     if tensor.dtype == Dt.DT_RESOURCE:
-        return _INVALID, "holds a resource, which means nothing outside the process that made it"
+        return _INVALID, "holds a resource, which is valid only in the process that created it"
     if tensor.dtype == Dt.DT_VARIANT and (tensor.variant_val or tensor.tensor_content):
-        return _INVALID, "holds variants, which mean something only in the process that made them"
+        return _INVALID, "holds variants, which are valid only in the process that created them"
     size, field, parts = encoding
     elements = _element_count(tensor.tensor_shape)
     fault = size_fault(tensor.dtype, tensor.tensor_shape, bounds)

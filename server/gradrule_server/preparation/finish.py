@@ -151,11 +151,11 @@ def _check_effect(
     by_override: dict[int, list[_Matched]] = {}
     for match, status in matches:
         by_override.setdefault(match.override, []).append((match, status))
-    asked = {item.index for item in plan.overrides if item.has_made_nodes and item.rule in made}
+    effective = {item.index for item in plan.overrides if item.has_made_nodes and item.rule in made}
     # The overrides of a preset share an index; the preset has an effect if one of them has an effect.
     for item in {item.index: item for item in plan.overrides if not item.optional}.values():
         hits = by_override.get(item.index, [])
-        if item.index in asked or any(status == _ACTIVE for _, status in hits):
+        if item.index in effective or any(status == _ACTIVE for _, status in hits):
             continue
         what = f"preset {item.label!r}" if item.is_preset else f"override {item.label!r} (rule {item.rule_name!r})"
         shown = "; ".join(

@@ -255,9 +255,9 @@ def bind_variables(
     """
     findings: list[Finding] = []
     needed = {item.name for item in expanded.inputs}
-    gone = store.missing(_blob_names(spec.variables))
-    if gone:
-        raise missing_blobs(gone)
+    missing = store.missing(_blob_names(spec.variables))
+    if missing:
+        raise missing_blobs(missing)
     bound: list[link_pb2.BoundVariable] = []
     content: list[list[object]] = []
     for number, item in enumerate(spec.variables):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.concurrency import TenantLocks
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.messages import CallShape, describing
+from gradrule_server.link.messages import CallShape, describe_only
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits, NodeLimits
@@ -248,7 +248,7 @@ class Compiler:
             loadable = replace(
                 loadable,
                 key=f"{loadable.key}{_DESCRIBED}",
-                request=describing(loadable.request),
+                request=describe_only(loadable.request),
             )
 
         async def load(engine: Engine | None) -> bytes:

@@ -74,7 +74,7 @@ _MAX_CALLS = 1024
 _MARK_INTERVAL_S = 0.5
 
 
-def structure_of(raw: bytes) -> CallStructure | None:
+def read_structure(raw: bytes) -> CallStructure | None:
     """Returns the structure of an `EvaluateRequest`.
 
     Returns None if the request must be parsed to know its structure: it holds its program, names a blob, has an unusual

@@ -65,12 +65,12 @@ class LoadedPrograms:
 
     def __len__(self) -> int:
         """Returns the number of loaded programs; a program in two engines counts twice."""
-        return sum(len(self._cache_of(engine)) for engine in self.pool.engines)
+        return sum(len(self._engine_cache(engine)) for engine in self.pool.engines)
 
     @property
     def held_bytes(self) -> int:
         """The approximate size of all loaded programs, bytes."""
-        return sum(self._cache_of(engine).held_bytes for engine in self.pool.engines)
+        return sum(self._engine_cache(engine).held_bytes for engine in self.pool.engines)
 
     @contextlib.contextmanager
     def hold(
@@ -91,20 +91,20 @@ class LoadedPrograms:
         Raises:
             GradruleError: BLOB_NOT_FOUND, ENGINE_UNAVAILABLE.
         """
-        with self._cache_of(engine or self._best(program)).hold(program, ends_at, recorder) as load:
+        with self._engine_cache(engine or self._best(program)).hold(program, ends_at, recorder) as load:
             yield load
 
     def find_loaded(self, program: Loadable) -> Load | None:
         """Returns the program in the best engine, if that has loaded it."""
         try:
-            load = self._cache_of(self._best(program)).get(program.key)
+            load = self._engine_cache(self._best(program)).get(program.key)
         except GradruleError:
             return None
         return load if load is not None and load.is_available else None
 
     def mark_used(self, load: Load) -> None:
         """Marks a loaded program as used, so that others are dropped before it."""
-        self._cache_of(load.engine).mark_used(load)
+        self._engine_cache(load.engine).mark_used(load)
 
     async def wait(self, load: Load, *, may_move: bool = False) -> bytes:
         """Waits until a held program is loaded, and returns the engine's answer. Raises `EngineLost`.
@@ -126,9 +126,9 @@ class LoadedPrograms:
 
     def forget(self, load: Load) -> None:
         """Removes a program that the engine does not have."""
-        self._cache_of(load.engine).forget(load)
+        self._engine_cache(load.engine).forget(load)
 
-    def _cache_of(self, engine: Engine) -> EngineProgramCache:
+    def _engine_cache(self, engine: Engine) -> EngineProgramCache:
         cache = self._caches.get(engine)
         if cache is None:
             cache = EngineProgramCache(engine, self._blobs, self._capacity, self._capacity_bytes)
@@ -166,7 +166,7 @@ class LoadedPrograms:
 
     def _has(self, engine: Engine, key: str) -> bool:
         """Returns whether an engine has a program or will have it soon, without waiting for a slow program."""
-        cache = self._cache_of(engine)
+        cache = self._engine_cache(engine)
         return cache.has(key) and not (cache.is_waiting(key) and engine.has_compiled_for(_SLOW_COMPILE_S))
 
     def _has_alternative(self, engine: Engine) -> bool:
@@ -190,14 +190,14 @@ class LoadedPrograms:
         if extra.is_ready:
             own = self.pool.engines_for(extra.owner or "")
             slow = any(engine.has_compiled_for(_SLOW_COMPILE_S) for engine in own)
-            if slow or extra.load or extra.kept or self._cache_of(extra).is_in_use:
+            if slow or extra.load or extra.kept or self._engine_cache(extra).is_in_use:
                 self._retire_later(extra)
                 return
         self.pool.release(extra)
 
     def _warm(self, engine: Engine) -> None:
         """Loads the programs of an engine's last process into its new one, except those that may have ended it."""
-        left = self._cache_of(engine).reset_if_replaced()
+        left = self._engine_cache(engine).reset_if_replaced()
         if left:
             task = asyncio.create_task(self._load_again(engine, left), name="warm")
             self._warming.add(task)
@@ -213,7 +213,7 @@ class LoadedPrograms:
                 return
             try:
                 # No call needs it yet, so its blobs must not prevent uploads.
-                with self._cache_of(engine).hold(program, 0.0, recorder, keeps_blobs=False) as load:
+                with self._engine_cache(engine).hold(program, 0.0, recorder, keeps_blobs=False) as load:
                     await self.wait(load)
             except GradruleError as cause:
                 _log.debug("a program was not loaded into the new process: %s", cause)

@@ -33,7 +33,7 @@ from gradrule_server.programs.known_calls import (
     KnownCalls,
     call_shape,
     memory_use,
-    structure_of,
+    read_structure,
 )
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.preparer import Preparer, RegistryLookup
@@ -114,7 +114,7 @@ class ProgramService:
             ends_at: Loop time of the deadline.
             used: Returns a context within which a call uses a client's shared memory.
         """
-        structure = structure_of(raw) if self._has_known_calls else None
+        structure = read_structure(raw) if self._has_known_calls else None
         if structure is not None:
             if USES_MEMORY not in structure:
                 return await self._evaluate_once(raw, read, received_ns, ends_at, structure)

@@ -118,7 +118,7 @@ class Session:
         spec = link_pb2.RawProgramSpec(graph=request.graph, no_gradient=request.no_gradient)
         self._graph = spec.SerializeToString()
         self._overrides = link_pb2.RawProgramSpec(overrides=request.overrides).SerializeToString()
-        blob = _blob_of(request.graph)
+        blob = _blob_name(request.graph)
         if blob:
             # Each kind of step compiles the graph again.
             await asyncio.to_thread(self._manager.blobs.verify, [blob])
@@ -373,7 +373,7 @@ class Session:
         return result.answer, program, is_new
 
 
-def _blob_of(graph: bytes) -> str:
+def _blob_name(graph: bytes) -> str:
     """Returns the blob of a `GraphSource`, empty if it has none. Raises MALFORMED_REQUEST."""
     try:
         return link_pb2.RawGraphSource.FromString(graph).blob_sha256

@@ -33,7 +33,7 @@ from gradrule_server.registry.data_folder import (
     sync_to_disk,
 )
 from gradrule_server.registry.database import decode_text
-from gradrule_server.registry.programs import blobs_of, read_spec, read_summary
+from gradrule_server.registry.programs import read_spec, read_summary, variable_blobs
 from gradrule_server.registry.rule_entries import read_rule
 from gradrule_server.registry.schema import SCHEMA_VERSION, add_current_views, copy_database
 from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
@@ -268,7 +268,7 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
         report.programs += 1
         try:
             read_summary(summary)
-            needed = blobs_of(read_spec(tenant, program_id, spec))
+            needed = variable_blobs(read_spec(tenant, program_id, spec))
         except UnreadableRowError as cause:
             report.unreadable.append(f"the program {program_id!r} of tenant {tenant!r} cannot be read: {cause}")
         else:

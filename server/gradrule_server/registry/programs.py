@@ -43,7 +43,7 @@ class PinnedBlobs:
         self._pinned: dict[tuple[str, str], list[str]] = {}
         for tenant, program_id, spec in store.program_specs():
             try:
-                wanted = blobs_of(read_spec(tenant, program_id, spec))
+                wanted = variable_blobs(read_spec(tenant, program_id, spec))
             except UnreadableRowError as cause:
                 _log_unreadable(tenant, program_id, cause)
                 continue
@@ -150,7 +150,7 @@ class ProgramRegistry:
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
             content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
             with self._quota.reserved(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
-                self._pins.pin(self._blobs, self._tenant, program_id, blobs_of(spec))
+                self._pins.pin(self._blobs, self._tenant, program_id, variable_blobs(spec))
                 undo.callback(self._pins.unpin, self._blobs, self._tenant, program_id)
                 self._store.add_program(
                     row,
@@ -337,7 +337,7 @@ def _without_graph(spec: program_pb2.ProgramSpec) -> bytes:
     return rest.SerializeToString(deterministic=True)
 
 
-def blobs_of(spec: program_pb2.ProgramSpec) -> list[str]:
+def variable_blobs(spec: program_pb2.ProgramSpec) -> list[str]:
     """Returns the blobs that hold values of a program's variables."""
     found = (item.value.blob.sha256 for item in spec.variables if item.value.HasField("blob"))
     return list(dict.fromkeys(found))

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import override_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.store import RuleRow, UnreadableRowError, size_of
+from gradrule_server.registry.store import RuleRow, UnreadableRowError, counted_size
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX, Preset
@@ -164,7 +164,7 @@ def user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
         create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
         per_sample=content.per_sample,
         formula=content.expression or "",
-        size=size_of(row),
+        size=counted_size(row),
     )
 
 

@@ -28,7 +28,7 @@ from gradrule_server.registry.rule_entries import (
     read_rule,
     user_entry,
 )
-from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, size_of
+from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, counted_size
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 
@@ -284,7 +284,7 @@ def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _
         try:
             found.append(read_rule(row))
         except UnreadableRowError as cause:
-            size = size_of(row) if isinstance(row.definition, bytes) and isinstance(row.description, str) else 0
+            size = counted_size(row) if isinstance(row.definition, bytes) and isinstance(row.description, str) else 0
             unreadable[row.name] = _Unreadable(str(cause), size)
     if unreadable:
         shown = [f"{name!r} ({row.why})" for name, row in list(unreadable.items())[:_MAX_UNREADABLE_SHOWN]]

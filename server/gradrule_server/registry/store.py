@@ -114,7 +114,7 @@ class Store:
             )
 
     def kept_bytes(self, tenant: str | None = None) -> int:
-        """Returns the bytes of rules and programs of a tenant; None: of all tenants. Counts bytes like `size_of`."""
+        """Returns the bytes of rules and programs of a tenant; None: of all tenants. See `counted_size`."""
         with self._database.read() as connection:
             return sum(connection.execute(_kept_bytes(*columns, tenant)).scalar_one() for columns in _COUNTED)
 
@@ -248,7 +248,7 @@ def _damage_is_unreadable() -> Iterator[None]:
         raise UnreadableRowError(f"its graph cannot be read: {cause.orig}") from cause
 
 
-def size_of(row: RuleRow) -> int:
+def counted_size(row: RuleRow) -> int:
     """Returns the bytes of a rule that count towards the quota.
 
     For a program, its summary, spec and snapshot count; a graph counts once for each tenant.

@@ -308,8 +308,8 @@ class ParamTable:
         declared = {index: self.rules[index].declared for index in indices}
         findings: list[Finding] = []
         for name, value in values.items():
-            meant = [index for index in indices if name in declared[index]] or indices[:1]
-            for index in meant:
+            targets = [index for index in indices if name in declared[index]] or indices[:1]
+            for index in targets:
                 findings += self.set(settings, index, {name: value}, where)
         return findings
 

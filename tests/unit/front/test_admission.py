@@ -16,9 +16,8 @@ from gradrule.v1 import rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.front.admission import Admission, InFlight, InFlightLimits, UnaryRequests
 from gradrule_server.front.authentication import CallerAuthenticator
-from gradrule_server.front.calls import Call
+from gradrule_server.front.calls import DETAILS_KEY, Call
 from gradrule_server.front.connections import ConnectionWatch
-from gradrule_server.front.error_status import DETAILS_KEY
 from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
 from gradrule_server.identity import Authenticator
 from tests.battery import wire

@@ -20,7 +20,7 @@ from gradrule_server.front.server import ConnectionSettings, GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import Peer, close_connection
 from gradrule_server.identity import Authenticator
-from gradrule_server.link.system_memory import HeapTrimmer
+from gradrule_server.link.operating_system import HeapTrimmer
 from tests.battery import wire
 from tests.battery.unfinished_messages import send_unfinished
 from tests.processes import count_descriptors

@@ -18,7 +18,7 @@ from gradrule_server.identity.token_file import (
     TokenFile,
     TokenFileError,
     add_token,
-    hash_of,
+    hash_token,
     new_token,
     read_tokens,
     revoke_tokens,
@@ -69,7 +69,7 @@ def test_token_is_valid_until_it_expires_or_is_revoked(tmp_path: Path) -> None:
     for item in (token, expired):
         add_token(file, item)
     assert len(text) >= 46
-    assert hash_of(text) in file.read_text()
+    assert hash_token(text) in file.read_text()
     tokens = TokenFile(file)
     principal = tokens.find(text)
     assert principal is not None

@@ -17,7 +17,7 @@ from gradrule_server.link.messages import CallShape, RunTemplate
 from gradrule_server.programs.cache import ProgramCache, StoredKey
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.engine_cache import Loadable
-from gradrule_server.programs.known_calls import CallStructure, KnownCalls, structure_of
+from gradrule_server.programs.known_calls import CallStructure, KnownCalls, read_structure
 from gradrule_server.recovery.crash_history import CrashHistory
 
 LISTS = ("feeds", "grad_ys", "tangents", "vectors")
@@ -53,28 +53,28 @@ def test_structure_depends_on_names_and_not_on_values(program: str, names: dict[
         }
         return raw_of(program, **lists)
 
-    first = structure_of(raw(0))
+    first = read_structure(raw(0))
     if any(len(name.encode()) > 0x7F for sizes in names.values() for name in sizes):
         assert first is None
         return
     assert first is not None
-    assert structure_of(raw(100)) == first
+    assert read_structure(raw(100)) == first
     if any(names.values()):
-        assert structure_of(raw(0, renamed="'")) != first
+        assert read_structure(raw(0, renamed="'")) != first
 
 
 def test_structure_depends_on_params_derivative_and_stacking() -> None:
     """Params, derivative and stacking are part of the structure."""
-    made = {structure_of(raw_of(feeds={"x": np.ones(3)}))}
+    made = {read_structure(raw_of(feeds={"x": np.ones(3)}))}
     request = request_of(feeds={"x": np.ones(3)})
     for alpha in (1.0, 2.0):
         request.params["a"].values["alpha"].CopyFrom(rule_pb2.ParamValue(number=alpha))
-        made.add(structure_of(request.SerializeToString()))
+        made.add(read_structure(request.SerializeToString()))
     request.derivative = evaluate_pb2.DERIVATIVE_JVP
-    made.add(structure_of(request.SerializeToString()))
+    made.add(read_structure(request.SerializeToString()))
     request.stacked_grad_ys = True
-    made.add(structure_of(request.SerializeToString()))
-    made.add(structure_of(raw_of(grad_ys={"x": np.ones(3)})))
+    made.add(read_structure(request.SerializeToString()))
+    made.add(read_structure(raw_of(grad_ys={"x": np.ones(3)})))
     assert len(made) == 6
     assert None not in made
 
@@ -144,7 +144,7 @@ def many_parts() -> bytes:
 )
 def test_requests_without_a_structure(make: Callable[[], bytes]) -> None:
     """Where bytes alone do not tell, there is no structure."""
-    assert structure_of(make()) is None
+    assert read_structure(make()) is None
 
 
 def test_truncated_requests_have_no_structure() -> None:
@@ -153,7 +153,7 @@ def test_truncated_requests_have_no_structure() -> None:
     ends = {len(raw_of()), len(raw)}
     ends |= {len(raw_of(feeds={"x": np.ones(20_000)})), len(raw_of(feeds={"x": np.ones(20_000), "y": np.ones(2)}))}
     lengths = [*range(200), *range(len(raw) - 200, len(raw) + 1)]
-    assert {length for length in lengths if structure_of(raw[:length]) is not None} == {
+    assert {length for length in lengths if read_structure(raw[:length]) is not None} == {
         length for length in ends if length in lengths
     }
 
@@ -169,19 +169,19 @@ def packed_raw(content: bytes, compression: int = 0) -> bytes:
 
 def test_packed_tensors_count_as_values() -> None:
     """Requests that differ in how a tensor is packed are run in one way."""
-    plain = structure_of(raw_of(feeds={"x": np.ones(100_000, np.float32)}))
+    plain = read_structure(raw_of(feeds={"x": np.ones(100_000, np.float32)}))
     assert plain is not None
     for size in (0, 10, 5_000, 100_000):
         for compression in (0, 1):
-            assert structure_of(packed_raw(bytes(size), compression)) == plain
-    assert structure_of(packed_raw(bytes(100_000))[:-1]) is None
+            assert read_structure(packed_raw(bytes(size), compression)) == plain
+    assert read_structure(packed_raw(bytes(100_000))[:-1]) is None
 
 
 def test_packing_of_the_answer_is_part_of_the_structure() -> None:
     request = request_of(feeds={"x": np.ones(3)})
-    plain = structure_of(request.SerializeToString())
+    plain = read_structure(request.SerializeToString())
     request.answer_packing.float32_as_bfloat16 = True
-    assert structure_of(request.SerializeToString()) not in (None, plain)
+    assert read_structure(request.SerializeToString()) not in (None, plain)
 
 
 def test_long_reference_to_shared_memory_has_no_structure() -> None:
@@ -189,10 +189,10 @@ def test_long_reference_to_shared_memory_has_no_structure() -> None:
     request = evaluate_pb2.EvaluateRequest(program="programs/p")
     shared = request.feeds.add(name="x").value.shared_memory
     shared.shape.dim.add(size=3)
-    assert structure_of(request.SerializeToString()) is not None
+    assert read_structure(request.SerializeToString()) is not None
     for _ in range(100_000):
         shared.shape.dim.add(size=1)
-    assert structure_of(request.SerializeToString()) is None
+    assert read_structure(request.SerializeToString()) is None
 
 
 def runnable() -> RunnableProgram:

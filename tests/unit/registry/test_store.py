@@ -15,7 +15,7 @@ from sqlalchemy import event
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.registry.data_folder import StoreError
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError, size_of
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError, counted_size
 
 
 def rule(name: str) -> RuleRow:
@@ -115,7 +115,7 @@ def test_counted_bytes_match_added_and_freed_bytes(store: Store) -> None:
     assert told == [row + 5, row, row + 7, row + 5]
     described = RuleRow("a", b"definition", "stra\N{LATIN SMALL LETTER SHARP S}e", 1)
     store.add_rule(described, "ada")
-    assert size_of(described) == 10 + 7
+    assert counted_size(described) == 10 + 7
     assert store.kept_bytes("ada") == sum(told[:3]) + 17
     assert store.kept_bytes() == sum(told) + 17
     freed = [store.remove_program(name, tenant) for name, _, tenant in kept]

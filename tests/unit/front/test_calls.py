@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource, did_you_mean, error
-from gradrule_server.front.error_status import MAX_FINDINGS_BYTES, status_code, to_status
+from gradrule_server.front.calls import MAX_FINDINGS_BYTES, status_code, to_status
 
 _PROTO = Path(__file__).resolve().parents[3] / "protos/gradrule/v1/errors.proto"
 # With larger trailers gRPC replaces the error by one of its own; base64 adds a third.

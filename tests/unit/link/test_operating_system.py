@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gradrule_server.link import system_memory
-from gradrule_server.link.system_memory import OomKills, memory_share
+from gradrule_server.link import operating_system
+from gradrule_server.link.operating_system import OomKills, memory_share
 
 _GIB = 1024**3
 
@@ -18,8 +18,8 @@ _GIB = 1024**3
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 64 GiB; the folder of its control groups, in which `cgroup` says which are ours."""
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * _GIB // 4096}[name])
-    monkeypatch.setattr(system_memory, "_CGROUP_ROOT", tmp_path)
-    monkeypatch.setattr(system_memory, "_OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(operating_system, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(operating_system, "_OWN_CGROUPS", tmp_path / "cgroup")
     return tmp_path
 
 
@@ -55,8 +55,8 @@ def test_never_less_than_an_engine_needs_to_start(machine: Path) -> None:
 def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """The counters of the container and of the machine; neither exists yet."""
     files = tmp_path / "memory.events", tmp_path / "vmstat"
-    monkeypatch.setattr(system_memory, "_KILL_COUNTERS", files)
-    monkeypatch.setattr(system_memory, "_SAMPLE_PERIOD_S", 0.01)
+    monkeypatch.setattr(operating_system, "_KILL_COUNTERS", files)
+    monkeypatch.setattr(operating_system, "_SAMPLE_PERIOD_S", 0.01)
     return files
 
 
