@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine.code_rules import CODE_RULES
-from gradrule_server.engine.code_rules.target import RuleTarget
+from gradrule_server.engine.code_rules.target import Dependence, RuleTarget
 from tests.rules.code_cases import SALT, Case
 from tests.rules.code_layers import Array, Build
 
@@ -32,7 +32,16 @@ def site_of(build: Build, operands: Sequence[tf.Tensor]) -> RuleTarget:
 
     what = "+".join(op.type for op in ops)
     return RuleTarget(
-        "layer/node", what, tuple(operands), tuple(last.outputs), lambda: tuple(ops), own, reference, SALT
+        "layer/node",
+        what,
+        inputs=tuple(operands),
+        outputs=tuple(last.outputs),
+        find_ops=lambda: tuple(ops),
+        own_gradients=own,
+        reference=reference,
+        sources=tuple(operands),
+        dependence=Dependence(operands),
+        salt=SALT,
     )
 
 

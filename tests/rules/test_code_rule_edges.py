@@ -13,6 +13,7 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules import CODE_RULES
+from gradrule_server.engine.code_rules.target import Dependence
 from gradrule_server.errors import GradruleError
 from tests.rules.code_cases import CASES, SEED, Case
 from tests.rules.code_layers import Array, values
@@ -105,12 +106,13 @@ def test_rule_uses_ops_of_an_outer_graph() -> None:
     operands, dys = given(case, "float64")
     forward = tf.Graph()
     with forward.as_default():
-        ops = case.build(*map(tf.constant, operands))
+        tensors = tuple(map(tf.constant, operands))
+        ops = case.build(*tensors)
 
     @tf.function(autograph=False)
     def run() -> Any:
         inner = site_of(case.build, list(map(tf.constant, operands)))
-        site = replace(inner, find_ops=lambda: tuple(ops))
+        site = replace(inner, find_ops=lambda: tuple(ops), sources=tensors, dependence=Dependence(tensors))
         return CODE_RULES[case.rule](site, dys, {"eps": tf.constant(case.params["eps"], tf.float64)})
 
     result, *others = run()

@@ -52,6 +52,8 @@ export interface Conditions {
    * node.
    */
   readonly pattern?: readonly string[];
+  /** A kind of layer, all of whose ops get one rule: `@linear`, `@convolution`, `@dense` (with their bias), `@activation`, … */
+  readonly layer?: string;
   /** Element type of the node's first output. */
   readonly dtype?: DType;
   /** Rank of the node's first output. */
@@ -69,7 +71,7 @@ interface SharedProperties {
   readonly params?: Params;
   /**
    * Name of the override in params of calls and in results. Default: the preset's name, otherwise the first that is set of op
-   * type, node, scope, regular expression, pattern (joined with `+`) and the region's first output.
+   * type, node, scope, regular expression, pattern (joined with `+`), layer and the region's first output.
    */
   readonly label?: string;
   /** True: it is not an error if no node on the path matches. */
@@ -103,6 +105,7 @@ const OVERRIDE_PROPERTIES = [
   "scope",
   "position",
   "pattern",
+  "layer",
   "dtype",
   "rank",
   "attrs",
@@ -186,6 +189,7 @@ function selectorMessage(conditions: Conditions, where: string, graph: Graph | u
     node: node instanceof Output ? nodeNameOfHandle(node, graph) : text(node, "node", where, "a string or a handle"),
     nodeRegex: text(conditions.nodeRegex, "nodeRegex", where),
     scope: text(conditions.scope, "scope", where),
+    layer: text(conditions.layer, "layer", where),
   });
   if (position !== undefined) selector.position = positionMessage(position, where);
   if (pattern !== undefined) selector.pattern = checkedPattern(pattern, where);

@@ -20,7 +20,7 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.code_rules.target import Gradient, RuleTarget, ops_between, salt_for
+from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between, salt_for
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
@@ -73,6 +73,7 @@ class Differentiation:
         scopes: Mapping[str, str],
         no_gradient: program_pb2.NoGradient.ValueType,
         reference: Reference,
+        dependence: Dependence,
         made: Sequence[link_pb2.MadeNode] = (),
         *,
         again: bool = False,
@@ -85,6 +86,7 @@ class Differentiation:
         self._scopes = scopes
         self._no_gradient = no_gradient
         self._reference = reference
+        self._dependence = dependence
         self._made: dict[str, tuple[int, int]] = {}
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
@@ -148,6 +150,10 @@ class Differentiation:
         if first:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
+        outputs = mark.subgraph_outputs
+        if mark.rule == _OWN_GRADIENT and outputs and first:
+            gradients = self._subgraph_target(op, mark).own_gradients(list(dys)[:outputs])
+            return [*([None] * outputs), *gradients, *([None] * (len(op.inputs) - outputs - len(gradients)))]
         if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
             # The gradient of a subgraph's IdentityN continues through the nodes of the subgraph.
             return self._own_gradient(op, dys, mark.node)
@@ -160,7 +166,6 @@ class Differentiation:
                 f"'default' for the op's own gradient.",
                 node=mark.node,
             )
-        outputs = mark.subgraph_outputs
         rule = self._rules[mark.rule]
         if self._gradient_cache is not None and rule.is_local and not outputs:
             return self._gradient_cache.gradients(
@@ -254,6 +259,8 @@ class Differentiation:
             find_ops=lambda: (op,),
             own_gradients=own_gradients,
             reference=self._reference,
+            sources=tuple(op.inputs),
+            dependence=self._dependence,
             salt=salt_for(node),
             op=op,
         )
@@ -287,6 +294,8 @@ class Differentiation:
             find_ops=find_ops,
             own_gradients=own_gradients,
             reference=self._reference,
+            sources=tuple(xs),
+            dependence=self._dependence,
             salt=salt_for(mark.node),
         )
 

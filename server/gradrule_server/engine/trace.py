@@ -12,6 +12,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.backward import Backward, jacobian, stacked_vjp
 from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule
+from gradrule_server.engine.code_rules.target import Dependence
 from gradrule_server.engine.derivatives import (
     Derivatives,
     DifferentiationRequest,
@@ -163,6 +164,7 @@ class Trace:
             request.scopes,
             request.no_gradient,
             reference.find,
+            Dependence([tensors[endpoint.tensor] for endpoint in request.xs]),
             request.made,
             again=self._built.kind == _KIND.DERIVATIVE_HVP,
             gradient_cache=self._gradient_cache,

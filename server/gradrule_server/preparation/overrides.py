@@ -226,6 +226,7 @@ def _add_preset(table: OverrideTable, override: override_pb2.GradientOverride, i
                 index,
                 is_preset=True,
                 every_order=_applies_to_every_order(override),
+                is_for_all_layers=preset.is_for_all_layers,
             )
         )
     for name, value in choice.params.items():
@@ -256,6 +257,7 @@ def _default_label(selector: override_pb2.Selector) -> str:
         or selector.scope
         or selector.node_regex
         or "+".join(selector.pattern)
+        or selector.layer
         or selector.region_name
         or next(iter(selector.region.outputs), "")
     )

@@ -225,7 +225,7 @@ def preset_message(preset: Preset) -> rule_pb2.Preset:
 
 def _describe_override(override: override_pb2.GradientOverride) -> str:
     selector = override.selector
-    selected = selector.op_type or "+".join(selector.pattern)
+    selected = selector.op_type or selector.layer or "+".join(selector.pattern)
     if selector.position.nearest == override_pb2.POSITION_NEAREST_XS:
         selected += " nearest the xs"
     values = ", ".join(f"{name}={value.number:g}" for name, value in sorted(override.params.items()))

@@ -30,7 +30,7 @@ def info(**words: Any) -> gr.RuleInfo:
     return gr.RuleInfo(**given | words)
 
 
-def test_svg_has_a_line_for_each_finite_stretch() -> None:
+def test_svg_has_a_line_for_each_finite_part() -> None:
     broken = np.where(np.abs(X) < 0.2, np.nan, X)
     drawn = ElementTree.fromstring(
         curve_drawing.curve_svg(made(Line("Sign(x)", np.sign(X), "forward"), Line("dx", broken)))
@@ -69,7 +69,7 @@ def test_terminal_draws_axes_and_lines() -> None:
     assert "── Relu(x)" in text and "╌╌ dx" in text and "a note" in text
 
 
-def test_the_first_op_that_makes_one_number_of_one_is_chosen() -> None:
+def test_the_first_op_that_maps_one_number_to_one_number_is_chosen() -> None:
     assert setup_of(info(op_types=("@linear", "@activation")), None).op_type == "Relu"
     assert setup_of(info(op_types=("@step", "Sign")), None).is_step
     assert setup_of(info(op_types=("Sign",)), "Tanh").op_type == "Tanh"
@@ -87,12 +87,12 @@ def test_the_first_op_that_makes_one_number_of_one_is_chosen() -> None:
         (gr.Rule("(dy * x1, dy * x0)"), "--feed x1=…"),
     ],
 )
-def test_why_there_is_none(rule: Any, words: str) -> None:
+def test_reasons_why_a_rule_has_no_setup(rule: Any, words: str) -> None:
     with pytest.raises(NoSetupError, match=re.escape(words)):
         setup_of(rule, None)
 
 
-def test_params_are_made_up_for_the_catalogue_alone() -> None:
+def test_example_params_are_used_for_builtin_rules_only() -> None:
     seed = gr.ParamInfo("seed", None, "", "")
     assert params_with_examples(info(param_infos=(seed,)), {}) == {"seed": 0}
     assert params_with_examples(info(param_infos=(seed,)), {"seed": 3}) == {"seed": 3}
@@ -100,7 +100,7 @@ def test_params_are_made_up_for_the_catalogue_alone() -> None:
         params_with_examples(info(kind="user", param_infos=(seed,)), {})
 
 
-def test_all_sites_are_ops_that_exist() -> None:
+def test_all_setups_use_existing_ops() -> None:
     from gradrule.common import op_definitions
 
     for name, setup in SETUPS.items():

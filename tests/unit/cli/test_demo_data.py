@@ -5,7 +5,7 @@ import numpy as np
 from gradrule.cli.demo import data
 
 
-def test_the_digits_ship_with_the_client() -> None:
+def test_the_digits_are_part_of_the_client() -> None:
     digits = data.load(seed=0)
     x = np.concatenate([digits.train_x, digits.test_x])
     labels = np.concatenate([digits.train_labels, digits.test_labels])
@@ -19,7 +19,7 @@ def test_the_digits_ship_with_the_client() -> None:
     assert zero[4, 4] < zero[4, 2]
 
 
-def test_the_seed_chooses_what_is_held_back() -> None:
+def test_the_seed_selects_the_test_digits() -> None:
     first, again, other = data.load(1), data.load(1), data.load(2)
     np.testing.assert_array_equal(first.test_x, again.test_x)
     assert not np.array_equal(first.test_x, other.test_x)

@@ -104,7 +104,7 @@ def test_target_and_token_come_from_flag_then_environment(monkeypatch: pytest.Mo
     assert build_parser().parse_args(["rules", "list"]).target == "localhost:8470"
 
 
-def test_a_server_lets_by_what_is_set_for_clients() -> None:
+def test_serve_ignores_environment_variables_of_clients() -> None:
     variables = [name for constant, name in vars(connection).items() if constant.endswith("_VARIABLE")]
     assert "GRADRULE_TARGET" in variables
     assert len(variables) == 7
@@ -120,7 +120,9 @@ def test_a_server_lets_by_what_is_set_for_clients() -> None:
         ("matplotlib", ("compare", "g.pb", "--map", "a=Sign=ste", "--output", "a.png"), "gradrule[demo]"),
     ],
 )
-def test_a_missing_part_is_named_with_what_brings_it(module: str, arguments: tuple[str, ...], extra: str) -> None:
+def test_a_missing_package_is_named_with_the_extra_to_install(
+    module: str, arguments: tuple[str, ...], extra: str
+) -> None:
     done = without(module, *arguments)
     assert done.returncode == 1
     assert extra in done.stderr
@@ -144,7 +146,7 @@ def test_a_range_may_start_with_a_minus() -> None:
     assert "UNAVAILABLE" in done.stderr
 
 
-def test_health_needs_no_tables() -> None:
+def test_health_works_without_rich() -> None:
     done = without("rich", "health", "127.0.0.1:1", "--timeout", "5")
     assert done.returncode == 1
     assert "127.0.0.1:1: UNAVAILABLE" in done.stderr

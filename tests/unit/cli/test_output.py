@@ -33,7 +33,7 @@ def test_large_arrays_are_cut() -> None:
     assert len(shown) < 120
 
 
-def test_gradients_that_are_not_there_say_which_kind() -> None:
+def test_missing_gradients_show_their_kind() -> None:
     assert output.array_row("g", None, "not_differentiable")[-1] == "not differentiable"
     assert output.array_json(None, "unconnected") == {"kind": "unconnected"}
     assert output.array_json(np.float32([1]), "unconnected")["kind"] == "dense"
@@ -70,7 +70,7 @@ def test_values_in_json(array: Any, expected: object, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["values"] == expected
 
 
-def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_not_parsed_as_markup(capsys: pytest.CaptureFixture[str]) -> None:
     output.table(output.console(), "[bold]t[/bold]", ("name",), [["[red]x[/red] :smile:"]])
     out = capsys.readouterr().out
     assert "[red]x[/red] :smile:" in out
@@ -90,7 +90,7 @@ def test_a_plain_table() -> None:
     assert output.plain_table("", ("", ""), [["kind", "user"]]).splitlines() == ["kind  user"]
 
 
-def test_cells_hold_nothing_that_a_terminal_would_obey(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_contain_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     output.table(output.console(), "t", ("name",), [["\x1b[31mred"]])
     assert "\x1b" not in capsys.readouterr().out
 

@@ -78,7 +78,7 @@ def test_values_from_files_keep_their_type(files: Path, text: str, name: str, ex
     np.testing.assert_array_equal(value, expected)
 
 
-def test_a_npz_file_alone_feeds_all_that_it_holds(files: Path) -> None:
+def test_a_npz_file_alone_feeds_all_its_arrays(files: Path) -> None:
     assert {name: list(value) for name, value in parsing.feed("two.npz").items()} == {"x": [1], "w": [2]}
 
 
@@ -121,7 +121,7 @@ def test_every_selector(text: str) -> None:
     assert parsing.override(f"{text}=ste").message() == gr.Override("ste", **SELECTORS[text]).message()
 
 
-def test_every_word_of_an_override_can_be_said() -> None:
+def test_every_field_of_a_selector_has_a_condition() -> None:
     """What the message of a selector has, a condition can say."""
     said = {
         field.name for text in SELECTORS for field, _ in parsing.override(f"{text}=ste").message().selector.ListFields()
@@ -129,7 +129,7 @@ def test_every_word_of_an_override_can_be_said() -> None:
     assert said == {field.name for field in gr.Override("ste", op_type="Sign").message().selector.DESCRIPTOR.fields}
 
 
-def test_an_override_may_hold_a_formula_with_equals_signs_and_colons() -> None:
+def test_an_override_may_contain_a_formula_with_equals_signs_and_colons() -> None:
     read = parsing.override("Sign=expr:where(x == 0, dy, 0)")
     assert isinstance(read.rule, gr.Rule)
     assert (read.selector.op_type, read.rule.expression) == ("Sign", "where(x == 0, dy, 0)")

@@ -1,4 +1,4 @@
-"""A gRPC server in this process that answers calls of one program, alone, over streams, in chunks, or not at all."""
+"""Runs a gRPC server in this process that answers calls alone, over streams, in chunks, or not at all."""
 
 from __future__ import annotations
 

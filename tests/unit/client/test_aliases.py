@@ -1,4 +1,4 @@
-"""Aliases of tensors: wherever a name is valid, and in what comes back."""
+"""Tests aliases of tensors in requests and results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_unknown_tensors_list_the_aliases() -> None:
         aliased().tensor("scor")
 
 
-def test_every_word_takes_aliases() -> None:
+def test_every_argument_accepts_aliases() -> None:
     override = gr.Override("default", region=gr.Region(inputs=["image"], outputs=["inner"]))
     made = spec(
         aliased(), fetches=["score"], ys="score", xs=["image"], grad_ys={"score": "inner"}, stop_gradients=["inner"],
@@ -79,7 +79,7 @@ def response() -> bytes:
         (["z", "y:0"], ["x"], (["z", "y:0"], ["x"])),
     ],
 )
-def test_results_go_by_the_names_as_given(fetches: list[str], xs: list[str], keys: Any) -> None:
+def test_results_are_named_as_in_the_request(fetches: list[str], xs: list[str], keys: Any) -> None:
     words = call_arguments.ProgramArguments(fetches=fetches, ys="score", xs=xs)
     call = rpc_calls.evaluate(aliased(), None, None, words)
     result = call.decode(call.answer(response()))
@@ -92,7 +92,7 @@ def test_results_go_by_the_names_as_given(fetches: list[str], xs: list[str], key
     assert "none" not in result.outputs
 
 
-def test_programs_go_by_their_aliases() -> None:
+def test_programs_accept_their_aliases() -> None:
     specs = {name: tensor_pb2.TensorSpec(name=name, dtype=FLOAT) for name in "xz"}
     message = program_pb2.Program(
         name="programs/p", inputs=[specs["x"]], outputs=[specs["z"]], ys=[specs["z"]], xs=[specs["x"]],

@@ -1,4 +1,4 @@
-"""Answers read without parsing their tensors: they say what the message says, whatever was read before."""
+"""Tests that answers are read like their messages, without parsing their tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reader() -> AnswerReader:
     return AnswerReader(labeller(None))
 
 
-def test_every_answer_is_read_as_it_is(reader: AnswerReader) -> None:
+def test_answers_of_any_layout_are_read(reader: AnswerReader) -> None:
     """Values, shapes, types, names, kinds and their number change from one to the next, and back."""
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"y": np.float32([1, 2])}, {"x": np.float32([[3], [4]])}),
@@ -70,14 +70,14 @@ def test_every_answer_is_read_as_it_is(reader: AnswerReader) -> None:
         assert (found.timings.queue, found.device) == (10**number / 1e9, "CPU:0")
 
 
-def test_a_layout_is_found_again(reader: AnswerReader) -> None:
+def test_an_answer_with_the_last_layout_is_not_parsed(reader: AnswerReader) -> None:
     first = reader.read(answer({"y": np.float32([1])}, {"x": np.float32([2])}).SerializeToString())
     second = reader.read(answer({"y": np.float32([3])}, {"x": np.float32([4])}, 10**9).SerializeToString())
     assert second.layout is first.layout
     assert call_results.Result(second, call_results.ProgramDetails()).gradients["x"].tolist() == [4.0]
 
 
-def test_tensors_behind_those_that_are_expected_are_not_lost(reader: AnswerReader) -> None:
+def test_tensors_after_the_expected_ones_are_read(reader: AnswerReader) -> None:
     usual = answer({"y": np.float32([1])}, {})
     usual.ClearField("device")
     usual.ClearField("timings")
@@ -87,7 +87,7 @@ def test_tensors_behind_those_that_are_expected_are_not_lost(reader: AnswerReade
     assert {name: value.tolist() for name, value in found.outputs.items()} == {"y": [1.0], "z": [2.0]}
 
 
-def test_what_stands_between_tensors_is_not_lost(reader: AnswerReader) -> None:
+def test_fields_between_tensors_are_read(reader: AnswerReader) -> None:
     parts = [answer({"y": np.float32([1])}, {}).SerializeToString(), answer({"z": np.float32([2])}, {})]
     data = parts[0] + parts[1].SerializeToString()  # type: ignore[attr-defined]  # a message
     for _ in range(2):
@@ -104,12 +104,12 @@ def test_results_can_be_copied_and_pickled(reader: AnswerReader) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05ab", b"\x0a\x02\x12\x09", b"\x0b", b"\x2a\x02\x0a\xff"])
-def test_bytes_that_are_no_answer_are_told(reader: AnswerReader, data: bytes) -> None:
+def test_malformed_answers_are_refused(reader: AnswerReader, data: bytes) -> None:
     with pytest.raises(InternalError, match="cannot be read"):
         reader.read(data)
 
 
-def test_contents_that_do_not_fit_are_told(reader: AnswerReader) -> None:
+def test_contents_that_do_not_fit_their_type_and_shape_are_refused(reader: AnswerReader) -> None:
     message = answer({"y": np.float32([1, 2])}, {})
     message.outputs[0].value.inline_tensor.tensor_content = b"123"
     with pytest.raises(InvalidTensorError, match=r"3 bytes do not fit float32 of shape \[2\]: 8"):

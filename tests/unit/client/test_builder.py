@@ -1,4 +1,4 @@
-"""The builder: what it builds means the same to TensorFlow."""
+"""Tests that TensorFlow reads built graphs as meant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule._builder.names import UniqueNames, glob
+from gradrule._builder.names import UniqueNames, glob_pattern
 from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
 
@@ -187,7 +187,7 @@ def test_gradient_override_map_with_params_and_rules() -> None:
     assert found["r"].rule is inline
 
 
-def test_gradient_override_map_refuses_at_once() -> None:
+def test_gradient_override_map_refuses_invalid_rules_at_the_call() -> None:
     g = gr.Graph()
     with (
         pytest.raises(gr.errors.UnknownOpTypeError, match=r"'Matmul' is neither.*Did you mean 'MatMul'"),
@@ -284,7 +284,7 @@ def test_find() -> None:
     ],
 )
 def test_globs(pattern: str, name: str, matches: bool) -> None:
-    assert bool(glob(pattern).fullmatch(name)) == matches
+    assert bool(glob_pattern(pattern).fullmatch(name)) == matches
 
 
 def test_a_loaded_graph_keeps_its_bytes_and_can_be_extended() -> None:
@@ -348,7 +348,7 @@ def test_deep_graphs_and_cycles_are_typed_without_recursion() -> None:
     assert g.tensor("a").dtype == "unknown"
 
 
-def test_outputs_are_what_nobody_takes() -> None:
+def test_outputs_are_the_tensors_that_no_node_uses() -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [2])
     values, _ = g.top_k(x, 1, name="top")
@@ -358,7 +358,7 @@ def test_outputs_are_what_nobody_takes() -> None:
     assert list(g.inputs) == ["x"]
 
 
-def test_garbage_is_no_graph() -> None:
+def test_malformed_bytes_are_refused() -> None:
     with pytest.raises(gr.errors.InvalidGraphError):
         gr.Graph.from_bytes(b"\xff\xff garbage")
 

@@ -1,4 +1,4 @@
-"""Timeouts: what gRPC would take for an instant deadline, or not at all, is refused by its name."""
+"""Tests timeouts: values that are not positive, finite numbers are refused."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def program(request: pytest.FixtureRequest, answering: Answering, loop: blocking
 
 
 def way(program: Any, **more: Any) -> str:
-    """How a call travelled."""
+    """Returns how a call was sent."""
     result = program.evaluate({"x": X}, **more)
     assert result.gradients["x"].tolist() == [1.0, 2.0]
     return str(result.device)
@@ -68,14 +68,14 @@ def streaming(program: Any) -> None:
     assert [way(program) for _ in range(4)] == ["alone", "alone", "alone", "stream"]
 
 
-def test_calls_that_are_repeated_go_over_one_stream(program: Any, answering: Answering) -> None:
+def test_repeated_calls_share_one_stream(program: Any, answering: Answering) -> None:
     streaming(program)
     assert {way(program) for _ in range(10)} == {"stream"}
     assert (answering.alone, answering.streams) == (3, 1)
     assert answering.tokens == ["Bearer t"]
 
 
-def test_without_the_stream_each_call_travels_alone(answering: Answering, loop: blocking.LoopThread) -> None:
+def test_without_the_stream_each_call_is_sent_alone(answering: Answering, loop: blocking.LoopThread) -> None:
     with gr.connect(answering.target, stream=False) as client:
         assert {way(client.program(PROGRAM)) for _ in range(8)} == {"alone"}
     connected: Any = blocking.connect(answering.target, loop, stream=False)
@@ -93,7 +93,7 @@ def test_a_failure_on_the_stream_is_that_of_the_call(program: Any, answering: An
     assert answering.alone == 3
 
 
-def test_what_is_unavailable_on_the_stream_is_tried_alone(program: Any, answering: Answering) -> None:
+def test_a_call_that_is_unavailable_on_the_stream_is_sent_alone(program: Any, answering: Answering) -> None:
     streaming(program)
     answering.on_stream = lambda number, request, context: UNAVAILABLE
     assert way(program) == "alone"
@@ -119,7 +119,7 @@ def test_a_call_whose_stream_is_lost_is_sent_again(
     assert answering.streams == 2
 
 
-def test_a_server_without_streams_is_asked_alone(program: Any, answering: Answering) -> None:
+def test_calls_of_a_server_without_streams_are_sent_alone(program: Any, answering: Answering) -> None:
     answering.on_stream = lambda number, request, context: context.abort(grpc.StatusCode.UNIMPLEMENTED, "no")
     assert {way(program) for _ in range(8)} == {"alone"}
     assert answering.streams == 1
@@ -149,7 +149,7 @@ def test_threads_share_a_stream(answering: Answering) -> None:
     assert answering.streams == 1
 
 
-def test_those_who_wait_beside_a_call_that_is_given_up_are_answered(answering: Answering) -> None:
+def test_other_callers_are_answered_if_the_reading_caller_gives_up(answering: Answering) -> None:
     """The one that is given up reads the stream for the others."""
     release = threading.Event()
 
@@ -170,7 +170,7 @@ def test_those_who_wait_beside_a_call_that_is_given_up_are_answered(answering: A
         assert {other.result(10) for other in others} <= {"alone", "stream"}
 
 
-def test_an_interrupt_leaves_the_client_as_it_was(answering: Answering) -> None:
+def test_the_client_works_after_an_interrupt(answering: Answering) -> None:
     with gr.connect(answering.target) as client:
         program = client.program(PROGRAM)
         streaming(program)
@@ -181,7 +181,7 @@ def test_an_interrupt_leaves_the_client_as_it_was(answering: Answering) -> None:
         assert way(program) in ("alone", "stream")
 
 
-def test_an_interrupt_before_reading_begins_leaves_the_client_as_it_was(
+def test_the_client_works_after_an_interrupt_before_reading(
     answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(connection: Any, pending: Any) -> None:
@@ -197,7 +197,7 @@ def test_an_interrupt_before_reading_begins_leaves_the_client_as_it_was(
         assert way(program, timeout=5.0) == "stream"
 
 
-def test_a_reader_that_is_given_up_before_it_reads_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_caller_reads_if_the_woken_one_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the others would sleep until somebody looks after the stream."""
     monkeypatch.setattr("gradrule._rpc.sync_streams._CHECK_S", 60.0)
     answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -237,7 +237,7 @@ def _answer(number: int) -> bytes:
     return response.SerializeToString()
 
 
-def test_fields_of_later_servers_do_not_hide_the_answer() -> None:
+def test_unknown_fields_of_newer_servers_are_ignored() -> None:
     """The API changes by addition only."""
     answer = stream_messages.received(_answer(7))
     assert stream_messages.received(_answer(7) + b"\xa2\x06\x03new") == answer == (7, "evaluate", b"")
@@ -265,7 +265,7 @@ def test_map_goes_over_the_stream(program: Any, answering: Answering) -> None:
     assert [result.device for result in found].count("stream") > 50
 
 
-def test_map_may_be_fed_from_one_array(program: Any, answering: Answering) -> None:
+def test_map_copies_feeds_that_the_caller_changes_later(program: Any, answering: Answering) -> None:
     """It sends what the array held when it was given, also where it is sent a second time."""
     streaming(program)
     x = np.zeros(30_000, np.float32)
@@ -291,14 +291,14 @@ def test_map_sends_in_chunks_what_is_too_long_for_its_server() -> None:
         answering.stop()
 
 
-def test_what_is_unavailable_to_map_on_the_stream_is_tried_alone(program: Any, answering: Answering) -> None:
+def test_calls_of_map_that_are_unavailable_on_the_stream_are_sent_alone(program: Any, answering: Answering) -> None:
     streaming(program)
     answering.on_stream = lambda number, request, context: UNAVAILABLE
     results = program.map([{"x": X}] * 3)
     assert [result.device for result in results] == ["alone"] * 3
 
 
-def test_answers_that_nobody_waits_for_are_read_all_the_same(answering: Answering) -> None:
+def test_answers_without_a_waiting_caller_are_read(answering: Answering) -> None:
     """Servers end streams of clients that do not read."""
     with gr.connect(answering.target) as client:
         program = client.program(PROGRAM)

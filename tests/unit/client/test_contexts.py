@@ -1,4 +1,4 @@
-"""Contexts of the builder: no override in them is lost without a word."""
+"""Tests contexts of the builder: no override is lost without an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_context_without_a_node_of_its_op_type_is_refused() -> None:
     assert [detail.field for detail in e.value.details] == ["gradient_override_map['Relu']"]
 
 
-def test_an_empty_context_names_every_op_type_that_it_waited_for() -> None:
+def test_an_empty_context_names_every_op_type_without_a_node() -> None:
     g, x = graph()
     g.sign(x)
     with (
@@ -38,7 +38,7 @@ def test_an_empty_context_names_every_op_type_that_it_waited_for() -> None:
     assert "_gradient_op_type" not in g.sign(x).node.attrs
 
 
-def test_what_an_inner_context_takes_counts_for_the_outer_one() -> None:
+def test_nodes_of_an_inner_context_count_for_the_outer_one() -> None:
     g, x = graph()
     with g.gradient_override_map({"Sign": "outer"}), g.gradient_override_map({"Sign": "inner"}):
         y = g.sign(x)
@@ -53,13 +53,13 @@ def test_an_inner_context_counts_its_own_nodes_only() -> None:
             g.relu(x)
 
 
-def test_optional_contexts_and_empty_ones_may_take_nothing() -> None:
+def test_optional_contexts_may_match_no_node() -> None:
     g, x = graph()
     with g.gradient_override_map({"Relu": "r"}, optional=True), g.gradient_override_map({}):
         g.sign(x)
 
 
-def test_an_error_inside_a_context_stays_what_it_is() -> None:
+def test_an_error_inside_a_context_is_raised_unchanged() -> None:
     g, _ = graph()
     with pytest.raises(ZeroDivisionError), g.gradient_override_map({"Sign": "s"}):
         raise ZeroDivisionError
@@ -69,7 +69,7 @@ def test_an_error_inside_a_context_stays_what_it_is() -> None:
     ("overrides", "kind"),
     [("Sign", gr.errors.InvalidOverrideError), ({3: "r"}, gr.errors.UnknownOpTypeError)],
 )
-def test_what_is_no_map_is_refused(overrides: Any, kind: type[Exception]) -> None:
+def test_overrides_that_are_not_a_map_are_refused(overrides: Any, kind: type[Exception]) -> None:
     g, _ = graph()
     with pytest.raises(kind), g.gradient_override_map(overrides):
         pass
@@ -89,7 +89,7 @@ def test_bytes_that_would_lose_an_override_are_refused(value: Any) -> None:
     assert [node.name for node in gr.Graph.from_bytes(spec.graph.serialized).find()] == ["x", "s"]
 
 
-def test_names_travel_in_bytes() -> None:
+def test_bytes_hold_names_of_rules() -> None:
     g, x = graph()
     with g.gradient_override_map({"Sign": "ste"}):
         g.sign(x, name="s")

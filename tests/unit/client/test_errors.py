@@ -110,7 +110,7 @@ def test_codes_without_details(code: str, reason: str, trailers: Any) -> None:
     assert "text" in str(error)
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_server_is_unavailable() -> None:
     with gr.connect("localhost:1", timeout=5) as client:
         with pytest.raises(gr.errors.UnavailableError):
             client.get_rule("ste")

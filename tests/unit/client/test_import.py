@@ -1,4 +1,4 @@
-"""What importing the client brings along."""
+"""Tests which packages importing the client loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def loaded_by(code: str) -> set[str]:
     return {name.partition(".")[0] for name in output.stdout.split()}
 
 
-def test_importing_is_light() -> None:
+def test_importing_loads_no_heavy_package() -> None:
     assert not loaded_by("import gradrule") & {"grpc", "numpy", "tensorflow", "google"}
 
 
@@ -28,7 +28,7 @@ def test_nothing_imports_tensorflow_or_the_server() -> None:
     assert not loaded_by(f"{everything}\n{build}") & {"tensorflow", "keras", "gradrule_server"}
 
 
-def test_all_names_are_there() -> None:
+def test_all_public_names_exist() -> None:
     assert all(getattr(gr, name) is not None for name in gr.__all__)
     assert set(gr.__all__) <= set(dir(gr))
 

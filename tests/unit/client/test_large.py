@@ -1,4 +1,4 @@
-"""Large tensors beside the message: the bytes that are sent are those of one message, whatever the arrays are."""
+"""Tests that large tensors after a message give the bytes of one message."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_large_array_arrives_as_it_would_in_the_message(array: np.ndarray[Any,
     np.testing.assert_array_equal(to_numpy(sent.feeds[1].value.inline_tensor), array)
 
 
-def test_the_memory_of_the_array_is_sent_itself() -> None:
+def test_the_array_is_sent_without_a_copy() -> None:
     array = _VALUES.astype(np.float32)
     _, content = large_tensors.parts(3, "x", array)
     assert np.shares_memory(np.frombuffer(content, np.float32), array)
@@ -80,7 +80,7 @@ def test_a_large_array_of_the_wrong_type_is_refused() -> None:
         request_messages.evaluate_request({"x": _VALUES.astype(np.float64)}, lambda name, needed: 1, large=[])
 
 
-def test_what_is_past_two_gibibytes_is_refused_before_it_is_copied() -> None:
+def test_requests_above_two_gibibytes_are_refused_before_they_are_copied() -> None:
     part = memoryview(np.zeros(1, np.uint8))
     too_many: list[wire_format.Parts] = [(part, memoryview(np.broadcast_to(np.uint8(0), 2**30)))] * 2
     with pytest.raises(MessageTooLargeError, match="2147483650 bytes of at most 2147483647"):

@@ -1,4 +1,4 @@
-"""Graphs from files, as TensorFlow and protobuf write them."""
+"""Tests loading graphs from files that TensorFlow and protobuf wrote."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def written(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["pb", "pbtxt", "json camel", "json snake"])
-def test_every_form_is_the_same_graph(tmp_path: Path, kind: str) -> None:
+def test_every_file_format_gives_the_same_graph(tmp_path: Path, kind: str) -> None:
     g = gr.load(written(tmp_path, kind))
     assert tf.compat.v1.GraphDef.FromString(g.to_bytes()) == definition()
 

@@ -1,4 +1,4 @@
-"""Regions of a memory: taken, given back once nothing refers to them, and trimmed."""
+"""Tests that regions of a memory are reserved, released and trimmed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def held(memory: Memory) -> int:
     return os.fstat(memory.fd).st_blocks * 512
 
 
-def test_regions_do_not_overlap_and_are_used_again() -> None:
+def test_regions_do_not_overlap_and_are_reused() -> None:
     memory = Memory(_SIZE)
     regions = [memory.reserve(PAGE + 1) for _ in range(32)]
     assert sorted(region.offset for region in regions if region) == list(range(0, _SIZE, 2 * PAGE))
@@ -36,7 +36,7 @@ def test_regions_do_not_overlap_and_are_used_again() -> None:
     assert whole is not None and whole.offset == 0
 
 
-def test_an_array_keeps_its_region_and_so_do_views_of_it() -> None:
+def test_arrays_and_their_views_keep_the_region_reserved() -> None:
     memory = Memory(_SIZE)
     region = memory.reserve(2 * PAGE)
     assert region is not None
@@ -52,7 +52,7 @@ def test_an_array_keeps_its_region_and_so_do_views_of_it() -> None:
     assert memory.reserve(_SIZE) is not None
 
 
-def test_memory_is_asked_for_when_it_is_taken_and_trimmed_behind_what_is_in_use() -> None:
+def test_memory_is_reserved_at_use_and_trimmed_after_the_last_region() -> None:
     memory = Memory(_SIZE)
     assert held(memory) == 0
     first, second = memory.reserve(PAGE), memory.reserve(10 * PAGE)

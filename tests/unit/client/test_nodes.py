@@ -1,4 +1,4 @@
-"""Nodes, as `find` gives them, wherever a tensor or a node is meant."""
+"""Tests that nodes are accepted as tensors and nodes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_overrides_take_nodes() -> None:
         ({"op_type": "Sign", "params": [1]}, "params of an override are a dict"),
     ],
 )
-def test_overrides_refuse_what_selects_nothing(words: dict[str, Any], says: str) -> None:
+def test_overrides_refuse_values_that_select_nothing(words: dict[str, Any], says: str) -> None:
     with pytest.raises(gr.errors.InvalidOverrideError, match=says):
         gr.Override("ste", **words)
 

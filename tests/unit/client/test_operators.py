@@ -1,4 +1,4 @@
-"""Operators and indexing of handles: what they compute is NumPy's, or TensorFlow's where the two differ."""
+"""Tests that operators and indexing of handles compute what NumPy or TensorFlow computes."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_an_index_is_one_strided_slice_as_tensorflow_writes_it() -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_index_is_refused(index: Any, kind: type[Exception], says: str) -> None:
+def test_values_that_are_no_index_are_refused(index: Any, kind: type[Exception], says: str) -> None:
     x = gr.Graph().placeholder("x", "float32", [None])
     with pytest.raises(kind, match=says):
         x[index]
@@ -189,7 +189,7 @@ def test_tensors_that_are_no_index_are_refused() -> None:
         x[gr.Graph().placeholder("i", "int32", [])]
 
 
-def test_handles_are_still_no_sequences() -> None:
+def test_handles_cannot_be_iterated_over() -> None:
     x = gr.Graph().placeholder("x", "float32", [2])
     with pytest.raises(TypeError, match="unstack"):
         tuple(x)

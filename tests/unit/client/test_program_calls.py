@@ -61,14 +61,14 @@ def encoder() -> ProgramEncoder:
     ],
     ids=str,
 )
-def test_a_call_says_what_its_message_would(encoder: ProgramEncoder, feeds: Any) -> None:
+def test_the_bytes_of_a_call_equal_those_of_its_message(encoder: ProgramEncoder, feeds: Any) -> None:
     type_of = request_messages.types_of_specs(program().inputs)
     expected = request_messages.evaluate_request(feeds, type_of, graph=program())
     for _ in range(3):
         assert sent(encoder, feeds) == expected
 
 
-def test_everything_else_of_a_call(encoder: ProgramEncoder) -> None:
+def test_other_fields_of_a_call_equal_those_of_its_message(encoder: ProgramEncoder) -> None:
     call: dict[str, Any] = {"params": {"ste": {"a": 2.0}}, "grad_ys": {"y": [1, 2]}, "stacked_grad_ys": True}
     found = sent(encoder, {"x": [1]}, **call)
     type_of = request_messages.types_of_specs([*program().inputs, *program().ys])
@@ -76,13 +76,13 @@ def test_everything_else_of_a_call(encoder: ProgramEncoder) -> None:
     assert found == request_messages.evaluate_request({"x": [1]}, type_of, graph=program(), **call)
 
 
-def test_blobs_are_told(encoder: ProgramEncoder) -> None:
+def test_blobs_of_a_call_are_returned(encoder: ProgramEncoder) -> None:
     x, y = gr.Blob(np.float32([1, 2])), gr.Blob(np.float32([3]))
     _, blobs = encoder.encode({"x": x, "i": [1]}, grad_ys=[y])
     assert set(blobs) == {x.sha256, y.sha256}
 
 
-def test_checks_hold_after_calls_that_passed_them(encoder: ProgramEncoder) -> None:
+def test_values_are_checked_in_later_calls_too(encoder: ProgramEncoder) -> None:
     for _ in range(2):
         sent(encoder, {"x": np.float32([1, 2])})
         with pytest.raises(gr.errors.FeedDtypeError, match=r"feeds\['x'\] is an array of float64"):
@@ -102,7 +102,7 @@ def test_a_large_array_is_not_copied(encoder: ProgramEncoder) -> None:
         assert np.shares_memory(np.frombuffer(parts[-1], np.float32), array)
 
 
-def test_ever_new_shapes_take_no_more_memory(encoder: ProgramEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cached_heads_is_limited(encoder: ProgramEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradrule._messages.program_calls._MAX_HEADS", 8)
     for size in range(100):
         assert len(sent(encoder, {"x": np.ones(size, np.float32)}).feeds) == 1

@@ -1,4 +1,4 @@
-"""What users write, as messages; and messages, as users read them."""
+"""Tests the conversion of arguments to requests, and of answers to results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fed(graph: Any, feeds: Any, **more: Any) -> evaluate_pb2.EvaluateRequest:
     return request_messages.evaluate_request(feeds, request_messages.types_of_graph(graph), graph=graph, **more)
 
 
-def test_names_and_handles_mean_the_same() -> None:
+def test_names_and_handles_are_equivalent() -> None:
     g = simple()
     by_name, _ = spec(g, fetches=["z:0", "y:0"], ys=["z:0"], xs=["x:0"], stop_gradients=["y:0"])
     z, y, x = (g.tensor(name) for name in "zyx")
@@ -46,7 +46,7 @@ def test_names_and_handles_mean_the_same() -> None:
     assert by_name.graph.serialized == g.to_bytes()
 
 
-def test_without_derivative_there_is_none() -> None:
+def test_programs_without_ys_have_no_derivative() -> None:
     found, _ = spec(simple(), fetches="y")
     assert not found.HasField("vjp")
     assert list(found.fetches) == ["y"]
@@ -123,7 +123,7 @@ def test_grad_ys_that_do_not_fit(grad_ys: Any, says: str) -> None:
         spec(simple(), ys=["y", "z"], xs=["x"], grad_ys=grad_ys)
 
 
-def test_none_among_grad_ys_is_left_out() -> None:
+def test_none_among_grad_ys_is_omitted() -> None:
     found, values = spec(simple(), ys=["y", "z"], xs=["x"], grad_ys=[None, [2.0]])
     assert not found.vjp.grad_ys
     assert values == {"z": [2.0]}
@@ -179,7 +179,7 @@ def test_override_lists() -> None:
     assert (second.rule, second.label, second.selector.op_type) == ("ste", "L", "Sign")
 
 
-def test_what_the_builder_recorded_comes_after_the_requests_own() -> None:
+def test_recorded_overrides_follow_those_of_the_request() -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32")
     with g.gradient_override_map({"Sign": ("ste", {"threshold": 2.0})}):
@@ -240,7 +240,9 @@ def check(graph: Any, feeds: Any = None, params: Any = None, **words: Any) -> No
         (None, [("Sign", 1)], gr.errors.InvalidParamError, "not list"),
     ],
 )
-def test_calls_that_no_program_could_take(form: Any, feeds: Any, params: Any, kind: type[Exception], says: str) -> None:
+def test_calls_that_do_not_match_the_program_are_refused(
+    form: Any, feeds: Any, params: Any, kind: type[Exception], says: str
+) -> None:
     overrides = [
         gr.Override("ste", op_type="Sign"),
         gr.Override("ste", node="z"),
@@ -261,7 +263,7 @@ def test_nodes_that_name_their_rule_are_labels() -> None:
         check(g, {}, {"Abs": {"a": 1}}, ys="y", xs="x")
 
 
-def test_feeds_of_bytes_that_are_no_graph_are_the_servers_to_refuse() -> None:
+def test_feeds_of_malformed_graphs_are_left_to_the_server() -> None:
     check(b"\xff\xff", {"x": np.float32([1])}, fetches="x")
 
 
@@ -327,7 +329,7 @@ def test_results_by_handle() -> None:
     assert g.tensor("x") not in values
 
 
-def test_explanations_raise_what_they_found() -> None:
+def test_explanations_raise_their_findings() -> None:
     answer = program_pb2.CompileProgramResponse()
     answer.findings.add(reason="ERROR_REASON_UNKNOWN_RULE", message="no rule 'a'", field="overrides[0].rule")
     answer.findings.add(reason="ERROR_REASON_GRAPH_CYCLE", message="a cycle", node="n")

@@ -1,4 +1,4 @@
-"""Values of a rule's variables: Python's numbers are what rules compute with."""
+"""Tests the conversion of values of a rule's variables."""
 
 from __future__ import annotations
 

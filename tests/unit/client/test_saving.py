@@ -27,7 +27,7 @@ def with_variables() -> gr.Graph:
     return g
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_saved_graphs_are_loaded_unchanged(tmp_path: Path) -> None:
     g = with_variables()
     g.save(tmp_path / "model.pb")
     back = gr.load(tmp_path / "model.pb")
@@ -40,7 +40,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
         np.testing.assert_array_equal(back.variables[name], value)
 
 
-def test_a_graph_without_either_is_one_file(tmp_path: Path) -> None:
+def test_a_graph_without_variables_and_aliases_is_one_file(tmp_path: Path) -> None:
     with_variables().save(tmp_path / "model.pb")
     plain = gr.Graph()
     plain.placeholder("x", "float32")
@@ -84,7 +84,7 @@ def test_freezing_reaches_into_functions(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, fn(tf.constant(x)), rtol=1e-6)
 
 
-def test_what_cannot_be_saved(tmp_path: Path) -> None:
+def test_graphs_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
     g = with_variables()
     with pytest.raises(gr.errors.InvalidGraphError, match=r"saved as \.pb"):
         g.save(tmp_path / "model.onnx")

@@ -1,4 +1,4 @@
-"""What a client does about shared memory when it is closed, or the memory is full."""
+"""Tests shared memory of a client that is closed, and memory that is full."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
         end.close()
 
 
-def test_memory_that_is_handed_over_while_the_client_closes_is_taken_back(ends: list[socket.socket]) -> None:
+def test_memory_passed_to_the_server_while_the_client_closes_is_released(ends: list[socket.socket]) -> None:
     memory, call = SharedMemory(), Mock(reader=None)
     memory.close()
     memory.open(call, 1, _OFFER, 1.0)
@@ -44,7 +44,7 @@ def test_memory_that_is_handed_over_while_the_client_closes_is_taken_back(ends: 
     assert memory._not_before == float("inf")
 
 
-def test_full_memory_is_followed_by_one_twice_as_large_up_to_the_limit(
+def test_full_memory_is_replaced_by_one_of_twice_the_size_up_to_the_limit(
     ends: list[socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory, "_MIN_MEMORY_BYTES", 1 << 20)

@@ -1,4 +1,4 @@
-"""Small graphs by hand, and what TensorFlow makes of graphs: the reference for all tests here."""
+"""Builds small graphs, and traces graphs with TensorFlow as a reference for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def placeholder(name: str = "x", dtype: Dt.ValueType = Dt.DT_FLOAT) -> Node:
 def function(
     name: str, args: Sequence[str], results: Mapping[str, str], nodes: Sequence[Node], **control_ret: str
 ) -> Function:
-    """A function of float arguments and results."""
+    """Returns a function of float arguments and results."""
     made = Function(node_def=nodes, ret=results, control_ret=control_ret)
     made.signature.name = name
     for arg in args:
@@ -41,7 +41,7 @@ def function(
 
 
 def call(name: str, of: str, *inputs: str, results: int = 1, data_inputs: int | None = None) -> Node:
-    """A `PartitionedCall` of float arguments and results."""
+    """Returns a `PartitionedCall` of float arguments and results."""
     count = len(inputs) if data_inputs is None else data_inputs
     return node(
         name,
@@ -65,7 +65,7 @@ def expand(of: Graph, fetches: Sequence[str] = (), **request: Any) -> graphs.Exp
 
 
 def nodes_of(expanded: graphs.Expanded) -> dict[str, Node]:
-    """The top level of what was expanded, by name."""
+    """Returns the nodes at the top level of an expanded graph, by name."""
     return {item.name: item for item in Graph.FromString(expanded.graph_bytes).node}
 
 
@@ -86,14 +86,14 @@ def only_finding(of: Graph, reason: ErrorReason.ValueType, fetches: Sequence[str
 
 
 def traced(made: Callable[..., Any], *specs: tf.TensorSpec) -> tuple[Graph, list[str], list[str]]:
-    """The graph of a `tf.function` as a message, names of its placeholders and of its outputs."""
+    """Returns the graph of a `tf.function`, and the names of its placeholders and outputs."""
     concrete = tf.function(made, autograph=False).get_concrete_function(*specs)
     message = Graph.FromString(concrete.graph.as_graph_def().SerializeToString())
     return message, [item.name for item in concrete.inputs], [item.name for item in concrete.outputs]
 
 
 def run(of: Graph | bytes, fetches: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
-    """What TensorFlow computes."""
+    """Runs a graph with TensorFlow."""
     data = of if isinstance(of, bytes) else of.SerializeToString()
     with tf.Graph().as_default() as imported:
         tf.import_graph_def(tf.compat.v1.GraphDef.FromString(data), name="")
@@ -104,7 +104,7 @@ def run(of: Graph | bytes, fetches: Sequence[str], feeds: Mapping[str, Any]) -> 
 
 
 def assert_same_outputs(of: Graph, fetches: Sequence[str], feeds: Mapping[str, Any]) -> graphs.Expanded:
-    """Expands, and compares what TensorFlow computes from both graphs."""
+    """Expands a graph; asserts that TensorFlow computes the same from both graphs."""
     expanded = expand(of, fetches)
     wanted = run(of, [name if ":" in name else f"{name}:0" for name in fetches], feeds)
     got = run(expanded.graph_bytes, [expanded.tensor_names[name] for name in fetches], feeds)

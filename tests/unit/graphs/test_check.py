@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a graph, each with its reason, its node, and a hint."""
+"""Tests that each error of a graph is reported with its reason, its node and a hint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.graphs.helpers import (
 IDENTITY = function("id", ["a"], {"r": "i:output:0"}, [node("i", "Identity", "a")])
 
 
-def test_attributes_that_follow_are_filled_in() -> None:
+def test_attributes_that_follow_from_inputs_are_filled_in() -> None:
     expanded = expand(graph(placeholder(), node("y", "AddN", "x", "x")), ["y"])
     attrs = nodes_of(expanded)["y"].attr
     assert (attrs["T"].type, attrs["N"].i) == (Dt.DT_FLOAT, 2)
@@ -34,19 +34,19 @@ def test_attributes_that_follow_are_filled_in() -> None:
 
 
 @pytest.mark.parametrize("data", [b"garbage", b"\x0a\xff", b"\x0a\x03\x0a\x01\xff"])
-def test_bytes_that_are_no_graph(data: bytes) -> None:
+def test_bytes_that_are_not_a_graph_are_refused(data: bytes) -> None:
     with pytest.raises(GradruleError) as caught:
         graphs.parse(data)
     assert caught.value.reason == Reason.ERROR_REASON_INVALID_GRAPH
 
 
 @pytest.mark.parametrize("name", ["", "a b", "_a", "a:0", "a\u00e9", "^a", "a\n"])
-def test_names_that_tensorflow_does_not_take(name: str) -> None:
+def test_names_that_tensorflow_rejects_are_refused(name: str) -> None:
     finding = only_finding(graph(placeholder(name)), Reason.ERROR_REASON_INVALID_GRAPH)
     assert finding.node == name
 
 
-def test_duplicate_nodes_and_functions() -> None:
+def test_duplicate_nodes_and_functions_are_refused() -> None:
     made = graph(placeholder(), placeholder(), functions=[IDENTITY, IDENTITY])
     assert reasons_of(made, ["x"]) == ["DUPLICATE_NODE", "DUPLICATE_NODE"]
 
@@ -55,7 +55,7 @@ def test_functions_need_names() -> None:
     assert reasons_of(graph(placeholder(), functions=[Function()]), ["x"]) == ["INVALID_GRAPH"]
 
 
-def test_node_and_argument_of_one_name() -> None:
+def test_node_with_the_name_of_an_argument_is_refused() -> None:
     body = function("f", ["a"], {"r": "a"}, [node("a", "NoOp")])
     assert "DUPLICATE_NODE" in reasons_of(graph(placeholder(), call("y", "f", "x"), functions=[body]), ["y"])
 
@@ -70,7 +70,7 @@ def test_node_and_argument_of_one_name() -> None:
         ("", "not exist"),
     ],
 )
-def test_dangling_inputs(text: str, hint: str) -> None:
+def test_dangling_inputs_are_refused(text: str, hint: str) -> None:
     made = graph(
         placeholder("weights"), node("y", "Identity", text, T=FLOAT) if text[:1] != "^" else node("y", "NoOp", text)
     )
@@ -80,7 +80,7 @@ def test_dangling_inputs(text: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["i", "i:outptu:0", "i:output:1", "i:output:0:0", "a:1", "b", ""])
-def test_dangling_inputs_in_functions(text: str) -> None:
+def test_dangling_inputs_in_functions_are_refused(text: str) -> None:
     body = function("f", ["a"], {"r": "j:output:0"}, [node("i", "Identity", "a"), node("j", "Identity", text, T=FLOAT)])
     finding = only_finding(
         graph(placeholder(), call("y", "f", "x"), functions=[body]), Reason.ERROR_REASON_DANGLING_INPUT
@@ -88,13 +88,13 @@ def test_dangling_inputs_in_functions(text: str) -> None:
     assert "'f'" in finding.message
 
 
-def test_dangling_results() -> None:
+def test_dangling_results_are_refused() -> None:
     body = function("f", ["a"], {"r": "nobody:output:0"}, [], done="nobody")
     made = graph(placeholder(), call("y", "f", "x"), functions=[body])
     assert reasons_of(made, ["y"]) == ["DANGLING_INPUT", "DANGLING_INPUT"]
 
 
-def test_data_input_after_control_input() -> None:
+def test_data_input_after_control_input_is_refused() -> None:
     only_finding(graph(placeholder(), node("y", "Identity", "^x", "x")), Reason.ERROR_REASON_INVALID_GRAPH)
 
 
@@ -121,7 +121,7 @@ def test_two_cycles_are_two_findings() -> None:
     assert reasons_of(made) == ["GRAPH_CYCLE"] * 2
 
 
-def test_functions_that_call_themselves() -> None:
+def test_recursive_functions_are_refused() -> None:
     f = function("f", ["a"], {"r": "c:output:0"}, [call("c", "g", "a")])
     g = function("g", ["a"], {"r": "c:output:0"}, [call("c", "f", "a")])
     by_name = function("h", ["a"], {"r": "c:r:0"}, [node("c", "h", "a")])
@@ -133,7 +133,7 @@ def test_functions_that_call_themselves() -> None:
     only_finding(graph(placeholder(), node("y", "h", "x"), functions=[by_name]), Reason.ERROR_REASON_GRAPH_CYCLE)
 
 
-def test_recursion_through_a_function_that_is_passed_on() -> None:
+def test_recursion_through_a_function_attribute_is_refused() -> None:
     f = Function()
     f.signature.name = "f"
     f.signature.attr.add(name="F", type="func")
@@ -144,13 +144,13 @@ def test_recursion_through_a_function_that_is_passed_on() -> None:
     only_finding(graph(outer, functions=[f]), Reason.ERROR_REASON_GRAPH_CYCLE)
 
 
-def test_unknown_op_type() -> None:
+def test_unknown_op_type_is_refused_with_a_suggestion() -> None:
     finding = only_finding(graph(placeholder(), node("y", "Matmul", "x", "x")), Reason.ERROR_REASON_UNKNOWN_OP_TYPE)
     assert "'MatMul'" in finding.message
     assert finding.node == "y"
 
 
-def test_an_unknown_op_type_does_not_hide_what_follows() -> None:
+def test_nodes_after_an_unknown_op_type_are_checked_too() -> None:
     made = graph(placeholder(), node("y", "Nope", "x"), node("z", "Add", "y", "x"), node("w", "Concat", "z"))
     assert reasons_of(made) == ["UNKNOWN_OP_TYPE", "TYPE_MISMATCH"]
 
@@ -172,18 +172,18 @@ def test_an_unknown_op_type_does_not_hide_what_follows() -> None:
         (node("y", "id", "n"), "TYPE_MISMATCH"),
     ],
 )
-def test_nodes_that_do_not_fit_their_op(wrong: Node, reason: str) -> None:
+def test_nodes_with_invalid_inputs_or_attributes_are_refused(wrong: Node, reason: str) -> None:
     findings = findings_of(graph(placeholder(), placeholder("n", Dt.DT_INT32), wrong, functions=[IDENTITY]), ["x"])
     assert reason in [reason_name(finding.reason) for finding in findings]
     assert "'y'" in findings[0].message
 
 
-def test_result_of_another_type_than_the_signature_says() -> None:
+def test_result_type_that_differs_from_the_signature_is_refused() -> None:
     body = function("f", ["a"], {"r": "c:y:0"}, [node("c", "Cast", "a", DstT=AttrValue(type=Dt.DT_INT32))])
     only_finding(graph(placeholder(), call("y", "f", "x"), functions=[body]), Reason.ERROR_REASON_TYPE_MISMATCH)
 
 
-def test_loop_body_that_does_not_fit() -> None:
+def test_loop_body_with_other_types_is_refused() -> None:
     def body(name: str) -> AttrValue:
         return AttrValue(func=NameAttrList(name=name))
 
@@ -207,19 +207,19 @@ def test_loop_body_that_does_not_fit() -> None:
     ],
     ids=lambda value: value.op if isinstance(value, Node) else "",
 )  # fmt: skip
-def test_ops_that_are_not_run(made: Node, hint: str) -> None:
+def test_unsupported_ops_are_refused_with_an_alternative(made: Node, hint: str) -> None:
     inner = function("holds_a_placeholder", [], {"r": "p:output:0"}, [placeholder("p")])
     whole = graph(placeholder(), placeholder("b", Dt.DT_BOOL), made, functions=[IDENTITY, inner])
     finding = only_finding(whole, Reason.ERROR_REASON_UNSUPPORTED_OP, ["y"])
     assert hint in finding.message
 
 
-def test_what_is_not_needed_may_be_unsupported() -> None:
+def test_unsupported_nodes_that_no_result_needs_are_accepted() -> None:
     saver = node("saver", "MutexV2")
     assert "saver" not in nodes_of(expand(graph(placeholder(), saver), ["x"]))
 
 
-def test_loop_of_version_one_is_told_as_such() -> None:
+def test_loop_of_version_one_is_refused_with_the_reason() -> None:
     with tf.Graph().as_default() as made:
         tf.compat.v1.disable_control_flow_v2()
         try:
@@ -237,14 +237,14 @@ def test_loop_of_version_one_is_told_as_such() -> None:
     [graphs.Limits(nodes=3), graphs.Limits(inlined_nodes=4), graphs.Limits(call_depth=1)],
     ids=["nodes", "inlined", "depth"],
 )
-def test_limits(limits: graphs.Limits) -> None:
+def test_limits_are_enforced(limits: graphs.Limits) -> None:
     outer = function("outer", ["a"], {"r": "c:output:0"}, [call("c", "id", "a")])
     made = graph(placeholder(), call("y", "outer", "x"), functions=[IDENTITY, outer])
     only_finding(made, Reason.ERROR_REASON_LIMIT_EXCEEDED, ["y"], limits=limits)
     expand(made, ["y"], limits=graphs.Limits(nodes=4, inlined_nodes=12, call_depth=2))
 
 
-def test_calls_that_double_are_refused_before_they_are_copied() -> None:
+def test_exponentially_nested_calls_are_refused_before_they_are_copied() -> None:
     functions = [IDENTITY]
     for level in range(30):
         inner = "id" if level == 0 else f"f{level - 1}"
@@ -254,7 +254,7 @@ def test_calls_that_double_are_refused_before_they_are_copied() -> None:
     only_finding(made, Reason.ERROR_REASON_LIMIT_EXCEEDED, ["y"])
 
 
-def test_attributes_that_double_are_refused() -> None:
+def test_exponentially_growing_attributes_are_refused() -> None:
     functions = []
     for level in range(30):
         made = Function()
@@ -270,19 +270,19 @@ def test_attributes_that_double_are_refused() -> None:
     assert "LIMIT_EXCEEDED" in reasons_of(graph(placeholder(), top, functions=functions), ["x"])
 
 
-def test_constants_that_stand_for_gigabytes() -> None:
+def test_small_constants_that_expand_to_gigabytes_are_refused() -> None:
     big = Tensor(dtype=Dt.DT_FLOAT, tensor_shape=TensorShape(dim=[TensorShape.Dim(size=2**30)]), float_val=[1.0])
     made = graph(node("c", "Const", value=AttrValue(tensor=big), dtype=FLOAT))
     only_finding(made, Reason.ERROR_REASON_LIMIT_EXCEEDED, ["c"])
 
 
-def test_constant_of_another_type_than_the_node_says() -> None:
+def test_constant_whose_type_differs_from_its_node_is_refused() -> None:
     value = AttrValue(tensor=Tensor(dtype=Dt.DT_INT32, int_val=[1]))
     finding = only_finding(graph(node("c", "Const", value=value, dtype=FLOAT)), Reason.ERROR_REASON_INVALID_TENSOR)
     assert finding.node == "c"
 
 
-def test_all_findings_come_at_once() -> None:
+def test_all_findings_are_reported_together() -> None:
     made = graph(
         placeholder(),
         placeholder(),

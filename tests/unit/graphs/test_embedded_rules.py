@@ -21,7 +21,7 @@ def selector(op_type: str = "", region: str = "") -> override_pb2.Selector:
 
 
 def identity_n(name: str, *inputs: str, **notes: Any) -> Node:
-    """An IdentityN of floats; notes: `gradient`, `outputs`, `inputs`, `region`."""
+    """Returns an IdentityN of floats; notes: `gradient`, `outputs`, `inputs`, `region`."""
     made = node(name, "IdentityN", *inputs, T=AttrValue(list=AttrValue.ListValue(type=[FLOAT.type] * len(inputs))))
     for note, value in notes.items():
         attr = GRADIENT if note == "gradient" else f"_gradrule_{note}"
@@ -30,12 +30,12 @@ def identity_n(name: str, *inputs: str, **notes: Any) -> Node:
 
 
 def custom_gradient(name: str, *inputs: str, gradient: str = "G", region: str = "f") -> Node:
-    """A custom-gradient node of one result and one input."""
+    """Returns a custom-gradient node of one result and one input."""
     return identity_n(name, *inputs, gradient=gradient, region=region, outputs=1, inputs=1)
 
 
 def doubling(name: str = "grad_f", *more: Node) -> Function:
-    """A gradient 2 · dy."""
+    """Returns a gradient function that computes 2 · dy."""
     return function(name, ["dy"], {"dx": "twice:z:0"}, [node("twice", "AddV2", "dy", "dy"), *more])
 
 
@@ -46,7 +46,7 @@ def brings(made: Graph, **gradients: str) -> Graph:
 
 
 def simple(*functions: Function, **gradients: str) -> Graph:
-    """y = f(x), where f is Sign with a custom-gradient node."""
+    """Returns the graph y = f(x), where f is Sign with a custom-gradient node."""
     nodes = [placeholder(), node("s", "Sign", "x"), custom_gradient("y", "s", "x")]
     return brings(graph(*nodes, functions=functions), **gradients)
 
@@ -71,7 +71,7 @@ def expanded(
 
 
 def refused(made: Graph, **more: Any) -> dict[str, str]:
-    """Messages by reason."""
+    """Returns the messages by reason."""
     with pytest.raises(GradruleError) as caught:
         expanded(made, **more)
     return {reason_name(item.reason): item.message for item in caught.value.findings}
@@ -123,7 +123,7 @@ def test_a_gradient_may_use_the_function_whose_gradient_it_is() -> None:
     assert [(mark.node, mark.rule) for mark in found.marks] == [("y", 0), ("G/again", 0)]
 
 
-def test_a_gradient_of_a_gradient() -> None:
+def test_an_embedded_gradient_may_request_another_one() -> None:
     outer = function(
         "grad_f", ["dy"], {"dx": "inner:output:0"}, [custom_gradient("inner", "dy", "dy", gradient="H", region="h")]
     )
@@ -134,7 +134,7 @@ def test_a_gradient_of_a_gradient() -> None:
     assert [match.node for match in found.matches] == ["y"]
 
 
-def test_overrides_do_not_reach_into_gradients() -> None:
+def test_overrides_do_not_apply_inside_embedded_gradients() -> None:
     gradient = function("grad_f", ["dy"], {"dx": "n:y:0"}, [node("n", "Neg", "dy")])
     made = simple(gradient, G="grad_f")
     made.node.append(node("z", "Neg", "y"))
@@ -143,7 +143,7 @@ def test_overrides_do_not_reach_into_gradients() -> None:
     assert [mark.node for mark in found.marks] == ["y", "z"]
 
 
-def test_a_region_by_name_comes_before_what_the_graph_says() -> None:
+def test_override_of_a_named_region_precedes_the_embedded_gradient() -> None:
     spec = OverrideSpec(selector(region="f"), 7, "r", "mine")
     found, indices = expanded(simple(doubling(), G="grad_f"), spec)
     assert indices.labels == []
@@ -151,13 +151,13 @@ def test_a_region_by_name_comes_before_what_the_graph_says() -> None:
     assert (mark.rule, mark.outputs, mark.inputs, mark.every_order) == (7, 1, 1, False)
 
 
-def test_default_on_a_region_is_its_own_gradient() -> None:
+def test_default_on_a_named_region_uses_the_gradients_of_its_nodes() -> None:
     spec = OverrideSpec(selector(region="f"), label="mine")
     (mark,) = expanded(simple(doubling(), G="grad_f"), spec)[0].marks
     assert (mark.rule, mark.outputs) == (graphs.OWN_GRADIENT, 0)
 
 
-def test_control_results_run_before_what_they_belong_to() -> None:
+def test_control_outputs_run_before_the_results_of_a_gradient() -> None:
     check = node("check", "Assert", "true:output:0", "dy", T=AttrValue(list=AttrValue.ListValue(type=[FLOAT.type])))
     true = node("true", "Const", dtype=AttrValue(type=10), value=AttrValue(tensor={"dtype": 10, "bool_val": [True]}))
     gradient = function("grad_f", ["dy"], {"dx": "dy"}, [true, check], done="check")
@@ -166,11 +166,11 @@ def test_control_results_run_before_what_they_belong_to() -> None:
     assert list(result.input) == ["dy:0", "^inside/check"]
 
 
-def test_ops_that_do_not_run_here_do_not_run_in_gradients() -> None:
+def test_unsupported_ops_are_refused_in_embedded_gradients() -> None:
     fed = placeholder("fed")
     takes = function("grad_f", ["dy"], {"dx": "m:z:0"}, [fed, node("m", "Mul", "dy", "fed:output:0")])
     assert "'G/fed'" in refused(simple(takes, G="grad_f"))["UNSUPPORTED_OP"]
-    # What no result needs is not there.
+    # Nodes that no result needs are removed.
     expanded(simple(doubling("grad_f", fed), G="grad_f"))
 
 
@@ -180,7 +180,7 @@ def test_gradients_count_as_nodes() -> None:
     assert "inlined" in refused(made, limits=Limits(inlined_nodes=54))["LIMIT_EXCEEDED"]
 
 
-def test_two_functions_for_one_name() -> None:
+def test_two_functions_for_one_gradient_name_are_refused() -> None:
     made = brings(simple(doubling(), doubling("other"), G="grad_f"), G="other")
     assert "'G'" in refused(made)["DUPLICATE_NODE"]
 
@@ -198,7 +198,7 @@ def test_two_functions_for_one_name() -> None:
         ({"region": "f"}, "_gradrule_outputs"),
     ],
 )
-def test_attributes_that_do_not_fit_are_refused(notes: dict[str, Any], word: str) -> None:
+def test_invalid_attributes_of_custom_gradient_nodes_are_refused(notes: dict[str, Any], word: str) -> None:
     nodes = [placeholder(), node("s", "Sign", "x"), identity_n("y", "s", "x", gradient="G", **notes)]
     made = brings(graph(*nodes, functions=[doubling()]), G="grad_f")
     assert word in refused(made)["INVALID_GRAPH"]

@@ -1,4 +1,4 @@
-"""An expanded graph computes what the graph computed, whatever functions, loops and branches it was made of."""
+"""Tests that an expanded graph computes the same as the uploaded graph, with functions, loops and branches."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_outputs_are_the_same(program: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("program", [loop, nested_loops, branches, switch, mapped], ids=lambda p: p.__name__)
-def test_every_use_of_a_body_is_a_function_of_its_own(program: Callable[..., Any]) -> None:
+def test_each_use_of_a_body_gets_its_own_function(program: Callable[..., Any]) -> None:
     @tf.function(autograph=False)
     def once(x: tf.Tensor) -> Any:
         return tf.nest.flatten(program(x))[-1]
@@ -147,7 +147,7 @@ def test_functions_called_by_their_name_as_op() -> None:
     )
 
 
-def test_functions_with_attributes_are_made_for_each_call() -> None:
+def test_functions_with_attributes_are_instantiated_for_each_call() -> None:
     with tf.Graph().as_default() as made:
         from tensorflow.python.framework import function as legacy
 

@@ -1,4 +1,4 @@
-"""What expanding does beside keeping the outputs: names, feeds, control dependencies, pruning."""
+"""Tests names, feeds, control dependencies and pruning of expanded graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INNER = function("inner", ["a"], {"r": "s:y:0"}, [node("s", "Sign", "a"), node("
 
 
 def gradients(expanded: graphs.Expanded, y: str, x: str, feeds: dict[str, object]) -> object:
-    """`tf.gradients` on the expanded graph, with TensorFlow's own gradient for every node."""
+    """Runs `tf.gradients` on the expanded graph, with TensorFlow's own gradient for every node."""
     made = tf.compat.v1.GraphDef.FromString(expanded.graph_bytes)
     for item in made.node:
         item.attr.pop("_gradient_op_type", None)
@@ -51,7 +51,7 @@ def test_inlined_nodes_are_named_after_their_call() -> None:
     assert expanded.tensor_names == {"y": "y:0"}
 
 
-def test_names_that_are_taken() -> None:
+def test_inlined_nodes_get_unused_names() -> None:
     made = graph(
         placeholder(),
         call("c", "inner", "x"),
@@ -71,7 +71,7 @@ def test_names_that_are_taken() -> None:
     assert [mark.node for mark in expanded.marks] == ["c/s_2"]
 
 
-def test_only_what_is_asked_for_is_left() -> None:
+def test_nodes_that_no_result_needs_are_removed() -> None:
     made = graph(placeholder(), placeholder("z"), node("y", "Tanh", "x"), node("w", "Add", "z", "y"))
     expanded = expand(made, ["y"])
     assert set(nodes_of(expanded)) == {"x", "y"}
@@ -84,7 +84,7 @@ def test_only_what_is_asked_for_is_left() -> None:
     assert stopped.tensor_names == {"y": "y:0"}
 
 
-def test_inputs_tell_type_shape_and_default() -> None:
+def test_inputs_have_type_shape_and_default() -> None:
     shape = TensorShape(dim=[TensorShape.Dim(size=-1), TensorShape.Dim(size=3)])
     source = placeholder()
     source.attr["shape"].shape.CopyFrom(shape)
@@ -118,7 +118,7 @@ def test_a_fed_tensor_is_not_computed() -> None:
     assert gradients(expand(made, ["y"], xs=["h"], fed=["h"]), "y", "h", {"h:0": 0.0}) == 1.0
 
 
-def test_some_outputs_fed() -> None:
+def test_feeding_some_outputs_of_a_node() -> None:
     made = graph(
         placeholder(),
         node("axis", "Const", dtype=AttrValue(type=Dt.DT_INT32), value=AttrValue(tensor=Tensor(dtype=Dt.DT_INT32))),
@@ -157,7 +157,7 @@ def test_gradient_with_respect_to_a_call_output_is_that_of_its_uses_outside() ->
 
 
 def ancestors(expanded: graphs.Expanded, name: str) -> set[str]:
-    """Nodes that must have run before the node has."""
+    """Returns the nodes that must run before a node."""
     written, found, pending = nodes_of(expanded), set(), [name]
     while pending:
         for text in written[pending.pop()].input:
@@ -168,7 +168,7 @@ def ancestors(expanded: graphs.Expanded, name: str) -> set[str]:
     return found
 
 
-def test_control_inputs_of_a_call_hold_for_all_inside() -> None:
+def test_control_inputs_of_a_call_apply_to_all_inner_nodes() -> None:
     zero = node("k", "Const", dtype=FLOAT, value=AttrValue(tensor=Tensor(dtype=Dt.DT_FLOAT)))
     leaf = function("leaf", ["a"], {"r": "k:output:0"}, [zero])
     inside = [call("i", "leaf", "a"), node("n", "Neg", "a"), node("z", "Add", "n:y:0", "i:output:0")]
@@ -189,7 +189,7 @@ def test_control_inputs_of_a_call_hold_for_all_inside() -> None:
     assert not {name for name, item in nodes_of(single).items() if item.op == "NoOp"} - {"first"}
 
 
-def test_waiting_for_a_call_waits_for_its_results_and_side_effects() -> None:
+def test_control_dependency_on_a_call_waits_for_results_and_side_effects() -> None:
     body = function(
         "f", ["a"], {"r": "n:y:0"}, [node("n", "Neg", "a"), node("effect", "NoOp", "^n"), node("other", "NoOp")],
         done="effect",
@@ -242,7 +242,7 @@ def test_list_arguments_of_functions() -> None:
     only_finding(made, Reason.ERROR_REASON_DANGLING_INPUT, ["y"])
 
 
-def test_notes_that_decide_what_runs_are_kept_where_they_are_valid() -> None:
+def test_internal_attributes_that_affect_execution_are_kept_if_valid() -> None:
     made = placeholder()
     made.attr["_output_shapes"].s = b"nonsense"
     made.attr["_class"].list.s.append(b"loc:@x")
@@ -286,7 +286,7 @@ def test_notes_that_decide_what_runs_are_kept_where_they_are_valid() -> None:
         ("c/s", "function call 'c'"),
     ],
 )
-def test_unknown_tensors(name: str, hint: str) -> None:
+def test_unknown_tensors_are_refused_with_a_suggestion(name: str, hint: str) -> None:
     made = graph(
         placeholder(), node("y", "Tanh", "x"), node("nothing", "NoOp"), call("c", "inner", "x"), functions=[INNER]
     )
@@ -297,12 +297,12 @@ def test_unknown_tensors(name: str, hint: str) -> None:
     assert only_finding(made, Reason.ERROR_REASON_UNKNOWN_FEED, ["y"], fed=[name]).field == "feeds[0]"
 
 
-def test_a_tensor_fed_twice() -> None:
+def test_feeding_a_tensor_twice_is_refused() -> None:
     made = graph(placeholder(), node("y", "Tanh", "x"))
     assert "twice" in only_finding(made, Reason.ERROR_REASON_UNKNOWN_FEED, ["y"], fed=["x", "x:0"]).message
 
 
-def test_what_was_sent_is_not_changed() -> None:
+def test_expansion_does_not_change_the_uploaded_graph() -> None:
     made = graph(placeholder(), call("c", "inner", "x"), node("y", "AddN", "c", "c"), functions=[INNER])
     before = made.SerializeToString(deterministic=True)
     first = expand(made, ["y"], ys=["y"], xs=["x"])

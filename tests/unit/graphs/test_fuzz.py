@@ -1,4 +1,4 @@
-"""Whatever the bytes are, the answer is a graph that TensorFlow reads, or a typed error."""
+"""Tests that any bytes give a graph that TensorFlow reads, or a typed error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OVERRIDES = [
 
 @functools.cache
 def seed() -> tuple[Graph, list[str]]:
-    """A graph with calls, a loop and a branch."""
+    """Returns a graph with calls, a loop and a branch."""
 
     @tf.function(autograph=False)
     def inner(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -41,7 +41,7 @@ def seed() -> tuple[Graph, list[str]]:
 
 
 def outcome(data: bytes, fetches: list[str]) -> str:
-    """`ok`, or the first reason. Everything else that is raised fails the test."""
+    """Returns `ok` or the first reason; other exceptions fail the test."""
     try:
         made = graphs.parse(data)
         request = graphs.ExpandRequest(fetches=fetches, ys=fetches, xs=["x"], overrides=OVERRIDES)
@@ -73,7 +73,7 @@ def test_flipped_bytes(data: st.DataObject) -> None:
 
 
 def mutate(data: st.DataObject, made: Graph) -> None:
-    """One change of the kind that clients get wrong."""
+    """Makes one change as faulty clients do."""
     bodies = [made.node, *(function.node_def for function in made.library.function)]
     nodes = data.draw(st.sampled_from(bodies))
     node: Node = data.draw(st.sampled_from(list(nodes)))
@@ -131,7 +131,7 @@ OPS = {"Add": 2, "Mul": 2, "Maximum": 2, "Sign": 1, "Tanh": 1, "Neg": 1, "f": 1,
     st.lists(st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 99), st.integers(0, 99)), max_size=25), st.data()
 )
 def test_random_graphs_compute_the_same(steps: list[tuple[str, int, int]], data: st.DataObject) -> None:
-    """Random graphs of ops and calls, with nodes in any order, against NumPy."""
+    """Compares random graphs of ops and calls, with nodes in any order, with NumPy."""
     made = Graph()
     made.node.add(name="x", op="Placeholder").attr["dtype"].type = Dt.DT_FLOAT
     for name, args, op in (("f", ["a"], "Tanh"), ("g", ["a", "b"], "Sub")):

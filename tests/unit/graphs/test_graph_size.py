@@ -1,4 +1,4 @@
-"""What a small graph grows to: names, attributes and gradients that are copied for each use."""
+"""Tests the limits for the size of a graph after names, attributes and gradients are copied for each use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def constant(size: int) -> Node:
 
 
 def calling(names: list[str], elements: int = 1, nodes: int = 1) -> Graph:
-    """Calls, one behind the other, of a function with a constant."""
+    """Returns a chain of calls of a function with a constant."""
     inside = [constant(elements), node("n", "AddV2", "a", "c:output:0", T=FLOAT)]
     inside += [node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "n:z:0", T=FLOAT) for i in range(nodes)]
     calls = [placeholder()]
@@ -31,7 +31,7 @@ def calling(names: list[str], elements: int = 1, nodes: int = 1) -> Graph:
     return graph(*calls, functions=[function("f", ["a"], {"r": f"n{nodes - 1}:y:0"}, inside)])
 
 
-def test_names_are_bounded() -> None:
+def test_the_length_of_names_is_limited() -> None:
     longest = "n" * 1024
     expand(graph(placeholder(), node(longest, "Neg", "x")), [longest])
     found = only_finding(graph(placeholder(), node(f"{longest}n", "Neg", "x"), node("y", "Neg", "x")), LIMIT, ["y"])
@@ -64,12 +64,12 @@ def test_names_of_branches_count_too() -> None:
 def test_constants_count_for_each_call() -> None:
     names = [f"c{i}" for i in range(300)]
     assert "--max-inlined-bytes" in only_finding(calling(names, 50_000), LIMIT, names[-1:]).message
-    # Once it is what was sent, however large.
+    # A single call adds no bytes, however large the constant is.
     expand(calling(["y"], 50_000), ["y"], limits=Limits(inlined_bytes=1_000))
 
 
 def many_regions(regions: int, nodes: int) -> Graph:
-    """Regions, one behind the other, that all have one gradient."""
+    """Returns a chain of regions that all have the same gradient."""
     chain = [node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "dy", T=FLOAT) for i in range(nodes)]
     gradient = function("grad_f", ["dy"], {"dx": f"n{nodes - 1}:y:0"}, chain)
     knots = [
@@ -96,7 +96,7 @@ def test_gradients_count_for_each_region(limits: Limits) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "told"), [([2**31, 2**31], True), ([-1, 4], False), ([2**20], False)])
-def test_what_a_branch_does_not_give_is_a_constant(sizes: list[int], told: bool) -> None:
+def test_unused_branch_outputs_are_constants_of_limited_size(sizes: list[int], told: bool) -> None:
     shape = AttrValue(shape=TensorShape(dim=[TensorShape.Dim(size=size) for size in sizes]))
     made = graph(node("y", "FakeParam", dtype=FLOAT, shape=shape))
     if told:
@@ -105,7 +105,7 @@ def test_what_a_branch_does_not_give_is_a_constant(sizes: list[int], told: bool)
         expand(made, ["y"])
 
 
-def test_rank_is_a_setting() -> None:
+def test_the_largest_rank_is_a_setting() -> None:
     shape = AttrValue(shape=TensorShape(dim=[TensorShape.Dim(size=1)] * 9))
     made = graph(node("y", "Placeholder", dtype=FLOAT, shape=shape))
     assert any("--max-rank" in found.message for found in findings_of(made, ["y"]))

@@ -1,4 +1,4 @@
-"""Deep graphs need no stack, and the garbage collector is left as it was."""
+"""Tests that deep graphs need no recursion, and that the garbage collector is enabled again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def chain(count: int) -> Graph:
     return graph(*nodes, node("y", "Neg", nodes[-1].name))
 
 
-def test_deep_graphs_need_no_stack() -> None:
+def test_deep_graphs_need_no_recursion() -> None:
     made = chain(30_000)
     assert len(Graph.FromString(expand(made, ["y"]).graph_bytes).node) == 30_000
     made.node[0].CopyFrom(node("n0", "Tanh", "y"))
     assert set(reasons_of(made, ["y"])) == {"GRAPH_CYCLE"}
 
 
-def test_the_collector_is_left_as_it_was() -> None:
+def test_the_garbage_collector_is_enabled_again() -> None:
     assert gc.isenabled()
     expand(chain(10), ["y"])
     reasons_of(chain(10), ["nothing"])

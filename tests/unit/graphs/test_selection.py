@@ -1,4 +1,4 @@
-"""Selection costs nodes plus overrides, and finds what a slow reference finds that looks at each node for each."""
+"""Tests that selection takes time linear in nodes plus overrides, and finds the same as a slow reference."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OPS = ("Tanh", "Relu", "Neg")
 
 @dataclass
 class Counter:
-    """Calls of Python and C functions."""
+    """Counts the calls of Python and C functions."""
 
     calls: int = 0
 
 
 @contextmanager
 def counted() -> Iterator[Counter]:
-    """Counts calls: work that needs no clock to be measured."""
+    """Counts function calls: a measure of work that does not depend on a clock."""
     counter = Counter()
 
     def note(_: FrameType, event: str, __: Any) -> None:
@@ -85,15 +85,15 @@ def work(kind: str, count: int) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_overrides_do_not_look_at_all_nodes_again(kind: str) -> None:
+def test_more_overrides_do_not_visit_all_nodes_again(kind: str) -> None:
     few, many = 2, 42
     work(kind, few)
     more = work(kind, many) - work(kind, few)
-    # Each override takes some nodes, and what it takes costs calls; one call for each node and override is too much.
+    # Each override matches some nodes, which costs calls; one call for each node and override is too much.
     assert more < (many - few) * NODES
 
 
-def test_overrides_without_a_match_do_not_look_at_all_nodes_again() -> None:
+def test_overrides_without_a_match_do_not_visit_all_nodes_again() -> None:
     def refused(count: int) -> int:
         overrides = [spec(number, optional=False, node_regex=f"none{number}") for number in range(count)]
         with counted() as counter:
@@ -104,7 +104,7 @@ def test_overrides_without_a_match_do_not_look_at_all_nodes_again() -> None:
     assert refused(42) - refused(2) < 40 * NODES
 
 
-def test_calls_are_not_asked_of_each_override() -> None:
+def test_calls_are_not_matched_against_each_override() -> None:
     inner = function("f", ["a"], {"r": "n:y:0"}, [node("n", "Neg", "a")])
     calls = [placeholder()]
     for number in range(400):
@@ -121,9 +121,9 @@ def test_calls_are_not_asked_of_each_override() -> None:
     assert needed(42) - needed(2) < 40 * 400
 
 
-def test_a_loop_that_hands_values_on_costs_its_size() -> None:
+def test_a_loop_that_shifts_its_values_takes_linear_time() -> None:
     def needed(count: int) -> int:
-        """A loop in which each value becomes the next in each round, so that dependence takes a round for each."""
+        """Counts calls for a loop that shifts its values, so that dependence needs one iteration for each value."""
         args = [f"a{number}" for number in range(count)]
         inside = [node(f"n{number}", "Neg", arg) for number, arg in enumerate(args)]
         results = {f"r{number}": f"n{max(number - 1, 0)}:y:0" for number in range(count)}
@@ -149,7 +149,7 @@ def test_a_loop_that_hands_values_on_costs_its_size() -> None:
 
 
 def test_an_expansion_is_counted_before_functions_are_read() -> None:
-    """Each level has two bodies, by its attribute, for each of the level above."""
+    """Returns a graph of nested functions with two bodies for each body of the level above."""
     levels = 14
     functions = []
     for level in range(levels):
@@ -169,12 +169,12 @@ def test_an_expansion_is_counted_before_functions_are_read() -> None:
     top = graph(node("y", "f0", K=AttrValue(i=1)), functions=functions)
     with counted() as counter:
         found = only_finding(top, Reason.ERROR_REASON_LIMIT_EXCEEDED, ["y"], limits=Limits(inlined_nodes=10_000))
-    # 1 + 2 + 4 + …, without what inlining adds.
+    # 1 + 2 + 4 + …, without the nodes that inlining adds.
     assert str(2 ** (levels + 1) - 1) in found.message
     assert counter.calls < 10_000
 
 
-def test_functions_with_control_results_do_not_look_back() -> None:
+def test_functions_with_control_outputs_take_linear_time() -> None:
     inside = [node("n", "Neg", "a"), node("side", "Tanh", "a")]
     inner = function("f", ["a"], {"r": "n:y:0"}, inside, done="side")
 
@@ -192,12 +192,12 @@ def test_functions_with_control_results_do_not_look_back() -> None:
 
 
 def passing_on() -> Graph:
-    """A call that hands its argument back, behind what it does besides: inlining adds an Identity."""
+    """Returns a graph with a call that returns its argument after a side effect: inlining adds an Identity."""
     inner = function("f", ["a"], {"r": "a"}, [node("side", "Tanh", "a")], done="side")
     return graph(placeholder(), node("r", "Relu", "x"), call("c", "f", "r"), node("y", "Neg", "c"), functions=[inner])
 
 
-def test_nodes_that_inlining_adds_are_in_regions_but_no_matches() -> None:
+def test_nodes_that_inlining_adds_belong_to_regions_but_do_not_match() -> None:
     selector = {"region": Region(inputs=["x"], outputs=["y"])}
     found = expand(passing_on(), ["y"], ys=["y"], xs=["x"], overrides=[spec(0, **selector)])
     assert [match.nodes for match in found.matches] == [("r", "y")]
@@ -213,7 +213,7 @@ def test_a_region_without_a_node_is_refused() -> None:
     assert "no node" in found.message
 
 
-def test_matches_by_rank_are_bounded() -> None:
+def test_the_number_of_matches_by_rank_is_limited() -> None:
     several = [spec(number, node="**", rank=number % 3) for number in range(20)]
     found = only_finding(
         chain(50),
@@ -227,19 +227,19 @@ def test_matches_by_rank_are_bounded() -> None:
     assert "matches" in found.message and found.field == "overrides[3]"
 
 
-def test_a_set_that_cannot_be_compiled_still_matches() -> None:
-    # Together these take more memory than one set of expressions may.
+def test_patterns_still_match_if_their_set_cannot_be_compiled() -> None:
+    # Together these take more memory than one set of expressions is allowed.
     huge = [f"(a?){{{300 + number % 3}}}.{{0,300}}b[^/]{{0,300}}" for number in range(100)]
     patterns = PatternSet([*huge, "a+", "b"])
     assert patterns.matching("aaa") == (100,)
     assert patterns.matching("aab") == tuple(range(100))
 
 
-# The reference.
+# The slow reference.
 
 
 def fits(conditions: Selector, item: Node, behind: dict[str, set[str]]) -> bool:
-    """Whether one node meets an override's conditions on itself."""
+    """Returns whether one node meets an override's conditions on single nodes."""
     return (
         (not conditions.op_type or item.op == conditions.op_type)
         and item.name.startswith(f"{conditions.scope}/" if conditions.scope else "")
@@ -251,7 +251,7 @@ def fits(conditions: Selector, item: Node, behind: dict[str, set[str]]) -> bool:
 
 
 def reference(made: Graph, overrides: list[OverrideSpec]) -> dict[tuple[str, ...], str]:
-    """Labels by node, or by the nodes of a chain: each override looks at each node."""
+    """Returns the labels by node, or by the nodes of a chain; matches each override against each node."""
     nodes = {item.name: item for item in made.node}
     users: dict[str, list[str]] = {name: [] for name in nodes}
     for item in made.node:
@@ -345,7 +345,7 @@ def labels_of(found: Expanded) -> dict[tuple[str, ...], str]:
 
 @settings(max_examples=150, deadline=None)
 @given(graphs(), st.lists(selectors(), min_size=1, max_size=5))
-def test_selection_is_that_of_the_reference(made: Graph, conditions: list[dict[str, Any]]) -> None:
+def test_selection_equals_the_slow_reference(made: Graph, conditions: list[dict[str, Any]]) -> None:
     overrides = [spec(number, **item) for number, item in enumerate(conditions)]
     found = expand(made, ["y"], ys=["y"], xs=["x"], overrides=overrides)
     assert labels_of(found) == reference(made, overrides)
@@ -353,7 +353,7 @@ def test_selection_is_that_of_the_reference(made: Graph, conditions: list[dict[s
 
 @settings(max_examples=50, deadline=None)
 @given(graphs(), st.lists(selectors(), min_size=1, max_size=4))
-def test_overrides_without_a_node_are_told(made: Graph, conditions: list[dict[str, Any]]) -> None:
+def test_overrides_without_a_node_are_reported(made: Graph, conditions: list[dict[str, Any]]) -> None:
     overrides = [spec(number, optional=False, **item) for number, item in enumerate(conditions)]
     idle = {item.label for item in overrides} - set(reference(made, overrides).values())
     try:

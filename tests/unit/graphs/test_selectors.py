@@ -1,8 +1,9 @@
-"""Which node gets which rule."""
+"""Tests which node gets which rule."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule.v1.override_pb2 import Selector
+from gradrule.v1.override_pb2 import Region, Selector
+from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, Reason, error
 from gradrule_server.graphs import OverrideSpec
@@ -68,7 +70,7 @@ def spec(label: str, *, optional: bool = False, index: int = 0, **conditions: An
         ({"op_type": "inner_by_name"}, {"d"}),
     ],
 )
-def test_conditions(conditions: dict[str, object], nodes: set[str]) -> None:
+def test_conditions_select_nodes(conditions: dict[str, object], nodes: set[str]) -> None:
     made = network()
     if "inner_by_name" in conditions.values():
         made.library.function.add().CopyFrom(INNER)
@@ -78,7 +80,7 @@ def test_conditions(conditions: dict[str, object], nodes: set[str]) -> None:
     assert {name for name in found if name != "d/s"} == nodes
 
 
-def test_first_match_wins_and_default_carves_out() -> None:
+def test_first_match_wins_and_default_makes_exceptions() -> None:
     carve = OverrideSpec(Selector(scope="a/b"), label="carve")
     found = matches(carve, spec("all", op_type="Sign"))
     assert found == {"a/b/s": "carve", "a/b/r": "carve", "a/s": "all", "c/s": "all", "off/s": "all"}
@@ -90,7 +92,7 @@ def test_first_match_wins_and_default_carves_out() -> None:
     assert sum("_gradrule_mark" in item.attr for item in written.values()) == len(expanded.marks)
 
 
-def test_what_a_match_tells() -> None:
+def test_a_match_holds_node_op_rule_and_label() -> None:
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[spec("Sign", op_type="Sign", index=0)])
     inside = next(match for match in expanded.matches if match.node == "c/s")
     assert (inside.op_type, inside.function, inside.rule_name, inside.override) == ("Sign", "inner", "rule", 0)
@@ -99,7 +101,7 @@ def test_what_a_match_tells() -> None:
     assert pruned.differentiable
 
 
-def test_types_without_gradients() -> None:
+def test_matches_of_types_without_gradients_are_not_differentiable() -> None:
     made = graph(
         placeholder(),
         node("i", "Cast", "x", DstT=AttrValue(type=3)),
@@ -113,7 +115,7 @@ def test_types_without_gradients() -> None:
     assert "_gradient_op_type" not in nodes_of(expanded)["x"].attr
 
 
-def test_an_own_attribute_comes_after_overrides() -> None:
+def test_overrides_precede_the_attribute_of_a_node() -> None:
     made = network()
     for item in made.node:
         if item.op == "Sign":
@@ -130,7 +132,7 @@ def test_an_own_attribute_comes_after_overrides() -> None:
     assert asked == [("known", "Sign")]
 
 
-def test_gradients_of_other_processes() -> None:
+def test_gradients_of_other_processes_are_marked_as_foreign() -> None:
     made = network()
     for item in made.node:
         if item.op == "Sign":
@@ -143,7 +145,7 @@ def test_gradients_of_other_processes() -> None:
     assert [match.node for match in expanded.matches] == ["a/s"]
 
 
-def test_unknown_rule_in_an_attribute() -> None:
+def test_unknown_rule_in_an_attribute_is_refused() -> None:
     made = network()
     made.node[1].attr["_gradient_op_type"].s = b"Unheard"
     finding = only_finding(made, Reason.ERROR_REASON_UNKNOWN_RULE, ["y"], ys=["y"], xs=["x"])
@@ -183,7 +185,7 @@ def test_attributes_that_tensorflow_sets_on_calls_request_no_rule() -> None:
         (spec("o", node="*" * 2000), "INVALID_OVERRIDE", "1000"),
     ],
 )
-def test_overrides_that_cannot_be_meant(wrong: OverrideSpec, reason: str, hint: str) -> None:
+def test_invalid_overrides_are_refused(wrong: OverrideSpec, reason: str, hint: str) -> None:
     finding = only_finding(
         network(), Reason.Value(f"ERROR_REASON_{reason}"), ["y"], ys=["y"], xs=["x"], overrides=[wrong]
     )
@@ -195,7 +197,7 @@ def test_optional_overrides_may_match_nothing() -> None:
     assert matches(spec("o", op_type="Abs", optional=True)) == {}
 
 
-def test_a_shadowed_override_names_what_shadows_it() -> None:
+def test_a_shadowed_override_names_the_earlier_override() -> None:
     specs = [spec("first", op_type="Sign"), spec("second", node="a/s", index=1)]
     finding = only_finding(
         network(), Reason.ERROR_REASON_UNMATCHED_OVERRIDE, ["y"], ys=["y"], xs=["x"], overrides=specs
@@ -204,26 +206,105 @@ def test_a_shadowed_override_names_what_shadows_it() -> None:
     assert finding.field == "overrides[1]"
 
 
-def test_a_matched_call_stays_a_call() -> None:
+def test_a_matched_call_is_a_subgraph() -> None:
     nested = function("outer", ["a"], {"r": "i:r:0"}, [node("i", "inner", "a")])
     made = graph(placeholder(), call("c", "outer", "x"), node("y", "Tanh", "c"), functions=[INNER, nested])
     specs = [spec("call", node="c"), spec("sign", op_type="Sign", index=1, optional=True)]
     expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=specs)
     written = nodes_of(expanded)
-    assert written["c"].op == "PartitionedCall"
-    assert [mark.node for mark in expanded.marks] == ["c"]
+    assert [(mark.node, mark.outputs, mark.op_type) for mark in expanded.marks] == [("c", 1, "PartitionedCall")]
     assert {match.node: match.mark for match in expanded.matches} == {"c": 0}
-    body = Graph.FromString(expanded.graph_bytes).library.function
-    assert [item.signature.name for item in body] == [written["c"].attr["f"].func.name]
-    assert {item.name for item in body[0].node_def} == {"i/s", "i/t"}
-    assert not any(item.attr.keys() & {"_gradient_op_type", "_gradrule_mark"} for item in body[0].node_def)
+    (marked,) = (item for item in written.values() if "_gradrule_mark" in item.attr)
+    assert marked.op == "IdentityN"
+    assert marked.input == ["c/result_0", "x"]
+    assert written["y"].input == [marked.name]
+    assert "_gradrule_mark" not in written["c/i/s"].attr
 
 
-def test_default_on_a_call_exempts_the_inside_too() -> None:
+@pytest.mark.parametrize("holder", ["c", "c*"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_match_wins_in_calls_too(holder: str, is_first: bool) -> None:
+    inner, outer = spec("inner", op_type="Sign", node="c/s"), spec("outer", node=holder, op_type="PartitionedCall")
+    specs = [inner, replace(outer, index=1)] if is_first else [outer, replace(inner, index=1)]
+    if is_first:
+        assert matches(*specs) == {"c": "outer", "c/s": "inner"}
+    else:
+        finding = only_finding(
+            network(), Reason.ERROR_REASON_UNMATCHED_OVERRIDE, ["y"], ys=["y"], xs=["x"], overrides=specs
+        )
+        assert "'outer'" in finding.message
+
+
+def test_first_matches_win_in_calls_in_loops() -> None:
+    """The loop comes first, then a call in it: the call is taken by the loop's override."""
+    cond = function("cond", ["a"], {"r": "g:z:0"}, [node("g", "Greater", "a", "a")])
+    cond.signature.output_arg[0].type = Dt.DT_BOOL
+    body = function("body", ["a"], {"r": "c:output:0"}, [call("c", "inner", "a")])
+    loop = node("loop", "StatelessWhile", "x")
+    loop.attr["T"].list.type.append(Dt.DT_FLOAT)
+    loop.attr["cond"].func.name, loop.attr["body"].func.name = "cond", "body"
+    made = graph(placeholder(), loop, node("y", "Tanh", "loop"), functions=[INNER, cond, body])
+    found = matches(spec("all", node="**"), spec("call", node="loop/c", optional=True, index=1), made=made)
+    assert found == {"x": "all", "loop": "all", "y": "all"}
+
+
+def branching(results: str = "s:y:0") -> Graph:
+    """Two branches whose nodes have the same names: Sign and Relu, once each way round."""
+    first = function("first", ["a"], {"r": results}, [node("s", "Sign", "a"), node("t", "Relu", "s:y:0")])
+    second = function("second", ["a"], {"r": "t:y:0"}, [node("s", "Relu", "a"), node("t", "Sign", "s:activations:0")])
+    fork = node("fork", "StatelessIf", "p", "x")
+    fork.attr["Tcond"].type = Dt.DT_BOOL
+    fork.attr["Tin"].list.type.append(Dt.DT_FLOAT)
+    fork.attr["Tout"].list.type.append(Dt.DT_FLOAT)
+    fork.attr["then_branch"].func.name, fork.attr["else_branch"].func.name = "first", "second"
+    return graph(
+        placeholder(), placeholder("p", Dt.DT_BOOL), fork, node("y", "Tanh", "fork"), functions=[first, second]
+    )
+
+
+def test_a_region_is_in_each_branch_that_has_its_tensors() -> None:
+    chosen = OverrideSpec(Selector(region=Region(inputs=["fork/a"], outputs=["fork/t"])), 7, "rule", "region")
+    made = branching("t:activations:0")
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[chosen])
+    assert [(match.function, match.nodes) for match in expanded.matches] == [
+        ("first", ("fork/s", "fork/t")),
+        ("second", ("fork/s", "fork/t")),
+    ]
+
+
+def test_dependence_begins_in_each_branch() -> None:
+    found = expand(
+        branching("t:activations:0"),
+        ["y"],
+        ys=["y"],
+        xs=["x"],
+        overrides=[spec("behind", depends_on=["fork/s"], scope="fork")],
+    )
+    assert [(match.node, match.function) for match in found.matches] == [("fork/t", "first"), ("fork/t", "second")]
+
+
+def test_what_follows_a_branch_depends_on_its_results() -> None:
+    """The tensor is a result itself, so that nothing in the branch depends on it."""
+    found = matches(spec("behind", depends_on=["fork/t"], op_type="Tanh"), made=branching("t:activations:0"))
+    assert found == {"y": "behind"}
+
+
+def test_a_carve_out_by_region_is_a_match_with_a_mark() -> None:
+    carve = OverrideSpec(Selector(region=Region(inputs=["a/s"], outputs=["a/b/r"])), label="carve")
+    expanded = expand(
+        network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1, optional=True)]
+    )
+    (carved,) = (match for match in expanded.matches if match.label == "carve")
+    assert carved.mark is not None
+    assert expanded.marks[carved.mark].rule == -1
+    assert expanded.marks[carved.mark].outputs == 1
+
+
+def test_default_on_a_call_exempts_its_inner_nodes() -> None:
     carve = OverrideSpec(Selector(node="c"), label="carve")
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1)])
     written = nodes_of(expanded)
-    marked = next(item for item in written.values() if item.op == "Identity")
+    (marked,) = (item for item in written.values() if item.op == "Identity" and "_gradrule_mark" in item.attr)
     assert expanded.marks[marked.attr["_gradrule_mark"].i] == graphs.Mark(-1, "c")
     assert marked.attr["_gradient_op_type"].s == b"gradrule"
     assert {mark.node for mark in expanded.marks} == {"c", "a/s", "a/b/s"}
@@ -233,14 +314,14 @@ def test_default_on_a_call_exempts_the_inside_too() -> None:
     ]
 
 
-def test_what_lies_in_a_taken_call_is_not_asked() -> None:
+def test_nodes_inside_a_matched_call_are_not_matched() -> None:
     specs = [spec("call", node="c"), spec("inner", node="c/s", index=1)]
     (finding,) = findings_of(network(), ["y"], ys=["y"], xs=["x"], overrides=specs)
     assert finding.message.endswith("taken by an earlier override ('call').")
 
 
 def slow_glob(glob: str, name: str) -> bool:
-    """The definition of globs, tried out in every way there is."""
+    """Matches a glob by trying every possibility."""
 
     @functools.cache
     def fits(g: int, n: int) -> bool:
@@ -261,19 +342,19 @@ def slow_glob(glob: str, name: str) -> bool:
 
 @settings(max_examples=1000, deadline=None)
 @given(st.text("ab/*?", max_size=9), st.text("ab/", max_size=11))
-def test_globs_mean_what_they_say(glob: str, name: str) -> None:
+def test_globs_match_like_the_slow_reference(glob: str, name: str) -> None:
     assert bool(compile_regex(glob_regex(glob)).fullmatch(name)) == slow_glob(glob, name)
 
 
 @pytest.mark.parametrize("glob", ["*a" * 30 + "b", "**a" * 30 + "b", "a**" * 30 + "*?b", "*?" * 30 + "b/c"])
 @pytest.mark.timeout(60)
-def test_globs_take_no_exponential_time(glob: str) -> None:
+def test_globs_do_not_take_exponential_time(glob: str) -> None:
     pattern = compile_regex(glob_regex(glob))
     assert not pattern.fullmatch("a" * 200)
     assert not pattern.fullmatch("a/" * 100)
 
 
-def test_many_overrides_of_many_nodes_are_refused_before_they_look() -> None:
+def test_too_many_overrides_times_nodes_are_refused_before_matching() -> None:
     several = [spec(str(index), node="**", index=index) for index in range(30)]
     made = network()
     bound = graphs.Limits(selections=30)

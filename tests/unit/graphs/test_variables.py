@@ -1,4 +1,4 @@
-"""Variables become values: graphs made by TensorFlow compute the same before and after."""
+"""Tests that graphs with variables compute the same before and after the variables are replaced by values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = np.array([1.0, 3.0, -2.0], np.float32)
 
 
 class Built:
-    """A graph with a placeholder `x` and a variable `w`, and what TensorFlow computes of it."""
+    """Holds a graph with a placeholder `x` and a variable `w`, and runs it with TensorFlow."""
 
     def __init__(self, make: Callable[[Any, Any], Any], *, use_resource: bool = True) -> None:
         self.graph = tf.Graph()
@@ -34,14 +34,14 @@ class Built:
         self.message = Graph.FromString(self.graph.as_graph_def().SerializeToString())
 
     def run(self) -> Any:
-        """y with the variable at its initial value."""
+        """Returns y, with the initial value of the variable."""
         with v1.Session(graph=self.graph) as session:
             session.run(self.initialise)
             return session.run(self.y, {"x:0": X})
 
 
 def check(built: Built) -> graphs.Expanded:
-    """Fed as an input, and computed by its initialiser, the variable gives what TensorFlow computes."""
+    """Asserts the same y as TensorFlow's, with the variable fed as an input and computed by its initialiser."""
     wanted = built.run()
     expanded = expand(built.message, ["y"], variables=["w"])
     got = run(expanded.graph_bytes, ["y:0"], {"x": X, "w": W})[0]
@@ -115,7 +115,7 @@ def _a_loop_in_a_call_in_a_branch(w: Any, x: Any) -> Any:
         return tf.switch_case(index, [lambda: x, loop, lambda: w + x])
 
     chosen = case(tf.constant(1))
-    # Outside functions TensorFlow orders nothing by itself: without this edge the read may come before or after.
+    # TensorFlow adds no control edges outside functions: without this edge the read may run before or after.
     with tf.control_dependencies([chosen]):
         return chosen + w.read_value()
 
@@ -177,7 +177,7 @@ def test_partial_writes(write: Callable[[Any, Any], Any], use_resource: bool) ->
     check(Built(make, use_resource=use_resource))
 
 
-def test_a_scalar_stands_for_whole_rows() -> None:
+def test_a_scalar_update_is_broadcast_to_whole_rows() -> None:
     def make(w: Any, x: Any) -> Any:
         handle = w.handle
         write = tf.raw_ops.ResourceScatterAdd(resource=handle, indices=[[0], [2]], updates=tf.constant(5.0))
@@ -237,7 +237,7 @@ def test_values_for_unknown_variables_are_refused() -> None:
     assert reasons_of(message, ["y"], variables=["kernel", "kernel:0"]) == ["UNKNOWN_FEED"]
 
 
-def test_a_value_at_the_start_that_depends_on_itself_is_none() -> None:
+def test_an_initial_value_that_depends_on_itself_is_ignored() -> None:
     message = graph_of(
         _variable(),
         _read("r", "w"),
@@ -262,7 +262,7 @@ def test_an_initialiser_may_read_other_variables() -> None:
     assert [item.name for item in given.inputs] == ["a"]
 
 
-def test_updates_are_told_if_asked() -> None:
+def test_updates_are_returned_on_request() -> None:
     built = Built(_in_a_loop)
     expanded = expand(built.message, ["y"], variables=["w"], with_updates=True)
     assert list(expanded.updates) == ["w"]
@@ -271,7 +271,7 @@ def test_updates_are_told_if_asked() -> None:
     assert not expand(built.message, ["y"], variables=["w"]).updates
 
 
-def test_a_variable_that_only_functions_make_goes_by_its_shared_name() -> None:
+def test_a_variable_that_only_functions_create_has_its_shared_name() -> None:
     with tf.Graph().as_default() as graph:
         x = v1.placeholder(tf.float32, [3], name="x")
 
@@ -294,7 +294,7 @@ def test_a_variable_that_only_functions_make_goes_by_its_shared_name() -> None:
     np.testing.assert_allclose(updated, W + 2 * X)
 
 
-def test_what_cannot_work_is_told_all_at_once() -> None:
+def test_all_unsupported_uses_of_variables_are_reported_together() -> None:
     with tf.Graph().as_default() as graph:
         w = v1.get_variable("w", initializer=tf.constant(W), use_resource=True)
         step = tf.raw_ops.ResourceApplyGradientDescent(var=w.handle, alpha=0.1, delta=tf.constant(W), name="sgd")
@@ -318,7 +318,7 @@ def test_what_cannot_work_is_told_all_at_once() -> None:
     text = "\n".join(finding.message for finding in findings)
     for name in ("'sgd'", "'queue'", "hash_table", "python", "Iterator"):
         assert name in text, name
-    # Nothing of it matters to what does not need it.
+    # Unsupported nodes are accepted if no result needs them.
     expand(message, ["w/Read/ReadVariableOp"])
 
 
@@ -344,7 +344,7 @@ def test_overrides_know_reads_by_their_uploaded_op() -> None:
     assert nodes_of(expanded)["r"].op == "Identity"
 
 
-def test_an_initialiser_on_a_cycle() -> None:
+def test_an_initialiser_on_a_cycle_is_refused() -> None:
     graph = graph_of(
         node("w", "VarHandleOp", dtype=AttrValue(type=Dt.DT_FLOAT), shape=AttrValue(shape=TensorShape())),
         node("zero", "ZerosLike", "again"),

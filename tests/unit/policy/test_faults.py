@@ -1,4 +1,4 @@
-"""Constants: whatever TensorFlow writes is accepted, and any byte too few or too many is not."""
+"""Tests that constants written by TensorFlow are accepted, and that missing or additional bytes are refused."""
 
 from __future__ import annotations
 

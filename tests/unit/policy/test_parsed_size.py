@@ -17,7 +17,7 @@ from tests.service import raw
 
 MIB = 1 << 20
 
-# Message → the bytes of one part that repeats: what is smallest on the wire.
+# By message: the smallest encoding of one repeated part.
 SMALLEST: Mapping[str, tuple[type[Message], bytes]] = {
     "nodes": (graph_pb2.Graph, b"\x0a\x00"),
     "nodes with an input": (graph_pb2.Graph, b"\x0a\x02\x1a\x00"),
@@ -30,7 +30,7 @@ SMALLEST: Mapping[str, tuple[type[Message], bytes]] = {
     "strings": (tensor_pb2.Tensor, b"\x42\x00"),
 }
 
-# Each measurement is made in a process of its own, forked before anything was read.
+# Each measurement runs in its own process, which is forked before any message is parsed.
 _MEASURE = """
 import importlib, json, os, sys
 def resident():

@@ -1,4 +1,4 @@
-"""Reading the overrides of a request."""
+"""Tests how the overrides of a request are read."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from gradrule_server.preparation.references import ResolvedRule
 
 
 class NoRules:
-    """Knows no rule, and counts how often it is asked."""
+    """Has no rules; counts the look-ups."""
 
     asked = 0
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Does nothing: there are none."""
+        """Does nothing, because there are no rules."""
 
     def resolve(self, name: str) -> ResolvedRule:
         self.asked += 1
         raise error(errors_pb2.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {name!r}")
 
 
-@pytest.mark.parametrize(("given", "looked_at"), [(3, 3), (20_000, 500)])
-def test_overrides_that_are_wrong_are_told_up_to_a_number(given: int, looked_at: int) -> None:
-    """Each is a few bytes of a request; what is said of it is not."""
+@pytest.mark.parametrize(("given", "read"), [(3, 3), (20_000, 500)])
+def test_findings_about_invalid_overrides_are_limited(given: int, read: int) -> None:
+    """Each override has a few bytes, but its finding has hundreds."""
     rules = NoRules()
     wrong = override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"), rule="Nothing")
     table = read_overrides([wrong] * given, rules, NodeLimits())
-    assert len(table.findings) == rules.asked == looked_at
+    assert len(table.findings) == rules.asked == read
     assert not table.specs
 
 
@@ -44,7 +44,7 @@ def overriding() -> override_pb2.GradientOverride:
 
 
 def value(*sizes: int) -> rule_pb2.ParamValue:
-    """Zeros of that shape."""
+    """Returns zeros of a shape."""
     tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT)
     tensor.tensor_shape.dim.extend(tensor_pb2.TensorShape.Dim(size=size) for size in sizes)
     return rule_pb2.ParamValue(tensor=tensor)
@@ -59,7 +59,7 @@ def value(*sizes: int) -> rule_pb2.ParamValue:
         (value(3), NodeLimits(constant_bytes=12), ""),
     ],
 )
-def test_params_are_held_to_the_bounds_that_are_set(given: rule_pb2.ParamValue, bounds: NodeLimits, fault: str) -> None:
+def test_configured_limits_apply_to_params(given: rule_pb2.ParamValue, bounds: NodeLimits, fault: str) -> None:
     override = overriding()
     table = read_overrides([override], NoRules(), bounds)
     override.params["a"].CopyFrom(given)
@@ -73,8 +73,8 @@ def test_params_are_held_to_the_bounds_that_are_set(given: rule_pb2.ParamValue, 
     assert fault in caught.value.message
 
 
-def test_graphs_of_rules_are_held_to_the_bounds_that_are_set() -> None:
-    """What is in bounds is read, and found to have two nodes of one name."""
+def test_configured_limits_apply_to_graphs_of_rules() -> None:
+    """A graph within the limits is read: the error is then that two nodes have one name."""
     empty_nodes = b"\x0a\x00" * 600_000
     override = override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Sign"))
     override.definition.graph.serialized = empty_nodes

@@ -1,4 +1,4 @@
-"""What of a SampleRule request is refused, and what call is made of it."""
+"""Tests which SampleRule requests are refused, and which calls are built for them."""
 
 from __future__ import annotations
 
@@ -79,20 +79,20 @@ def formula(expression: str, *params: str) -> rule_pb2.SampleRuleRequest:
         ({"dy": [1]}, "MISSING_FEED", "x"),
     ],
 )
-def test_values_that_are_refused(rules: RuleRegistry, values: dict[str, Any], reason: str, word: str) -> None:
+def test_invalid_values_are_refused(rules: RuleRegistry, values: dict[str, Any], reason: str, word: str) -> None:
     found, message = refusal(rules, formula("dy * x"), **values)
     assert found == reason
     assert word in message
 
 
-def test_a_value_without_a_tensor(rules: RuleRegistry) -> None:
+def test_a_value_without_a_tensor_is_refused(rules: RuleRegistry) -> None:
     request = formula("dy * x")
     request.values.add(name="x")
     assert refusal(rules, request) == ("INVALID_TENSOR", "x holds no tensor")
 
 
 @pytest.mark.parametrize("tensor", [_BROKEN, _STRING, _HUGE])
-def test_params_that_are_refused(rules: RuleRegistry, tensor: tensor_pb2.Tensor) -> None:
+def test_invalid_params_are_refused(rules: RuleRegistry, tensor: tensor_pb2.Tensor) -> None:
     request = formula("dy * x * alpha", "alpha")
     request.params["alpha"].tensor.CopyFrom(tensor)
     assert refusal(rules, request, x=[1.0])[0] == "INVALID_PARAM"
@@ -104,35 +104,35 @@ def test_a_second_upstream_gradient_beside_one_y(rules: RuleRegistry) -> None:
     assert sorted(fed.values()) == [[2.0], [5.0], [7.0]]
 
 
-def test_an_upstream_gradient_of_an_output_that_the_op_lacks(rules: RuleRegistry) -> None:
+def test_an_upstream_gradient_of_a_missing_output_is_refused(rules: RuleRegistry) -> None:
     request = rule_pb2.SampleRuleRequest(name="Sign", op_type="Sign")
     found, message = refusal(rules, request, x=[1.0], dy1=[1.0])
     assert found == "UNKNOWN_FEED"
     assert "dy1" in message
 
 
-def test_attrs_go_to_the_op(rules: RuleRegistry) -> None:
+def test_attrs_are_attributes_of_the_op(rules: RuleRegistry) -> None:
     request = rule_pb2.SampleRuleRequest(name="Cast", attrs={"DstT": graph_pb2.AttrValue(type=tensor_pb2.DT_DOUBLE)})
     spec = asked(rules, request, x=[1.0]).spec
     op = next(node for node in spec.graph.inline_graph.node if node.name == "op")
     assert (op.op, op.attr["DstT"].type) == ("Cast", tensor_pb2.DT_DOUBLE)
 
 
-def test_attrs_that_follow_from_nothing(rules: RuleRegistry) -> None:
+def test_missing_attrs_that_do_not_follow_from_inputs_are_refused(rules: RuleRegistry) -> None:
     assert refusal(rules, rule_pb2.SampleRuleRequest(name="Cast"), x=[1.0])[0] == "INVALID_ATTR"
     request = formula("dy * x")
     request.attrs["DstT"].type = tensor_pb2.DT_DOUBLE
     assert refusal(rules, request, x=[1.0])[0] == "MALFORMED_REQUEST"
 
 
-def test_values_are_held_to_the_limits_that_are_set(rules: RuleRegistry) -> None:
+def test_configured_limits_apply_to_values(rules: RuleRegistry) -> None:
     of_rank_9 = np.ones([1] * 9)
     assert refusal(rules, formula("dy * x"), x=of_rank_9)[0] == "LIMIT_EXCEEDED"
     asked(rules, formula("dy * x"), Limits(rank=9), x=of_rank_9)
     assert refusal(rules, formula("dy * x"), Limits(constant_bytes=8), x=[1.0] * 3)[0] == "LIMIT_EXCEEDED"
 
 
-def test_params_are_held_to_the_limits_that_are_set(rules: RuleRegistry) -> None:
+def test_configured_limits_apply_to_sampled_params(rules: RuleRegistry) -> None:
     def scaled() -> rule_pb2.SampleRuleRequest:
         request = formula("dy * x * alpha", "alpha")
         request.params["alpha"].tensor.CopyFrom(tensor_codec.to_message(np.ones([1] * 9, np.float32)))
@@ -145,8 +145,8 @@ def test_params_are_held_to_the_limits_that_are_set(rules: RuleRegistry) -> None
 @pytest.mark.parametrize(
     ("limits", "reason"), [(Limits(), "LIMIT_EXCEEDED"), (Limits(unpacking=1000), "DUPLICATE_NODE")]
 )
-def test_a_rules_graph_is_held_to_the_limits_that_are_set(rules: RuleRegistry, limits: Limits, reason: str) -> None:
-    """What is in bounds is read, and found to have two nodes of one name."""
+def test_configured_limits_apply_to_the_graph_of_a_rule(rules: RuleRegistry, limits: Limits, reason: str) -> None:
+    """A graph within the limits is read: the error is then that two nodes have one name."""
     request = rule_pb2.SampleRuleRequest()
     request.definition.graph.serialized = b"\x0a\x00" * 600_000
     assert refusal(rules, request, limits, x=[1.0])[0] == reason

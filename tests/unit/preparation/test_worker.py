@@ -23,7 +23,7 @@ _HASH = "ab" * 32
 
 
 class Frames(FrameSocket):
-    """Answers each question at once; `asked` has all of them."""
+    """Answers each question immediately; `asked` holds all questions."""
 
     def __init__(self, answer: Callable[[link_pb2.Question], link_pb2.Answer]) -> None:
         self._answer = answer
@@ -39,7 +39,7 @@ class Frames(FrameSocket):
 
 
 def answer(question: link_pb2.Question) -> link_pb2.Answer:
-    """Knows one rule, and no blob."""
+    """Answers as a front end with one rule and no blobs."""
     match question.WhichOneof("question"):
         case "rules":
             found = [
@@ -87,7 +87,7 @@ def prepared(found: program_pb2.ProgramSpec) -> tuple[link_pb2.PreparedProgram, 
     return message, link_pb2.CompileRequest.FromString(answer[start:]), frames
 
 
-def test_limits_and_structures_of_calls_are_the_same_on_the_other_side() -> None:
+def test_limits_and_call_shapes_survive_a_round_trip() -> None:
     limits = Limits(trusted=True, rank=3, selections=5)
     sent = link_pb2.PrepareRequest(limits=limits.to_values()).SerializeToString()
     assert Limits.from_values(link_pb2.PrepareRequest.FromString(sent).limits) == limits

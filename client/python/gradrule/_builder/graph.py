@@ -14,7 +14,13 @@ from gradrule._builder.graph_lookup import GraphLookup, GraphTypes
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.indexing import index
 from gradrule._builder.names import UniqueNames, is_node_name
-from gradrule._builder.node_arguments import Conversion, array_of_type, assign_arguments, attr_values
+from gradrule._builder.node_arguments import (
+    Conversion,
+    array_of_type,
+    assign_arguments,
+    attr_values,
+    control_input_names,
+)
 from gradrule._builder.ops import GraphOps
 from gradrule._builder.override_contexts import OverrideContexts
 from gradrule._builder.overrides import Override
@@ -28,9 +34,8 @@ from gradrule.errors import (
     InvalidGraphError,
     InvalidOverrideError,
     InvalidTensorError,
-    TypeMismatchError,
     UnknownOpTypeError,
-    of_reason,
+    error_for_reason,
 )
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue
@@ -244,7 +249,7 @@ class Graph(GraphLookup, GraphOps):
         for tensor in tensors:
             if tensor.graph is not self:
                 raise InvalidGraphError(f"{where}: input {tensor.name!r} belongs to another graph")
-        controls = [f"^{control.name}" for control in self._controls(control_inputs, where)]
+        controls = control_input_names(self, control_inputs, where)
         handles = self._add(op_type, full_name, tensors, messages, controls)
         if not handles:
             return self.node(full_name)
@@ -294,19 +299,6 @@ class Graph(GraphLookup, GraphOps):
     def _tensor_handle(self, node: str, index: int, number: int) -> TensorHandle:
         return TensorHandle(self, node, index, number)
 
-    def _controls(self, given: Any, where: str) -> list[Node]:
-        controls = []
-        for control in [given] if isinstance(given, Node | TensorHandle) else given:
-            node = control.node if isinstance(control, TensorHandle) else control
-            if not isinstance(node, Node):
-                raise TypeMismatchError(
-                    f"{where}: control_inputs are nodes or handles, not {control!r}; g.node(name) finds a node"
-                )
-            if node.graph is not self:
-                raise InvalidGraphError(f"{where}: control input {node.name!r} belongs to another graph")
-            controls.append(node)
-        return controls
-
     def _definition(self, op_type: str) -> op_definitions.OpDef:
         definition = self._types.definition(op_type) if isinstance(op_type, str) else None
         if definition is None:
@@ -333,7 +325,7 @@ class Graph(GraphLookup, GraphOps):
         try:
             completed = complete(definition, attrs, [tensor.number for tensor in inputs])
         except InferenceError as cause:
-            raise of_reason(cause.kind, f"{op_type} node {name!r}: {cause.message}") from None
+            raise error_for_reason(cause.kind, f"{op_type} node {name!r}: {cause.message}") from None
         node = self._message.node.add(name=name, op=op_type)
         node.input.extend(tensor.name.removesuffix(":0") for tensor in inputs)
         node.input.extend(controls or ())

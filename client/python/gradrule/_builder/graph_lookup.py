@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
 from gradrule._builder.handles import Node, TensorHandle
-from gradrule._builder.names import ByName, bare, glob, near, split
+from gradrule._builder.names import ByName, bare, did_you_mean, glob_pattern, split
 from gradrule._builder.specs import TensorSpec
 from gradrule.common import op_definitions, tensor_codec
 from gradrule.common.dtypes import as_dt, dtype_name, without_ref
@@ -126,7 +126,7 @@ class GraphLookup(ABC):
         """
         message = self._types.node(name)
         if message is None:
-            raise UnknownTensorError(f"the graph has no node {name!r}.{near(name, self._types.names())}")
+            raise UnknownTensorError(f"the graph has no node {name!r}.{did_you_mean(name, self._types.names())}")
         return self._node_handle(message)
 
     def tensor(self, name: str) -> TensorHandle:
@@ -144,7 +144,7 @@ class GraphLookup(ABC):
         node, index = split(self.aliases.get(name, name))
         if self._types.node(node) is None:
             known = f" Aliases: {', '.join(map(repr, self.aliases))}." if self.aliases else ""
-            hint = near(node, [*self._types.names(), *self.aliases])
+            hint = did_you_mean(node, [*self._types.names(), *self.aliases])
             raise UnknownTensorError(f"the graph has no tensor {name!r}.{hint}{known}")
         handles = self.outputs_of(node)
         if index >= len(handles):
@@ -188,7 +188,7 @@ class GraphLookup(ABC):
         Returns:
             The nodes; empty if none matches.
         """
-        pattern = None if node is None else glob(node)
+        pattern = None if node is None else glob_pattern(node)
         return [
             self._node_handle(message)
             for message in self._message.node

@@ -29,7 +29,7 @@ def split(tensor: str) -> tuple[str, int]:
     return (node, int(index)) if colon and index.isdecimal() else (tensor, 0)
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ` Did you mean 'sign'?` if a known name is similar, else an empty string."""
     known = list(known)
     close = [other for other in known if other.lower() == name.lower()]
@@ -37,7 +37,7 @@ def near(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(repr(other) for other in close)}?" if close else ""
 
 
-def glob(pattern: str) -> re.Pattern[str]:
+def glob_pattern(pattern: str) -> re.Pattern[str]:
     """Compiles a glob: `?` and `*` match within a part between slashes, `**` matches across slashes."""
     parts = (
         ".*" if token == "**" else "[^/]*" if token == "*" else "[^/]" if token == "?" else re.escape(token)
@@ -92,7 +92,7 @@ class ByName(dict[str, V]):
         if found is None:
             key = as_tensor(key)
             name = key.name if isinstance(key, TensorHandle) else str(key)
-            raise KeyError(f"{name}: there is {', '.join(map(repr, self)) or 'nothing'}.{near(name, self)}")
+            raise KeyError(f"{name}: there is {', '.join(map(repr, self)) or 'nothing'}.{did_you_mean(name, self)}")
         return dict.__getitem__(self, found)
 
     def __contains__(self, key: object) -> bool:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule._builder.handles import TensorHandle
-from gradrule._builder.names import near
+from gradrule._builder.handles import Node, TensorHandle
+from gradrule._builder.names import did_you_mean
 from gradrule.common import op_definitions, tensor_codec
 from gradrule.common.dtypes import as_dt, without_ref
 from gradrule.common.op_definitions import ArgDef, AttrDef, OpDef
-from gradrule.errors import InvalidAttrError, InvalidTensorError, TypeMismatchError
+from gradrule.errors import InvalidAttrError, InvalidGraphError, InvalidTensorError, TypeMismatchError
 from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
 from gradrule.v1.tensor_pb2 import Tensor, TensorShape
+
+if TYPE_CHECKING:
+    from gradrule._builder.graph import Graph
 
 Arguments = list[tuple[ArgDef, list[Any]]]
 
@@ -39,6 +42,31 @@ def assign_arguments(op: OpDef, given: Sequence[Any], by_name: Mapping[str, Any]
             f"{len(given) + len(by_name)} {'is' if len(given) + len(by_name) == 1 else 'are'} given"
         )
     return [(arg, _entries(arg, assigned[arg.name])) for arg in op.inputs]
+
+
+def control_input_names(graph: Graph, given: Any, where: str) -> list[str]:
+    """Returns the control inputs of a node as `^name`.
+
+    Args:
+        graph: The graph of the node.
+        given: A node or handle, or several.
+        where: Start of error messages.
+
+    Raises:
+        TypeMismatchError: An entry is not a node or handle.
+        InvalidGraphError: A node belongs to another graph.
+    """
+    names = []
+    for control in [given] if isinstance(given, Node | TensorHandle) else given:
+        node = control.node if isinstance(control, TensorHandle) else control
+        if not isinstance(node, Node):
+            raise TypeMismatchError(
+                f"{where}: control_inputs are nodes or handles, not {control!r}; g.node(name) finds a node"
+            )
+        if node.graph is not graph:
+            raise InvalidGraphError(f"{where}: control input {node.name!r} belongs to another graph")
+        names.append(f"^{node.name}")
+    return names
 
 
 def _is_list(arg: ArgDef) -> bool:
@@ -97,14 +125,14 @@ class Conversion:
         number = arg.type or self._types.get(arg.type_attr, 0)
         try:
             if not number:
-                return tensor_codec.to_message(natural(value))
+                return tensor_codec.to_message(tensorflow_array(value))
             return tensor_codec.to_message(tensor_codec.from_value(value, number), number)
         except ValueError as cause:
             raise InvalidTensorError(f"{self._where}: input {arg.name!r}: {cause}") from None
 
     def _natural(self, value: Any) -> tensor_codec.Array:
         try:
-            return natural(value)
+            return tensorflow_array(value)
         except ValueError as cause:
             raise InvalidTensorError(f"{self._where}: {cause}") from None
 
@@ -137,9 +165,11 @@ def attr_values(op: OpDef, attrs: Mapping[str, Any], where: str) -> dict[str, At
         if name in known:
             messages[name] = attr_value(known[name], value, where)
         elif name.startswith("_"):
-            messages[name] = free_value(name, value, where)
+            messages[name] = undeclared_attr_value(name, value, where)
         else:
-            raise InvalidAttrError(f"{where} has no attribute {name!r}; it has: {', '.join(known)}.{near(name, known)}")
+            raise InvalidAttrError(
+                f"{where} has no attribute {name!r}; it has: {', '.join(known)}.{did_you_mean(name, known)}"
+            )
     return messages
 
 
@@ -161,7 +191,7 @@ def attr_of_op(op_type: str, name: str, value: Any, where: str) -> AttrValue:
     return attr_value(declared, value, where)
 
 
-def free_value(name: str, value: Any, where: str) -> AttrValue:
+def undeclared_attr_value(name: str, value: Any, where: str) -> AttrValue:
     """Returns the message for an undeclared attribute (`_name`): a message, bool, int, float, bytes or string."""
     if isinstance(value, AttrValue):
         return value
@@ -213,7 +243,7 @@ def _shape(value: Any) -> TensorShape:
 
 
 def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else tensor_codec.to_message(natural(value))
+    return value if isinstance(value, Tensor) else tensor_codec.to_message(tensorflow_array(value))
 
 
 def _function(value: Any) -> NameAttrList:
@@ -227,7 +257,11 @@ def _function(value: Any) -> NameAttrList:
 def array_of_type(value: Any, dtype: tensor_codec.DtypeLike, where: str) -> tensor_codec.Array:
     """Converts a value to an array of an element type; None: the type of `natural`. Raises `InvalidTensorError`."""
     try:
-        array = natural(value) if dtype is None else tensor_codec.from_value(value, tensor_codec.dtype_number(dtype))
+        array = (
+            tensorflow_array(value)
+            if dtype is None
+            else tensor_codec.from_value(value, tensor_codec.dtype_number(dtype))
+        )
         # Refuse arrays that have no element type of TensorFlow.
         tensor_codec.number_of_array(array)
     except ValueError as cause:
@@ -235,7 +269,7 @@ def array_of_type(value: Any, dtype: tensor_codec.DtypeLike, where: str) -> tens
     return array
 
 
-def natural(value: Any) -> tensor_codec.Array:
+def tensorflow_array(value: Any) -> tensor_codec.Array:
     """Converts a value to an array as TensorFlow does: floats to float32, ints to int32; arrays keep their type."""
     if hasattr(value, "dtype") or hasattr(value, "__array__"):
         return np.asarray(value)

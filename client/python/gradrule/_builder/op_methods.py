@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gradrule._builder.handles import TensorHandle
-from gradrule._builder.names import near
+from gradrule._builder.names import did_you_mean
 from gradrule.common import op_definitions
 
 # Method names that are not the snake case of their op type.
@@ -54,7 +54,7 @@ def snake_case(op_type: str) -> str:
 
 def suggest_method(method: str, methods: Iterable[str]) -> str:
     """Returns a hint such as ` Did you mean 'reduce_sum'?` for an unknown method name; empty without a similar name."""
-    return near(method.lower(), dict.fromkeys([*methods, *_ALIASES, *_snake_names()]))
+    return did_you_mean(method.lower(), dict.fromkeys([*methods, *_ALIASES, *_snake_names()]))
 
 
 @functools.cache

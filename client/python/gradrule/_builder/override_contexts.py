@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Set
 
 from gradrule._builder.graph_lookup import GRADIENT_ATTR
-from gradrule._builder.names import near
+from gradrule._builder.names import did_you_mean
 from gradrule._builder.overrides import Override
 from gradrule._builder.rules import OverrideValue, Rule, rule_and_params
 from gradrule.errors import Detail, InvalidOverrideError, UnmatchedOverrideError
@@ -85,7 +85,7 @@ def _refuse_unused(overrides: Mapping[str, OverrideValue], made: Set[str]) -> No
     details = [
         Detail(
             UnmatchedOverrideError.REASON,
-            f"{_where(op_type)}: no {op_type} node was made inside the context, {others}.{near(op_type, made)} "
+            f"{_where(op_type)}: no {op_type} node was made inside the context, {others}.{did_you_mean(op_type, made)} "
             "Add its nodes inside the `with` block, or give optional=True",
             field=_where(op_type),
         )

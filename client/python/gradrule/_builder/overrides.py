@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
-from gradrule._builder.names import near
+from gradrule._builder.names import did_you_mean
 from gradrule._builder.node_arguments import attr_of_op
 from gradrule._builder.notebook_text import short_repr
 from gradrule._builder.rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
@@ -113,6 +113,8 @@ class Override:
         position: selector: `nearest_xs`, `nearest_ys`, or an index among the nodes on the path, counted from the xs;
             a negative index is counted from the ys.
         pattern: selector: a chain of op types or groups that gets one rule.
+        layer: selector: a kind of layer, all of whose ops get one rule: `@linear`, `@convolution`, `@dense` (with their
+            bias), `@activation`, `@batch_norm`, `@normalization`.
         dtype: selector: element type of the node's first output.
         rank: selector: number of axes of the node's first output.
         attrs: selector: attributes of the node, by name.
@@ -121,7 +123,7 @@ class Override:
             each call of it in a traced graph.
         params: values of the rule's params.
         label: name of the override in `params` of calls and in results. Default: the first given of op type, node,
-            scope, regex, the pattern joined by `+`, the region's name or first output.
+            scope, regex, the pattern joined by `+`, layer, the region's name or first output.
         optional: allows that no node matches.
         order: `first`: the rule holds in the first differentiation; higher derivatives (`hvp`) use the op's own
             gradient. `all`: the rule holds in every differentiation; if `op_type` is the only selector, also at nodes
@@ -149,6 +151,7 @@ class Override:
         scope: str | None = None,
         position: Position | int | None = None,
         pattern: Sequence[str] | None = None,
+        layer: str | None = None,
         dtype: DtypeLike | None = None,
         rank: int | None = None,
         attrs: Mapping[str, Any] | None = None,
@@ -163,7 +166,14 @@ class Override:
             raise InvalidOverrideError(f"an override takes a rule's name or a gr.Rule, not {type(rule).__name__}")
         if isinstance(node, Node):
             node = node.name
-        texts = {"op_type": op_type, "node": node, "node_regex": node_regex, "scope": scope, "label": label}
+        texts = {
+            "op_type": op_type,
+            "node": node,
+            "node_regex": node_regex,
+            "scope": scope,
+            "layer": layer,
+            "label": label,
+        }
         for word, text in texts.items():
             if not isinstance(text, str | None):
                 also = " or a node of a graph" if word == "node" else ""
@@ -171,7 +181,7 @@ class Override:
         if not isinstance(params, Mapping | None):
             raise InvalidOverrideError(f"the params of an override are a dict by name, not {params!r}")
         selector = override_pb2.Selector(
-            op_type=op_type or "", node=node or "", node_regex=node_regex or "", scope=scope or ""
+            op_type=op_type or "", node=node or "", node_regex=node_regex or "", scope=scope or "", layer=layer or ""
         )
         if position is not None:
             selector.position.CopyFrom(_position(position))
@@ -267,6 +277,7 @@ def label_of(message: override_pb2.GradientOverride) -> str:
         or selector.scope
         or selector.node_regex
         or "+".join(selector.pattern)
+        or selector.layer
         or selector.region_name
         or next(iter(selector.region.outputs), "")
     )
@@ -285,7 +296,7 @@ def _position(position: Position | int) -> override_pb2.Position:
         return override_pb2.Position(nearest=_NEAREST[position])
     raise InvalidOverrideError(
         f"the position of an override is 'nearest_xs', 'nearest_ys' or a number, not {position!r}."
-        f"{near(position, _NEAREST) if isinstance(position, str) else ''}"
+        f"{did_you_mean(position, _NEAREST) if isinstance(position, str) else ''}"
     )
 
 

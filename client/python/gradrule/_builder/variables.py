@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradrule._builder import blob_values
-from gradrule._builder.node_arguments import natural
+from gradrule._builder.node_arguments import tensorflow_array
 from gradrule._builder.notebook_text import names_text, short_repr
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidTensorError
@@ -36,7 +36,7 @@ class Variables(MutableMapping[str, tensor_codec.Array]):
         number = self._type_of(name)
         try:
             if is_array or not number:
-                array = np.asarray(value) if is_array else natural(value)
+                array = np.asarray(value) if is_array else tensorflow_array(value)
                 tensor_codec.number_of_array(array)
             else:
                 array = tensor_codec.from_value(value, number)

@@ -12,8 +12,8 @@ from gradrule._builder import blob_values
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
 from gradrule._builder.handles import Node, TensorHandle
-from gradrule._builder.names import bare, near
-from gradrule._builder.node_arguments import natural
+from gradrule._builder.names import bare, did_you_mean
+from gradrule._builder.node_arguments import tensorflow_array
 from gradrule._builder.overrides import label_of, override_messages
 from gradrule._builder.rules import param_value
 from gradrule._messages.call_arguments import (
@@ -187,7 +187,7 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
     for label in call.params:
         if label not in labels and "" not in labels:
             raise UnknownParamError(
-                f"params name the label {label!r}, which no override has.{near(label, labels)} "
+                f"params name the label {label!r}, which no override has.{did_you_mean(label, labels)} "
                 f"Labels: {', '.join(map(repr, sorted(labels))) or 'none'}"
             )
 
@@ -306,7 +306,7 @@ def array_of(value: Any, number: int, where: str) -> tensor_codec.Array:
                 )
             return array
         if not number:
-            return natural(value)
+            return tensorflow_array(value)
     except ValueError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
     try:
@@ -327,7 +327,7 @@ def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:
         return choices[value]
     *most, last = map(repr, choices)
     known = f"{', '.join(most)} or {last}" if most else last
-    raise InvalidDerivativeError(f"{what} is {known}, not {value!r}.{near(str(value), choices)}")
+    raise InvalidDerivativeError(f"{what} is {known}, not {value!r}.{did_you_mean(str(value), choices)}")
 
 
 def pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
@@ -351,7 +351,7 @@ def _split_grad_ys(
             y = known.get(bare(name))
             if y is None:
                 raise InvalidDerivativeError(
-                    f"grad_ys has {name!r}, which is none of the ys {list(ys)}.{near(name, ys)}"
+                    f"grad_ys has {name!r}, which is none of the ys {list(ys)}.{did_you_mean(name, ys)}"
                 )
             given[y] = value
     elif isinstance(grad_ys, list | tuple):

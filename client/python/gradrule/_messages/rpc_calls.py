@@ -9,7 +9,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
-from gradrule._builder.blob_values import Data, Upload
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, sent_bytes
 from gradrule._messages import call_arguments, request_messages
 from gradrule._messages.call_arguments import groups_of, with_flat_xs
@@ -23,12 +22,11 @@ from gradrule.v1 import blob_pb2, evaluate_pb2, program_pb2
 R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 
-
 _PACKAGE = "gradrule.v1"
 EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"
 PAGE_SIZE = 1000
 """Maximum number of rules or programs in one page of a list."""
-# A server that is short of space may evict a blob right after its upload.
+# A server with little space may evict a blob right after its upload.
 _UPLOAD_TRIES = 3
 
 
@@ -151,7 +149,7 @@ def explain(
     )
 
 
-def upload(value: Any) -> blob_values.Upload:
+def make_upload(value: Any) -> blob_values.Upload:
     """Returns the upload of a graph, bytes, an array or a `gr.Blob`."""
     if isinstance(value, blob_values.Blob):
         return blob_values.Upload(value.sha256, value.data)
@@ -161,7 +159,7 @@ def upload(value: Any) -> blob_values.Upload:
     if is_graph:
         data = graph_bytes(value)
         return blob_values.Upload(blob_values.digest(data), data)
-    return upload(blob_values.Blob(value))
+    return make_upload(blob_values.Blob(value))
 
 
 def evaluate_call(
@@ -183,14 +181,14 @@ def full_name(collection: str, name: str) -> str:
 def find_missing(names: Iterable[str]) -> Call[list[str]]:
     """Returns the call of FindMissingBlobs."""
     return Call(
-        "/gradrule.v1.BlobService/FindMissingBlobs",
+        f"/{_PACKAGE}.BlobService/FindMissingBlobs",
         blob_pb2.FindMissingBlobsRequest(sha256=names),
         blob_pb2.FindMissingBlobsResponse.FromString,
         lambda response: list(response.missing),
     )
 
 
-def call_steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
+def call_steps(call: Call[R]) -> Generator[Call[Any] | blob_values.Upload, Any, R]:
     """Yields the steps that run a call: the call, and uploads of blobs that the server lacks; returns the answer.
 
     The caller sends each step's outcome to the generator, or throws its error.
@@ -209,8 +207,8 @@ def call_steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
     return last
 
 
-def upload_steps(blobs: Mapping[str, Data]) -> Generator[Call[Any] | Upload, Any, None]:
+def upload_steps(blobs: Mapping[str, blob_values.Data]) -> Generator[Call[Any] | blob_values.Upload, Any, None]:
     """Yields the steps that upload those blobs that the server lacks."""
     missing = yield find_missing(blobs)
     for name in missing:
-        yield Upload(name, blobs[name])
+        yield blob_values.Upload(name, blobs[name])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradrule._builder.node_arguments import attr_of_op, natural
+from gradrule._builder.node_arguments import attr_of_op, tensorflow_array
 from gradrule._builder.rules import Rule, param_value
 from gradrule._messages.request_messages import is_array, tensor_message
 from gradrule.common import op_definitions
@@ -64,7 +64,7 @@ def _default_type(name: str, value: Any, op: OpDef | None) -> int:
     if is_array(value):
         return 0
     try:
-        if natural(value).dtype.kind not in "iu":
+        if tensorflow_array(value).dtype.kind not in "iu":
             return 0
     except ValueError as cause:
         raise InvalidTensorError(f"{name}: {cause}") from None

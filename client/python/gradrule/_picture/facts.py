@@ -146,13 +146,13 @@ def _leaves_inside(structure: Structure, calls: Iterable[int]) -> list[int]:
 
 def _path(structure: Structure, xs: Iterable[str], ys: Iterable[str]) -> bytearray:
     """Returns a flag per vertex: whether a y depends on it and it depends on an x."""
-    after: list[list[int]] = [[] for _ in structure.before]
-    for vertex, sources in enumerate(structure.before):
+    after: list[list[int]] = [[] for _ in structure.dependencies]
+    for vertex, sources in enumerate(structure.dependencies):
         for source in sources:
             after[source].append(vertex)
     reached, needed = (
         _reachable([found for name in names if (found := structure.vertex_of(name)) is not None], edges)
-        for names, edges in ((xs, after), (ys, structure.before))
+        for names, edges in ((xs, after), (ys, structure.dependencies))
     )
     return bytearray(map(int.__and__, reached, needed))
 

@@ -69,7 +69,7 @@ class Structure:
         leaves: All nodes.
         scopes: Parent and label of each scope; scope 0 is the whole graph.
         wires: All tensors between leaves.
-        before: For each vertex, the vertices that it depends on directly.
+        dependencies: For each vertex, the vertices that it depends on directly.
         top: Leaves of the top level by node name.
         outputs: Vertices of the outputs of calls, by leaf and output index.
         unexpanded: Names of the calls that were not expanded because of the limits.
@@ -78,7 +78,7 @@ class Structure:
     leaves: list[Leaf] = field(default_factory=list)
     scopes: list[tuple[int, str]] = field(default_factory=lambda: [(ROOT, "")])
     wires: list[Wire] = field(default_factory=list)
-    before: list[list[int]] = field(default_factory=list)
+    dependencies: list[list[int]] = field(default_factory=list)
     top: dict[str, int] = field(default_factory=dict)
     outputs: dict[tuple[int, int], int] = field(default_factory=dict)
     unexpanded: list[str] = field(default_factory=list)
@@ -194,7 +194,7 @@ class _Reader:
 
     def _vertex(self, wire_source: int, before: Iterable[int] = ()) -> int:
         self._wire_sources.append(wire_source)
-        self.structure.before.append(list(before))
+        self.structure.dependencies.append(list(before))
         return len(self._wire_sources) - 1
 
     def _bodies(self, leaf: Leaf, depth: int) -> list[_Body]:
@@ -257,11 +257,11 @@ class _Reader:
                 if result is None:
                     continue
                 output = self._output(leaf, number)
-                self.structure.before[output].append(result)
+                self.structure.dependencies[output].append(result)
                 self._add_wire(result, leaf, output)
                 for _, argument_vertices in arguments if is_loop else ():
                     if number < len(argument_vertices):
-                        self.structure.before[argument_vertices[number]].append(result)
+                        self.structure.dependencies[argument_vertices[number]].append(result)
 
     def _output(self, leaf: int, number: int) -> int:
         found = self.structure.outputs.get((leaf, number))
@@ -289,7 +289,7 @@ class _Reader:
         vertex = self.structure.leaves[leaf].vertex
         for found in inputs:
             if found is not None:
-                self.structure.before[vertex].append(found)
+                self.structure.dependencies[vertex].append(found)
                 self._add_wire(found, leaf, vertex)
 
     def _add_wires(self, inputs: Iterable[int | None], leaf: int) -> None:

@@ -118,14 +118,14 @@ class SharedMemory:
     doubles with each failure.
 
     Args:
-        is_wanted: False never shares memory.
+        is_enabled: False never shares memory.
     """
 
-    def __init__(self, *, is_wanted: bool = True) -> None:
+    def __init__(self, *, is_enabled: bool = True) -> None:
         self._lock = threading.Lock()
         self._attached: _Attached | None = None
         self._pause_s = 0.0
-        self.refusal = _reason_against(is_wanted=is_wanted)
+        self.refusal = _reason_against(is_enabled=is_enabled)
         """Reason why no memory is shared at the moment; empty if it is shared or was not needed yet."""
         self._not_before = float("inf") if self.refusal else 0.0
         self._max_bytes = sys.maxsize
@@ -346,9 +346,9 @@ def _pass_to_server(
     return answer[1:], connection
 
 
-def _reason_against(*, is_wanted: bool) -> str:
+def _reason_against(*, is_enabled: bool) -> str:
     """Returns why memory can never be shared; empty if it can."""
-    if not is_wanted:
+    if not is_enabled:
         return "the client was made with shared_memory=False"
     is_supported = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
     return "" if is_supported else "this system cannot share memory: it needs Linux"

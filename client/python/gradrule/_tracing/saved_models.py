@@ -14,8 +14,8 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 
 from gradrule._builder.graph import Graph
-from gradrule._builder.names import UniqueNames, near
-from gradrule._tracing.functions import of_concrete
+from gradrule._builder.names import UniqueNames, did_you_mean
+from gradrule._tracing.functions import graph_of_concrete
 from gradrule._tracing.signatures import add_aliases
 from gradrule.errors import Detail, GradruleError, InvalidGraphError, UnsupportedError
 
@@ -69,11 +69,11 @@ def _of_object(loaded: Any, signature: str) -> Graph:
     signatures: Mapping[str, Any] = loaded.signatures
     if signature in signatures:
         # Keep the object alive while the function is read: it holds the variables.
-        return of_concrete(signatures[signature])
+        return graph_of_concrete(signatures[signature])
     functions = _functions(loaded)
     if signature not in functions:
         raise _unknown(signature, list(signatures), list(functions))
-    return of_concrete(_only(signature, functions[signature].concrete_functions))
+    return graph_of_concrete(_only(signature, functions[signature].concrete_functions))
 
 
 def _functions(loaded: Any) -> dict[str, Any]:
@@ -109,7 +109,8 @@ def _unknown(signature: str, signatures: list[str], functions: list[str]) -> Inv
     functions = [name for name in functions if name not in signatures]
     more = f"; functions, which work too: {', '.join(map(repr, functions))}" if functions else ""
     return InvalidGraphError(
-        f"there is no signature {signature!r}.{near(signature, [*signatures, *functions])} Signatures: {known}{more}"
+        f"there is no signature {signature!r}.{did_you_mean(signature, [*signatures, *functions])} "
+        f"Signatures: {known}{more}"
     )
 
 

@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"-?\d+")
 _PARAM = re.compile(r"[A-Za-z_]\w*")
 _OPENING, _CLOSING = "([{", ")]}"
 CONDITIONS = (
-    "op", "node", "regex", "scope", "pattern", "region", "near_xs", "near_ys", "position", "dtype", "rank",
+    "op", "node", "regex", "scope", "pattern", "layer", "region", "near_xs", "near_ys", "position", "dtype", "rank",
     "depends_on", "attr", "order",
 )  # fmt: skip
 """Kinds of conditions: the words before the colon."""
@@ -219,7 +219,7 @@ def _condition(text: str, whole: str) -> dict[str, Any]:
     match kind:
         case "op":
             return {"op_type": rest}
-        case "node" | "scope":
+        case "node" | "scope" | "layer":
             return {kind: rest}
         case "regex":
             return {"node_regex": rest}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gradrule._builder.graph import Graph
-from gradrule._builder.names import bare, glob, near, split
+from gradrule._builder.names import bare, did_you_mean, glob_pattern, split
 from gradrule._builder.overrides import Override, Overrides, Region
 from gradrule._builder.rules import OverrideValue, rule_and_params
 from gradrule._builder.specs import LayerCall
@@ -239,7 +239,7 @@ def _calls(which: Any, calls: Sequence[LayerCall]) -> list[LayerCall]:
         if not found:
             kinds = dict.fromkeys(call.kind.__name__ for call in calls)
             raise InvalidOverrideError(
-                f"the model has no layer of class {which.__name__}.{near(which.__name__, kinds)} "
+                f"the model has no layer of class {which.__name__}.{did_you_mean(which.__name__, kinds)} "
                 f"Classes: {_some(kinds)}"
             )
         return found
@@ -259,7 +259,7 @@ def _named(name: str, calls: Sequence[LayerCall]) -> list[LayerCall]:
     if found := [call for call in calls if call.path == name]:
         return found
     if any(sign in name for sign in "*?"):
-        pattern = glob(name)
+        pattern = glob_pattern(name)
         found = [call for call in calls if pattern.fullmatch(call.path)]
     else:
         found = [call for call in calls if call.name == name]
@@ -271,8 +271,8 @@ def _named(name: str, calls: Sequence[LayerCall]) -> list[LayerCall]:
     if not found:
         known = dict.fromkeys(word for call in calls for word in (call.path, call.name))
         raise InvalidOverrideError(
-            f"the model has no layer {name!r}, and TensorFlow no op type of that name.{near(name, known)} Layers: "
-            f"{_some(dict.fromkeys(call.path for call in calls))}"
+            f"the model has no layer {name!r}, and TensorFlow no op type of that name.{did_you_mean(name, known)} "
+            f"Layers: {_some(dict.fromkeys(call.path for call in calls))}"
         )
     return found
 

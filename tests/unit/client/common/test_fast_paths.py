@@ -1,4 +1,4 @@
-"""Fast paths can be turned off by name."""
+"""Tests that fast paths can be turned off by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_names_are_read_from_a_list() -> None:
         fast_paths.disabled_paths("fast")
 
 
-def test_a_variable_turns_the_clients_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_turns_the_clients_paths_off(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = evaluate_pb2.EvaluateResponse(device="CPU:0").SerializeToString()
     program = program_pb2.Program(inputs=[tensor_pb2.TensorSpec(name="x")])
 

@@ -62,7 +62,7 @@ def tensorflow_graph() -> tf.Graph:
     return graph
 
 
-def test_what_is_left_out_comes_back() -> None:
+def test_omitted_attributes_are_inferred() -> None:
     graph = tensorflow_graph()
     seen = set()
     for op in graph.get_operations():

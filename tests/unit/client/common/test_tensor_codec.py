@@ -131,7 +131,7 @@ def test_any_layout_and_byte_order(array: np.ndarray[Any, Any]) -> None:
         np.testing.assert_array_equal(read, form)
 
 
-def test_read_arrays_share_memory_unless_asked() -> None:
+def test_read_arrays_share_memory_unless_writable() -> None:
     message = tensor_codec.to_message(np.float32([1, 2]))
     assert not tensor_codec.to_numpy(message).flags.writeable
     assert tensor_codec.to_numpy(message, writable=True).flags.writeable
@@ -209,7 +209,7 @@ def test_other_dtype_names() -> None:
         ([1e6], "float8_e4m3fn"),
     ],
 )
-def test_lists_never_lose_anything(value: Any, dtype: str) -> None:
+def test_lists_are_never_converted_with_loss(value: Any, dtype: str) -> None:
     with pytest.raises(ValueError):
         tensor_codec.from_value(value, tensor_codec.dtype_number(dtype))
 
@@ -241,7 +241,7 @@ def test_string_values_keep_zero_bytes() -> None:
 
 
 @pytest.mark.parametrize("values", [{"float_val": [1.0, 2.0]}, {}])
-def test_shapes_that_claim_more_than_is_there(values: dict[str, list[float]]) -> None:
+def test_small_messages_with_large_shapes_are_refused(values: dict[str, list[float]]) -> None:
     """A few bytes must not become gigabytes."""
     shape = tensor_codec.shape_message([2**16, 2**16])
     with pytest.raises(ValueError, match="4294967296 of float32"):

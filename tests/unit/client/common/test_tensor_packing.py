@@ -36,7 +36,7 @@ def test_rounding_is_to_nearest_and_ties_go_to_even() -> None:
     np.testing.assert_array_equal(tensor_packing.unpack(message), x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-def test_what_is_no_number_stays_so() -> None:
+def test_nan_stays_nan() -> None:
     x = np.concatenate([bits(0x7F800001, 0xFFFFFFFF, 0x7FC00000), np.array([np.inf, -np.inf], np.float32)])
     message = packed(x, BFLOAT16)
     assert message is not None
@@ -72,7 +72,7 @@ def test_round_trips(dtype: str, packing: tensor_packing.Packing) -> None:
     ],
     ids=["empty", "strings", "narrow", "small", "noise"],
 )
-def test_what_does_not_become_smaller_is_not_packed(array: np.ndarray[Any, Any]) -> None:
+def test_tensors_that_would_not_become_smaller_are_not_packed(array: np.ndarray[Any, Any]) -> None:
     assert packed(array, BOTH) is None
 
 
@@ -88,10 +88,10 @@ def test_without_the_package_zstd_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         tensor_packing.unpack(message)
 
 
-def test_a_transfer_that_there_is_not_is_refused() -> None:
+def test_unknown_transfer_options_are_refused() -> None:
     with pytest.raises(gr.errors.InvalidParamError, match="'gzip', 'zstd' or None"):
         gr.Transfer(compression="lz4")
     with pytest.raises(gr.errors.InvalidParamError, match="'bfloat16' or None"):
         gr.Transfer(wire_dtype="float16")
     with pytest.raises(gr.errors.InvalidParamError, match="give it to connect"):
-        gr.Transfer(compression="gzip").of_call()
+        gr.Transfer(compression="gzip").checked_for_call()

@@ -1,4 +1,4 @@
-"""Graphs by hand, and what a server would say of them."""
+"""Makes graphs and explanations for tests of pictures."""
 
 from __future__ import annotations
 

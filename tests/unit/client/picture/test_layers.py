@@ -22,7 +22,7 @@ def at(rows: list[list[int]]) -> dict[int, int]:
 
 @no_deadline
 @given(EDGES, st.sets(st.integers(0, 29)), st.sets(st.integers(0, 29)))
-def test_every_box_is_there_once_and_rows_are_short(
+def test_every_box_is_in_one_row_and_rows_are_short(
     edges: list[tuple[int, int]], entered: set[int], left: set[int]
 ) -> None:
     edges = [(a, b) for a, b in edges if a != b]
@@ -35,7 +35,7 @@ def test_every_box_is_there_once_and_rows_are_short(
 
 @no_deadline
 @given(EDGES)
-def test_edges_lead_down_where_there_is_no_cycle(edges: list[tuple[int, int]]) -> None:
+def test_edges_lead_down_without_cycles(edges: list[tuple[int, int]]) -> None:
     edges = [(min(pair), max(pair)) for pair in edges if pair[0] != pair[1]]
     rows = at(compute_rows(range(30), edges))
     assert all(rows[a] < rows[b] for a, b in edges)
@@ -74,7 +74,7 @@ def test_crossings_are_reduced() -> None:
     assert len(set(sides)) == 1
 
 
-def test_a_constant_stands_by_what_uses_it() -> None:
+def test_a_constant_is_next_to_its_user() -> None:
     rows = at(compute_rows(range(5), [(0, 1), (1, 2), (2, 3), (4, 3)]))
     assert rows[4] == rows[2]
 
@@ -85,7 +85,7 @@ def test_cycles_of_any_size_end() -> None:
     assert sum(rows[a] < rows[b] for a, b in edges) == 19_999
 
 
-def test_boxes_do_not_overlap_and_lie_inside_their_scope() -> None:
+def test_boxes_do_not_overlap_and_are_inside_their_scope() -> None:
     for drawn in (view(explained(nested())), view(large_explained(1000))):
         scopes = [box for box, children in enumerate(drawn.children) if children]
         for opened in (set(scopes), set(drawn.opened), set()):

@@ -72,7 +72,7 @@ def ruled() -> gr.Explanation:
 
 
 @pytest.mark.parametrize("explanation", [ruled(), large_explained(600)])
-def test_the_page_draws_what_python_places_in_every_folding_state(explanation: gr.Explanation) -> None:
+def test_the_page_and_python_compute_the_same_positions_in_every_folding_state(explanation: gr.Explanation) -> None:
     drawn = view(explanation)
     opened = set(drawn.opened)
     folded = next(box for box, children in enumerate(drawn.children) if children and box and drawn.parents[box] == 0)
@@ -101,7 +101,7 @@ def test_scopes_fold_by_keys_too_and_keep_the_focus() -> None:
     assert len(unfolded["boxes"]) > len(folded["boxes"])
 
 
-def test_search_unfolds_marks_and_tells() -> None:
+def test_search_unfolds_marks_and_counts_hits() -> None:
     explanation = large_explained(2000)
     first, found, following, none, cleared = shown(
         explanation, ("search", "op_1234"), ("key", "#search", "Enter"), ("search", "no such node"), ("search", "")
@@ -125,7 +125,7 @@ def test_the_legend_leads_to_the_nodes_of_a_rule() -> None:
     assert {"op: Sign", "rule: ste_sign", "override: Sign", "status: active", "in function: body"} <= set(found["told"])
 
 
-def test_hovering_tells_of_nodes_and_scopes() -> None:
+def test_hovering_shows_details_of_nodes_and_scopes() -> None:
     _, told, _, scope = shown(ruled(), ("pointerover", "box:y"), ("click", "#fold"), ("pointerover", "box:loop"))
     assert told["told"][:3] == ["y", "op: Sum", "gradient: its own"]
     assert scope["told"] == ["loop", "6 nodes", "ste_sign A×1"]
@@ -177,7 +177,7 @@ def hostile() -> gr.Explanation:
     return explained(of, overrides=rules, findings=[finding])
 
 
-def test_names_cannot_get_out_of_the_page() -> None:
+def test_names_cannot_inject_markup_into_the_page() -> None:
     plain, found = parts(ruled().html()), parts(hostile().html())
     tags = [tag for tag, _ in found.tags]
     assert tags.count("script") == 2 and "img" not in tags

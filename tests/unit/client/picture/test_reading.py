@@ -33,7 +33,7 @@ PATH = {
 }  # fmt: skip
 
 
-def test_functions_loops_and_branches_are_opened_where_they_are_used() -> None:
+def test_functions_loops_and_branches_are_expanded_at_each_use() -> None:
     found = structure(nested())
     names = [leaf.name for leaf in found.leaves]
     assert sorted(names) == [
@@ -56,7 +56,7 @@ def test_wires_lead_through_arguments_and_results() -> None:
     }  # fmt: skip
 
 
-def test_the_path_is_told_tensor_by_tensor() -> None:
+def test_the_path_is_computed_for_each_tensor() -> None:
     # The loop's counter, its condition, the branch's index and the stopped gradient are off it.
     assert on_path(nested()) == PATH
 
@@ -87,17 +87,17 @@ def test_a_tensor_reaches_another_variable_of_a_loop_in_a_later_round() -> None:
     assert on_path(of) == set()
 
 
-def test_what_the_server_was_not_asking_is_off_the_path() -> None:
+def test_nodes_that_the_server_does_not_report_are_off_the_path() -> None:
     said = ["block/in", "block/call/call/m", "block/call/i", "loop/s", "if/s", "y"]
     overrides = [took("block/call/call/s", "ste_sign", function="inner")]
     assert on_path(nested(), overrides=overrides, default_gradient_nodes=said) == PATH - {"no:if/z"}
 
 
-def test_what_the_server_asked_is_on_the_path_whatever_the_structure_says() -> None:
+def test_nodes_that_the_server_reports_are_on_the_path() -> None:
     assert ":aside" in on_path(nested(), default_gradient_nodes=["aside", "y"])
 
 
-def test_names_that_a_condition_and_a_body_share_are_told_apart_by_their_function() -> None:
+def test_equal_names_in_condition_and_body_are_distinguished_by_function() -> None:
     of = nested()
     found = structure(of)
     facts = collect_facts(found, explained(of, overrides=[took("loop/s", "ste_sign", function="body")]))
@@ -105,7 +105,7 @@ def test_names_that_a_condition_and_a_body_share_are_told_apart_by_their_functio
     assert ruled == ["body"]
 
 
-def test_a_rule_for_a_whole_call_covers_what_is_inside() -> None:
+def test_a_rule_for_a_whole_call_applies_to_its_nodes() -> None:
     said = explained(
         nested(), overrides=[took("block/call", "Five", op="PartitionedCall")], default_gradient_nodes=["y"]
     )
@@ -126,7 +126,7 @@ def test_all_nodes_of_a_region_get_its_rule() -> None:
     assert [fact.on_path for fact in facts.leaves] == [True] * 4
 
 
-def test_inline_rules_are_told_apart_by_their_labels() -> None:
+def test_inline_rules_are_distinguished_by_labels() -> None:
     of = graph(node("x", "Placeholder"), node("a", "Sign", "x"), node("y", "Neg", "a"))
     said = [took("a", "inline", label="one"), took("y", "inline", label="two"), took("x", "zero", label="no_gradient")]
     assert collect_facts(structure(of), explained(of, overrides=said)).rules == [
@@ -136,13 +136,13 @@ def test_inline_rules_are_told_apart_by_their_labels() -> None:
     ]
 
 
-def test_what_has_no_place_is_said() -> None:
+def test_nodes_missing_in_the_picture_are_noted() -> None:
     said = explained(nested(), xs=["x", "weight"], overrides=[took("gone", "ste_sign", "off_path")])
     notes = collect_facts(structure(said.graph), said).notes
     assert notes == ["weight is not in the picture", "gone (off path, ste_sign) is not in the picture"]
 
 
-def test_functions_that_call_themselves_stay_closed() -> None:
+def test_recursive_functions_are_not_expanded() -> None:
     again = function("again", ["v"], {"r": "call:output:0"}, node("call", "PartitionedCall", "v", f="again"))
     of = graph(node("x", "Placeholder"), node("y", "PartitionedCall", "x", f="again"), functions=[again])
     found = structure(of)
@@ -150,7 +150,7 @@ def test_functions_that_call_themselves_stay_closed() -> None:
     assert len(found.unexpanded) == 1
 
 
-def test_functions_that_double_end_in_time() -> None:
+def test_expansion_of_exponentially_many_functions_is_limited() -> None:
     doubled = [
         function(f"f{level}", ["v"], {"r": "b:output:0"}, node("a", "PartitionedCall", "v", f=f"f{level + 1}"),
                  node("b", "PartitionedCall", "a:output:0", f=f"f{level + 1}"))
@@ -178,7 +178,7 @@ def test_functions_that_double_end_in_time() -> None:
     ],
     ids=["empty", "names", "cycle", "functions", "deep", "recursion"],
 )  # fmt: skip
-def test_a_broken_graph_is_drawn_as_far_as_it_goes(of: bytes) -> None:
+def test_the_valid_part_of_a_broken_graph_is_drawn(of: bytes) -> None:
     said = explained(of, xs=["a"], ys=["a"])
     assert said.svg().startswith("<svg")
     assert said.html().startswith("<!doctype html>")

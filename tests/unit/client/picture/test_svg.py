@@ -1,4 +1,4 @@
-"""The SVG picture: what is drawn, how often, in which colour, and what a stranger's names can do to it."""
+"""Tests the SVG picture: boxes, colours, texts, and names from untrusted users."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shown_boxes(of: View, opened: set[int]) -> list[str]:
     return sorted(of.titles[box] for box in seen)
 
 
-def test_every_node_that_is_seen_is_there_once() -> None:
+def test_every_visible_node_is_drawn_once() -> None:
     explanation = nested_with_rules()
     drawn = view(explanation)
     everything = [leaf.name for leaf in Graph.FromString(explanation.graph).node]
@@ -127,7 +127,7 @@ def test_the_path_is_drawn_and_its_ends_are_marked() -> None:
     assert plain >= {"aside", "stop", "pred", "start", "loop/more", "loop/one"}
 
 
-def test_texts_tell_what_colours_tell() -> None:
+def test_texts_repeat_the_meaning_of_colours() -> None:
     texts = {name: "".join(group.itertext()) for name, group in boxes(parsed(nested_with_rules())).items()}
     told = {name.splitlines()[0]: text for name, text in texts.items() if "cond" not in name}
     assert "Sign → ste_sign" in told["loop/s"]
@@ -137,7 +137,7 @@ def test_texts_tell_what_colours_tell() -> None:
     assert "gradient: its own" in told["y"] and "gradient: not computed" in told["stop"]
 
 
-def test_a_large_graph_opens_folded_and_scopes_say_what_they_hold() -> None:
+def test_a_large_graph_is_folded_and_scopes_count_their_nodes() -> None:
     explanation = large_explained(5000)
     drawn = parsed(explanation)
     assert 10 <= len(boxes(drawn)) <= 60
@@ -155,7 +155,7 @@ def test_a_large_graph_opens_folded_and_scopes_say_what_they_hold() -> None:
     assert rules["cosine"] + shown.count("r1") == ops.count("Tanh")
 
 
-def test_a_crowd_without_scopes_is_folded_too() -> None:
+def test_many_nodes_without_scopes_are_grouped() -> None:
     nodes = [
         node("x", "Placeholder"),
         *(node(f"n{number}", "Neg", "x") for number in range(4998)),
@@ -164,7 +164,7 @@ def test_a_crowd_without_scopes_is_folded_too() -> None:
     assert len(boxes(parsed(explained(graph(*nodes))))) <= 60
 
 
-def test_names_are_text_whatever_they_hold() -> None:
+def test_names_are_escaped() -> None:
     of = graph(
         node("x", "Placeholder"),
         node(f"scope{HOSTILE}/a", HOSTILE, "x"),
@@ -179,7 +179,7 @@ def test_names_are_text_whatever_they_hold() -> None:
     assert "<script" not in explanation.svg()
 
 
-def test_what_is_wrong_is_marked() -> None:
+def test_findings_are_marked() -> None:
     finding = gr.errors.Detail("UNKNOWN_OP_TYPE", "There is no op type Sgn.", "aside", "")
     others = [gr.errors.Detail("UNKNOWN_RULE", f"There is no rule {number}.", "", "") for number in range(20)]
     drawn = parsed(explained(nested(), xs=[], ys=[], findings=[finding, *others]))
@@ -190,7 +190,7 @@ def test_what_is_wrong_is_marked() -> None:
     assert "There is no op type Sgn." in "".join(group.itertext())
 
 
-def test_more_rules_than_colours_are_told_apart_by_letters() -> None:
+def test_letters_distinguish_more_rules_than_colours() -> None:
     count = 30
     nodes = [node("x", "Placeholder"), *(node(f"s{number}", "Sign", "x") for number in range(count))]
     of = graph(*nodes, node("y", "AddN", *(f"s{number}" for number in range(count))))

@@ -212,7 +212,7 @@ def arguments(found: Any) -> tuple[list[str], list[str]]:
     return [item.name for item in found.signature.input_arg], [item.name for item in found.signature.output_arg]
 
 
-def test_what_is_written_for_a_region() -> None:
+def test_attributes_and_gradient_function_of_a_region() -> None:
     graph = gr.trace(log1pexp, SPEC)
     node = regions(graph)["log1pexp"]
     assert node.op == "IdentityN"
@@ -239,7 +239,7 @@ def test_names_of_regions() -> None:
     assert set(regions(gr.trace(in_loop, SPEC))) == {"spike_fn", "log1pexp"}
 
 
-def test_each_call_is_a_region_of_its_own() -> None:
+def test_each_call_is_a_separate_region() -> None:
     graph = gr.trace(lambda x: spike_fn(x) + spike_fn(2.0 * x), SPEC)
     found = graph.find(op_type="IdentityN")
     names = {node.attrs["_gradient_op_type"].s for node in found}
@@ -308,7 +308,7 @@ def guided(op: Any, dy: Any) -> Any:
     return tf.where((dy > 0) & (op.outputs[0] > 0), dy, tf.zeros_like(dy))
 
 
-def test_registered_gradients_travel() -> None:
+def test_registered_gradients_are_traced() -> None:
     def fn(x: Any) -> Any:
         with tf.compat.v1.get_default_graph().gradient_override_map(
             {"Relu": "GradruleReferenceGuided", "Sign": "Identity"}
@@ -356,7 +356,7 @@ def test_gradient_functions_that_fail() -> None:
         gr.trace(tf.custom_gradient(broken), SPEC)
 
 
-def test_names_of_other_processes_stay() -> None:
+def test_gradient_names_of_other_processes_are_kept() -> None:
     def fn(x: Any) -> Any:
         with tf.compat.v1.get_default_graph().gradient_override_map({"Sign": "ste_sign"}):
             return tf.sign(x)

@@ -97,7 +97,7 @@ def test_names_are_keras_names() -> None:
     assert set(graph.variables) == {variable.path for variable in model.variables}
 
 
-def test_nodes_lie_in_the_scope_of_their_layer() -> None:
+def test_nodes_are_in_the_scope_of_their_layer() -> None:
     graph = gr.from_keras(functional())
     for scope in ("inner/first", "inner/norm", "dense", "dense_1", "head"):
         assert graph.find(scope=scope), scope
@@ -105,7 +105,7 @@ def test_nodes_lie_in_the_scope_of_their_layer() -> None:
     assert len(graph.find(op_type="IdentityN", scope="dense")) == 1
 
 
-def test_tracing_leaves_the_model_as_it_was() -> None:
+def test_tracing_does_not_change_the_model() -> None:
     model = functional()
     before = model(X)
     gr.from_keras(model)

@@ -119,7 +119,7 @@ def test_op_types_within_layers(graph: gr.Graph) -> None:
     ],
     ids=str,
 )
-def test_keys_that_mean_nothing(graph: gr.Graph, key: Any, message: str) -> None:
+def test_unknown_keys_are_refused(graph: gr.Graph, key: Any, message: str) -> None:
     with pytest.raises(gr.errors.InvalidOverrideError, match=message):
         gr.keras.overrides(graph, {key: "ste"})
 
@@ -133,7 +133,7 @@ def test_a_name_that_several_layers_have() -> None:
     assert len(gr.keras.overrides(graph, {"**/dense": "ste"})) == 2
 
 
-def test_layers_in_loops_are_no_regions() -> None:
+def test_layers_in_loops_cannot_be_regions() -> None:
     graph = gr.from_keras(keras.Sequential([keras.Input((5, 3)), layers.LSTM(2, name="lstm")]))
     with pytest.raises(gr.errors.InvalidOverrideError, match=r"'lstm/lstm_cell' is called in a nested function"):
         gr.keras.overrides(graph, {layers.LSTMCell: "ste"})
@@ -166,6 +166,6 @@ def test_frozen_loops_keep_no_shapes_of_handles(tmp_path: Path) -> None:
     assert gradient is not None
 
 
-def test_importing_it_imports_no_tensorflow() -> None:
+def test_importing_gradrule_keras_does_not_import_tensorflow() -> None:
     code = "import sys, gradrule as gr; gr.keras.layers; assert not {'tensorflow', 'keras'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What the client relies on in TensorFlow without a public name."""
+"""Tests the private parts of TensorFlow that the client uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gr.trace`: what becomes of arguments, results, variables, and of what cannot be sent."""
+"""Tests `gr.trace`: arguments, results, variables, and values that cannot be sent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_kind_of_spec(spec: Any) -> None:
     assert graph.inputs == {"x": gr.TensorSpec("x", "float32", (3,))}
 
 
-def test_shapes_may_be_open() -> None:
+def test_shapes_may_have_unknown_sizes() -> None:
     graph = gr.trace(lambda x, y: (x, y), ("int64", [None, 2]), ("float64", None))
     assert graph.inputs["x"].shape == (None, 2)
     assert graph.inputs["y"].shape is None
@@ -75,7 +75,7 @@ def test_aliases_of_results(fn: Any, names: list[str]) -> None:
     assert all(spec.shape == (3,) for spec in graph.outputs.values())
 
 
-def test_results_that_are_called_as_inputs_and_variables() -> None:
+def test_results_named_like_inputs_and_variables() -> None:
     weight = tf.Variable(2.0, name="weight")
     graph = gr.trace(lambda x: {"x": x * weight, "weight": weight + 1.0, "output_x": -x}, SPEC)
     assert list(graph.inputs) == ["x"]
@@ -86,7 +86,7 @@ def test_results_that_are_called_as_inputs_and_variables() -> None:
     np.testing.assert_allclose(values[graph.tensor("output_weight").name], 3.0)
 
 
-def test_ragged_and_sparse_arguments_are_their_parts() -> None:
+def test_ragged_and_sparse_arguments_become_component_tensors() -> None:
     graph = gr.trace(
         lambda s, r: (tf.sparse.to_dense(s), r * 2.0),
         tf.SparseTensorSpec([None, 4], tf.float32),
@@ -137,7 +137,7 @@ def test_variables_keep_names_types_and_values() -> None:
         assert [dim.size for dim in node.attrs["shape"].shape.dim] == list(value.shape)
 
 
-def test_a_node_that_would_have_an_inputs_name_gives_way() -> None:
+def test_a_node_with_the_name_of_an_input_is_renamed() -> None:
     variable = tf.Variable(1.0, name="Sign")
     graph = gr.trace(lambda Mul: tf.sign(Mul) * Mul * variable, SPEC)
     assert list(graph.inputs) == ["Mul"]
@@ -146,7 +146,7 @@ def test_a_node_that_would_have_an_inputs_name_gives_way() -> None:
     np.testing.assert_allclose(gradient, np.sign(X))
 
 
-def test_constants_from_outside() -> None:
+def test_captured_constants() -> None:
     small, large = tf.constant([1.0, 2.0, 3.0]), tf.constant(np.arange(3000.0, dtype=np.float32).reshape(1000, 3))
     graph = gr.trace(lambda x: x * small + tf.reduce_sum(large), SPEC)
     assert graph.variables == {}
@@ -184,7 +184,7 @@ def test_all_resources_that_cannot_be_sent_are_named_at_once() -> None:
         ((("string", [3]),), gr.errors.InvalidGraphError, "cannot be traced with these specs"),
     ],
 )
-def test_specs_that_do_not_fit(specs: Any, kind: type[Exception], says: str) -> None:
+def test_invalid_specs_are_refused(specs: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         gr.trace(signs, *specs)
     with pytest.raises(gr.errors.InvalidGraphError, match="no function"):

@@ -49,7 +49,7 @@ class AsyncClientBase:
         self._transfer = transfer
         self._timeout = timeout
         routes = Routes(use_stream=stream)
-        self._memory = SharedMemory(is_wanted=shared_memory)
+        self._memory = SharedMemory(is_enabled=shared_memory)
         self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, self._closed)
         self.target = target
 
@@ -81,9 +81,9 @@ class AsyncClientBase:
             InvalidTensorError: The value is not an array of numbers.
             QuotaExceededError: The tenant's blobs take too many bytes.
         """
-        wanted = rpc_calls.upload(value)
-        await self._follow(rpc_calls.upload_steps({wanted.sha256: wanted.data}), timeout)
-        return wanted.sha256
+        upload = rpc_calls.make_upload(value)
+        await self._follow(rpc_calls.upload_steps({upload.sha256: upload.data}), timeout)
+        return upload.sha256
 
     async def server_status(self, *, timeout: float | None = None) -> ServerStatus:
         """Returns the state of the server: engines, queue, caches, tenants.

@@ -126,7 +126,7 @@ def check(
                 f"number by number; compare it with finite differences in a graph (`gradrule compare`)"
             )
         if runner.has_forward:
-            kinks = slopes.kinks_of(runner, low, high)
+            kinks = slopes.find_kinks(runner, low, high)
             claims = slopes.compare(runner, low, high, kinks) if of is not None else []
     except (CommandError, TypeMismatchError) as reason:
         # Some ops do not support float64.

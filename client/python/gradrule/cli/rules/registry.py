@@ -130,7 +130,7 @@ def print_rule(rule: RuleInfo, as_json: bool) -> None:
 
 def run_presets(options: argparse.Namespace) -> int:
     """Prints the presets, or one with its overrides."""
-    from gradrule._builder.names import near
+    from gradrule._builder.names import did_you_mean
     from gradrule.cli.output import CommandError
 
     with connect(options) as client:
@@ -139,7 +139,7 @@ def run_presets(options: argparse.Namespace) -> int:
         names = [preset.name for preset in presets]
         presets = [preset for preset in presets if preset.name == options.name]
         if not presets:
-            raise CommandError(f"there is no preset {options.name!r}.{near(options.name, names)}")
+            raise CommandError(f"there is no preset {options.name!r}.{did_you_mean(options.name, names)}")
     if options.json:
         output.print_json([rule_text.preset_json(preset) for preset in presets])
         return 0

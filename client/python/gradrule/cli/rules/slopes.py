@@ -14,7 +14,7 @@ POINTS = 241
 _STEP = 1e-4
 _TOLERANCE = 1e-5
 # To find kinks, intervals are halved until they have this width, which is also the step of one-sided slopes.
-_NARROW = 1e-7
+_NARROW_WIDTH = 1e-7
 _KINK = 1e-3
 _JUMP = 1e-4
 _SNAP = 2e-7
@@ -69,23 +69,23 @@ class InputClaim:
     holds: bool
 
 
-def kinks_of(runner: RuleRunner, low: float, high: float) -> list[Kink]:
+def find_kinks(runner: RuleRunner, low: float, high: float) -> list[Kink]:
     """Finds all kinks and jumps of the forward function within the range, in order."""
 
     def forward(x: Array) -> Array:
         return np.asarray(runner.forward(x), np.float64)
 
-    positions = _jumps(forward, np.linspace(low, high, POINTS))
+    positions = _jump_positions(forward, np.linspace(low, high, POINTS))
     if not positions:
         return []
     x = np.array(positions)
-    left = (forward(x - _NARROW) - forward(x - 2 * _NARROW)) / _NARROW
-    right = (forward(x + 2 * _NARROW) - forward(x + _NARROW)) / _NARROW
-    change = np.abs(forward(x + _NARROW) - forward(x - _NARROW))
+    left = (forward(x - _NARROW_WIDTH) - forward(x - 2 * _NARROW_WIDTH)) / _NARROW_WIDTH
+    right = (forward(x + 2 * _NARROW_WIDTH) - forward(x + _NARROW_WIDTH)) / _NARROW_WIDTH
+    change = np.abs(forward(x + _NARROW_WIDTH) - forward(x - _NARROW_WIDTH))
     rule = runner.gradient(x, np.ones_like(x))
     return [
-        Kink(place, float(a), float(b), bool(c > _JUMP), float(given))
-        for place, a, b, c, given in zip(positions, left, right, change, rule, strict=True)
+        Kink(position, float(a), float(b), bool(c > _JUMP), float(given))
+        for position, a, b, c, given in zip(positions, left, right, change, rule, strict=True)
     ]
 
 
@@ -105,7 +105,7 @@ def compare(runner: RuleRunner, low: float, high: float, kinks: list[Kink]) -> l
     usable = ~near & np.isfinite(slope) & np.isfinite(error)
     expected = dy * slope
     difference = np.where(usable, np.abs(first - expected), 0.0)
-    # A rule fails where its gradient is not finite but the slope is.
+    # A rule fails if its gradient is not finite but the slope is.
     difference[usable & ~np.isfinite(first)] = np.inf
     allowed = _TOLERANCE * np.maximum(1, np.abs(expected)) + np.abs(dy) * error
     excess = np.where(usable, difference / np.where(usable, allowed, 1.0), 0.0)
@@ -121,7 +121,7 @@ def compare(runner: RuleRunner, low: float, high: float, kinks: list[Kink]) -> l
     for index, name in enumerate(runner.setup.inputs, start=1):
         gradient = summed[index] if index < len(summed) else None
         if gradient is not None:
-            claims.append(_further(runner, name, x, masked_dy, float(np.sum(gradient))))
+            claims.append(_compare_further_input(runner, name, x, masked_dy, float(np.sum(gradient))))
     return claims
 
 
@@ -137,7 +137,7 @@ def is_elementwise(runner: RuleRunner, low: float, high: float) -> bool:
     return all(np.array_equal(one[::2], two[::2], equal_nan=True) for one, two in pairs)
 
 
-def _further(runner: RuleRunner, name: str, x: Array, dy: Array, given: float) -> InputClaim:
+def _compare_further_input(runner: RuleRunner, name: str, x: Array, dy: Array, given: float) -> InputClaim:
     value = float(runner.setup.inputs[name])
     step = _STEP * max(1.0, abs(value))
 
@@ -163,10 +163,10 @@ def _slopes(function: Function, x: Array, step: Array) -> tuple[Array, Array]:
         return slope, np.abs(slope - narrow)
 
 
-def _jumps(function: Function, grid: Array) -> list[float]:
+def _jump_positions(function: Function, grid: Array) -> list[float]:
     """Finds where slopes or values jump, by halving each interval towards its larger change."""
     a, b = grid[:-1].copy(), grid[1:].copy()
-    while float((b - a).max()) > _NARROW:
+    while float((b - a).max()) > _NARROW_WIDTH:
         middle = (a + b) / 2
         first, second = _changes(function, a, middle), _changes(function, middle, b)
         right = second > first
@@ -176,10 +176,10 @@ def _jumps(function: Function, grid: Array) -> list[float]:
         scale = np.maximum(1, np.maximum(np.abs(slope_a), np.abs(slope_b)))
         found = (np.abs(slope_b - slope_a) > _KINK * scale) | (np.abs(value_b - value_a) > _JUMP)
     positions: list[float] = []
-    for place in ((a + b) / 2)[found]:
-        rounded = round(float(place), 4)
-        exact = rounded if abs(rounded - place) < _SNAP else float(place)
-        if not positions or exact - positions[-1] > 10 * _NARROW:
+    for position in ((a + b) / 2)[found]:
+        rounded = round(float(position), 4)
+        exact = rounded if abs(rounded - position) < _SNAP else float(position)
+        if not positions or exact - positions[-1] > 10 * _NARROW_WIDTH:
             positions.append(exact + 0.0)
     return positions
 
@@ -194,6 +194,8 @@ def _changes(function: Function, a: Array, b: Array) -> Array:
 
 def _ends(function: Function, a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
     """Returns the outward slopes and the values at an interval's ends."""
-    values = np.asarray(function(np.concatenate([a - _NARROW, a, b, b + _NARROW])), np.float64).reshape(4, -1)
+    values = np.asarray(function(np.concatenate([a - _NARROW_WIDTH, a, b, b + _NARROW_WIDTH])), np.float64).reshape(
+        4, -1
+    )
     with np.errstate(invalid="ignore"):
-        return (values[1] - values[0]) / _NARROW, (values[3] - values[2]) / _NARROW, values[1], values[2]
+        return (values[1] - values[0]) / _NARROW_WIDTH, (values[3] - values[2]) / _NARROW_WIDTH, values[1], values[2]
