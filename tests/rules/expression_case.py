@@ -20,12 +20,11 @@ class Case:
 
     `whole` gets all values in float64, and the params with `dtype`, the name of the dtype in which noise is drawn.
     `primitive`: the function whose slope a surrogate is. `true`: the op itself, computed from its inputs, where the
-    rule
-    is its true gradient; `domain` moves any inputs into the domain of the op.
+    rule is its true gradient; `domain` moves any inputs into the domain of the op.
     `other`: values of params that differ from the defaults; params without a default must be here.
     `inputs`, `output`: shapes of the inputs and the output: that of x (`same`) or rank 0 (`scalar`).
     `mixing`: the same for inputs through which one sample affects another, where a rule is not per sample.
-    `prepare` adjusts the values to each other. `half`: whether 16-bit dtypes give the same numbers but for rounding.
+    `prepare` adjusts the values to each other.
     """
 
     element: Callable[[float, float, float, float, Any], float] | None = None
@@ -39,7 +38,6 @@ class Case:
     mixing: Sequence[str] | None = None
     prepare: Callable[[Values], None] | None = None
     least_rank: int = 0
-    half: bool = True
     random: bool = False
 
 

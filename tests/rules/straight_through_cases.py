@@ -162,9 +162,7 @@ CASES: Mapping[str, Case] = {
     "upper_bound": Case(whole=bound(lambda x, edge, dy: x <= edge or dy > 0), inputs=("same", "same")),
     "passthrough_sigmoid": Case(lambda x, y, dy, own, p: dy),
     "dorefa_weight": Case(whole=dorefa_weight),
-    "dorefa_gradient": Case(
-        whole=dorefa_gradient, other={"bits": 3.0, "seed": 5.0}, least_rank=1, half=False, random=True
-    ),
+    "dorefa_gradient": Case(whole=dorefa_gradient, other={"bits": 3.0, "seed": 5.0}, least_rank=1, random=True),
     "pact": Case(whole=pact, inputs=("same", "scalar"), true=lambda xs, p: np.minimum(xs[0], xs[1])),
     "lsq": Case(whole=lsq, other={"qn": -2.0, "qp": 3.0}, inputs=("same", "scalar"), prepare=half_steps),
     "fake_quant": Case(

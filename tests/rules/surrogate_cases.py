@@ -143,8 +143,6 @@ CASES: Mapping[str, Case] = {
             * sum(math.sin(odd * 2 * math.pi / p.period * x) / odd for odd in range(1, 2 * int(p.n) - 2, 2))
         ),
         other={"n": 6.0, "period": 5.0},
-        # Rounding loses the position within a period of 5.
-        half=False,
     ),
     "multi_level": Case(lambda x, y, dy, own, p: dy if 0 <= x <= p.levels else 0.0, other={"levels": 1.0}),
 }

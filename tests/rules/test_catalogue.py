@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -146,10 +147,15 @@ def test_every_rule_has_a_case() -> None:
     assert code == set(CODE_RULES)
 
 
+LINE_OF_CODE = r"\.(py|h):\d+"
+
+
 @pytest.mark.parametrize("rule", list(BUILTINS), ids=lambda rule: rule.name)
 def test_every_rule_has_all_metadata(rule: BuiltinRule) -> None:
     assert rule.description.endswith(".")
-    assert rule.reference
+    assert re.search(rf"{LINE_OF_CODE}|arXiv:|doi:|own choice", rule.reference)
+    if any(param.default is not None for param in rule.params):
+        assert re.search(rf"{LINE_OF_CODE}|own choice|as the op's|one of the paper's", rule.reference)
     assert rule.formula
     assert all(param.description for param in rule.params)
     for word in rule.op_types:

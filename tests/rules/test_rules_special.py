@@ -13,14 +13,15 @@ from gradrule_server.rules.catalogue import BUILTINS
 from tests.rules.evaluation import BoundRule, params_of
 from tests.rules.expression_case import Array
 from tests.rules.expression_cases import CASES
-from tests.unit.rules.running import number_of, run
+from tests.unit.rules.running import exact, number_of, numpy_type, run
 
 
 def evaluate_default(name: str, values: dict[str, Any], dtype: str = "float64", **params: float) -> Array:
     """Returns the first gradient of a rule with its defaults for values by variable."""
     rule, case = BUILTINS[name], CASES[name]
     with BoundRule(rule, case, dtype) as ask:
-        result = ask({key: np.asarray(value, dtype) for key, value in values.items()}, _all(name, params))[0]
+        given = {key: np.asarray(value, numpy_type(dtype)) for key, value in values.items()}
+        result = ask(given, _all(name, params))[0]
     assert result is not None
     return result
 
@@ -130,6 +131,54 @@ def test_step_rules_accept_extreme_numbers() -> None:
     x = np.array([-200.0, -3.6, 0.0, 3.6, 200.0])
     for name in ("sigmoid_surrogate", "fast_sigmoid", "erf", "atan", "log1pexp", "s2nn", "swish_sign"):
         assert np.isfinite(evaluate_default(name, {"x0": x, "dy0": np.ones(5)}, "float32")).all(), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", ["swish_sign", "squarewave_fourier"])
+def test_the_largest_inputs_give_finite_slopes(name: str, dtype: str) -> None:
+    largest = float(tf.as_dtype(dtype).max)
+    x = np.array([-largest, -0.7 * largest, 0.7 * largest, largest]).astype(numpy_type(dtype))
+    found = exact(evaluate_default(name, {"x0": x, "dy0": np.ones(4)}, dtype))
+    assert np.isfinite(found).all()
+    if name == "swish_sign":
+        np.testing.assert_array_equal(found, 0)
+
+
+def test_a_periodic_slope_is_exact_far_from_zero() -> None:
+    x = np.array([3.0 + 8 * 10**5, -3.0 - 8 * 2**17])
+    wanted = np.cos(2 * np.pi * 3 / 8) / 2
+    np.testing.assert_allclose(
+        evaluate_default("squarewave_fourier", {"x0": x, "dy0": np.ones(2)}, "float32"), wanted, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large"), [("float16", 40000.0), ("bfloat16", 2.0**100), ("float32", 1e30), ("float64", 1e300)]
+)
+@pytest.mark.parametrize("name", ["gradient_clip_norm", "gradient_normalize"])
+def test_squares_of_large_and_small_gradients_do_not_overflow(name: str, dtype: str, large: float) -> None:
+    """16 equal elements have a norm of four times their size."""
+    dy = np.full(16, large).astype(numpy_type(dtype))
+    np.testing.assert_allclose(exact(evaluate_default(name, {"x0": dy, "dy0": dy}, dtype)), 0.25, rtol=1e-3)
+    small = np.full(16, 1 / large).astype(numpy_type(dtype))
+    if name == "gradient_normalize" and dtype != "float16":
+        found = exact(
+            evaluate_default(name, {"x0": small, "dy0": small}, dtype, eps=1e-305 if dtype == "float64" else 1e-37)
+        )
+        np.testing.assert_allclose(found, 0.25, rtol=1e-2)
+
+
+def test_a_step_learned_from_no_elements_gets_zero() -> None:
+    with BoundRule(BUILTINS["lsq"], CASES["lsq"], "float32") as ask:
+        values = {"x0": np.zeros((0, 3), np.float32), "x1": np.float32(0.5), "dy0": np.zeros((0, 3), np.float32)}
+        _, to_step = ask(values, {"qn": -2.0, "qp": 3.0})
+    np.testing.assert_array_equal(np.asarray(to_step), 0)
+
+
+def test_a_steep_surrogate_is_right_in_16_bits() -> None:
+    """In bfloat16 itself, 1 - sigmoid(6.25) would be 0."""
+    found = exact(evaluate_default("sigmoid_surrogate", {"x0": [0.25], "dy0": [1.0]}, "bfloat16"))
+    np.testing.assert_allclose(found, 25 / (2 + 2 * np.cosh(6.25)), rtol=2**-8)
 
 
 @pytest.mark.parametrize("name", ["gradient_clip_norm", "gradient_normalize", "dorefa_gradient"])
