@@ -13,11 +13,11 @@ import type { GradientOverrideSchema, Position as PositionMessage, Selector } fr
 import type { Graph } from "./graph.js";
 import { Output, tensorName, tensorNames } from "./handles.js";
 import type { Names } from "./handles.js";
-import { definitionMessage, paramValues } from "./rules.js";
+import { definitionMessage, namedOrRule, paramValues } from "./rules.js";
 import type { Params, RuleSource } from "./rules.js";
 import { isRecord, listChoices, formatValue } from "./values.js";
 
-/** The name of a rule, or a rule that is not registered. */
+/** The name of a rule, a formula that cannot be a name such as `"dy * x"`, or a rule that is not registered. */
 export type RuleRef = string | RuleSource;
 
 /** A rule, or a rule with its params. */
@@ -243,8 +243,9 @@ function checkedPattern(pattern: readonly string[], where: string): string[] {
 }
 
 function checkedRule(rule: RuleRef, where: string): RuleRef {
-  if (typeof rule === "string" || (isRecord(rule) && ("expression" in rule || "graph" in rule))) return rule;
-  throw invalid(`${where} takes a rule's name, { expression } or { graph }, not ${formatValue(rule)}.`);
+  if (typeof rule === "string") return namedOrRule(rule);
+  if (isRecord(rule) && ("expression" in rule || "graph" in rule)) return rule;
+  throw invalid(`${where} takes a rule's name, a formula, { expression } or { graph }, not ${formatValue(rule)}.`);
 }
 
 function tensors(names: Names, what: string, graph: Graph | undefined): string[] {

@@ -10,7 +10,15 @@ from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.names import did_you_mean
 from gradrule._builder.node_arguments import attr_of_op
 from gradrule._builder.notebook_text import short_repr
-from gradrule._builder.rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
+from gradrule._builder.rules import (
+    OverrideValue,
+    Params,
+    Rule,
+    RuleLike,
+    named_or_rule,
+    param_value,
+    rule_and_params,
+)
 from gradrule.common.dtypes import as_dt
 from gradrule.common.tensor_codec import DtypeLike, dtype_number
 from gradrule.errors import InvalidOverrideError
@@ -105,7 +113,8 @@ class Override:
     """Gives a rule to the nodes that match all given selectors; at least one selector is needed.
 
     Args:
-        rule: a registered rule's name, a `Rule`, or `default`, which exempts the nodes from later overrides.
+        rule: a registered rule's name, a formula such as `"dy * x"`, a `Rule`, or `default`, which exempts the nodes
+            from later overrides.
         op_type: selector: op type, or a group such as `@activation`, `@linear`, `@step`.
         node: selector: name, `Node`, or glob (`*` and `?` match within a part between slashes, `**` across slashes).
         node_regex: selector: RE2 expression for the whole name.
@@ -163,7 +172,9 @@ class Override:
         order: Order = "first",
     ) -> None:
         if not isinstance(rule, str | Rule):
-            raise InvalidOverrideError(f"an override takes a rule's name or a gr.Rule, not {type(rule).__name__}")
+            raise InvalidOverrideError(
+                f"an override takes a rule's name, a formula or a gr.Rule, not {type(rule).__name__}"
+            )
         if isinstance(node, Node):
             node = node.name
         texts = {
@@ -209,7 +220,7 @@ class Override:
             raise InvalidOverrideError(
                 f"the override with rule {rule!r} selects nothing; give op_type, node, scope, pattern, region, …"
             )
-        values = (rule, selector, params, label, optional, _order(order))
+        values = (named_or_rule(rule), selector, params, label, optional, _order(order))
         for field, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, field, value)
 
