@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rules.case import Array, Case, Results, Values, logistic, sign
+from tests.rules.expression_case import Array, Case, Results, Values, logistic, sign
 from tests.unit.rules.running import Draws
 
 DRAWS = Draws()
@@ -78,7 +78,7 @@ def half_steps(values: Values) -> None:
 
 
 def fake_quant(values: Values, p: Any) -> Results:
-    """By the formulas of TensorFlow's documentation, which name scale and adjusted bounds, not levels."""
+    """Follows the formulas of TensorFlow's documentation, which use scale and adjusted bounds, not levels."""
     x, dy, low, high = values["x0"], values["dy0"], float(values["x1"]), float(values["x2"])
     assert low < 0 < high
     scale = (high - low) / (2**p.num_bits - 1 - p.narrow_range)
@@ -97,7 +97,7 @@ def bounds(values: Values) -> None:
 
 
 def softmax_slope(logits: Array, dy: Array, tau: float) -> Array:
-    """The Jacobian of softmax(logits / tau), row by row of the last axis, applied to dy."""
+    """Applies the Jacobian of softmax(logits / tau) to dy, row by row of the last axis."""
     result = np.zeros(dy.shape)
     for place in np.ndindex(dy.shape[:-1]):
         p = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rules.case import Case, Results, Values, density, logistic, sign
+from tests.rules.expression_case import Case, Results, Values, density, logistic, sign
 from tests.unit.rules.running import Draws
 
 

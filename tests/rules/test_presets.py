@@ -1,4 +1,4 @@
-"""Tests presets: their entries, params and names."""
+"""Presets: their entries, params and names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLUS = ["@convolution → lrp_zplus(eps=1e-06)"]
 ALPHA_BETA = ["@convolution → lrp_alpha_beta(alpha=2, beta=1, eps=1e-06)"]
 FLAT = ["@linear nearest the xs → lrp_flat(eps=1e-06)"]
 
-# What zennit's composites map to what, a first layer before the others.
+# The entries of zennit's composites, a first layer before the others.
 LINES = {
     "beta_smooth": ["Relu → relu_beta_smooth(beta=10)"],
     "deconvnet": ["Relu → deconvnet"],
@@ -49,7 +49,7 @@ LINES = {
 }
 
 
-def test_presets_are_zennits_composites() -> None:
+def test_presets_equal_zennits_composites() -> None:
     assert {preset.name: list(preset_message(preset).overrides) for preset in PRESETS} == LINES
     assert [preset.name for preset in PRESETS] == sorted(LINES)
     assert len(PRESETS) == len(LINES)
