@@ -371,5 +371,5 @@ def test_params_by_a_label_that_nobody_gave_are_refused_where_it_is_ambiguous(ei
     scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
     overrides = [gr.Override(scaled, op_type="Sign", scope="a"), gr.Override(scaled, op_type="Sign")]
     with refused("UNKNOWN_PARAM") as refusal:
-        ask(either, tower(), overrides, params={"Sign": {"alpha": 5.0}})
+        evaluate_tower(either, tower(), overrides, params={"Sign": {"alpha": 5.0}})
     refusal.says("'Sign'", "'alpha'", "label")
