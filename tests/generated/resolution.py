@@ -307,7 +307,8 @@ class Resolver:
             if (isinstance(item, Node) and item.index in members)
             or (isinstance(item, Call) and item.members and members.issuperset(item.members))
         ]
-        invalid |= any(item in self._taken for item in items)
+        held = [one for item in items if isinstance(item, Node) and item.bodies for one in inside(item)]
+        invalid |= any(item in self._taken for item in [*items, *held])
         if invalid or not items:
             self.found.refusals.append(("INVALID_OVERRIDE", number))
             return
