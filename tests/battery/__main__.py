@@ -1,8 +1,8 @@
-"""`python -m tests.battery`: runs rows of the battery against servers of its own on loopback.
+"""`python -m tests.battery`: runs rows of the battery against its own servers on loopback.
 
-What each row finds is shown against its target; a table comes at the end, and one JSON object as the last line and in
-`battery.json`, the same as a page in `battery.md`. Exit code 1: a target was missed. With `--scale 1`, the default, it
-takes hours; a missed target is a figure like any other.
+Each row's figures are shown beside its target; a table follows at the end, one JSON object as the last line and in
+`battery.json`, and the same as a page in `battery.md`. Exit code 1: a target was missed. `--scale 1`, the default,
+takes hours.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rich.console import Console
 from tests.battery import report
 from tests.battery.figures import Scale
 from tests.battery.report import Report
-from tests.battery.rows import MODULES, measured
+from tests.battery.rows import MODULES, measure
 
 _OUT = Path("out")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs what the arguments say; the exit code."""
+    """Runs the rows that the arguments select; returns the exit code."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
     scale = Scale(options.scale, options.seed, options.out / "battery", options.seconds)
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     found = Report(scale)
     for name in options.rows:
         console.print(f"[bold]{name}[/bold]: runs", highlight=False)
-        found.rows[name] = measured(name, scale)
+        found.rows[name] = measure(name, scale)
         report.show_row(console, name, found.rows[name])
     report.show_table(console, found)
     line = found.as_json()
@@ -82,8 +82,8 @@ def _positive(text: str) -> float:
 
 
 def _replay(paths: Sequence[Path], scale: Scale, console: Console) -> int:
-    """Sends saved cases one after the other to one server; 1 where one still is a fault."""
-    # TensorFlow comes with it.
+    """Sends saved cases one by one to one server; returns 1 if one is still a fault."""
+    # Imports TensorFlow.
     from tests.battery import fuzz
     from tests.battery.serving import served
 

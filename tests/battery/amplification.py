@@ -1,7 +1,7 @@
-"""How much memory of the front end's an input takes: large inputs, one at a time, peak against size.
+"""Measures how much memory of the front end large inputs take, one at a time: peak against size.
 
-Target: at most ten times the input and 128 MiB; the error is typed. A process keeps some of what it has freed, so what
-an input takes would vanish in what those before it took: each has a server of its own.
+Target: at most ten times the input plus 128 MiB; the error is typed. Each input has its own server, because a process
+reuses freed memory, which would hide the growth.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from gradrule.v1 import evaluate_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2
-from tests.battery import judging
+from tests.battery import answer_checks
+from tests.battery.answer_checks import Verdict
 from tests.battery.figures import Figures, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Verdict
 from tests.battery.serving import served
 from tests.processes import peak_bytes, reset_peak, resources
 from tests.service import raw
@@ -34,7 +34,7 @@ TARGET = "memory of the front end ≤ 10 × input + 128 MiB"
 
 
 def run(scale: Scale) -> Figures:
-    """Each input once, however long the run."""
+    """Sends each input once, for any scale."""
     found = Amplified()
     for name in INPUTS:
         with served(scale, "amplification") as server:
@@ -51,13 +51,13 @@ def run(scale: Scale) -> Figures:
 
 @dataclass
 class Amplified:
-    """figures: by input, bytes of peak growth per byte sent. faults: inputs past the bar, or with untyped errors."""
+    """Holds peak growth per byte sent (figures), and inputs beyond the limit or with untyped errors (faults)."""
 
     figures: dict[str, float] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def add(self, other: Amplified) -> None:
-        """Those of other inputs."""
+        """Adds the figures of other inputs."""
         self.figures |= other.figures
         self.faults += other.faults
 
@@ -65,7 +65,7 @@ class Amplified:
 async def measure(
     server: RunningServer, names: Iterable[str], factor: float = FACTOR, constant_bytes: int = CONSTANT_BYTES
 ) -> Amplified:
-    """Sends inputs, one after the other. The front end may take `factor` times its size, and so many bytes more."""
+    """Sends inputs one by one. The front end may grow by `factor` times the input's size plus a constant."""
     found = Amplified()
     async with channel(server.target) as own:
         for name in names:
@@ -75,11 +75,11 @@ async def measure(
             pid = server.process.pid
             before = resources(pid).resident_bytes
             reset_peak(pid)
-            judged = judging.GOOD
+            judged = answer_checks.GOOD
             try:
                 await own.unary_unary(f"/gradrule.v1.{method}")(data, timeout=_DEADLINE_S)
             except grpc.RpcError as failure:
-                judged = judging.of_failure(failure)
+                judged = answer_checks.check_failure(failure)
             grown = peak_bytes(pid) - before
             found.figures[name] = round(grown / len(data), 1)
             if grown > factor * len(data) + constant_bytes:
@@ -92,21 +92,21 @@ async def measure(
 
 
 def many_nodes() -> bytes:
-    """A chain of 150,000 nodes."""
+    """Makes a chain of 150,000 nodes."""
     nodes = [raw.placeholder()]
     nodes += [graph_pb2.Node(name=f"n{i}", op="Neg", input=[f"n{i - 1}" if i else "x"]) for i in range(150_000)]
     return raw.request(raw.graph(*nodes), fetches=["n9"]).SerializeToString()
 
 
 def empty_nodes() -> bytes:
-    """Nodes of two bytes each: what is smallest on the wire and largest when parsed."""
+    """Makes nodes of two bytes each: the smallest on the wire and the largest when parsed."""
     message = evaluate_pb2.EvaluateRequest()
     message.spec.graph.serialized = b"\x0a\x00" * 2_000_000
     return message.SerializeToString()
 
 
 def empty_nodes_inline() -> bytes:
-    """The same where the server parses it with the request."""
+    """Makes the same nodes in an inline graph, which is parsed with the request."""
     graph = b"\x0a\x00" * 2_000_000
     source = b"\x0a" + _varint(len(graph)) + graph
     spec = b"\x0a" + _varint(len(source)) + source
@@ -114,18 +114,18 @@ def empty_nodes_inline() -> bytes:
 
 
 def empty_overrides() -> bytes:
-    """Overrides that say nothing."""
+    """Makes overrides without content."""
     message = raw.request(raw.sign_graph())
     return message.SerializeToString() + b"\x12" + _length_delimited(b"\x12\x00" * 1_000_000)
 
 
 def empty_feeds() -> bytes:
-    """Feeds that say nothing."""
+    """Makes feeds without content."""
     return raw.request(raw.sign_graph()).SerializeToString() + b"\x1a\x00" * 1_000_000
 
 
 def many_dimensions() -> bytes:
-    """A feed whose shape has a million dimensions."""
+    """Makes a feed whose shape has a million dimensions."""
     shape = b"\x12\x00" * 1_000_000
     tensor = b"\x08\x01\x12" + _length_delimited(shape)
     source = b"\x0a" + _length_delimited(tensor)
@@ -134,7 +134,7 @@ def many_dimensions() -> bytes:
 
 
 def many_values() -> bytes:
-    """A feed of small numbers, each a field of its own, that claims to be larger."""
+    """Makes a feed of small numbers, one field each, with a larger declared shape."""
     message = raw.request(raw.sign_graph(), {})
     feed = message.feeds.add(name="x").value.inline_tensor
     feed.dtype = raw.DT_FLOAT
@@ -144,19 +144,19 @@ def many_values() -> bytes:
 
 
 def long_name() -> bytes:
-    """One name of 8 MiB, in a request that quotes it in its error."""
+    """Makes a name of 8 MiB in a request whose error quotes it."""
     return raw.request(raw.sign_graph(), fetches=["y" * (8 << 20)]).SerializeToString()
 
 
 def long_expression() -> bytes:
-    """An expression of 8 MiB."""
+    """Makes an expression of 8 MiB."""
     definition = rule_pb2.RuleDefinition(expression="dy + " * (8 << 20 >> 3) + "dy")
     rule = rule_pb2.Rule(name="rules/long", definition=definition)
     return rule_pb2.CreateRuleRequest(rule=rule).SerializeToString()
 
 
 def many_params() -> bytes:
-    """A rule with 200,000 params."""
+    """Makes a rule with 200,000 params."""
     definition = rule_pb2.RuleDefinition(
         expression="dy", params=[rule_pb2.RuleParam(name=f"p{i}") for i in range(200_000)]
     )
@@ -164,7 +164,7 @@ def many_params() -> bytes:
 
 
 def many_selectors() -> bytes:
-    """Overrides each of which matches every node."""
+    """Makes overrides that each match every node."""
     nodes = [raw.placeholder()] + [raw.node(f"n{i}", "Sign", "x") for i in range(2_000)]
     override = override_pb2.GradientOverride(selector=override_pb2.Selector(node="**"), rule="Identity", optional=True)
     overrides = [override] * 2_000
@@ -174,24 +174,24 @@ def many_selectors() -> bytes:
 
 
 def long_call_name() -> bytes:
-    """A call with a name of 20 kB, of a function of 2,000 nodes."""
+    """Makes a call with a name of 20 kB of a function with 2,000 nodes."""
     return _calling(["c" * 20_000], 2_000)
 
 
 def long_call_names() -> bytes:
-    """Calls with names as long as they may be, of a function of 2,000 nodes."""
+    """Makes calls with names of the maximum length of a function with 2,000 nodes."""
     return _calling([f"{i:x<1000}" for i in range(40)], 2_000)
 
 
 def constant_in_function() -> bytes:
-    """A constant of 200 kB in a function that is called 300 times."""
+    """Makes a constant of 200 kB in a function that is called 300 times."""
     return _calling([f"c{i}" for i in range(300)], 1, 50_000)
 
 
 def gradient_of_many() -> bytes:
-    """A gradient of 1,000 nodes that belongs to 800 regions."""
+    """Makes one gradient of 1,000 nodes that belongs to 800 regions."""
     chain = [raw.node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "dy", T=_FLOAT) for i in range(1_000)]
-    graph = raw.graph(raw.placeholder(), *(_knot(i) for i in range(800)))
+    graph = raw.graph(raw.placeholder(), *(_region(i) for i in range(800)))
     graph.library.function.append(_function("g", "dy", "dx", chain))
     graph.library.registered_gradients.add(gradient_func="g", registered_op_type="G")
     graph.node.append(raw.node("y", "Identity", "k799"))
@@ -224,8 +224,8 @@ def _function(name: str, arg: str, result: str, nodes: list[graph_pb2.Node]) -> 
     return made
 
 
-def _knot(number: int) -> graph_pb2.Node:
-    """Ties up a region of its own, whose gradient is G."""
+def _region(number: int) -> graph_pb2.Node:
+    """Makes a region of its own, whose gradient is G."""
     taken = f"k{number - 1}" if number else "x"
     knot = raw.node(f"k{number}", "IdentityN", taken, taken)
     knot.attr["T"].list.type.extend([raw.DT_FLOAT] * 2)

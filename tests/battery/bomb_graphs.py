@@ -1,4 +1,4 @@
-"""Graphs of a few hundred bytes that ask for more memory than there is, told by shapes or by nothing."""
+"""Lists small graphs that need more memory than the machine has, visible from shapes or only at run time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.service.harmful_graphs import HarmfulGraph
 
 
 def _sum(build: Callable[[], Any]) -> Callable[[], Any]:
-    """The answer is one number; what it takes on the way is the bomb."""
+    """Reduces a large intermediate result to one number."""
     return lambda: build_graph_def(lambda: tf.identity(tf.reduce_sum(build()), name="y"))
 
 
-def _told_by_shapes(name: str, bomb: bombs.Bomb) -> HarmfulGraph:
+def _visible_from_shapes(name: str, bomb: bombs.Bomb) -> HarmfulGraph:
     return HarmfulGraph(name, lambda: tf_graph_pb2.GraphDef.FromString(bomb.build()), bomb.feeds, told=bomb.reason)
 
 
@@ -39,7 +39,7 @@ def _doubled_strings() -> Any:
 
 
 def _kept_by_a_loop() -> Any:
-    """A list that grows by 64 MiB a turn."""
+    """Makes a list that grows by 64 MiB per iteration."""
 
     def grow(count: Any, kept: Any) -> Any:
         return count + 1, kept.write(count, tf.fill([2**24], tf.cast(count, tf.float32)))
@@ -58,4 +58,4 @@ GROWING = (
 )
 """Each takes more and more while it runs, and nothing tells before."""
 
-BOMBS = (*(_told_by_shapes(name, bomb) for name, bomb in bombs.BOMBS.items()), *GROWING)
+BOMBS = (*(_visible_from_shapes(name, bomb) for name, bomb in bombs.BOMBS.items()), *GROWING)

@@ -1,7 +1,7 @@
-"""Memory bombs, with a healthy client beside them.
+"""Sends memory bombs beside a healthy client.
 
 Target: each gets a typed error, the next request is answered, no engine takes more than its limit and a quarter, and
-the front end no more than ten times the input and 64 MiB.
+the front end no more than ten times the input plus 64 MiB.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.battery import known, poison
+from tests.battery import harmful_requests, known_answers
 from tests.battery.amplification import CONSTANT_BYTES, FACTOR
+from tests.battery.answer_checks import Judgement
 from tests.battery.bomb_graphs import BOMBS
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Judgement
-from tests.battery.known import Healthy
+from tests.battery.known_answers import HealthyCalls
 from tests.battery.serving import served
 from tests.processes import engines, peak_bytes, reset_peak, resources
 from tests.service.harmful_graphs import HarmfulGraph
@@ -27,26 +27,26 @@ from tests.service.servers import RunningServer
 TARGET = "a typed error each, the next request is answered; a healthy client sees 0 errors"
 LONG_ROUNDS = 20
 LIMIT_BYTES = 4 << 30
-# How much more than its limit an engine may hold before it is noticed.
+# The memory beyond its limit that an engine may hold before the server notices.
 _SLACK = 1.25
 _DEADLINE_S = 30.0
 _LOOK_S = 0.05
 
 
 def run(scale: Scale) -> Figures:
-    """Twenty rounds in the long run, each with other graphs."""
+    """Runs twenty rounds at full scale, each with different graphs."""
     with served(scale, "bombs", **settings()) as server:
         return asyncio.run(bomb(server, scale, BOMBS, scale.count(LONG_ROUNDS)))
 
 
 def settings() -> dict[str, object]:
-    """Of the server: engines of 4 GiB, and a spare one."""
+    """Returns settings of a server with engines of 4 GiB and a spare."""
     return {"memory_limit": LIMIT_BYTES, "spares": 1}
 
 
 @dataclass(frozen=True)
-class Went:
-    """How a bomb went. front_bytes: that the front end grew by at its peak; engine_bytes: of the largest engine."""
+class BombResult:
+    """Describes the result of a bomb. front_bytes: peak growth of the front end; engine_bytes: largest engine."""
 
     judged: Judgement
     sent_bytes: int
@@ -56,10 +56,10 @@ class Went:
 
 
 async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGraph], rounds: int) -> Figures:
-    """So many rounds."""
+    """Runs that many rounds."""
     findings, told, clock = Findings(), Counter[str](), scale.clock()
     front, engine, done = 0, 0, 0
-    async with poison.beside(server.target) as seen:
+    async with harmful_requests.healthy_client_beside(server.target) as seen:
         for bad in (bad for _ in range(rounds) for bad in corpus):
             if clock.is_over or server.process.poll() is not None:
                 break
@@ -73,28 +73,30 @@ async def bomb(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGrap
     return summary(seen, findings, told, done, server.process.poll(), details)
 
 
-async def _sent(server: RunningServer, bad: HarmfulGraph) -> Went:
-    await poison.calm(server, 1)
-    data, pid = poison.request(bad), server.process.pid
+async def _sent(server: RunningServer, bad: HarmfulGraph) -> BombResult:
+    await harmful_requests.wait_for_engines(server, 1)
+    data, pid = harmful_requests.request(bad), server.process.pid
     before = resources(pid).resident_bytes
     reset_peak(pid)
     async with channel(server.target) as own:
-        asking = asyncio.ensure_future(poison.ask(own, data, _DEADLINE_S))
+        asking = asyncio.ensure_future(harmful_requests.send(own, data, _DEADLINE_S))
         largest = 0
         while not asking.done():
             await asyncio.sleep(_LOOK_S)
             for engine in engines(pid):
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the engine has just ended
                     largest = max(largest, resources(engine).resident_bytes)
         judged = await asking
         number = len(data)
-        answer: bytes = await own.unary_unary(poison.EVALUATE)(known.request(number), timeout=_DEADLINE_S)
-        return Went(judged, number, peak_bytes(pid) - before, largest, known.wrong(number, answer))
+        answer: bytes = await own.unary_unary(harmful_requests.EVALUATE)(
+            known_answers.request(number), timeout=_DEADLINE_S
+        )
+        return BombResult(judged, number, peak_bytes(pid) - before, largest, known_answers.wrong(number, answer))
 
 
-def judge(bad: HarmfulGraph, went: Went) -> list[str]:
-    """What is wrong with how a bomb went."""
-    found = poison.strange(bad, went.judged)
+def judge(bad: HarmfulGraph, went: BombResult) -> list[str]:
+    """Returns the faults of one result."""
+    found = harmful_requests.unexpected(bad, went.judged)
     if went.front_bytes > FACTOR * went.sent_bytes + CONSTANT_BYTES:
         found.append(f"{bad.name}: {went.sent_bytes} bytes sent, the front end grew by {went.front_bytes >> 20} MiB")
     if went.engine_bytes > _SLACK * LIMIT_BYTES:
@@ -105,15 +107,15 @@ def judge(bad: HarmfulGraph, went: Went) -> list[str]:
 
 
 def summary(
-    seen: Healthy,
+    seen: HealthyCalls,
     findings: Findings,
     told: Counter[str],
     done: int,
     ended_with: int | None,
     details: dict[str, object],
 ) -> Figures:
-    """The row's figures."""
-    for fault in poison.complaints("bombs", seen):
+    """Returns the row's figures."""
+    for fault in harmful_requests.complaints("bombs", seen):
         findings.add(fault)
     if ended_with is not None:
         findings.add(f"the front end ended with {ended_with}")

@@ -1,4 +1,4 @@
-"""Servers that the short rows share."""
+"""Provides servers that the short rows share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SHORT = 0.01
 
 @pytest.fixture(scope="session")
 def scale(tmp_path_factory: pytest.TempPathFactory) -> Scale:
-    """A hundredth of the long run."""
+    """Returns a hundredth of full scale."""
     folder: Path = tmp_path_factory.mktemp("battery")
     return Scale(SHORT, seed=1, folder=folder)
 
 
 @pytest.fixture(scope="session")
 def shared_server(scale: Scale) -> Iterator[RunningServer]:
-    """One with default settings, for rows that do nothing to it."""
+    """Returns a server with default settings, for rows that do not harm it."""
     with served(scale, "shared") as running:
         yield running

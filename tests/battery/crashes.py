@@ -1,6 +1,6 @@
-"""Graphs that kill the process that runs them, with a healthy client beside them, on a server that runs any op.
+"""Sends graphs that crash their process, beside a healthy client, to a server that runs any op.
 
-Target: each gets a typed error that names the crash, nothing refuses it before; the healthy client sees no error.
+Target: each gets a typed error that names the crash, and no check refuses it before; the healthy client sees no error.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.battery import poison
+from tests.battery import harmful_requests
+from tests.battery.answer_checks import Judgement
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Judgement
-from tests.battery.known import Healthy
+from tests.battery.known_answers import HealthyCalls
 from tests.battery.serving import served
 from tests.processes import engines
 from tests.service.harmful_graphs import CRASHES, HarmfulGraph
@@ -27,38 +27,38 @@ _SIGNAL = re.compile(r"\bSIG[A-Z]{3,}\b")
 
 
 def run(scale: Scale) -> Figures:
-    """Fifty rounds of the corpus in the long run, each with other graphs."""
+    """Runs fifty rounds of the corpus at full scale, each with different graphs."""
     with served(scale, "crashes", **settings()) as server:
         return asyncio.run(crash(server, scale, CRASHES, scale.count(LONG_ROUNDS)))
 
 
 def settings() -> dict[str, object]:
-    """Of the server: nothing is refused because of what it is; the second engine is a spare."""
+    """Returns settings of a server that refuses no graph; the second engine is a spare."""
     return {"trust": "full", "spares": 1}
 
 
 async def crash(server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGraph], rounds: int) -> Figures:
-    """So many rounds."""
+    """Runs that many rounds."""
     findings, told, clock, done = Findings(), Counter[str](), scale.clock(), 0
-    async with poison.beside(server.target) as seen, channel(server.target) as own:
+    async with harmful_requests.healthy_client_beside(server.target) as seen, channel(server.target) as own:
         for bad in (bad for _ in range(rounds) for bad in corpus):
             if clock.is_over or server.process.poll() is not None:
                 break
-            before = set(await poison.calm(server, 2))
-            judged = await poison.ask(own, poison.request(bad), _DEADLINE_S)
+            before = set(await harmful_requests.wait_for_engines(server, 2))
+            judged = await harmful_requests.send(own, harmful_requests.request(bad), _DEADLINE_S)
             died = bool(before - set(engines(server.process.pid)))
             told[judged.reason or judged.verdict.name] += 1
             for fault in judge(bad, judged, died):
                 findings.add(fault)
             done += 1
-        # Whoever asks next is answered.
+        # The next request must be answered.
         await asyncio.sleep(1.0)
     return summary(seen, findings, told, done, server.process.poll())
 
 
-def summary(seen: Healthy, findings: Findings, told: Counter[str], done: int, ended_with: int | None) -> Figures:
-    """The row's figures."""
-    for fault in poison.complaints("crashes", seen):
+def summary(seen: HealthyCalls, findings: Findings, told: Counter[str], done: int, ended_with: int | None) -> Figures:
+    """Returns the row's figures."""
+    for fault in harmful_requests.complaints("crashes", seen):
         findings.add(fault)
     if ended_with is not None:
         findings.add(f"the front end ended with {ended_with}")
@@ -81,8 +81,8 @@ def summary(seen: Healthy, findings: Findings, told: Counter[str], done: int, en
 
 
 def judge(bad: HarmfulGraph, judged: Judgement, died: bool) -> list[str]:
-    """What is wrong with the answer to a graph that kills. died: whether an engine ended meanwhile."""
-    found = poison.strange(bad, judged)
+    """Returns the faults of the answer to a crashing graph. died: whether an engine ended meanwhile."""
+    found = harmful_requests.unexpected(bad, judged)
     if found:
         return found
     is_crash = judged.reason == "ENGINE_CRASHED"

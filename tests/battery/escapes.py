@@ -1,7 +1,7 @@
-"""Graphs for each dangerous category, in an engine that checks nothing, with the sandbox alone around it.
+"""Runs graphs of each dangerous category in an engine without checks, confined by the sandbox alone.
 
-Target: no canary read, written, listed or connected to. Without the sandbox, each graph reaches its canary: it would
-do harm.
+Target: no canary is read, written, listed or connected to. Without the sandbox each graph reaches its canary, which
+proves that it would do harm.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Case = tuple[Escape, str]
 
 
 def run(scale: Scale) -> Figures:
-    """All graphs, however long the run."""
+    """Runs all graphs, for any scale."""
     return attempt(scale, CASES)
 
 
 def attempt(scale: Scale, cases: Sequence[Case]) -> Figures:
-    """Each case with the sandbox and without it."""
+    """Runs each case with and without the sandbox."""
     confined, reached = _reached(scale, "on", cases)
     _, free = _reached(scale, "off", cases)
     return judge(cases, confined, reached, free)
 
 
 def judge(cases: Sequence[Case], confined: bool, reached: set[str], free: set[str]) -> Figures:
-    """The row's figures. confined: whether the kernel can confine; reached, free: with the sandbox and without it."""
+    """Returns the row's figures. confined: whether the kernel can confine; reached: with the sandbox; free: without."""
     findings = Findings()
     if not confined:
         findings.add("this kernel has no Landlock: engines cannot be kept from files here")

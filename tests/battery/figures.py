@@ -1,4 +1,4 @@
-"""What a row of the battery is given, and what it reports."""
+"""Defines what a row of the battery gets and what it reports."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of the long run a row does.
+    """Defines how much of the full scale a row runs.
 
-    share: of the long run's numbers; 1 is all. seconds: where given, the row does what fits into them instead.
-    folder: where it puts what it leaves behind: failing inputs, data of servers.
+    share: of the full numbers; 1 is all. seconds: if given, the row runs for that time instead.
+    folder: for failing inputs and data of servers.
     """
 
     share: float
@@ -24,15 +24,15 @@ class Scale:
 
     @property
     def is_sample(self) -> bool:
-        """Whether a row does less than the long run."""
+        """Returns whether a row runs less than the full scale."""
         return self.seconds is not None or self.share < 1
 
     def count(self, long: int, least: int = 1) -> int:
-        """So many cases of the long run's."""
+        """Returns the number of cases for a number at full scale."""
         return max(least, round(long * self.share))
 
     def clock(self, otherwise: float | None = None) -> Clock:
-        """The time that the row has from now on. `otherwise`: seconds of a row whose length is a time."""
+        """Returns the time limit from now on. `otherwise`: seconds for a row whose length is a time."""
         limit = self.seconds
         if limit is None and otherwise is not None:
             limit = otherwise * self.share
@@ -41,7 +41,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Clock:
-    """Says when the time of a row is over."""
+    """Measures the time of a row."""
 
     ends_at: float | None
 
@@ -52,7 +52,7 @@ class Clock:
 
 @dataclass
 class Figures:
-    """What a row found. met: whether the target stands. details: figures by name, JSON values."""
+    """Holds the result of a row. met: whether it met its target. details: figures by name, JSON values."""
 
     target: str
     cases: int
@@ -64,7 +64,7 @@ class Figures:
 
 
 class Row(Protocol):
-    """One row: a module's function `run`."""
+    """Runs one row: a module's function `run`."""
 
     def __call__(self, scale: Scale) -> Figures: ...
 
@@ -73,7 +73,7 @@ MAX_FINDINGS = 20
 
 
 class Findings:
-    """Counts failures and keeps the first few in words."""
+    """Counts failures and stores the first few texts."""
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self.count = 0
@@ -81,7 +81,7 @@ class Findings:
         self._say = say
 
     def add(self, line: str) -> None:
-        """One failure."""
+        """Adds one failure."""
         self.count += 1
         if len(self.lines) < MAX_FINDINGS:
             self.lines.append(line)

@@ -1,7 +1,7 @@
-"""Fuzzing: random and structured bytes, requests, graphs, rules, tensors, streams, sessions and uploads.
+"""Fuzzes the server with random and structured bytes, requests, graphs, rules, tensors, streams, sessions and uploads.
 
-Target: no death of the front end, no untyped error. An engine may die, if its caller is told so. Whatever fails is
-saved and can be sent again (`--replay`). What memory inputs take is the row `amplification`.
+Target: the front end never dies, and every error is typed. An engine may die if its caller is told so. Failing cases
+are saved and can be sent again (`--replay`). The row `amplification` measures the memory of inputs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import grpc
 
-from tests.battery import judging
+from tests.battery import answer_checks
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.fuzzing.cases import Case, Cases
 from tests.battery.fuzzing.seeds import seeds
 from tests.battery.fuzzing.sending import IN_FLIGHT, Outcome, Tally, channel, send
-from tests.battery.known import Healthy, HealthyClient
+from tests.battery.known_answers import HealthyCalls, HealthyClient
 from tests.battery.serving import served
 from tests.processes import peak_bytes, reset_peak, resources
 from tests.service.servers import RunningServer
@@ -27,13 +27,13 @@ from tests.service.servers import RunningServer
 TARGET = "0 deaths of the front end, 0 untyped errors"
 LONG = 1_000_000
 CHANNELS = 4
-# Longer than this without an answer of any kind, and the server has stopped to serve.
+# Without any answer for this time the server counts as dead.
 STALL_S = 5.0
 ENGINE_MEMORY = "4GiB"
-# Of the healthy client's requests. The fuzzer is the same tenant: dozens of its graphs that hang can hold all threads
-# of the engine until a deadline has passed.
+# The share of the healthy client's requests that may fail. The fuzzer is the same tenant: dozens of its hanging graphs
+# can occupy all threads of the engine until a deadline.
 FAILED = 0.01
-# Of the cases, those whose status gRPC's own client may lose.
+# The share of cases whose status gRPC's own client may lose.
 LOST = 0.01
 _FEW = 5
 _DIED = {"ENGINE_CRASHED", "MEMORY_EXCEEDED", "SESSION_LOST"}
@@ -46,16 +46,16 @@ def run(scale: Scale) -> Figures:
 
 
 def settings() -> dict[str, object]:
-    """Of the server that is fuzzed: short deadlines, bounded memory, room for all that the cases register."""
+    """Returns settings of the fuzzed server: short deadlines, a memory limit, room for all registered cases."""
     return {"default_deadline_s": 10, "max_deadline_s": 10, "memory_limit": ENGINE_MEMORY}
 
 
 async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
-    """Sends so many cases, with a healthy client beside them."""
+    """Sends that many cases beside a healthy client."""
     findings = Findings()
     tally = Tally()
     cases = Cases(seeds(scale.seed), scale.seed)
-    healthy, pulse = HealthyClient(server.target), Pulse(server.target)
+    healthy, pulse = HealthyClient(server.target), HealthPoller(server.target)
     beside = [asyncio.ensure_future(healthy.run()), asyncio.ensure_future(pulse.run())]
     before = resources(server.process.pid).resident_bytes
     reset_peak(server.process.pid)
@@ -66,7 +66,7 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
     healthy.stop()
     pulse.stop()
     await asyncio.gather(*beside)
-    for fault in (*suffered(healthy.seen, pulse), *lost(tally)):
+    for fault in (*harm_to_others(healthy.seen, pulse), *lost_statuses(tally)):
         findings.add(fault)
     if server.process.poll() is not None:
         findings.add(f"the front end ended with {server.process.returncode}")
@@ -96,8 +96,8 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
     )
 
 
-def suffered(seen: Healthy, pulse: Pulse) -> list[str]:
-    """What those who only wanted to be served went through meanwhile. An error that a second try cured is none."""
+def harm_to_others(seen: HealthyCalls, pulse: HealthPoller) -> list[str]:
+    """Returns what other clients suffered. An error that a retry cured does not count."""
     found = [f"the healthy client got a wrong answer: {fault}" for fault in seen.wrong]
     if seen.failed > FAILED * seen.asked:
         found.append(f"{seen.failed} requests of the healthy client failed: {seen.errors}")
@@ -108,9 +108,9 @@ def suffered(seen: Healthy, pulse: Pulse) -> list[str]:
     return found
 
 
-def lost(tally: Tally) -> list[str]:
-    """What says nothing of the server now and then says that it tells nothing where it is often."""
-    count = tally.reasons[judging.LOST_STATUS]
+def lost_statuses(tally: Tally) -> list[str]:
+    """Returns a fault if more statuses were lost than gRPC's own client may lose."""
+    count = tally.reasons[answer_checks.LOST_STATUS]
     return [f"{count} statuses were lost"] if count > _FEW + LOST * tally.cases else []
 
 
@@ -145,7 +145,7 @@ async def _send_all(
 
 
 def note(case: Case, outcome: Outcome, name: str, folder: Path, findings: Findings) -> None:
-    """Keeps a case that failed, or that ended an engine, so that it can be sent again."""
+    """Saves a case that failed or ended an engine, so that it can be sent again."""
     faults = outcome.faults
     for fault in faults:
         path = folder / f"fault-{name}.json"
@@ -164,8 +164,8 @@ async def replay(server: RunningServer, path: Path) -> Outcome:
         return await send(own, Case.load(path))
 
 
-class Pulse:
-    """Asks the front end for its health, again and again: how long it was deaf at most, for ever where it fails."""
+class HealthPoller:
+    """Polls the front end's health and records the longest time without an answer; infinite if a call fails."""
 
     _CHECK = "/grpc.health.v1.Health/Check"
 

@@ -1,6 +1,6 @@
-"""Graphs that take an engine's time without an end, with a healthy client beside them, on a server that runs any op.
+"""Sends graphs that run without end, beside a healthy client, to a server that runs any op.
 
-Target: the engine is gone, or at rest, at most a second after the deadline; the caller has a typed error; the healthy
+Target: the engine has ended or is idle at most a second after the deadline; the caller gets a typed error; the healthy
 client sees no error.
 """
 
@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.battery import poison
+from tests.battery import harmful_requests
+from tests.battery.answer_checks import Judgement, Verdict
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Judgement, Verdict
-from tests.battery.known import Healthy
+from tests.battery.known_answers import HealthyCalls
 from tests.battery.serving import served
 from tests.processes import busy_processes
 from tests.service.harmful_graphs import HANGS, HarmfulGraph
@@ -27,18 +27,18 @@ DEADLINE_S = 2.0
 GONE_S = 1.0
 _WATCH_S = 3.0
 _EVERY_S = 0.05
-# So often in a row seen at work, and an engine is not only answering something small.
+# The number of consecutive samples at work after which an engine is not just answering something small.
 _LOOKS = 4
 
 
 def run(scale: Scale) -> Figures:
-    """Fifty rounds of the corpus in the long run, each with other graphs."""
+    """Runs fifty rounds of the corpus at full scale, each with different graphs."""
     with served(scale, "hangs", **settings()) as server:
         return asyncio.run(hang(server, scale, HANGS, scale.count(LONG_ROUNDS)))
 
 
 def settings() -> dict[str, object]:
-    """Of the server, which keeps the deadline, and whose limits refuse nothing that can hang an engine."""
+    """Returns settings of a server with this deadline and without limits that refuse a hanging graph."""
     return {
         "trust": "full",
         "spares": 1,
@@ -49,8 +49,8 @@ def settings() -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """One graph's end. late_s: seconds after the deadline, or the answer, in which an engine still worked on it."""
+class HangResult:
+    """Describes the end of one graph. late_s: seconds of work after the deadline or the answer."""
 
     judged: Judgement
     late_s: float
@@ -59,10 +59,10 @@ class Ended:
 async def hang(
     server: RunningServer, scale: Scale, corpus: Sequence[HarmfulGraph], rounds: int, gone_s: float = GONE_S
 ) -> Figures:
-    """So many rounds."""
+    """Runs that many rounds."""
     findings, told, clock = Findings(), Counter[str](), scale.clock()
     late: list[float] = []
-    async with poison.beside(server.target, every_s=0.2) as seen:
+    async with harmful_requests.healthy_client_beside(server.target, every_s=0.2) as seen:
         for bad in (bad for _ in range(rounds) for bad in corpus):
             if clock.is_over or server.process.poll() is not None:
                 break
@@ -75,15 +75,15 @@ async def hang(
     return summary(seen, findings, told, late, server.process.poll())
 
 
-async def _ended(server: RunningServer, bad: HarmfulGraph) -> Ended:
+async def _ended(server: RunningServer, bad: HarmfulGraph) -> HangResult:
     loop = asyncio.get_running_loop()
-    watched = await poison.calm(server, 2)
-    data = poison.request(bad)
+    watched = await harmful_requests.wait_for_engines(server, 2)
+    data = harmful_requests.request(bad)
     async with channel(server.target) as own:
-        # The server's time begins with the request, not with the connection.
+        # The server's deadline starts with the request, not with the connection.
         await own.channel_ready()
         deadline = loop.time() + DEADLINE_S
-        asking = asyncio.ensure_future(poison.ask(own, data, None))
+        asking = asyncio.ensure_future(harmful_requests.send(own, data, None))
         ends_at, busy_at = deadline, 0.0
         at_work = [busy_processes(watched)] * _LOOKS
         while loop.time() < ends_at + _WATCH_S:
@@ -95,25 +95,25 @@ async def _ended(server: RunningServer, bad: HarmfulGraph) -> Ended:
                 busy_at = loop.time()
         late_s = max(0.0, busy_at - ends_at)
         if asking.done():
-            return Ended(asking.result(), late_s)
+            return HangResult(asking.result(), late_s)
         asking.cancel()
-        return Ended(Judgement(Verdict.FAULT, what="no answer"), late_s)
+        return HangResult(Judgement(Verdict.FAULT, what="no answer"), late_s)
 
 
-def judge(bad: HarmfulGraph, ended: Ended, gone_s: float = GONE_S) -> list[str]:
-    """What is wrong with how a graph that hangs ended."""
-    # What grows meanwhile may be at the end of its memory first.
-    found = poison.strange(bad, ended.judged, "MEMORY_EXCEEDED")
+def judge(bad: HarmfulGraph, ended: HangResult, gone_s: float = GONE_S) -> list[str]:
+    """Returns the faults of the end of one graph."""
+    # A growing graph may exhaust its memory first.
+    found = harmful_requests.unexpected(bad, ended.judged, "MEMORY_EXCEEDED")
     if ended.late_s > gone_s:
         found.append(f"{bad.name}: an engine worked on {ended.late_s:.1f} s after the deadline ({ended.judged.reason})")
     return found
 
 
 def summary(
-    seen: Healthy, findings: Findings, told: Counter[str], late: list[float], ended_with: int | None
+    seen: HealthyCalls, findings: Findings, told: Counter[str], late: list[float], ended_with: int | None
 ) -> Figures:
-    """The row's figures."""
-    for fault in poison.complaints("hangs", seen):
+    """Returns the row's figures."""
+    for fault in harmful_requests.complaints("hangs", seen):
         findings.add(fault)
     if ended_with is not None:
         findings.add(f"the front end ended with {ended_with}")

@@ -1,7 +1,7 @@
-"""Slow and hostile clients, each beside a healthy one.
+"""Runs slow and hostile clients, each beside a healthy one.
 
-Target: the healthy client sees no error and no wrong answer and waits at most a second (p99); the front end lives,
-and has as many descriptors afterwards as before, and memory that is bounded.
+Target: the healthy client sees no error and no wrong answer, and waits at most a second (p99); the front end survives
+with its former number of descriptors and limited memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import grpc
 import numpy as np
 
 from gradrule.v1 import blob_pb2, evaluate_pb2
-from tests.battery import judging, wire
+from tests.battery import answer_checks, wire
 from tests.battery.figures import Figures, Findings, Scale
-from tests.battery.known import HealthyClient
+from tests.battery.known_answers import HealthyClient
 from tests.battery.serving import growth_faults, served, settled
 from tests.processes import Resources, resources
 from tests.service import raw
@@ -26,7 +26,7 @@ from tests.service.servers import RunningServer
 
 TARGET = "a healthy client beside each: 0 errors, p99 ≤ 1 s; descriptors return, memory ≤ 256 MiB more"
 P99_S = 1.0
-# A connection that says nothing is closed after the handshake's timeout of 10 s.
+# A silent connection is closed after the handshake timeout of 10 s.
 _SETTLE_S = 20.0
 _LONG_S = 60.0
 _SHORT_S = 2.0
@@ -43,13 +43,13 @@ Attack = Callable[[str, float], Awaitable[Did]]
 
 
 def run(scale: Scale) -> Figures:
-    """A minute of each in the long run."""
+    """Runs each attack for a minute at full scale."""
     with served(scale, "hostile") as server:
-        return asyncio.run(endure(server, scale, max(_SHORT_S, _LONG_S * scale.share)))
+        return asyncio.run(run_attacks(server, scale, max(_SHORT_S, _LONG_S * scale.share)))
 
 
-async def endure(server: RunningServer, scale: Scale, seconds: float, p99_s: float = P99_S) -> Figures:
-    """Each attack for so many seconds."""
+async def run_attacks(server: RunningServer, scale: Scale, seconds: float, p99_s: float = P99_S) -> Figures:
+    """Runs each attack for that many seconds."""
     findings = Findings()
     details: dict[str, object] = {}
     clock = scale.clock()
@@ -104,7 +104,7 @@ def judge(
     after: Resources,
     most_s: float = P99_S,
 ) -> list[str]:
-    """What one attack did that it must not."""
+    """Returns the faults during one attack."""
     found = [f"{name}: the healthy client saw {count} × {reason}" for reason, count in errors.items()]
     found += [f"{name}: a wrong answer: {fault}" for fault in wrong]
     if p99_s > most_s:
@@ -124,7 +124,7 @@ async def _warm_up(target: str) -> None:
 
 
 async def silent_connections(target: str, seconds: float) -> Did:
-    """Connected, and nothing sent, or half a preface."""
+    """Opens connections that send nothing, or half a preface."""
     async with contextlib.AsyncExitStack() as stack:
         for number in range(300):
             _, writer = await stack.enter_async_context(wire.connected(target))
@@ -134,7 +134,7 @@ async def silent_connections(target: str, seconds: float) -> Did:
 
 
 async def byte_at_a_time(target: str, seconds: float) -> Did:
-    """A request whose bytes come one by one and never to their end."""
+    """Sends a request byte by byte, without its end."""
     block = wire.headers(_EVALUATE)
     data = wire.PREFACE + wire.settings() + wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block)
     data += wire.frame(wire.DATA, 0, 1, wire.message(raw.request(raw.sign_graph()).SerializeToString()))[:-5]
@@ -152,7 +152,7 @@ async def byte_at_a_time(target: str, seconds: float) -> Did:
 
 
 async def garbage(target: str, seconds: float) -> Did:
-    """Bytes that are no HTTP/2, before the preface and after it."""
+    """Sends invalid HTTP/2, before and after the preface."""
     random = np.random.default_rng(1)
     ends_at = time.monotonic() + seconds
     count = 0
@@ -160,7 +160,7 @@ async def garbage(target: str, seconds: float) -> Did:
         async with wire.connected(target) as (reader, writer):
             start = wire.PREFACE + wire.settings() if count % 2 else b""
             await wire.flood(writer, start + random.bytes(2000), 1)
-            await wire.drained(reader, 0.2)
+            await wire.read_until_closed(reader, 0.2)
         count += 1
     return count, "connections"
 
@@ -169,12 +169,12 @@ async def garbage(target: str, seconds: float) -> Did:
 
 
 async def _flooded(target: str, seconds: float, start: bytes, data: bytes) -> Did:
-    """One connection after another on which the same frames come as fast as they go."""
+    """Opens one connection after another and sends the same frames as fast as possible."""
     ends_at = time.monotonic() + seconds
     connections = frames = closed = 0
     while time.monotonic() < ends_at:
         async with wire.connected(target) as (reader, writer):
-            reading = asyncio.ensure_future(wire.drained(reader, seconds + 1))
+            reading = asyncio.ensure_future(wire.read_until_closed(reader, seconds + 1))
             await wire.flood(writer, wire.PREFACE + wire.settings() + start, 1)
             while time.monotonic() < ends_at and not reading.done():
                 sent = await wire.flood(writer, data * 50, 4)
@@ -192,37 +192,37 @@ async def _flooded(target: str, seconds: float, start: bytes, data: bytes) -> Di
 
 
 async def pings(target: str, seconds: float) -> Did:
-    """PING frames."""
+    """Sends PING frames."""
     return await _flooded(target, seconds, b"", wire.frame(wire.PING, payload=b"\x00" * 8))
 
 
 async def settings_frames(target: str, seconds: float) -> Did:
-    """SETTINGS frames, each of which wants an acknowledgement."""
+    """Sends SETTINGS frames, each of which needs an acknowledgement."""
     return await _flooded(target, seconds, b"", wire.settings((wire.INITIAL_WINDOW_SIZE, 65_535)))
 
 
 async def empty_data(target: str, seconds: float) -> Did:
-    """DATA frames that hold nothing and end nothing."""
+    """Sends empty DATA frames without END_STREAM."""
     start = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, wire.headers(_UPLOAD))
     return await _flooded(target, seconds, start, wire.frame(wire.DATA, 0, 1))
 
 
 async def endless_headers(target: str, seconds: float) -> Did:
-    """Headers that go on in CONTINUATION frames, for ever."""
+    """Sends CONTINUATION frames without end."""
     start = wire.frame(wire.HEADERS, 0, 1, wire.headers(_EVALUATE))
     more = wire.frame(wire.CONTINUATION, 0, 1, wire.literal(b"more", b"x" * 1000))
     return await _flooded(target, seconds, start, more)
 
 
 async def rapid_resets(target: str, seconds: float) -> Did:
-    """Calls that are begun and reset at once."""
+    """Starts calls and resets them at once."""
     block = wire.headers(_STREAM)
     cancel = wire.CANCEL.to_bytes(4, "big")
     ends_at = time.monotonic() + seconds
     count = connections = 0
     while time.monotonic() < ends_at:
         async with wire.connected(target) as (reader, writer):
-            reading = asyncio.ensure_future(wire.drained(reader, seconds + 1))
+            reading = asyncio.ensure_future(wire.read_until_closed(reader, seconds + 1))
             await wire.flood(writer, wire.PREFACE + wire.settings(), 1)
             stream = 1
             while time.monotonic() < ends_at and not reading.done():
@@ -258,7 +258,7 @@ def _channel(target: str) -> grpc.aio.Channel:
 
 
 async def huge_metadata(target: str, seconds: float) -> Did:
-    """More metadata than the server takes."""
+    """Sends more metadata than the server accepts."""
     ends_at = time.monotonic() + seconds
     reasons: dict[str, int] = {}
     async with _channel(target) as channel:
@@ -267,14 +267,14 @@ async def huge_metadata(target: str, seconds: float) -> Did:
             try:
                 await channel.unary_unary(_EVALUATE)(b"", timeout=10.0, metadata=metadata)
             except grpc.RpcError as failure:
-                judged = judging.of_failure(failure)
+                judged = answer_checks.check_failure(failure)
                 reason = judged.reason or judged.what
                 reasons[reason] = reasons.get(reason, 0) + 1
     return sum(reasons.values()), f"refusals of 64 keys of 900 bytes: {reasons}"
 
 
 async def many_streams(target: str, seconds: float) -> Did:
-    """Thousands of streams, opened on a few connections and left open."""
+    """Opens thousands of streams on a few connections and leaves them open."""
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(_channel(target)) for _ in range(5)]
         calls: list[Any] = [
@@ -290,7 +290,7 @@ async def many_streams(target: str, seconds: float) -> Did:
 
 
 async def never_reading(target: str, seconds: float) -> Did:
-    """Streams that ask for much and take nothing: windows of one byte, that are never opened."""
+    """Opens streams that request much and read nothing: windows of one byte are never enlarged."""
     x = np.zeros(256 * 1024, np.float32)
     graph = raw.sign_graph()
     question = evaluate_pb2.StreamEvaluateRequest(evaluate=raw.request(graph, {"x": raw.tensor(x)}))
@@ -302,7 +302,7 @@ async def never_reading(target: str, seconds: float) -> Did:
             start = wire.PREFACE + wire.settings((wire.INITIAL_WINDOW_SIZE, 1))
             start += wire.frame(wire.HEADERS, wire.END_HEADERS, 1, wire.headers(_STREAM))
             await wire.flood(writer, start, 1)
-            reading = asyncio.ensure_future(wire.drained(reader, seconds + 30))
+            reading = asyncio.ensure_future(wire.read_until_closed(reader, seconds + 30))
             ends_at = time.monotonic() + seconds
             number = 0
             while time.monotonic() < ends_at and not reading.done():
@@ -310,7 +310,7 @@ async def never_reading(target: str, seconds: float) -> Did:
                 data = wire.message(question.SerializeToString())
                 pieces = [data[at : at + 16_384] for at in range(0, len(data), 16_384)]
                 try:
-                    # The server's window for this stream closes as well, once it does not read on.
+                    # Flow control also blocks this stream once the server stops reading.
                     async with asyncio.timeout(0.5):
                         for piece in pieces:
                             writer.write(wire.frame(wire.DATA, 0, 1, piece))
@@ -329,7 +329,7 @@ async def never_reading(target: str, seconds: float) -> Did:
 
 
 async def endless_uploads(target: str, seconds: float) -> Did:
-    """Blobs whose end never comes."""
+    """Sends blobs without end."""
     sent = 0
     ends_at = time.monotonic() + seconds
 
@@ -354,7 +354,7 @@ async def endless_uploads(target: str, seconds: float) -> Did:
 
 
 async def reconnecting(target: str, seconds: float) -> Did:
-    """A new connection for every call, closed in the middle of it."""
+    """Opens a new connection for every call and closes it during the call."""
     ends_at = time.monotonic() + seconds
     block = wire.headers(_EVALUATE)
     body = wire.message(raw.request(raw.sign_graph()).SerializeToString())

@@ -1,7 +1,7 @@
-"""Raw HTTP/2 from a seed: frames, header blocks, prefaces, windows, floods, with and without a credential.
+"""Sends raw HTTP/2 from a seed: frames, header blocks, prefaces, windows, floods, with and without a credential.
 
-Target: the server stays up and answers a healthy client beside it always; it keeps no descriptors and no memory of
-connections that have gone; statuses are typed; no line of its log is forged or holds what a client sent.
+Target: the server survives and always answers a healthy client beside it; closed connections leave no descriptors and
+no memory; statuses are typed; no log line is forged or contains what a client sent.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from gradrule_server.identity.token_file import add_token, new_token
 from tests.battery import wire
 from tests.battery.figures import Clock, Figures, Findings, Scale
-from tests.battery.fuzz import Pulse
+from tests.battery.fuzz import HealthPoller
 from tests.battery.http2_cases import SECRET, Case, Cases
-from tests.battery.known import HealthyClient
+from tests.battery.known_answers import HealthyClient
 from tests.battery.serving import data_folder, growth_faults, served, settled
 from tests.processes import resources
 from tests.service.servers import RunningServer
@@ -28,20 +28,20 @@ from tests.service.servers import RunningServer
 TARGET = "the server stays up and answers others; 0 untyped statuses, 0 forged lines; memory and descriptors return"
 LONG = 1_000_000
 CONNECTIONS = 12
-# The front end reads what the fuzzer sends with the same processor.
+# The front end shares the processor with the fuzzer.
 STALL_S = 30.0
-# A connection that says nothing is closed after the handshake's timeout of 10 s.
+# A silent connection is closed after the handshake timeout of 10 s.
 _SETTLE_S = 30.0
 _ANSWER_S = 20.0
 _CLOSE_S = 20.0
 _UNKNOWN, _INTERNAL = 2, 13
-# gRPC's own answer to a path that is not UTF-8; nothing of the server's runs before it.
+# gRPC's own answer to a path that is not UTF-8, before any code of the server runs.
 _OF_GRPC = "Unexpected <class 'UnicodeDecodeError'>"
 
 
 @dataclass
 class Sent:
-    """What was sent, and what came back."""
+    """Counts what was sent and what came back."""
 
     cases: int = 0
     sent_bytes: int = 0
@@ -51,7 +51,7 @@ class Sent:
 
 
 def run(scale: Scale) -> Figures:
-    """Half of the cases go to a server that is open, half to one that wants tokens; 10⁶ in the long run."""
+    """Sends half of the cases to an open server and half to one that requires tokens; 10⁶ at full scale."""
     count = scale.count(LONG)
     half = Scale(scale.share, scale.seed, scale.folder, None if scale.seconds is None else scale.seconds / 2)
     with served(scale, "http2") as server:
@@ -73,11 +73,11 @@ def run(scale: Scale) -> Figures:
 
 
 async def fuzz(server: RunningServer, scale: Scale, count: int, token: str | None = None) -> Figures:
-    """Sends so many cases, with a healthy client beside them."""
+    """Sends that many cases beside a healthy client."""
     findings, sent, clock = Findings(), Sent(), scale.clock()
     authorization = None if token is None else f"Bearer {token}".encode()
     cases = Cases(scale.seed, authorization)
-    healthy, pulse = HealthyClient(server.target, token=token), Pulse(server.target)
+    healthy, pulse = HealthyClient(server.target, token=token), HealthPoller(server.target)
     beside = [asyncio.ensure_future(healthy.run()), asyncio.ensure_future(pulse.run())]
     await _first_answer(healthy)
     before, log_before = resources(server.process.pid), server.log.stat().st_size
@@ -129,7 +129,7 @@ async def fuzz(server: RunningServer, scale: Scale, count: int, token: str | Non
 
 
 def log_faults(written: bytes, findings: Findings) -> int:
-    """Looks at what the server logged meanwhile; how many lines it was."""
+    """Checks the server's log of this time; returns the number of lines."""
     lines = written.splitlines()
     for line in lines:
         if SECRET in line:
@@ -170,19 +170,21 @@ async def _send_all(
     await asyncio.gather(*(worker() for _ in range(CONNECTIONS)))
 
 
-async def send(target: str, case: Case, sent: Sent) -> list[str]:
-    """Sends a case on a connection of its own; what is wrong with what comes back."""
+async def send(target: str, case: Case, sent: Sent, answer_s: float = _ANSWER_S) -> list[str]:
+    """Sends a case on its own connection; returns its faults."""
     try:
         async with wire.connected(target) as (reader, writer):
-            return await _sent(reader, writer, case, sent)
+            return await _sent(reader, writer, case, sent, answer_s)
     except OSError as cause:
-        # The server closes what it cannot read at any time; that it takes no connections is seen by others.
+        # The server may close a connection it cannot read at any time; other checks see whether it accepts connections.
         return [] if isinstance(cause, ConnectionResetError | BrokenPipeError) else [repr(cause)]
 
 
-async def _sent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: Case, sent: Sent) -> list[str]:
-    heard = wire.Heard()
-    hearing = asyncio.ensure_future(heard.hear(reader))
+async def _sent(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case: Case, sent: Sent, answer_s: float
+) -> list[str]:
+    heard = wire.ConnectionLog()
+    hearing = asyncio.ensure_future(heard.listen(reader))
     for piece in case.pieces:
         writer.write(piece)
         with contextlib.suppress(OSError):
@@ -192,10 +194,10 @@ async def _sent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, case
     faults = []
     if case.streams:
         ended = asyncio.ensure_future(heard.has_ended(case.streams))
-        await asyncio.wait({hearing, ended}, timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({hearing, ended}, timeout=answer_s, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         if len(heard.ended) < case.streams:
-            faults.append(f"{len(heard.ended)} of {case.streams} calls were answered within {_ANSWER_S:g} s")
+            faults.append(f"{len(heard.ended)} of {case.streams} calls were answered within {answer_s:g} s")
     else:
         await asyncio.wait({hearing}, timeout=0.02)
     sent.closed_by_server += hearing.done()

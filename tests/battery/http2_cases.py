@@ -1,4 +1,4 @@
-"""Random HTTP/2, from a seed: what one connection sends, from small faults in good calls to plain garbage."""
+"""Generates random HTTP/2 for one connection from a seed, from small faults in valid calls to garbage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpack import Encoder
 from tests.battery import wire
 from tests.service import raw
 
-# Stands in what is sent and must not stand in the log; no request id may look like this.
+# Marks sent text, which must not appear in the log; no request id may look like this.
 SECRET = b"zq(secret)zq"
 FORGED = b'\n{"level": "info", "message": "forged"}\n'
 
@@ -32,7 +32,7 @@ PATHS = (
     b"/gradrule.v1.BlobService/FindMissingBlobs",
     b"/gradrule.v1.AdminService/GetServerStatus",
 )
-# Of calls that end by themselves.
+# Paths of calls that end by themselves.
 ENDING = tuple(path for path in PATHS if not path.endswith(b"/Watch"))
 TIMEOUTS = (b"1S", b"0n", b"1n", b"99999999H", b"999999999H", b"-1S", b"S", b"1", b"1s", b" 1S", b"1.5S", b"\xff", b"")
 _TYPES = (
@@ -72,7 +72,7 @@ _NAMES = (
 )
 
 
-# Wide windows: the client reads all that comes without saying so.
+# Large windows: the client reads everything without window updates.
 _WINDOW = 1 << 30
 _START = (
     wire.PREFACE
@@ -83,10 +83,11 @@ _START = (
 
 @dataclass(frozen=True)
 class Case:
-    """What one connection sends.
+    """Describes what one connection sends.
 
-    pieces: written one after the other. streams: calls that are all sound, so that each of them ends; 0 where something
-    on the connection is not. ends_by_reset: whether the client resets the TCP connection instead of closing it.
+    pieces: written one after the other. streams: valid calls, each of which must end; 0 where something on the
+    connection
+    is invalid. ends_by_reset: whether the client resets the TCP connection instead of closing it.
     """
 
     kinds: tuple[str, ...]
@@ -96,7 +97,7 @@ class Case:
 
 
 class Cases:
-    """Makes cases by number, the same for the same seed. authorization: sent with some of the calls."""
+    """Makes cases by number, equal for equal seeds. authorization: sent with some of the calls."""
 
     def __init__(self, seed: int, authorization: bytes | None = None) -> None:
         self._seed = seed
@@ -134,10 +135,10 @@ class _Maker:
             parts = [data[: random.randrange(len(data))]]
         return Case(tuple(kinds), tuple(self._split(parts)), streams, random.random() < 0.1)
 
-    # Parts of a connection.
+    # Parts of a connection
 
     def call(self) -> bytes:
-        """A call in which some of the headers, and the body, are what no library sends."""
+        """Makes a call with some headers and a body that no library sends."""
         random, stream = self._random, self._next_stream()
         body = self._body()
         flags = wire.END_HEADERS | (wire.END_STREAM if body is None else 0)
@@ -148,7 +149,7 @@ class _Maker:
         return out
 
     def good_call(self) -> bytes:
-        """A call that is good, with Huffman codes and indexed headers."""
+        """Makes a valid call with Huffman codes and indexed headers."""
         stream = self._next_stream()
         headers = [
             (b":method", b"POST"),
@@ -163,7 +164,7 @@ class _Maker:
         return wire.call(block, wire.message(b""), stream)
 
     def padded(self) -> bytes:
-        """A call whose frames are padded, which gRPC's C core refuses, prioritised, and whose headers are continued."""
+        """Makes a call with padded frames, which gRPC's C core refuses, priorities, and continued headers."""
         random, stream = self._random, self._next_stream()
         block = wire.headers(random.choice(ENDING), self._credentials())
         cut = random.randrange(len(block))
@@ -176,7 +177,7 @@ class _Maker:
         return out + wire.frame(wire.DATA, wire.END_STREAM | wire.PADDED, stream, bytes((pad,)) + data + bytes(pad))
 
     def random_block(self) -> bytes:
-        """A header block that is random bytes, or what HPACK has of traps."""
+        """Makes a header block of random bytes, or with invalid HPACK."""
         random, stream = self._random, self._next_stream()
         block = random.choice(
             (
@@ -194,7 +195,7 @@ class _Maker:
         return wire.frame(wire.HEADERS, wire.END_HEADERS | random.choice((0, wire.END_STREAM)), stream, block[:16000])
 
     def random_frame(self) -> bytes:
-        """Frames of any kind, flags, stream and payload."""
+        """Makes frames of any type, flags, stream and payload."""
         random = self._random
         out = b""
         for _ in range(random.randint(1, 8)):
@@ -205,13 +206,13 @@ class _Maker:
         return out
 
     def wrong_length(self) -> bytes:
-        """A frame that says another length than it has."""
+        """Makes a frame with a wrong length."""
         random = self._random
         length = random.choice((1, 0xFFFF, 0xFFFFFF, random.randrange(1 << 24)))
         return length.to_bytes(3, "big") + wire.frame(random.randrange(10), 0, 1, random.randbytes(20))[3:]
 
     def settings(self) -> bytes:
-        """SETTINGS with values of all kinds."""
+        """Makes SETTINGS with any values."""
         random = self._random
         values = (0, 1, 16384, 65535, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
         pairs = [
@@ -220,7 +221,7 @@ class _Maker:
         return random.choice((1, 1, 1, 40)) * wire.settings(*pairs)
 
     def flood(self) -> bytes:
-        """Many frames of one kind."""
+        """Makes many frames of one type."""
         random = self._random
         stream = self._next_stream()
         block = wire.headers(random.choice(PATHS), self._credentials())
@@ -241,7 +242,7 @@ class _Maker:
         return kind + data * random.choice((10, 100, 1000))
 
     def resets(self) -> bytes:
-        """Calls that are begun and reset at once."""
+        """Starts calls and resets them at once."""
         out = b""
         block = wire.headers(self._random.choice(PATHS), self._credentials())
         for _ in range(self._random.choice((3, 30, 150))):
@@ -251,7 +252,7 @@ class _Maker:
         return out
 
     def half_closed(self) -> bytes:
-        """Frames on streams that are closed, half closed, unknown or the server's."""
+        """Makes frames on streams that are closed, half closed, unknown or the server's."""
         random, stream = self._random, self._next_stream()
         block = wire.headers(random.choice(PATHS), self._credentials())
         out, trailer = wire.call(block, wire.message(b""), stream), wire.literal(b"x-trailer", SECRET)
@@ -269,7 +270,7 @@ class _Maker:
         return out
 
     def windows(self) -> bytes:
-        """Windows that are nought, tiny, or more than there may be."""
+        """Makes window sizes that are zero, tiny, or too large."""
         random = self._random
         sizes = (0, 1, 5, 65_535, 2**31 - 1, 2**31, 2**32 - 1)
         out = wire.settings((wire.INITIAL_WINDOW_SIZE, random.choice(sizes))) + self.good_call()
@@ -279,14 +280,14 @@ class _Maker:
         return out + wire.settings((wire.INITIAL_WINDOW_SIZE, random.choice(sizes)))
 
     def goaway(self) -> bytes:
-        """The client says that it goes, in words that would be lines of a log."""
+        """Sends GOAWAY with text that would forge lines of a log."""
         random = self._random
         text = random.choice((FORGED, SECRET, random.randbytes(50), b"too_many_pings", FORGED * 200))
         last, code = random.getrandbits(31), random.choice((0, 2, 11, 2**32 - 1))
         return wire.frame(wire.GOAWAY, payload=struct.pack(">II", last, code) + text)
 
     def unfinished(self) -> bytes:
-        """A message that says it is large and does not come."""
+        """Sends a message with a large declared length and no content."""
         random, stream = self._random, self._next_stream()
         out = wire.frame(
             wire.HEADERS, wire.END_HEADERS, stream, wire.headers(random.choice(PATHS), self._credentials())
@@ -294,7 +295,7 @@ class _Maker:
         size = random.choice((1, 1 << 20, 60 << 20, 2**32 - 1))
         return out + wire.frame(wire.DATA, 0, stream, b"\x00" + struct.pack(">I", size) + random.randbytes(1000))
 
-    # Pieces of these.
+    # Pieces of these parts
 
     def _next_stream(self) -> int:
         self._stream += 2
@@ -355,7 +356,7 @@ class _Maker:
         )
 
     def _data(self, stream: int, body: bytes, end: int) -> bytes:
-        """A body in one frame or several."""
+        """Makes a body of one or several frames."""
         cut = self._random.randrange(len(body) + 1)
         if self._random.random() < 0.7:
             return wire.frame(wire.DATA, end, stream, body)
@@ -394,7 +395,7 @@ class _Maker:
         return bytes(changed)
 
     def _split(self, parts: Sequence[bytes]) -> list[bytes]:
-        """As TCP may cut it."""
+        """Splits bytes as TCP may."""
         data = b"".join(parts)
         if self._random.random() < 0.8:
             return [data]
@@ -418,5 +419,5 @@ _KINDS: Mapping[str, tuple[int, Callable[[_Maker], bytes]]] = {
     "unfinished": (1, _Maker.unfinished),
 }
 _WHOLE = {"good_call"}
-# After these the connection stands mostly, so that what comes next is read.
+# After these the connection mostly stays open, so that the next bytes are read.
 _SOUND = ("call", "good_call", "flood", "resets", "goaway", "unfinished")

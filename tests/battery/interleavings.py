@@ -1,6 +1,6 @@
-"""Callers that share all names: nodes, functions, variables, `shared_name`, rules, labels, handles and sessions.
+"""Runs callers that share all names: nodes, functions, variables, `shared_name`, rules, labels, handles and sessions.
 
-Target: 0 leaks: every number that a caller gets is made of its own numbers.
+Target: no leaks: every number that a caller gets is computed from its own numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import gradrule as gr
 from gradrule_server.identity.token_file import add_token, new_token
+from tests.battery.equal_names import LABEL, PROGRAM, RULE, Caller, difference, graph
 from tests.battery.figures import Clock, Figures, Findings, Scale
-from tests.battery.namesakes import LABEL, PROGRAM, RULE, Caller, difference, graph
 from tests.battery.serving import data_folder, served
 from tests.service.servers import RunningServer
 
@@ -24,19 +24,19 @@ TARGET = "0 leaks"
 LONG = 100_000
 CALLERS = 24
 DEADLINE_S = 60.0
-# What may happen to anybody on a busy server; the caller tries something else then.
+# Errors that any caller of a busy server may get; the caller then tries something else.
 _BUSY = {"OVERLOADED", "ENGINE_UNAVAILABLE"}
 
 
 def run(scale: Scale) -> Figures:
-    """10⁵ interleavings in the long run, of callers that are tenants of their own."""
+    """Runs 10⁵ interleavings at full scale, of callers that are separate tenants."""
     with with_tenants(scale, CALLERS) as (server, tokens):
         return asyncio.run(interleave(server.target, scale, scale.count(LONG), tokens))
 
 
 @contextlib.contextmanager
 def with_tenants(scale: Scale, count: int) -> Iterator[tuple[RunningServer, list[str]]]:
-    """A server, and a token for each of so many tenants."""
+    """Starts a server with tokens for that many tenants."""
     file = data_folder(scale, "tokens").with_suffix(".tokens")
     file.parent.mkdir(parents=True, exist_ok=True)
     made = [new_token(f"tenant-{number}", is_admin=False, expires=None) for number in range(count)]
@@ -47,8 +47,8 @@ def with_tenants(scale: Scale, count: int) -> Iterator[tuple[RunningServer, list
 
 
 @dataclass
-class Run:
-    """What the callers share while they run."""
+class SharedState:
+    """Holds what the callers share while they run."""
 
     count: int
     clock: Clock
@@ -63,10 +63,10 @@ class Run:
 
 
 async def interleave(target: str, scale: Scale, count: int, tokens: Sequence[str] = ()) -> Figures:
-    """So many requests of callers that take turns as they please. `tokens`: of tenants, each of which is one caller."""
-    share = Run(count, scale.clock())
+    """Runs that many requests of concurrent callers. `tokens`: of tenants, one per caller."""
+    share = SharedState(count, scale.clock())
     callers = [Caller(number, token) for number, token in enumerate(tokens or [None] * CALLERS)]
-    await asyncio.gather(*(_live(target, caller, scale.seed, share) for caller in callers))
+    await asyncio.gather(*(_run_caller(target, caller, scale.seed, share) for caller in callers))
     if share.done >= count:
         for fault in never_answered(share.kinds, bool(tokens)):
             share.findings.add(fault)
@@ -81,7 +81,7 @@ async def interleave(target: str, scale: Scale, count: int, tokens: Sequence[str
 
 
 def never_answered(kinds: Counter[str], of_tenants: bool) -> list[str]:
-    """Kinds of requests that only ever were refused show nothing."""
+    """Returns kinds of requests that were always refused, and so tested nothing."""
     return [f"{name}: never answered" for name in _kinds(of_tenants) if not kinds[name]]
 
 
@@ -89,8 +89,8 @@ def _kinds(of_tenants: bool) -> list[str]:
     return [name for name in KINDS if of_tenants or name not in _OWN_NAMES]
 
 
-async def _live(target: str, caller: Caller, seed: int, share: Run) -> None:
-    """One caller with a connection of its own."""
+async def _run_caller(target: str, caller: Caller, seed: int, share: SharedState) -> None:
+    """Runs one caller with its own connection."""
     chance = Random(f"{seed}/{caller.number}")
     client = gr.aio.connect(target, token=caller.token, timeout=DEADLINE_S)
     try:
@@ -136,7 +136,7 @@ async def _inline(client: Any, caller: Caller, chance: Random) -> list[Check]:
 
 
 async def _param(client: Any, caller: Caller, chance: Random) -> list[Check]:
-    """Params are inputs of what is compiled: programs of several callers may be one, their values may not."""
+    """Params are inputs of the compiled program: callers may share a program, but not values."""
     rule = gr.Rule("slope * dy", params=["slope"])
     result = await client.evaluate(
         graph(caller),
@@ -156,7 +156,7 @@ async def _fed_variable(client: Any, caller: Caller, chance: Random) -> list[Che
 
 
 async def _assigned(client: Any, caller: Caller, chance: Random) -> list[Check]:
-    """What a graph assigns holds for the call, and for nobody else."""
+    """Values that a graph assigns apply to this call alone."""
     result = await client.evaluate(graph(caller), fetches=["w/After", "w/Read"])
     return [
         ("variable after", result.outputs["w/After"], caller.weight + 1),
@@ -175,7 +175,7 @@ async def _program(client: Any, caller: Caller, chance: Random) -> list[Check]:
 
 
 async def _handle(client: Any, caller: Caller, chance: Random) -> list[Check]:
-    """Handles are called alike on every stream."""
+    """Handles have the same names on every stream."""
     program = await client.compile(
         graph(caller), fetches=["y"], ys=["y"], xs=["x"], overrides=_overrides(caller), name=f"own-{caller.number}"
     )
@@ -190,7 +190,7 @@ async def _handle(client: Any, caller: Caller, chance: Random) -> list[Check]:
 
 
 async def _session(client: Any, caller: Caller, chance: Random) -> list[Check]:
-    """Variables of sessions are called alike in all of them."""
+    """Variables of all sessions have the same names."""
     checks: list[Check] = []
     async with client.session(graph(caller), overrides=_overrides(caller), variables={"w": caller.weight}) as session:
         weight = caller.weight
@@ -207,7 +207,7 @@ async def _session(client: Any, caller: Caller, chance: Random) -> list[Check]:
 
 
 async def _registered(client: Any, caller: Caller, chance: Random) -> list[Check]:
-    """Tenants only: each registers another rule, and another program, under one name."""
+    """Each tenant registers its own rule and program under one name."""
     await client.create_rule(RULE, caller.expression)
     program = await client.compile(
         graph(caller), fetches=["y"], ys=["y"], xs=["x"], overrides={"Identity": RULE}, name=PROGRAM

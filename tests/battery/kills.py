@@ -1,7 +1,7 @@
-"""SIGKILL of a random engine under load, every answer compared with local TensorFlow.
+"""Kills random engines by SIGKILL under load; every answer is compared with local TensorFlow.
 
-Target: 0 wrong answers, at least 99.9 % of the requests answered. What a caller is told to send again, and what then is
-answered, counts as answered.
+Target: no wrong answers, at least 99.9 % of the requests answered. A request that is answered after a retry that the
+server asked for counts as answered.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from random import Random
 
 from tests.battery.figures import Clock, Figures, Scale
 from tests.battery.serving import served
-from tests.battery.workload import SHARE, Load, Seen
+from tests.battery.workload import SHARE, CallCounts, Load
 from tests.processes import engines
 from tests.service.servers import RunningServer
 
 TARGET = "0 wrong answers, ≥ 99.9 % answered"
 LONG = 1_000
-# The long run kills every 1 to 5 s; a short one must get its kills into half a minute.
+# At full scale a kill follows every 1 to 5 s; a short run must fit its kills into half a minute.
 _LONG_PAUSE_S = (1.0, 5.0)
 _SHORT_PAUSE_S = (0.7, 2.0)
 _SHORT = 0.1
 
 
 def run(scale: Scale) -> Figures:
-    """Kills 1,000 engines in the long run."""
+    """Kills 1,000 engines at full scale."""
     with served(scale, "kills", **settings()) as server:
         return asyncio.run(kill(server, scale, scale.count(LONG)))
 
 
 def settings() -> dict[str, object]:
-    """Of the server: two engines, so that one is left, and one more that waits."""
+    """Returns settings of a server with two engines and a spare."""
     return {"engines": 2, "spares": 1}
 
 
 async def kill(server: RunningServer, scale: Scale, count: int) -> Figures:
-    """So many kills, then a while without any, so that what was lost is answered."""
+    """Kills that many engines, then continues without kills, so that lost requests are answered."""
     load = Load(server.target, scale.seed)
     working = asyncio.ensure_future(load.run())
     killed = await _kill_engines(server, scale, count, scale.clock())
@@ -48,9 +48,9 @@ async def kill(server: RunningServer, scale: Scale, count: int) -> Figures:
     return judge(load.seen, killed, count, scale.clock(), server.process.poll() is not None)
 
 
-def judge(seen: Seen, killed: int, count: int, clock: Clock, front_ended: bool) -> Figures:
-    """The row's figures from what the callers saw."""
-    findings = [*seen.wrong, *seen.untrodden, *(["the front end ended"] if front_ended else [])]
+def judge(seen: CallCounts, killed: int, count: int, clock: Clock, front_ended: bool) -> Figures:
+    """Returns the row's figures from what the callers saw."""
+    findings = [*seen.wrong, *seen.unused_ways, *(["the front end ended"] if front_ended else [])]
     enough = killed >= count or clock.ends_at is not None
     return Figures(
         target=TARGET,

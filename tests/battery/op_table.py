@@ -1,6 +1,6 @@
-"""Every op that TensorFlow registers, at the top level, in a function, in a nested function, in a branch.
+"""Sends every op that TensorFlow registers at the top level, in a function, in a nested function and in a branch.
 
-Target: over the wire, each is allowed or refused as the reviewed list says.
+Target: each is allowed or refused as the reviewed list says.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gradrule.v1 import program_pb2
 from gradrule_server import policy
 from gradrule_server.errors import reason_name
 from gradrule_server.policy import OpReview
-from tests.battery import judging
+from tests.battery import answer_checks
+from tests.battery.answer_checks import Verdict
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Verdict
 from tests.battery.serving import served
 from tests.policy import minimal
 
@@ -33,12 +33,12 @@ _IN_FLIGHT = 4
 _BATCH = 16
 _NODE = re.compile(rf"{minimal.OP}(\d+)$")
 _REFUSALS = {"OP_NOT_ALLOWED", "UNSUPPORTED_OP"}
-# Placeholders and variables stand at the top level; functions are given what they hold.
+# Placeholders and variables can only be at the top level; functions get their values as arguments.
 _TOP_ONLY = {"input", "variable"}
 
 
 def run(scale: Scale) -> Figures:
-    """All ops in the long run, a sample of them else."""
+    """Sends all ops at full scale, otherwise a sample."""
     found = list(policy.op_reviews().values())
     with served(scale, "op_table") as server:
         return asyncio.run(
@@ -47,12 +47,12 @@ def run(scale: Scale) -> Figures:
 
 
 def sample_size(scale: Scale, count: int) -> int:
-    """Of so many ops: a tenth of the long run is still all of them."""
+    """Returns the sample size; a tenth of full scale already covers all ops."""
     return min(count, scale.count(10 * count))
 
 
 async def check(target: str, scale: Scale, rulings: Sequence[OpReview]) -> Figures:
-    """Asks about each op in each place."""
+    """Sends each op at each place."""
     findings, told, clock, done = Findings(), Counter[str](), scale.clock(), 0
     batches = iter([(batch, place) for batch in _batches(rulings) for place in minimal.PLACES])
 
@@ -81,15 +81,15 @@ async def check(target: str, scale: Scale, rulings: Sequence[OpReview]) -> Figur
 
 
 def _batches(rulings: Sequence[OpReview]) -> list[list[OpReview]]:
-    """Ops that go into one graph. One that is refused would keep the others from being built: they are apart."""
+    """Groups ops into graphs; denied ops are separate, because one refusal would hide the others."""
     allowed = [[each for each in rulings if each.allowed is kind] for kind in (True, False)]
     return [kind[at : at + _BATCH] for kind in allowed for at in range(0, len(kind), _BATCH)]
 
 
 async def _reasons(own: grpc.aio.Channel, batch: Sequence[OpReview], place: str) -> list[tuple[OpReview, set[str]]]:
-    """For each op the reasons of the server's findings, or what went wrong, asked for one by one.
+    """Returns for each op the reasons of the server's findings, or what went wrong when asked one by one.
 
-    About any node for an allowed op, whose graph must run; about its own for one that is denied.
+    For an allowed op, findings about any node count, as the graph must run; for a denied one, only those about its own.
     """
     ops = [_definition(ruling.op) for ruling in batch]
     spec = program_pb2.ProgramSpec(fetches=[f"{minimal.RESULT}{number}" for number in range(len(ops))])
@@ -100,21 +100,21 @@ async def _reasons(own: grpc.aio.Channel, batch: Sequence[OpReview], place: str)
     except grpc.RpcError as failure:
         if len(batch) > 1:
             return await _one_by_one(own, batch, place)
-        judged = judging.of_failure(failure)
+        judged = answer_checks.check_failure(failure)
         return [(batch[0], {judged.what if judged.verdict is Verdict.FAULT else judged.reason})]
-    found, others = told_of(len(batch), program_pb2.CompileProgramResponse.FromString(answer).findings)
+    found, others = reasons_by_op(len(batch), program_pb2.CompileProgramResponse.FromString(answer).findings)
     if len(batch) > 1 and (others if batch[0].allowed else not all(found)):
-        # What no graph can be followed past is told alone; what keeps an op's graph from running may lie beside it.
+        # A finding that stops the analysis is reported alone, though other obstacles may exist.
         return await _one_by_one(own, batch, place)
     if batch[0].allowed:
         found[0] |= others
     return list(zip(batch, found, strict=True))
 
 
-def told_of(count: int, findings: Iterable[program_pb2.Finding]) -> tuple[list[set[str]], set[str]]:
-    """Reasons told of the nodes of so many ops, and those told of other nodes.
+def reasons_by_op(count: int, findings: Iterable[program_pb2.Finding]) -> tuple[list[set[str]], set[str]]:
+    """Returns reasons reported for the nodes of the ops, and those reported for other nodes.
 
-    TensorFlow names no node where shapes do not fit, which in the smallest graphs of an op they need not.
+    TensorFlow names no node for incompatible shapes, which are possible in the smallest graph of an op.
     """
     found: list[set[str]] = [set() for _ in range(count)]
     others: set[str] = set()
@@ -137,7 +137,7 @@ def _definition(name: str) -> OpDef:
 
 
 def wrong(ruling: OpReview, place: str, reasons: set[str]) -> str:
-    """What is wrong with what the server says of an op; empty where nothing is."""
+    """Returns what is wrong with the server's findings about an op; empty if nothing."""
     strange = reasons - _REFUSALS
     if strange:
         return f"{ruling.op}, {place}: {', '.join(sorted(strange))}"

@@ -1,10 +1,9 @@
-"""Five times as many requests as the server can do.
+"""Sends five times as many requests as the server can answer.
 
 Target: goodput at least 90 % of the peak, refusals within 10 ms (p99).
 
-Peak is what callers get that wait for their answers before they ask again, at the best of several numbers of callers.
-Then requests come at five times that rate, whatever becomes of them (open loop). They are sent, and timed, by processes
-of their own: an event loop that does nothing else.
+The peak is the best rate of closed-loop callers over several numbers of callers. Then requests come at five times that
+rate (open loop). Separate processes send and time them: an event loop that does nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.service.graph_defs import build_graph, placeholder
 
 TARGET = "goodput ≥ 90 % of the peak, refusals < 10 ms (p99)"
 GOODPUT = 0.9
-# No server does more than it can: a peak that is passed was measured too low, and five times it is no overload.
+# A goodput above the peak shows that the peak was measured too low, so the load was no overload.
 MOST = 1.1
 REFUSAL_S = 0.010
 FACTOR = 5.0
@@ -37,19 +36,19 @@ SENDERS = 2
 PEAK_CALLERS = (2, 4, 8)
 LONG_S = 120.0
 SHORT_S = 4.0
-# Long enough that what refusing costs is little beside it: on few cores the callers themselves take from the server.
+# Long enough that the cost of a refusal is small: on few cores the callers compete with the server.
 WORK_S = 0.08
 _CAPACITY = 8
 
 
 def run(scale: Scale) -> Figures:
-    """Two minutes at five times the capacity in the long run."""
+    """Runs two minutes at five times the capacity at full scale."""
     with served(scale, "overload", max_concurrent_requests=_CAPACITY) as server:
         return asyncio.run(overload(server.target, scale, max(SHORT_S, LONG_S * scale.share)))
 
 
 async def overload(target: str, scale: Scale, seconds: float) -> Figures:
-    """Measures the peak, then so many seconds of overload."""
+    """Measures the peak, then overloads for that many seconds."""
     seconds = scale.seconds or seconds
     request = scale.folder / f"overload-{os.getpid()}.bin"
     request.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +63,7 @@ async def overload(target: str, scale: Scale, seconds: float) -> Figures:
 
 
 def judge(peak: float, seconds: float, found: list[dict[str, Any]], peaks: dict[int, float]) -> Figures:
-    """The row's figures from what the senders saw."""
+    """Returns the row's figures from what the senders saw."""
     good = sum(each["good"] for each in found)
     refusals = [time for each in found for time in each["refusals"]]
     other = {name: sum(each["other"].get(name, 0) for each in found) for each in found for name in each["other"]}
@@ -101,7 +100,7 @@ def judge(peak: float, seconds: float, found: list[dict[str, Any]], peaks: dict[
 
 
 async def _request(target: str) -> bytes:
-    """A request that takes about `WORK_S`: a loop whose number of turns is fed."""
+    """Makes a request that takes about `WORK_S`: a loop whose number of iterations is fed."""
 
     def build() -> None:
         x = placeholder("x", shape=(128, 128))
@@ -116,7 +115,7 @@ async def _request(target: str) -> bytes:
         turns, taken = 50, 0.0
         while taken < WORK_S and turns < 200_000:
             turns *= 2
-            # What else goes on makes it longer, never shorter.
+            # Other work on the machine only makes it longer, so take the minimum.
             results = [await program.evaluate({"x": x, "turns": np.int32(turns)}) for _ in range(5)]
             taken = min(result.timings.run for result in results)
     finally:
@@ -128,17 +127,17 @@ async def _request(target: str) -> bytes:
 
 
 async def _rate(target: str, request: Path, callers: int, seconds: float) -> float:
-    """Answers per second that callers get who wait for each answer."""
+    """Returns answers per second of closed-loop callers."""
     found = await _sent(target, request, "--callers", str(callers), "--seconds", str(seconds))
     return float(found["good"]) / seconds
 
 
 async def _sent(target: str, request: Path, *words: str) -> dict[str, Any]:
-    """What a sender in a process of its own tells."""
+    """Returns the report of a sender process."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "tests.battery.sender",
+        "tests.battery.load_sender",
         *("--target", target, "--request", str(request), *words),
         stdout=asyncio.subprocess.PIPE,
     )

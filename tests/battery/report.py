@@ -1,4 +1,4 @@
-"""How figures are shown: a few lines per row, a table of all, and one JSON object."""
+"""Shows figures: a few lines per row, a table of all, and one JSON object."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SHOWN_FINDINGS = 5
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A row's figures, and how long it took."""
+class MeasuredRow:
+    """Holds a row's figures and its duration."""
 
     figures: Figures
     seconds: float
@@ -30,18 +30,18 @@ class Measured:
 
 @dataclass
 class Report:
-    """Of one run."""
+    """Describes one run."""
 
     scale: Scale
-    rows: dict[str, Measured] = field(default_factory=dict)
+    rows: dict[str, MeasuredRow] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
-        """Whether every row met its target."""
+        """Returns whether every row met its target."""
         return all(row.figures.met for row in self.rows.values())
 
     def as_json(self) -> str:
-        """One line."""
+        """Returns one line of JSON."""
         found = {
             "met": self.met,
             "scale": self.scale.share,
@@ -53,7 +53,7 @@ class Report:
         return json.dumps(_finite(found), allow_nan=False)
 
     def as_markdown(self) -> str:
-        """A page: how it was measured, and a table."""
+        """Returns a page: how it was measured, and a table."""
         on = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine().items())
         how = f"{self.scale.seconds:g} s a row" if self.scale.seconds else f"{self.scale.share:g} of the long run"
         lines = [
@@ -78,7 +78,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describes the machine."""
     return {
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -87,8 +87,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def show_row(console: Console, name: str, row: Measured) -> None:
-    """What a row found, as soon as it is known."""
+def show_row(console: Console, name: str, row: MeasuredRow) -> None:
+    """Prints the figures of a row."""
     figures = row.figures
     console.print(
         f"[bold]{name}[/bold]: {_verdict(figures)}, {figures.cases:,} cases, {figures.failures:,} failures, "
@@ -100,7 +100,7 @@ def show_row(console: Console, name: str, row: Measured) -> None:
 
 
 def show_table(console: Console, report: Report) -> None:
-    """All rows."""
+    """Prints all rows."""
     table = Table(title="battery", title_justify="left")
     for heading in ("row", "target", "cases", "failures", "met", "figures"):
         table.add_column(heading, justify="right" if heading in ("cases", "failures") else "left", overflow="fold")
@@ -116,13 +116,13 @@ def _verdict(figures: Figures) -> str:
 
 
 def _brief(details: Mapping[str, Any]) -> str:
-    """The figures that are numbers."""
+    """Formats the figures that are numbers."""
     kept = {name: value for name, value in details.items() if isinstance(value, int | float) and value is not None}
     return ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in kept.items())
 
 
 def _finite(value: Any) -> Any:
-    """The same without numbers that JSON does not know."""
+    """Removes numbers that JSON does not support."""
     if isinstance(value, Mapping):
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

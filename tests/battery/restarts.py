@@ -1,6 +1,6 @@
-"""SIGKILL of a server and its engine; a new server starts at once on the same folder and port.
+"""Kills a server and its engine by SIGKILL; a new server starts at once on the same folder and port.
 
-Target: a right answer within 5 s of the kill; health says NOT_SERVING while there is no engine, and SERVING only once
+Target: a right answer within 5 s of the kill; health is NOT_SERVING while there is no engine, and SERVING only once
 calls are answered.
 """
 
@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from gradrule.v1 import rule_pb2, rule_pb2_grpc
-from tests.battery import known
+from tests.battery import known_answers
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.serving import data_folder
 from tests.service.health import recorded_health
@@ -27,7 +27,7 @@ _ANSWER_S = 60.0
 
 
 def run(scale: Scale) -> Figures:
-    """Kills the server 20 times in the long run."""
+    """Kills the server 20 times at full scale."""
     return restart(data_folder(scale, "restarts"), scale.count(LONG), scale.clock())
 
 
@@ -71,20 +71,22 @@ def restart(folder: Path, count: int, clock: Clock, ready_s: float = READY_S) ->
 
 
 def _check_answer(target: str, number: int, findings: Findings) -> None:
-    """Evaluates once, and notes what is wrong with the answer."""
+    """Evaluates once and records what is wrong with the answer."""
     with grpc.insecure_channel(target) as channel:
         try:
-            answer: bytes = channel.unary_unary(known.EVALUATE)(known.request(number), timeout=_ANSWER_S)
+            answer: bytes = channel.unary_unary(known_answers.EVALUATE)(
+                known_answers.request(number), timeout=_ANSWER_S
+            )
         except grpc.RpcError as failure:
             findings.add(f"the server says that it is ready and answers {failure.code().name}")
             return
-    fault = known.wrong(number, answer)
+    fault = known_answers.wrong(number, answer)
     if fault:
         findings.add(fault)
 
 
 def _register(target: str, round_number: int) -> None:
-    """Puts rules into the registry, which the next start reads."""
+    """Registers rules, which the next start reads."""
     with grpc.insecure_channel(target) as channel:
         stub = rule_pb2_grpc.RuleServiceStub(channel)
         for number in range(RULES):

@@ -1,6 +1,6 @@
-"""A rolling restart under load: two servers behind one client, restarted in turn by SIGTERM.
+"""Restarts two servers behind one client in turn by SIGTERM, under load.
 
-Target: no error that a client may not simply send again, no wrong answer, each server ends with exit code 0.
+Target: no error that a client may not simply retry, no wrong answer, and exit code 0 of each server.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _SETTLE_S = 1.0
 
 
 def run(scale: Scale) -> Figures:
-    """40 restarts in the long run, at least one of each server."""
-    with two(scale) as pair:
+    """Makes 40 restarts at full scale, at least one of each server."""
+    with two_replicas(scale) as pair:
         return asyncio.run(restart(pair, scale, scale.count(LONG, 2)))
 
 
 @dataclass
 class Replica:
-    """One of the servers: its port and folder stay, its process does not."""
+    """Holds one server: its port and folder stay, its process does not."""
 
     port: int
     folder: Path
     running: contextlib.ExitStack
     server: RunningServer
 
-    def again(self) -> int:
-        """Stops it as an orchestrator would, and starts it anew; how it ended."""
+    def restart(self) -> int:
+        """Stops it like an orchestrator and starts it again; returns how it ended."""
         code = self.server.terminate()
         self.running.close()
         self.server = self.running.enter_context(_started(self.folder, self.port))
@@ -46,8 +46,8 @@ class Replica:
 
 
 @contextlib.contextmanager
-def two(scale: Scale) -> Iterator[list[Replica]]:
-    """Two servers, each with a folder and a port of its own."""
+def two_replicas(scale: Scale) -> Iterator[list[Replica]]:
+    """Starts two servers, each with its own folder and port."""
     with contextlib.ExitStack() as stack:
         pair = []
         for _ in range(2):
@@ -78,7 +78,7 @@ async def restart(pair: list[Replica], scale: Scale, count: int) -> Figures:
     done = 0
     await asyncio.sleep(_SETTLE_S)
     while done < count and not clock.is_over and not working.done():
-        code = await asyncio.to_thread(pair[done % 2].again)
+        code = await asyncio.to_thread(pair[done % 2].restart)
         if code:
             findings.add(f"a server that was told to stop ended with {code}")
         done += 1
@@ -89,7 +89,7 @@ async def restart(pair: list[Replica], scale: Scale, count: int) -> Figures:
 
 
 def judge(load: Load, findings: Findings, done: int, count: int, by_time: bool) -> Figures:
-    """The row's figures."""
+    """Returns the row's figures."""
     for fault in load.seen.wrong:
         findings.add(fault)
     for reason, number in load.seen.errors.items():

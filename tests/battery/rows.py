@@ -1,4 +1,4 @@
-"""The rows of the battery, in the order in which they run."""
+"""Lists the rows of the battery in their order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Mapping
 
 from tests.battery.figures import Figures, Row, Scale
-from tests.battery.report import Measured
+from tests.battery.report import MeasuredRow
 
 MODULES: Mapping[str, str] = {
     "op_table": "tests.battery.op_table",
@@ -32,13 +32,13 @@ MODULES: Mapping[str, str] = {
 
 
 def row(name: str) -> Row:
-    """A row by its name; `KeyError`."""
+    """Returns a row by its name; raises `KeyError`."""
     found: Row = importlib.import_module(MODULES[name]).run
     return found
 
 
-def measured(name: str, scale: Scale) -> Measured:
-    """Runs a row. One that cannot be run at all has missed its target, and the others are run nevertheless."""
+def measure(name: str, scale: Scale) -> MeasuredRow:
+    """Runs a row. A row that cannot run has missed its target; the others run nevertheless."""
     started = time.monotonic()
     try:
         figures = row(name)(scale)
@@ -49,4 +49,4 @@ def measured(name: str, scale: Scale) -> Measured:
         (scale.folder / f"{name}.traceback").write_text(traceback.format_exc())
         why = f"the row could not be run: {type(failure).__name__}: {failure}"
         figures = Figures(target="", cases=0, failures=1, met=False, findings=[why])
-    return Measured(figures, time.monotonic() - started)
+    return MeasuredRow(figures, time.monotonic() - started)

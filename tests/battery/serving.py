@@ -1,4 +1,4 @@
-"""Servers for the battery: started as a user would, on loopback, each with a folder of its own, and watched."""
+"""Starts servers for the battery on loopback, each with its own folder, and watches their resources."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def served(scale: Scale, row: str, **settings: object) -> Iterator[RunningServer]:
-    """A server with these settings; one that is not (yet) a setting of the server's is an error."""
+    """Starts a server with these settings; raises for an unknown setting."""
     folder = data_folder(scale, row)
     with started_server(folder, flags(settings)) as server:
         yield server
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
-    """Command-line flags of settings; `KeyError` for one that does not exist."""
+    """Returns command-line flags of settings; raises `KeyError` for an unknown one."""
     found = []
     for name, value in settings.items():
         if name not in Settings.model_fields:
@@ -41,7 +41,7 @@ def flags(settings: Mapping[str, object]) -> list[str]:
 
 
 def data_folder(scale: Scale, row: str) -> Path:
-    """A fresh folder for a server of a row."""
+    """Returns a new folder for a server of a row."""
     while True:
         folder = scale.folder / "servers" / f"{row}-{next(_numbers)}"
         if not folder.exists():
@@ -49,7 +49,7 @@ def data_folder(scale: Scale, row: str) -> Path:
 
 
 async def settled(server: RunningServer, before: Resources, within_s: float) -> Resources:
-    """Waits until the front end has about as many descriptors as `before`, at most `within_s`; what it holds then."""
+    """Waits at most `within_s` until the front end has about as many descriptors as `before`; returns its resources."""
     ends_at = time.monotonic() + within_s
     while True:
         now = resources(server.process.pid)
@@ -59,7 +59,7 @@ async def settled(server: RunningServer, before: Resources, within_s: float) -> 
 
 
 def growth_faults(before: Resources, after: Resources) -> list[str]:
-    """Returns what a front end holds on to after an attack, one line for each; nothing where it gave all back."""
+    """Returns what a front end still holds after an attack, one line for each resource."""
     found = []
     if after.descriptors > before.descriptors + SPARE_DESCRIPTORS:
         found.append(f"{after.descriptors} descriptors, {before.descriptors} before")

@@ -1,8 +1,8 @@
-"""Whether something grows: the rule by which a soak is judged.
+"""Decides whether a figure grows during a soak.
 
-The first third of the samples is warm-up and left out. Of the rest, the slope is Theil and Sen's: the median of the
-slopes between all pairs, which single peaks do not move. It is flat where what it would add over the measured time is
-within the allowance of that figure: a part of its median, and a constant.
+The first third of the samples is warm-up and excluded. Of the rest, the slope is that of Theil and Sen: the median of
+the slopes between all pairs, which outliers do not change. It is flat if its growth over the measured time is within
+the allowance of that figure: a share of its median plus a constant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_SAMPLES = 400
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a figure may grow by over the measured time."""
+    """Defines how much a figure may grow over the measured time."""
 
     part: float
     constant: float
@@ -26,7 +26,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Slope:
-    """growth: over the measured time; allowed: what it may be."""
+    """Holds the growth over the measured time, and the allowed growth."""
 
     median: float
     growth: float
@@ -39,7 +39,7 @@ class Slope:
 
 
 def slope(times: Sequence[float], values: Sequence[float], allowance: Allowance) -> Slope:
-    """Judges one figure. `ValueError` with fewer than six samples after the warm-up."""
+    """Computes the slope of one figure. Raises `ValueError` with fewer than six samples after the warm-up."""
     begins = times[0] + (times[-1] - times[0]) * WARM_UP
     kept = [(time, value) for time, value in zip(times, values, strict=True) if time >= begins]
     if len(kept) < 6:

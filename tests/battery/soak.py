@@ -1,7 +1,7 @@
-"""A soak with 10 % cancellations and 5 % errors.
+"""Runs a soak with 10 % cancellations and 5 % errors.
 
-Target: memory, descriptors, threads and shared memory of the front end and of the engines are flat, as `slopes` says;
-every answer is right.
+Target: memory, descriptors, threads and shared memory of the front end and of the engines are flat, as `slopes`
+defines; every answer is right.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ALLOWED = {
 
 
 def run(scale: Scale) -> Figures:
-    """An hour in the long run."""
+    """Runs an hour at full scale."""
     with served(scale, "soak") as server:
         return asyncio.run(soak(server, scale, max(SHORT_S, LONG_S * scale.share)))
 
 
 @dataclass
 class Samples:
-    """What was measured, by figure. restarts: how often the set of engines was another than before."""
+    """Holds measurements by figure. restarts: how often the set of engines changed."""
 
     times: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ALLOWED})
@@ -53,7 +53,7 @@ class Samples:
     _engines: list[int] = field(default_factory=list)
 
     def take(self, pid: int) -> None:
-        """One sample. Engines that were replaced begin anew: their samples would tell of two processes."""
+        """Takes one sample. The samples of replaced engines start anew, because they are those of other processes."""
         found = engines(pid)
         if found != self._engines:
             self.restarts += bool(self._engines)
@@ -75,12 +75,12 @@ class Samples:
             self.values[name].append(float(value))
 
     def slopes(self) -> dict[str, Slope]:
-        """Of all figures."""
+        """Returns the slopes of all figures."""
         return {name: slope(self.times, self.values[name], allowance) for name, allowance in ALLOWED.items()}
 
 
 async def soak(server: RunningServer, scale: Scale, seconds: float) -> Figures:
-    """So many seconds, or those of the scale."""
+    """Runs that many seconds, or those of the scale."""
     seconds = scale.seconds or seconds
     load = Load(server.target, scale.seed, callers=6, cancelled=CANCELLED, wrong=WRONG)
     working = asyncio.ensure_future(load.run())
@@ -89,7 +89,7 @@ async def soak(server: RunningServer, scale: Scale, seconds: float) -> Figures:
     every_s = min(5.0, max(0.25, seconds / 400))
     while time.monotonic() < ends_at and not working.done():
         await asyncio.sleep(every_s)
-        with contextlib.suppress(OSError):  # an engine that ends while it is looked at is seen in the next sample
+        with contextlib.suppress(OSError):  # an engine that ends during a sample counts in the next one
             samples.take(server.process.pid)
     load.stop()
     await working
@@ -97,9 +97,9 @@ async def soak(server: RunningServer, scale: Scale, seconds: float) -> Figures:
 
 
 def judge(samples: Samples, load: Load, front_ended: bool) -> Figures:
-    """The row's figures."""
+    """Returns the row's figures."""
     slopes = samples.slopes()
-    findings = [*load.seen.wrong, *load.seen.untrodden, *(["the front end ended"] if front_ended else [])]
+    findings = [*load.seen.wrong, *load.seen.unused_ways, *(["the front end ended"] if front_ended else [])]
     findings += [
         f"{name} grew by {found.growth:.0f} ({found.median:.0f} in the median); {found.allowed:.0f} is allowed"
         for name, found in slopes.items()

@@ -1,8 +1,8 @@
-"""What costs most of what one tenant may send, and the calls of another tenant, which must not notice.
+"""Sends the most expensive requests of one tenant, while calls of another tenant must not be delayed.
 
-Target: tenant B sees no failure; its tiny calls take at most a second (p99), its new programs at most 5 s; the front
-end's memory grows by no more than what each attack allows.
-`python -m tests.battery.strangers ATTACK TARGET SECONDS` is tenant A, its token in GRADRULE_TOKEN.
+Target: tenant B sees no failure; its small calls take at most a second (p99), its new programs at most 5 s; the front
+end's memory grows by no more than each attack allows.
+`python -m tests.battery.strangers ATTACK TARGET SECONDS` is tenant A, with its token in GRADRULE_TOKEN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from tests.battery.figures import Figures, Findings, Scale
-from tests.battery.known import EVALUATE
+from tests.battery.known_answers import EVALUATE
 from tests.battery.serving import data_folder, served
 from tests.benchmarks import attacks, work
 from tests.benchmarks.attacks import Answers
@@ -51,7 +51,7 @@ _MIB = 1 << 20
 _GRAPH_BYTES = 192 * _MIB
 _LARGE_BYTES = 60 * _MIB
 _HELD_BYTES = 600 * _MIB
-# Two calls of tenant A nearly fill one of its engines.
+# Two calls of tenant A nearly fill one engine.
 _MEMORY_LIMIT = 2048 * _MIB
 _DEADLINE_S = 20.0
 _PAUSE_S = 0.01
@@ -66,12 +66,13 @@ Requests = Iterator[bytes]
 
 @dataclass(frozen=True)
 class Attack:
-    """Calls of tenant A.
+    """Describes calls of tenant A.
 
-    finding: its number in the list of findings. at_once: calls at a time. requests: makes the bytes of one request
-    after the other, with a client to prepare what they need. beside: what tenant B calls. succeeds: whether calls are
-    answered OK; what begins within the attack's time then runs to its end. front_mib: MiB by which the memory of the
-    front end may grow at most; infinite where the attack keeps many large messages under way.
+    finding: its number in the list of findings. at_once: concurrent calls. requests: yields the bytes of requests; gets
+    a
+    client to prepare what they need. beside: what tenant B calls. succeeds: whether calls return OK; a call that starts
+    during the attack may then run to its end. front_mib: MiB by which the front end may grow; infinite where the attack
+    keeps many large messages in flight.
     """
 
     finding: str
@@ -86,8 +87,8 @@ class Attack:
 
 
 @dataclass
-class Did:
-    """What tenant A came to do: calls by status, and what they took of the front end."""
+class AttackResult:
+    """Counts the calls of tenant A by status, and what they cost the front end."""
 
     codes: Counter[str] = field(default_factory=Counter)
     front_cpu_s: float = 0.0
@@ -99,7 +100,7 @@ def _inline(spec: Callable[[], program_pb2.ProgramSpec]) -> Callable[[gr.Client]
 
 
 def _large_graph(client: gr.Client) -> Requests:
-    """Names a graph of 192 MiB that is a blob."""
+    """Yields requests that name a blob with a graph of 192 MiB."""
     graph = chain(2)
     weights = graph.node.add(name="w", op="Const")
     weights.attr["dtype"].type = raw.DT_FLOAT
@@ -137,7 +138,7 @@ def _endless_loops(client: gr.Client) -> Requests:
 
 
 def _long_chains(client: gr.Client) -> Requests:
-    """Chains that no cache knows: the name of the last node is new each time."""
+    """Yields chains that no cache contains: the name of the last node is new each time."""
     for number in itertools.count():
         graph = chain(_LONG_CHAIN)
         graph.node.add(name=f"y{number}", op="Tanh", input=[graph.node[-1].name])
@@ -151,7 +152,7 @@ def _long_chains(client: gr.Client) -> Requests:
 
 
 def _filling(client: gr.Client) -> Requests:
-    """Makes a tensor of 600 MiB, and tells its sum."""
+    """Makes a tensor of 600 MiB and returns its sum."""
     g = gr.Graph()
     sizes = g.constant(np.array([_HELD_BYTES // 4], np.int32))
     filled = g.op_output("Fill", sizes, g.placeholder("x", "float32", []))
@@ -205,15 +206,15 @@ ATTACKS = {
 
 
 def run(scale: Scale) -> Figures:
-    """A minute of each in the long run."""
+    """Runs each attack for a minute at full scale."""
     seconds = max(_SHORT_S, LONG_S * scale.share)
     with two_tenants(scale) as (server, tokens):
-        return endure(server, tokens, scale, seconds)
+        return run_attacks(server, tokens, scale, seconds)
 
 
 @contextlib.contextmanager
 def two_tenants(scale: Scale) -> Iterator[tuple[RunningServer, list[str]]]:
-    """A server, and the tokens of its tenants A and B."""
+    """Starts a server and returns the tokens of its tenants A and B."""
     file = data_folder(scale, "strangers").with_suffix(".tokens")
     file.parent.mkdir(parents=True, exist_ok=True)
     tokens = attacks.make_tokens(file, ("a", "b"))
@@ -221,7 +222,7 @@ def two_tenants(scale: Scale) -> Iterator[tuple[RunningServer, list[str]]]:
         yield server, tokens
 
 
-def endure(
+def run_attacks(
     server: RunningServer,
     tokens: Sequence[str],
     scale: Scale,
@@ -231,7 +232,7 @@ def endure(
     p99_s: float = P99_S,
     new_p99_s: float = NEW_P99_S,
 ) -> Figures:
-    """Each attack of tenant A for so many seconds, with calls of tenant B beside it."""
+    """Runs each attack of tenant A for that many seconds beside calls of tenant B."""
     findings, clock = Findings(), scale.clock()
     alone = attacks.tiny_calls(server.target, tokens[1], _ALONE_S)
     details: dict[str, object] = {"calls alone": _told(alone)}
@@ -266,9 +267,15 @@ def endure(
 
 
 def judge(
-    attack: Attack, did: Did, tiny: Answers, new: Answers, *, p99_s: float = P99_S, new_p99_s: float = NEW_P99_S
+    attack: Attack,
+    did: AttackResult,
+    tiny: Answers,
+    new: Answers,
+    *,
+    p99_s: float = P99_S,
+    new_p99_s: float = NEW_P99_S,
 ) -> list[str]:
-    """Returns what one attack did that it must not, and where it was no attack."""
+    """Returns the faults during one attack, and reports an attack that did nothing."""
     found = []
     for what, answers, most_s in (("calls", tiny, p99_s), ("new programs", new, new_p99_s)):
         found += [
@@ -297,8 +304,10 @@ def _told(found: Answers) -> dict[str, object]:
     }
 
 
-def _beside(server: RunningServer, tokens: Sequence[str], name: str, seconds: float) -> tuple[Answers, Answers, Did]:
-    """Returns how calls and new programs of tenant B went while tenant A attacked, and what tenant A came to do."""
+def _beside(
+    server: RunningServer, tokens: Sequence[str], name: str, seconds: float
+) -> tuple[Answers, Answers, AttackResult]:
+    """Returns the times of tenant B's calls and new programs during the attack, and what tenant A did."""
     theirs, mine = tokens
     command = [sys.executable, "-m", "tests.battery.strangers", name, server.target, str(seconds)]
     environment = os.environ | {"GRADRULE_TOKEN": theirs}
@@ -306,7 +315,7 @@ def _beside(server: RunningServer, tokens: Sequence[str], name: str, seconds: fl
         assert attacker.stdout is not None
         try:
             if attacker.stdout.readline().strip() != _READY:
-                return Answers(), Answers(), Did()
+                return Answers(), Answers(), AttackResult()
             front = server.process.pid
             before, cpu_ns = resources(front).resident_bytes, usage(front).cpu_ns
             reset_peak(front)
@@ -316,13 +325,13 @@ def _beside(server: RunningServer, tokens: Sequence[str], name: str, seconds: fl
                 found = tiny.result(), new.result()
             codes = Counter[str](json.loads(attacker.stdout.read() or "{}"))
             grew = (peak_bytes(front) - before) / _MIB
-            return *found, Did(codes, (usage(front).cpu_ns - cpu_ns) / 1e9, grew)
+            return *found, AttackResult(codes, (usage(front).cpu_ns - cpu_ns) / 1e9, grew)
         finally:
             attacker.kill()
 
 
 async def _attack(attack: Attack, target: str, token: str, requests: Requests, seconds: float) -> Counter[str]:
-    """Sends one request after the other; returns how often each status came."""
+    """Sends requests one after the other; returns the number of each status."""
     ends_at, codes = time.monotonic() + seconds, Counter[str]()
     metadata = (("authorization", f"Bearer {token}"),)
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -340,7 +349,7 @@ async def _attack(attack: Attack, target: str, token: str, requests: Requests, s
                     codes["OK"] += 1
                 except grpc.aio.AioRpcError as failure:
                     codes[failure.code().name] += 1
-                    # A refused call is sent again at once.
+                    # Send a refused call again at once.
                     await asyncio.sleep(_PAUSE_S)
 
         await asyncio.gather(*(send() for _ in range(attack.at_once)))
@@ -348,7 +357,7 @@ async def _attack(attack: Attack, target: str, token: str, requests: Requests, s
 
 
 def main(name: str, target: str, seconds: float) -> None:
-    """Is tenant A: prints a line when it begins, and how often each status came when it ends."""
+    """Is tenant A: prints a line when it starts, and the number of each status at the end."""
     token, attack = os.environ["GRADRULE_TOKEN"], ATTACKS[name]
     with gr.connect(target, token=token, timeout=120.0) as client:
         requests = attack.requests(client)

@@ -1,4 +1,4 @@
-"""The frame itself: what it shows, what it writes, how it ends."""
+"""The battery's own frame: its output, its files, its exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.battery.figures import Figures, Scale
 
 
 def run(scale: Scale) -> Figures:
-    """A row: its target is met on even seeds, it cannot be run on seed 9, and on seed 4 it comes to nothing."""
+    """Runs a row that meets its target for even seeds, fails to run on seed 9, and tries nothing on seed 4."""
     if scale.seed == 9:
         raise RuntimeError("nothing works")
     met = scale.seed % 2 == 0
@@ -37,7 +37,7 @@ def battery(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> 
     return code, json.loads(line), shown.err, page
 
 
-def test_a_target_that_is_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_met_target_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found, shown, page = battery(tmp_path, capsys, "--seed", "2", "--scale", "0.5", "--rows", "planted")
     assert code == 0
     assert found["met"] is True
@@ -47,14 +47,14 @@ def test_a_target_that_is_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "| even | 500 | 0 | yes (sample) |" in page
 
 
-def test_the_long_run_is_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_scale_is_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, _, page = battery(tmp_path, capsys, "--seed", "2")
     assert "| even | 1,000 | 0 | yes |" in page
     _, _, _, page = battery(tmp_path, capsys, "--seed", "2", "--seconds", "9")
     assert "| yes (sample) |" in page
 
 
-def test_a_target_that_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missed_target_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found, shown, page = battery(tmp_path, capsys, "--seed", "3")
     assert code == 1
     assert found["met"] is False
@@ -64,14 +64,14 @@ def test_a_target_that_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "What planted missed:\n\n- odd\n" in page
 
 
-def test_a_row_that_tries_nothing_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_that_tries_nothing_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found, _, page = battery(tmp_path, capsys, "--seed", "4")
     assert code == 1
     assert found["rows"]["planted"]["met"] is False  # type: ignore[index]
     assert "- nothing was tried\n" in page
 
 
-def test_a_row_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_that_cannot_run_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found, _, _ = battery(tmp_path, capsys, "--seed", "9")
     assert code == 1
     assert "nothing works" in found["rows"]["planted"]["findings"][0]  # type: ignore[index]
@@ -79,6 +79,6 @@ def test_a_row_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("words", [["--rows", "nothing"], ["--rows", ""], ["--scale", "0"], ["--seconds", "nan"]])
-def test_arguments_that_are_refused(tmp_path: Path, words: list[str]) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path), *words])

@@ -1,4 +1,4 @@
-"""Each row of the battery, short. How fast a busy machine is, is no part of it: `make battery` measures that."""
+"""Runs each row of the battery for a short time. Speed is not tested here: `make battery` measures it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.service.servers import RunningServer
 INTERLEAVINGS = 2_000
 KILLS = 10
 LARGE_INPUTS = ("150,000 nodes", "1,000,000 dimensions", "a name of 8 MiB", "a gradient of 800 regions")
-# By a check that says why, by a bare signal, by memory; in a loop, and in what Grappler folds.
+# Crashes by a failed check, by a signal and by memory; hangs in a loop and in Grappler's constant folding.
 KINDS_OF_CRASHES = {"Conv2D", "IRFFT", "TensorListReserve"}
 KINDS_OF_HANGS = {"While", "StringJoin"}
 SOAK_S = 15.0
@@ -47,13 +47,13 @@ BUSY_READY_S = 90.0
 
 
 def assert_met(figures: Figures) -> None:
-    """Tells what failed."""
+    """Fails with the row's figures."""
     assert figures.met, f"{figures.details}\n" + "\n".join(figures.findings)
 
 
 @pytest.fixture(scope="module")
 def trusting_server(scale: Scale) -> Iterator[RunningServer]:
-    """One that runs what it is given."""
+    """Returns a server that runs any op."""
     with served(scale, "trusting", **hangs.settings()) as running:
         yield running
 
@@ -103,13 +103,13 @@ async def test_soak(shared_server: RunningServer, scale: Scale) -> None:
 
 
 async def test_hostile(shared_server: RunningServer, scale: Scale) -> None:
-    assert_met(await hostile.endure(shared_server, scale, ATTACK_S, p99_s=BUSY_P99_S))
+    assert_met(await hostile.run_attacks(shared_server, scale, ATTACK_S, p99_s=BUSY_P99_S))
 
 
 def test_strangers(scale: Scale) -> None:
     with strangers.two_tenants(scale) as (server, tokens):
         names = ("selections", "tiny fields", "near the limit", "large rules")
-        assert_met(strangers.endure(server, tokens, scale, 2.0, names, p99_s=BUSY_P99_S, new_p99_s=BUSY_P99_S))
+        assert_met(strangers.run_attacks(server, tokens, scale, 2.0, names, p99_s=BUSY_P99_S, new_p99_s=BUSY_P99_S))
 
 
 async def test_kills(scale: Scale) -> None:
@@ -130,7 +130,7 @@ def test_overload(scale: Scale) -> None:
     assert figures.details["refused"]
     assert figures.details["goodput_of_peak"] > 0.5
     assert not figures.details["neither"]
-    # On any machine a refusal costs less than what is refused.
+    # On any machine a refusal is cheaper than the refused request.
     assert figures.details["refusal_p50_ms"] < 1e3 * overload.WORK_S
 
 

@@ -1,4 +1,4 @@
-"""What each row must notice, planted: a wrong answer, somebody else's value, an untyped error, a leak, a miss."""
+"""Each row detects planted faults: a wrong answer, another caller's value, an untyped error, a leak, a miss."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from gradrule_server import policy
 from gradrule_server.policy import OpReview
 from tests.battery import (
     amplification,
+    answer_checks,
     bombs,
     crashes,
     escapes,
+    faulty_proxy,
     fuzz,
     hangs,
+    harmful_requests,
     hostile,
     http2,
     http2_cases,
     interleavings,
-    judging,
     kills,
-    liar,
     op_table,
     overload,
-    poison,
     rolling,
     soak,
     strangers,
     wire,
 )
+from tests.battery.answer_checks import GOOD, Judgement, Verdict
+from tests.battery.faulty_proxy import running_proxy
 from tests.battery.figures import Clock, Findings, Scale
 from tests.battery.fuzzing import sending
 from tests.battery.fuzzing.cases import Cases
 from tests.battery.fuzzing.seeds import methods, seeds
-from tests.battery.judging import GOOD, Judgement, Verdict
-from tests.battery.known import Healthy, HealthyClient
-from tests.battery.liar import lying
-from tests.battery.sender import Sender
+from tests.battery.known_answers import HealthyCalls, HealthyClient
+from tests.battery.load_sender import Sender
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
-from tests.battery.workload import WAYS, Load, Seen
+from tests.battery.workload import WAYS, CallCounts, Load
 from tests.benchmarks.attacks import Answers
 from tests.policy import minimal
 from tests.processes import Resources, resources
@@ -64,7 +64,7 @@ from tests.service.servers import RunningServer
 
 CASES = 24
 MINIMAL_GRAPH = minimal.graph_of
-ANSWERED = Seen(asked=1000, answered=999, ways=Counter(WAYS))
+ANSWERED = CallCounts(asked=1000, answered=999, ways=Counter(WAYS))
 PROTOS = Path(__file__).parents[2] / "protos" / "gradrule" / "v1"
 FOREVER = Clock(None)
 OVERLOADED = Judgement(Verdict.REFUSED, reason="OVERLOADED")
@@ -74,10 +74,10 @@ CRASHED = Judgement(Verdict.REFUSED, reason="ENGINE_CRASHED", what="SIGABRT: Che
 CRASH = HarmfulGraph("crash", lambda: None, {}, "Check failed")
 
 
-async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningServer, scale: Scale) -> None:
-    """And what fails is saved, and fails again."""
+async def test_fuzzer_detects_untyped_errors(shared_server: RunningServer, scale: Scale) -> None:
+    """The failing case is saved, and fails again."""
     own = replace(scale, folder=scale.folder / "planted")
-    async with lying(shared_server.target, typed=False) as target:
+    async with running_proxy(shared_server.target, typed=False) as target:
         liar_server = replace(shared_server, target=target)
         figures = await fuzz.fuzz(liar_server, own, CASES)
         first = sorted((own.folder / "fuzz").glob("fault-*.json"))[0]
@@ -94,17 +94,17 @@ async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningSer
         ((), ("CompileProgram",), "no answer: DEADLINE_EXCEEDED"),
     ],
 )
-async def test_answers_that_do_not_come_are_faults_of_the_fuzzer(
+async def test_fuzzer_detects_missing_answers(
     shared_server: RunningServer, scale: Scale, muted: tuple[str, ...], hung: tuple[str, ...], fault: str
 ) -> None:
     cases, silent = Cases(seeds(scale.seed), scale.seed), {*muted, *hung}
     some = [case for case in map(cases.case, range(CASES * 4)) if case.method.rpartition("/")[2] in silent]
-    async with lying(shared_server.target, muted=muted, hung=hung) as target, sending.channel(target) as own:
+    async with running_proxy(shared_server.target, muted=muted, hung=hung) as target, sending.channel(target) as own:
         outcomes = await asyncio.gather(*(sending.send(own, case, deadline_s=3.0) for case in some))
     assert any(fault in line for outcome in outcomes for line in outcome.faults)
 
 
-async def test_a_server_that_implements_nothing_is_a_fault(shared_server: RunningServer, scale: Scale) -> None:
+async def test_fuzzer_detects_a_server_that_implements_nothing(shared_server: RunningServer, scale: Scale) -> None:
     bare = grpc.aio.server()
     port = bare.add_insecure_port("127.0.0.1:0")
     await bare.start()
@@ -120,30 +120,30 @@ async def test_a_server_that_implements_nothing_is_a_fault(shared_server: Runnin
 @pytest.mark.parametrize(
     ("seen", "deaf_s", "right"),
     [
-        (Healthy(asked=9, answered=9, errors={"OVERLOADED": 1}), 0.5, True),
-        (Healthy(asked=1000, answered=995, failed=5, errors={"DEADLINE_EXCEEDED": 5}), 0.5, True),
-        (Healthy(asked=1000, answered=985, failed=15, errors={"DEADLINE_EXCEEDED": 15}), 0.5, False),
-        (Healthy(asked=10, answered=9, failed=1, errors={"UNIMPLEMENTED": 1}), 0.5, False),
-        (Healthy(answered=9, wrong=["request 1: y is 2, not 1"]), 0.5, False),
-        (Healthy(), 0.5, False),
-        (Healthy(answered=9), 6.0, False),
+        (HealthyCalls(asked=9, answered=9, errors={"OVERLOADED": 1}), 0.5, True),
+        (HealthyCalls(asked=1000, answered=995, failed=5, errors={"DEADLINE_EXCEEDED": 5}), 0.5, True),
+        (HealthyCalls(asked=1000, answered=985, failed=15, errors={"DEADLINE_EXCEEDED": 15}), 0.5, False),
+        (HealthyCalls(asked=10, answered=9, failed=1, errors={"UNIMPLEMENTED": 1}), 0.5, False),
+        (HealthyCalls(answered=9, wrong=["request 1: y is 2, not 1"]), 0.5, False),
+        (HealthyCalls(), 0.5, False),
+        (HealthyCalls(answered=9), 6.0, False),
     ],
 )
-def test_whoever_suffers_from_the_fuzzer_is_heard(seen: Healthy, deaf_s: float, right: bool) -> None:
-    pulse = fuzz.Pulse("")
+def test_fuzzer_reports_harm_to_other_clients(seen: HealthyCalls, deaf_s: float, right: bool) -> None:
+    pulse = fuzz.HealthPoller("")
     pulse.longest_s = deaf_s
-    assert (fuzz.suffered(seen, pulse) == []) is right
+    assert (fuzz.harm_to_others(seen, pulse) == []) is right
 
 
-def test_statuses_that_are_lost_are_few() -> None:
-    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({judging.LOST_STATUS: 60}))) == []
-    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({judging.LOST_STATUS: 200})))
+def test_fuzzer_tolerates_few_lost_statuses() -> None:
+    assert fuzz.lost_statuses(sending.Tally(cases=10_000, reasons=Counter({answer_checks.LOST_STATUS: 60}))) == []
+    assert fuzz.lost_statuses(sending.Tally(cases=10_000, reasons=Counter({answer_checks.LOST_STATUS: 200})))
 
 
-async def test_a_pulse_that_stops_is_heard() -> None:
-    pulse = fuzz.Pulse("127.0.0.1:1")
+async def test_fuzzer_detects_a_silent_front_end() -> None:
+    pulse = fuzz.HealthPoller("127.0.0.1:1")
     await pulse.run()
-    assert fuzz.suffered(Healthy(answered=9), pulse)
+    assert fuzz.harm_to_others(HealthyCalls(answered=9), pulse)
 
 
 def test_every_rpc_is_fuzzed() -> None:
@@ -153,13 +153,13 @@ def test_every_rpc_is_fuzzed() -> None:
     assert {name.partition("/")[0] for name in methods()} == set(services)
 
 
-async def test_through_an_honest_proxy_nothing_fails(shared_server: RunningServer, scale: Scale) -> None:
-    async with lying(shared_server.target) as target:
+async def test_nothing_fails_through_an_honest_proxy(shared_server: RunningServer, scale: Scale) -> None:
+    async with running_proxy(shared_server.target) as target:
         assert (await fuzz.fuzz(replace(shared_server, target=target), scale, CASES)).met
 
 
-async def test_wrong_answers_are_seen_by_callers(shared_server: RunningServer) -> None:
-    async with lying(shared_server.target, liar.a_little_off) as target:
+async def test_callers_detect_wrong_answers(shared_server: RunningServer) -> None:
+    async with running_proxy(shared_server.target, faulty_proxy.add_a_thousandth) as target:
         load, healthy = Load(target, 1, callers=2, by_name=False), HealthyClient(target, every_s=0.01)
         working = asyncio.gather(load.run(), healthy.run())
         while not (load.seen.wrong and healthy.seen.wrong) and not working.done():
@@ -173,14 +173,14 @@ async def test_wrong_answers_are_seen_by_callers(shared_server: RunningServer) -
     assert not rolling.judge(load, Findings(), 2, 2, by_time=False).met
 
 
-async def test_values_of_others_are_leaks(shared_server: RunningServer, scale: Scale) -> None:
-    async with lying(shared_server.target, liar.another_callers()) as target:
+async def test_interleavings_detect_values_of_others(shared_server: RunningServer, scale: Scale) -> None:
+    async with running_proxy(shared_server.target, faulty_proxy.swap_answers()) as target:
         figures = await interleavings.interleave(target, scale, 300)
     assert not figures.met
     assert any("which is caller" in line for line in figures.findings)
 
 
-def test_kinds_that_are_always_refused_are_told() -> None:
+def test_interleavings_report_kinds_that_are_always_refused() -> None:
     all_but_one = Counter(set(interleavings.KINDS) - {"session"})
     assert interleavings.never_answered(all_but_one, of_tenants=True) == ["session: never answered"]
     assert not interleavings.never_answered(Counter(set(interleavings.KINDS) - {"registered"}), of_tenants=False)
@@ -198,12 +198,12 @@ def test_kinds_that_are_always_refused_are_told() -> None:
         (replace(ANSWERED, asked=0, answered=0), 10, False, False),
     ],
 )
-def test_kills(seen: Seen, killed: int, ended: bool, met: bool) -> None:
+def test_kills_detects_wrong_and_missing_answers(seen: CallCounts, killed: int, ended: bool, met: bool) -> None:
     assert kills.judge(seen, killed, 10, FOREVER, ended).met is met
 
 
 @pytest.mark.parametrize(("leak", "flat"), [(0.0, True), (1e5, True), (4e5, False)])
-def test_slopes_tell_growth_from_noise(leak: float, flat: bool) -> None:
+def test_slopes_distinguish_growth_from_noise(leak: float, flat: bool) -> None:
     """Bytes per second over ten minutes, on a noise of 30 MiB, after a start that takes 200 MiB."""
     random = np.random.default_rng(1)
     times = np.arange(0.0, 600.0, 2.0)
@@ -212,7 +212,7 @@ def test_slopes_tell_growth_from_noise(leak: float, flat: bool) -> None:
 
 
 @pytest.mark.parametrize("figure", [None, *ALLOWED])
-def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure: str | None) -> None:
+def test_soak_reports_every_growing_figure(shared_server: RunningServer, figure: str | None) -> None:
     samples = Samples()
     for second in range(120):
         samples.times.append(float(second))
@@ -228,8 +228,8 @@ def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure
         assert not soak.judge(samples, load, front_ended=False).met
 
 
-def test_memory_without_a_name_is_seen() -> None:
-    """As arenas are it: no file of /dev/shm tells of them."""
+def test_unnamed_shared_memory_is_measured() -> None:
+    """Arenas are such memory: /dev/shm does not list them."""
     before = resources(os.getpid()).shared_bytes
     descriptor = os.memfd_create("planted")
     os.ftruncate(descriptor, 2**24)
@@ -254,11 +254,11 @@ def sent(**changed: Any) -> dict[str, Any]:
         ({"other": {"INTERNAL": 1}}, False),
     ],
 )
-def test_overload(changed: dict[str, Any], met: bool) -> None:
+def test_overload_detects_low_goodput_and_slow_refusals(changed: dict[str, Any], met: bool) -> None:
     assert overload.judge(20.0, 1.0, [sent(**changed)], {}).met is met
 
 
-async def test_answers_to_the_overload_are_compared() -> None:
+async def test_overload_compares_answers() -> None:
     same, another = (evaluate_pb2.EvaluateResponse() for _ in range(2))
     for message, name in ((same, "y"), (another, "z")):
         message.outputs.add(name=name)
@@ -270,11 +270,11 @@ async def test_answers_to_the_overload_are_compared() -> None:
     channel = SimpleNamespace(unary_unary=lambda method: call)
     asking = Sender(channel, b"")
     for _ in range(4):
-        await asking.ask()
+        await asking.send()
     assert asking.other == {"another answer": 2}
 
 
-def test_rolling(shared_server: RunningServer) -> None:
+def test_rolling_detects_errors_and_exit_codes(shared_server: RunningServer) -> None:
     def figures(done: int = 4, *lines: str, errors: dict[str, int] | None = None, answered: int = 999) -> bool:
         load, findings = Load(shared_server.target, 1), Findings()
         load.seen = replace(ANSWERED, answered=answered, errors=Counter(errors or {}))
@@ -302,19 +302,21 @@ QUIET = Resources(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes
         ({}, [], 0.1, replace(QUIET, resident_bytes=10**9)),
     ],
 )
-def test_hostile(errors: dict[str, int], wrong: list[str], p99_s: float, after: Resources) -> None:
+def test_hostile_detects_harm_and_growth(
+    errors: dict[str, int], wrong: list[str], p99_s: float, after: Resources
+) -> None:
     assert len(hostile.judge("attack", errors, wrong, p99_s, QUIET, after)) == 1
     assert hostile.judge("attack", {}, [], 0.1, QUIET, QUIET) == []
 
 
-async def test_an_attack_that_does_nothing(
+async def test_attack_that_does_nothing_is_a_miss(
     shared_server: RunningServer, scale: Scale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def nothing(target: str, seconds: float) -> hostile.Did:
         return 0, "attacks"
 
     monkeypatch.setattr(hostile, "ATTACKS", {"nothing": nothing})
-    figures = await hostile.endure(shared_server, scale, 1.0)
+    figures = await hostile.run_attacks(shared_server, scale, 1.0)
     assert "nothing: nothing was done" in figures.findings
     assert not figures.met
 
@@ -335,11 +337,11 @@ async def test_an_attack_that_does_nothing(
         (Judgement(Verdict.FAULT, what="INTERNAL"), False, False),
     ],
 )
-def test_crashes(judged: Judgement, died: bool, right: bool) -> None:
+def test_crashes_detects_wrong_answers(judged: Judgement, died: bool, right: bool) -> None:
     assert (crashes.judge(CRASH, judged, died) == []) is right
 
 
-def test_crashes_of_memory() -> None:
+def test_crashes_accepts_memory_errors() -> None:
     bomb, exceeded = replace(CRASH, told="MEMORY_EXCEEDED"), replace(CRASHED, reason="MEMORY_EXCEEDED")
     assert not crashes.judge(bomb, exceeded, died=True)
     assert not crashes.judge(bomb, replace(exceeded, what="the limit"), died=False)
@@ -358,11 +360,11 @@ def test_crashes_of_memory() -> None:
         (Judgement(Verdict.FAULT, what="INTERNAL"), 0.0, False),
     ],
 )
-def test_hangs(judged: Judgement, late_s: float, right: bool) -> None:
-    assert (hangs.judge(replace(CRASH, told=HUNG.reason), hangs.Ended(judged, late_s)) == []) is right
+def test_hangs_detects_late_ends(judged: Judgement, late_s: float, right: bool) -> None:
+    assert (hangs.judge(replace(CRASH, told=HUNG.reason), hangs.HangResult(judged, late_s)) == []) is right
 
 
-WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10**6, 10**9, "")
+WENT = bombs.BombResult(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10**6, 10**9, "")
 
 
 @pytest.mark.parametrize(
@@ -378,21 +380,18 @@ WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10
         (replace(WENT, next_fault="request 1: y is 2, not 1"), False),
     ],
 )
-def test_bombs(went: bombs.Went, right: bool) -> None:
+def test_bombs_detects_growth(went: bombs.BombResult, right: bool) -> None:
     assert (bombs.judge(replace(CRASH, told="MEMORY_EXCEEDED"), went) == []) is right
 
 
-async def test_engines_that_are_not_there_are_not_calm(
-    shared_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(poison, "_CALM_S", 0.0)
-    assert await poison.calm(shared_server, 1)
+async def test_missing_engines_are_a_timeout(shared_server: RunningServer) -> None:
+    assert await harmful_requests.wait_for_engines(shared_server, 1, timeout_s=0)
     with pytest.raises(TimeoutError, match="not 9"):
-        await poison.calm(shared_server, 9)
+        await harmful_requests.wait_for_engines(shared_server, 9, timeout_s=0)
 
 
 @pytest.mark.parametrize("row", [crashes, hangs])
-def test_a_row_that_shows_nothing_is_missed(row: Any) -> None:
+def test_row_that_shows_nothing_is_missed(row: Any) -> None:
     told = Counter({"LIMIT_EXCEEDED": 3})
     beside = HealthyClient("").seen
     counted = (told, 3) if row is crashes else (told, [0.0, 0.0, 0.0])
@@ -416,13 +415,15 @@ def test_a_row_that_shows_nothing_is_missed(row: Any) -> None:
         (False, "file read", "top", {"INTERNAL"}, False),
     ],
 )
-def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], right: bool) -> None:
+def test_op_table_detects_wrong_decisions(
+    allowed: bool, category: str, place: str, reasons: set[str], right: bool
+) -> None:
     ruling = OpReview("Op", allowed, category, "", "")
     assert (op_table.wrong(ruling, place, reasons) == "") is right
 
 
 @pytest.mark.parametrize("denied_beside", [False, True])
-async def test_an_allowed_op_in_a_graph_that_is_refused(
+async def test_op_table_detects_an_allowed_op_in_a_refused_graph(
     shared_server: RunningServer, scale: Scale, monkeypatch: pytest.MonkeyPatch, denied_beside: bool
 ) -> None:
     if denied_beside:
@@ -441,12 +442,12 @@ async def test_an_allowed_op_in_a_graph_that_is_refused(
     assert all("Sign" in line or "Tanh" in line for line in figures.findings)
 
 
-async def test_amplification(shared_server: RunningServer) -> None:
+async def test_amplification_detects_growth(shared_server: RunningServer) -> None:
     (fault,) = (await amplification.measure(shared_server, ["150,000 nodes"], factor=0.5, constant_bytes=0)).faults
     assert fault.startswith("150,000 nodes: ")
 
 
-def test_escapes() -> None:
+def test_escapes_detects_a_reached_canary() -> None:
     case = (ESCAPES[0], "outside")
     name = f"{ESCAPES[0].name} (outside)"
     assert escapes.judge([case], True, set(), {name}).met
@@ -455,19 +456,19 @@ def test_escapes() -> None:
     assert not escapes.judge([case], False, set(), {name}).met
 
 
-def failed(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
-    """As a call fails that says nothing more."""
+def failed_call(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    """Returns a call that failed without details."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "no")
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INVALID_ARGUMENT])
-def test_errors_without_reasons(code: grpc.StatusCode) -> None:
-    assert judging.of_failure(failed(code)).verdict is Verdict.FAULT
-    assert judging.of_failure(failed(grpc.StatusCode.UNAVAILABLE)).verdict is Verdict.REFUSED
+def test_errors_without_reasons_are_judged(code: grpc.StatusCode) -> None:
+    assert answer_checks.check_failure(failed_call(code)).verdict is Verdict.FAULT
+    assert answer_checks.check_failure(failed_call(grpc.StatusCode.UNAVAILABLE)).verdict is Verdict.REFUSED
 
 
 def status(reason: str, code: grpc.StatusCode, domain: str = "gradrule", message: str = "no", infos: int = 1) -> bytes:
-    """As it lies in the metadata of a call that failed."""
+    """Returns the status bytes as in the metadata of a failed call."""
     found = status_pb2.Status(code=code.value[0], message=message)
     for _ in range(infos):
         found.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=domain))
@@ -487,11 +488,11 @@ def status(reason: str, code: grpc.StatusCode, domain: str = "gradrule", message
         (b"\xff\xff", Verdict.FAULT),
     ],
 )
-def test_errors_with_reasons(data: bytes, verdict: Verdict) -> None:
-    assert judging.of_status(data, None).verdict is verdict
+def test_errors_with_reasons_are_judged(data: bytes, verdict: Verdict) -> None:
+    assert answer_checks.check_status(data, None).verdict is verdict
 
 
-def test_lines_that_a_client_forged_are_seen() -> None:
+def test_http2_detects_forged_log_lines() -> None:
     good = b'{"level": "info", "message": "good"}\n'
     for wrong in (
         b"Traceback (most recent call last):",
@@ -507,9 +508,7 @@ def test_lines_that_a_client_forged_are_seen() -> None:
     assert not findings.count
 
 
-async def test_calls_that_are_not_answered_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2, "_ANSWER_S", 0.2)
-
+async def test_http2_detects_unanswered_calls() -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -517,7 +516,7 @@ async def test_calls_that_are_not_answered_are_seen(monkeypatch: pytest.MonkeyPa
     async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
         target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         case = http2_cases.Case(("good_call",), (wire.PREFACE,), 1, False)
-        assert await http2.send(target, case, http2.Sent()) == ["0 of 1 calls were answered within 0.2 s"]
+        assert await http2.send(target, case, http2.Sent(), answer_s=0.2) == ["0 of 1 calls were answered within 0.2 s"]
 
 
 def test_cases_come_from_the_seed() -> None:
@@ -526,9 +525,9 @@ def test_cases_come_from_the_seed() -> None:
     assert [first.case(number) for number in range(50)] != [other.case(number) for number in range(50)]
 
 
-def test_strangers_tells_what_it_finds_and_attacks_that_were_none() -> None:
+def test_strangers_reports_findings_and_attacks_that_did_nothing() -> None:
     attack, fine = strangers.ATTACKS["large rules"], Answers(calls=9, p99_ms=20.0)
-    did = strangers.Did(Counter(OK=3, RESOURCE_EXHAUSTED=4), front_mib=20.0)
+    did = strangers.AttackResult(Counter(OK=3, RESOURCE_EXHAUSTED=4), front_mib=20.0)
     assert strangers.judge(attack, did, fine, fine) == []
 
     slow = Answers(calls=9, p99_ms=6000.0, failures=Counter(DEADLINE_EXCEEDED=2))
@@ -538,11 +537,11 @@ def test_strangers_tells_what_it_finds_and_attacks_that_were_none() -> None:
         assert "6.00 s" in found
     assert "tenant B made no calls" in strangers.judge(attack, did, Answers(), fine)
     assert "grew by 900 MiB" in strangers.judge(attack, replace(did, front_mib=900.0), fine, fine)[0]
-    # Calls that never came to their end weighed nothing.
+    # Calls that never ended caused no load.
     late = replace(did, codes=Counter(DEADLINE_EXCEEDED=8))
     assert "no call of tenant A was answered" in strangers.judge(attack, late, fine, fine)[0]
     assert strangers.judge(strangers.ATTACKS["selections"], late, fine, fine) == []
-    assert strangers.judge(attack, strangers.Did(), fine, fine) == ["nothing was done"]
+    assert strangers.judge(attack, strangers.AttackResult(), fine, fine) == ["nothing was done"]
 
 
 def test_strangers_has_a_row_for_each_finding() -> None:

@@ -1,4 +1,4 @@
-"""HTTP/2 frames by hand, for clients that do with them what no library does."""
+"""Writes and reads HTTP/2 frames by hand, for clients that send what no library sends."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Header = tuple[bytes, bytes]
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Makes one frame."""
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def headers(path: str | bytes, more: Sequence[Header] = (), /, **replaced: bytes | None) -> bytes:
-    """The header block of a call, nothing indexed, nothing compressed.
+    """Makes the header block of a call, without indexing and compression.
 
     replaced: other values of the headers that each call has (`method`, `authority`, `content_type`, …); None: left out.
     """
@@ -54,19 +54,19 @@ _NAMES: Mapping[str, bytes] = {
 
 
 def call(block: bytes, body: bytes | None = None, stream: int = 1) -> bytes:
-    """The frames of a call with this header block. body: what its DATA frame holds; None: the call sends nothing."""
+    """Makes the frames of a call with this header block. body: the payload of its DATA frame; None: none is sent."""
     if body is None:
         return frame(HEADERS, END_HEADERS | END_STREAM, stream, block)
     return frame(HEADERS, END_HEADERS, stream, block) + frame(DATA, END_STREAM, stream, body)
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header field without indexing, with a new name."""
+    """Makes a header field without indexing, with a new name."""
     return b"\x00" + _length(len(name)) + name + _length(len(value)) + value
 
 
 def _length(size: int) -> bytes:
-    """An integer with a prefix of seven bits."""
+    """Encodes an integer with a prefix of seven bits."""
     if size < 127:
         return bytes((size,))
     found = bytearray((127,))
@@ -79,20 +79,20 @@ def _length(size: int) -> bytes:
 
 
 def message(data: bytes) -> bytes:
-    """A message of gRPC's, as it lies in DATA frames."""
+    """Makes a gRPC message as in DATA frames."""
     return b"\x00" + struct.pack(">I", len(data)) + data
 
 
 def settings(*pairs: tuple[int, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Makes a SETTINGS frame."""
     return frame(SETTINGS, payload=b"".join(struct.pack(">HI", key, value) for key, value in pairs))
 
 
 @dataclass
 class Answer:
-    """What a server said to one call.
+    """Holds the server's answer to one call.
 
-    status: gRPC's, None where there was none. resets: error codes of RST_STREAM and GOAWAY frames.
+    status: of gRPC, None if there was none. resets: error codes of RST_STREAM and GOAWAY frames.
     """
 
     http_status: int | None = None
@@ -102,7 +102,7 @@ class Answer:
     has_closed: bool = False
 
     def add_headers(self, found: Sequence[tuple[bytes, bytes]]) -> None:
-        """Takes in a block of headers or trailers."""
+        """Adds a block of headers or trailers."""
         for name, value in found:
             if name == b":status":
                 self.http_status = int(value)
@@ -113,21 +113,21 @@ class Answer:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the server said no by a status, a reset or by closing the connection."""
+        """Returns whether the server refused by a status, a reset or by closing the connection."""
         return self.status not in (None, 0) or bool(self.resets) or self.has_closed
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, int, bytes]:
-    """The next frame: kind, flags, stream, payload. `EOFError` where the connection has ended."""
+    """Reads the next frame: type, flags, stream, payload. Raises `EOFError` when the connection has ended."""
     head = await reader.readexactly(9)
     payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
     return head[3], head[4], int.from_bytes(head[5:], "big") & 0x7FFFFFFF, payload
 
 
-class Heard:
-    """What a server says on one connection: an answer to each stream, and which of them have ended.
+class ConnectionLog:
+    """Collects what a server sends on one connection: an answer per stream, and which streams have ended.
 
-    faults: what is no HTTP/2.
+    faults: invalid HTTP/2.
     """
 
     def __init__(self) -> None:
@@ -137,12 +137,12 @@ class Heard:
         self._decoder = hpack.Decoder()
         self._changed = asyncio.Event()
 
-    def of(self, stream: int) -> Answer:
-        """The answer on a stream, as far as it has come."""
+    def answer_on(self, stream: int) -> Answer:
+        """Returns the answer on a stream so far."""
         return self.answers.setdefault(stream, Answer())
 
-    async def hear(self, reader: asyncio.StreamReader) -> None:
-        """Listens until the server closes the connection."""
+    async def listen(self, reader: asyncio.StreamReader) -> None:
+        """Reads until the server closes the connection."""
         try:
             while True:
                 self._take(*await read_frame(reader))
@@ -153,7 +153,7 @@ class Heard:
         self._changed.set()
 
     async def has_ended(self, count: int) -> None:
-        """Waits until so many streams have ended."""
+        """Waits until that many streams have ended."""
         while len(self.ended) < count:
             self._changed.clear()
             await self._changed.wait()
@@ -161,27 +161,27 @@ class Heard:
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind == HEADERS:
             try:
-                # Blocks of all streams change the table of the decoder.
-                self.of(stream).add_headers(self._decoder.decode(payload, raw=True))
+                # Header blocks of all streams change the decoder's table.
+                self.answer_on(stream).add_headers(self._decoder.decode(payload, raw=True))
             except (hpack.HPACKError, ValueError) as cause:
                 self.faults.append(f"headers of stream {stream} cannot be read: {cause!r}")
         elif kind == GOAWAY:
             for answer in self.answers.values():
                 answer.resets.append(int.from_bytes(payload[4:8], "big"))
         elif kind == RST_STREAM:
-            self.of(stream).resets.append(int.from_bytes(payload, "big"))
+            self.answer_on(stream).resets.append(int.from_bytes(payload, "big"))
             self.ended.add(stream)
         if kind in (HEADERS, DATA) and flags & END_STREAM:
             self.ended.add(stream)
-            if self.of(stream).status is None:
+            if self.answer_on(stream).status is None:
                 self.faults.append(f"stream {stream} ended without a status")
 
 
 async def read_answer(reader: asyncio.StreamReader, stream: int = 1, seconds: float = 20.0) -> Answer:
-    """What comes on a stream until it or the connection ends. `TimeoutError`."""
-    heard = Heard()
-    hearing = asyncio.ensure_future(heard.hear(reader))
-    answer = heard.of(stream)
+    """Reads a stream until it or the connection ends. Raises `TimeoutError`."""
+    heard = ConnectionLog()
+    hearing = asyncio.ensure_future(heard.listen(reader))
+    answer = heard.answer_on(stream)
     ended = asyncio.ensure_future(heard.has_ended(1))
     try:
         done, _ = await asyncio.wait({hearing, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -190,13 +190,13 @@ async def read_answer(reader: asyncio.StreamReader, stream: int = 1, seconds: fl
     finally:
         hearing.cancel()
         ended.cancel()
-        # Only one may read at a time.
+        # Only one task may read at a time.
         await asyncio.gather(hearing, ended, return_exceptions=True)
     return answer
 
 
 async def answer(target: str, block: bytes, body: bytes | None = b"\x00\x00\x00\x00\x00") -> Answer:
-    """Sends one call on a connection of its own; an empty message unless `body` says other."""
+    """Sends one call on its own connection; an empty message unless `body` says otherwise."""
     async with connected(target) as (reader, writer):
         writer.write(PREFACE + settings() + call(block, body))
         return await read_answer(reader)
@@ -204,7 +204,7 @@ async def answer(target: str, block: bytes, body: bytes | None = b"\x00\x00\x00\
 
 @contextlib.asynccontextmanager
 async def connected(target: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A TCP connection on which nothing has been sent; closed at the end."""
+    """Opens a TCP connection without sending anything; closes it at the end."""
     host, _, port = target.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -216,7 +216,7 @@ async def connected(target: str) -> AsyncIterator[tuple[asyncio.StreamReader, as
 
 
 async def flood(writer: asyncio.StreamWriter, data: bytes, times: int) -> int:
-    """Writes the same bytes again and again until the other side closes; how many times it was."""
+    """Writes the same bytes repeatedly until the other side closes; returns the number of writes."""
     for number in range(times):
         try:
             writer.write(data)
@@ -226,8 +226,8 @@ async def flood(writer: asyncio.StreamWriter, data: bytes, times: int) -> int:
     return times
 
 
-async def drained(reader: asyncio.StreamReader, seconds: float) -> bool:
-    """Reads whatever comes; whether the other side closed within the time."""
+async def read_until_closed(reader: asyncio.StreamReader, seconds: float) -> bool:
+    """Reads everything; returns whether the other side closed within the time."""
     try:
         async with asyncio.timeout(seconds):
             while await reader.read(65_536):

@@ -1,4 +1,4 @@
-"""Work with known answers: programs of several kinds and sizes, and what local TensorFlow computes for each feed."""
+"""Generates load with known answers: programs of several kinds and sizes, with local TensorFlow's results."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FEEDS = 6
 SHARE = 0.999
 """Of the requests, those that must be answered."""
 DEADLINE_S = 60.0
-# A caller that is told when to come back does so, as often as it takes within its deadline.
+# A caller retries after the requested delay, as often as its deadline allows.
 _PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
-class Work:
-    """One program. feeds: some inputs; wanted: outputs and gradients for each, by name."""
+class WorkItem:
+    """Describes one program. feeds: some inputs; wanted: outputs and gradients for each, by name."""
 
     name: str
     graph: gr.Graph
@@ -40,12 +40,12 @@ class Work:
     wanted: tuple[dict[str, Any], ...]
 
     @property
-    def words(self) -> dict[str, Any]:
-        """What compiling and evaluating are told."""
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of compiling and evaluating."""
         return {"fetches": ["y"], "ys": ["y"], "xs": ["x"], "overrides": self.overrides or None}
 
     def wrong(self, index: int, result: Any) -> str:
-        """What is wrong with the result for `feeds[index]`; empty where nothing is."""
+        """Returns what is wrong with the result for `feeds[index]`; empty if nothing."""
         wanted = self.wanted[index]
         for kind, got in (("output", result.outputs), ("gradient", result.gradients)):
             for name, value in wanted[kind].items():
@@ -56,8 +56,8 @@ class Work:
 
 
 @cache
-def works() -> tuple[Work, ...]:
-    """All of them; the first use computes the answers."""
+def work_items() -> tuple[WorkItem, ...]:
+    """Returns all programs; the first use computes the answers."""
     window, guided, cosine = generated.UNARY_RULES[1], generated.UNARY_RULES[2], generated.UNARY_RULES[5]
     return (
         _work("tiny", _tiny, "Sign", window, (3,)),
@@ -101,7 +101,7 @@ def _work(
     op_type: str | None,
     rule: generated.Rule | None,
     shape: tuple[int, ...],
-) -> Work:
+) -> WorkItem:
     def build() -> None:
         x = placeholder("x", shape=(None,) * len(shape))
         tf.identity(function(x), name="y")
@@ -115,7 +115,7 @@ def _work(
         result = reference.evaluate(graph_def, given, fetches=["y"], ys=["y"], xs=["x"], rules=rules)
         wanted.append({"output": result.outputs, "gradient": result.gradients})
     overrides = {} if rule is None or op_type is None else {op_type: gr.Rule(rule.expression)}
-    return Work(name, load_graph(graph_def), overrides, feeds, tuple(wanted))
+    return WorkItem(name, load_graph(graph_def), overrides, feeds, tuple(wanted))
 
 
 def _shown(values: Any) -> str:
@@ -123,10 +123,10 @@ def _shown(values: Any) -> str:
 
 
 @dataclass
-class Seen:
-    """What callers saw.
+class CallCounts:
+    """Counts what callers saw.
 
-    again: errors that a caller may retry, and did; errors: those that ended a request; ways: answers by how it went.
+    again: errors that a caller may retry, and did; errors: those that ended a request; ways: answers by kind of call.
     """
 
     asked: int = 0
@@ -142,16 +142,16 @@ class Seen:
 
     @property
     def share(self) -> float:
-        """Of the requests, those that were answered."""
+        """Returns the share of requests that were answered."""
         return self.answered / self.asked if self.asked else 0.0
 
     @property
-    def untrodden(self) -> list[str]:
-        """What was not tried: ways that no answer came."""
+    def unused_ways(self) -> list[str]:
+        """Returns the kinds of calls without any answer."""
         return [f"no answer came {way}" for way in WAYS if not self.ways[way]]
 
     def figures(self) -> Mapping[str, Any]:
-        """For reports."""
+        """Returns figures for reports."""
         return {
             "asked": self.asked,
             "answered_share": round(self.share, 6),
@@ -167,12 +167,12 @@ class Seen:
         }
 
     def quantile(self, share: float) -> float:
-        """Seconds that this share of the answers took at most."""
+        """Returns the seconds within which this share of the answers came."""
         return float(np.quantile(self.seconds, share)) if self.seconds else 0.0
 
 
 class Load:
-    """Callers at work: inline graphs, programs by name, over a stream, forward and back, at random."""
+    """Runs callers that use inline graphs, programs by name, streams, forward and pull-back at random."""
 
     def __init__(
         self,
@@ -197,9 +197,9 @@ class Load:
         self._by_name = by_name
         self._callers = callers
         self._pause_s = pause_s
-        self._works = [work for work in works() if large or work.name != "large"]
+        self._works = [work for work in work_items() if large or work.name != "large"]
         self._stopping = False
-        self.seen = Seen()
+        self.seen = CallCounts()
 
     async def run(self) -> None:
         """Until `stop`; then what is under way is finished."""
@@ -211,13 +211,13 @@ class Load:
             await client.close()
 
     def stop(self) -> None:
-        """No more requests."""
+        """Stops sending requests."""
         self._stopping = True
 
-    async def _compiled(self, client: Any, work: Work) -> Any:
+    async def _compiled(self, client: Any, work: WorkItem) -> Any:
         while True:
             try:
-                return await client.compile(work.graph, name=f"work-{work.name}", **work.words)
+                return await client.compile(work.graph, name=f"work-{work.name}", **work.arguments)
             except gr.errors.GradruleError as refusal:
                 if not _may_retry(refusal):
                     raise
@@ -233,7 +233,7 @@ class Load:
             if build_graph_def < self._cancelled:
                 await self._give_up(way(client, programs.get(work.name), work, index), chance.uniform(0.0, 0.05))
             elif build_graph_def < self._cancelled + self._wrong:
-                await self._err(client, work, chance)
+                await self._send_invalid(client, work, chance)
             else:
                 await self._ask(work, index, functools.partial(way, client, programs.get(work.name), work, index))
             if self._pause_s:
@@ -247,19 +247,19 @@ class Load:
         with contextlib.suppress(asyncio.CancelledError, gr.errors.GradruleError):
             await task
 
-    async def _err(self, client: Any, work: Work, chance: Random) -> None:
-        """Asks for something wrong; it must be refused for just that."""
+    async def _send_invalid(self, client: Any, work: WorkItem, chance: Random) -> None:
+        """Sends an invalid request; it must be refused for its fault."""
         reason, words = chance.choice(_ERRORS)
         self.seen.refused += 1
         try:
-            await client.evaluate(work.graph, **{"feeds": work.feeds[0], **work.words, **words})
+            await client.evaluate(work.graph, **{"feeds": work.feeds[0], **work.arguments, **words})
         except gr.errors.GradruleError as refusal:
             if refusal.reason != reason and not _may_retry(refusal):
                 self.seen.wrong.append(f"{work.name}: {refusal.reason} where {reason} was right")
         else:
             self.seen.wrong.append(f"{work.name}: an answer where {reason} was right")
 
-    async def _ask(self, work: Work, index: int, call: functools.partial[Any]) -> None:
+    async def _ask(self, work: WorkItem, index: int, call: functools.partial[Any]) -> None:
         seen = self.seen
         seen.asked += 1
         started = time.monotonic()
@@ -287,40 +287,40 @@ class Load:
 
 
 def _may_retry(failure: gr.errors.GradruleError) -> bool:
-    """Whether the contract tells a caller to send the same request again, or, of a handle, to run forward again.
+    """Returns whether the contract allows the same request again, or, for a handle, a new forward run.
 
-    The client runs forward again by itself, once; the engine may be lost once more meanwhile.
+    The client itself repeats forward once; the engine may be lost once more meanwhile.
     """
     return failure.code_name == "UNAVAILABLE" or failure.reason in {"OVERLOADED", "HANDLE_EXPIRED"}
 
 
-async def _inline(client: Any, program: Any, work: Work, index: int) -> Any:
-    return await client.evaluate(work.graph, feeds=work.feeds[index], **work.words)
+async def _inline(client: Any, program: Any, work: WorkItem, index: int) -> Any:
+    return await client.evaluate(work.graph, feeds=work.feeds[index], **work.arguments)
 
 
-async def _by_name(client: Any, program: Any, work: Work, index: int) -> Any:
+async def _by_name(client: Any, program: Any, work: WorkItem, index: int) -> Any:
     return await program.evaluate(work.feeds[index])
 
 
-async def _mapped(client: Any, program: Any, work: Work, index: int) -> Any:
-    """Three calls at once; the answers are compared by whoever asked, so all must be alike."""
+async def _mapped(client: Any, program: Any, work: WorkItem, index: int) -> Any:
+    """Sends three calls concurrently; all must have equal answers, because the caller compares them."""
     return _worst(work, index, [result async for result in program.map([work.feeds[index]] * 3)])
 
 
-async def _streamed(client: Any, program: Any, work: Work, index: int) -> Any:
-    """Three at once over the client's stream, which by itself carries handles only."""
+async def _streamed(client: Any, program: Any, work: WorkItem, index: int) -> Any:
+    """Sends three calls concurrently over the client's stream, which otherwise carries only handles."""
     call = program._call(work.feeds[index], None, None)._replace(method="evaluate", on_stream=True)
     return _worst(work, index, await asyncio.gather(*(client._run(call, None) for _ in range(3))))
 
 
-async def _pulled_back(client: Any, program: Any, work: Work, index: int) -> Any:
-    """Forward once, back twice; a handle that is gone with its engine is made anew by the client."""
+async def _pulled_back(client: Any, program: Any, work: WorkItem, index: int) -> Any:
+    """Runs forward once and back twice; the client renews a handle that was lost with its engine."""
     async with await program.forward(work.feeds[index]) as handle:
         back = [SimpleNamespace(outputs=handle.outputs, gradients=await handle.vjp()) for _ in range(2)]
     return _worst(work, index, back)
 
 
-def _worst(work: Work, index: int, results: Sequence[Any]) -> Any:
+def _worst(work: WorkItem, index: int, results: Sequence[Any]) -> Any:
     return next((result for result in results if work.wrong(index, result)), results[0])
 
 

@@ -1,4 +1,4 @@
-"""Names of the protos, as generated code in other languages has them: nothing clashes, every file has its options."""
+"""Names of the protos clash in no generated language, and every file has its language options."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_map(field: FieldDescriptor) -> bool:
 
 
 def java_getters(field: FieldDescriptor) -> list[str]:
-    """What follows `get` in the methods that Java's generated code has for a field."""
+    """Returns what follows `get` in the Java methods of a field."""
     suffixes = [""]
     if is_map(field):
         suffixes += ["Map", "Count", "OrDefault", "OrThrow"]
@@ -80,7 +80,7 @@ def java_getters(field: FieldDescriptor) -> list[str]:
 
 
 def cpp_methods(field: FieldDescriptor) -> list[str]:
-    """The methods that C++'s generated code has for a field."""
+    """Returns the C++ methods of a field."""
     name = field.name
     methods = [name, f"clear_{name}"]
     methods += [f"{name}_size", f"add_{name}"] if field.is_repeated else [f"set_{name}"]
@@ -89,7 +89,7 @@ def cpp_methods(field: FieldDescriptor) -> list[str]:
 
 
 def clashes_of_message(message: Descriptor) -> Iterator[str]:
-    """What of a message cannot be used, or has another name, in the generated code of some language."""
+    """Returns names of a message that are unusable or renamed in the generated code of some language."""
     where = message.name
     oneofs = [oneof.name for oneof in message.oneofs]
     java = Counter(name for field in message.fields for name in java_getters(field))
@@ -120,7 +120,7 @@ def clashes_of_message(message: Descriptor) -> Iterator[str]:
 
 
 def clashes(file: FileDescriptor) -> list[str]:
-    """All clashes in a file."""
+    """Returns all clashes in a file."""
     found = [clash for message in file.message_types_by_name.values() for clash in clashes_of_message(message)]
     names = {*file.message_types_by_name, *file.enum_types_by_name, *file.services_by_name}
     found += [f"Java: {name} hides java.lang.{name}" for name in sorted(names & JAVA_LANG)]
@@ -130,7 +130,7 @@ def clashes(file: FileDescriptor) -> list[str]:
     return found
 
 
-# Importing these loads every other file of the package.
+# Importing these modules loads every other file of the package.
 LOADED = (admin_pb2, blob_pb2, session_pb2)
 
 
@@ -159,14 +159,14 @@ def test_every_file_has_the_options_of_each_language(path: Path) -> None:
 
 
 def test_names_of_one_package_differ_by_more_than_case() -> None:
-    """Java has one file per message, and some file systems do not tell upper from lower case."""
+    """Java has one file per message, and some file systems ignore case."""
     names = [name for path in OWN for name in (*file_of(path).message_types_by_name, *file_of(path).enum_types_by_name)]
     names += [file_of(path).GetOptions().java_outer_classname for path in OWN]
     assert [name for name, count in Counter(name.lower() for name in names).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("path", sorted([*OWN, *(PROTOS / "google").rglob("*.proto")]), ids=lambda path: path.name)
-def test_every_import_is_beside_the_protos_or_comes_with_protoc(path: Path) -> None:
+def test_every_import_is_ours_or_comes_with_protoc(path: Path) -> None:
     imports = re.findall(r'^import "(.+)";$', path.read_text(), re.MULTILINE)
     missing = [name for name in imports if not name.startswith("google/protobuf/") and not (PROTOS / name).exists()]
     assert missing == []
@@ -202,5 +202,5 @@ def _planted(message: str, *fields: tuple[str, int, bool]) -> FileDescriptor:
         (_planted("Graph", ("graph", INT, False)), "C#: Graph.Graph"),
     ],
 )
-def test_a_planted_clash_is_found(file: FileDescriptor, clash: str) -> None:
+def test_planted_clash_is_found(file: FileDescriptor, clash: str) -> None:
     assert clash in clashes(file)

@@ -1,4 +1,4 @@
-"""The reviewed list of ops is about the installed TensorFlow, and closed to what it does not know."""
+"""The reviewed list of ops matches the installed TensorFlow and denies unknown ops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradrule_server.policy.op_tables import NOT_REVIEWED, REMEDIES, read_rows, 
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Written down apart from the list, so that a slip in one of the two is noticed.
+# A second list, so that an error in either is noticed.
 _DANGEROUS = [
     "ReadFile", "MatchingFiles", "ImmutableConst", "GenerateVocabRemapping", "InitializeTableFromTextFile",
     "InitializeTableFromTextFileV2", "SnapshotDatasetReader", "SnapshotChunkDataset", "SnapshotNestedDatasetReader",
@@ -67,13 +67,13 @@ def test_new_and_changed_ops_are_denied_until_they_are_reviewed(generator: Modul
     assert not rows["Brandnew"].allowed and rows["Brandnew"].category == NOT_REVIEWED
     assert rows["Tanh"] is kept["Tanh"] and rows["ReadFile"] is kept["ReadFile"]
     assert NOT_REVIEWED in REMEDIES
-    # Where the list was not brought up yet, as in an engine with another TensorFlow.
+    # As in an engine with another TensorFlow than that of the list.
     for name in ("Sign", "Brandnew"):
         review = policy.review_with_digest(name, digests[name])
         assert not review.allowed and review.category == NOT_REVIEWED
 
 
-def test_text_and_rows_are_the_same() -> None:
+def test_text_and_rows_agree() -> None:
     rows = list(policy.op_reviews().values())
     assert read_rows(write_rows(rows)) == dict(policy.op_reviews())
     with pytest.raises(ValueError, match="Sign"):

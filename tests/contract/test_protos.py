@@ -1,4 +1,4 @@
-"""The protos as an interface: everything explained, everything reachable from Python, everything served."""
+"""The protos as an interface: everything is documented, reachable from Python, and served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.service import blocking
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = sorted((ROOT / "protos" / "gradrule" / "v1").glob("*.proto"))
 
-# A line that declares something people must be told about; options, reserved numbers and closing braces are not.
+# A declaration that needs a comment; options, reserved numbers and closing braces do not.
 DECLARATION = re.compile(
     r"^\s*(?:(?:message|enum|service|oneof|rpc)\s+(?P<block>\w+)"
     r"|(?:repeated\s+|optional\s+)?(?:map<[^>]+>|[\w.]+)\s+(?P<field>\w+)\s*=\s*\d+"
@@ -29,7 +29,7 @@ WITHOUT_COMMENT = re.compile(r"^\s*(?:syntax|package|import|option|reserved)\b")
 
 
 def declarations(text: str) -> list[tuple[str, bool]]:
-    """What is declared, and whether a comment stands right above it."""
+    """Returns declarations and whether a comment stands directly above each."""
     found = []
     lines = text.splitlines()
     for number, line in enumerate(lines):
@@ -47,7 +47,7 @@ def test_everything_has_a_comment(path: Path) -> None:
 
 
 def declared_in(file: Any) -> set[str]:
-    """Names of all messages, fields, oneofs, enums, values, services and RPCs of a file's descriptor."""
+    """Returns the names of all messages, fields, oneofs, enums, values, services and RPCs of a descriptor."""
     proto = descriptor_pb2.FileDescriptorProto()
     file.CopyToProto(proto)
     names = {service.name for service in proto.service}
@@ -73,12 +73,12 @@ def declared_in(file: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PROTOS, ids=[path.name for path in PROTOS])
-def test_the_check_for_comments_sees_every_declaration(path: Path) -> None:
+def test_comment_check_finds_every_declaration(path: Path) -> None:
     file = descriptor_pool.Default().FindFileByName(f"gradrule/v1/{path.name}")
     assert declared_in(file) == {name for name, _ in declarations(path.read_text())}
 
 
-def test_every_reason_tells_its_code() -> None:
+def test_every_reason_documents_its_status_code() -> None:
     from gradrule_server.front.calls import status_code
 
     text = (ROOT / "protos" / "gradrule" / "v1" / "errors.proto").read_text()
@@ -119,7 +119,7 @@ PYTHON = {
     "ProgramService.ListPrograms": "list_programs",
     "ProgramService.DeleteProgram": "delete_program",
     "GradientService.Evaluate": "evaluate",
-    # Calls with large tensors ask for it by themselves.
+    # Calls with large tensors use it by themselves.
     "GradientService.ShareMemory": "evaluate",
     "BlobService.FindMissingBlobs": "find_missing_blobs",
     "BlobService.UploadBlob": "upload",
@@ -161,7 +161,7 @@ def test_every_rpc_has_messages_of_its_own(service: ServiceDescriptor) -> None:
 
 
 class Reflection:
-    """What a client that knows nothing but the address learns: services and descriptors."""
+    """Discovers services and descriptors from the address alone."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -175,7 +175,7 @@ class Reflection:
         return {service.name for service in self.ask(list_services="").list_services_response.service}
 
     def load(self, symbol: str) -> None:
-        """Adds the file that defines the symbol, and all that it imports."""
+        """Adds the file that defines the symbol, and all its imports."""
         for data in self.ask(file_containing_symbol=symbol).file_descriptor_response.file_descriptor_proto:
             self._add(descriptor_pb2.FileDescriptorProto.FromString(data))
 
@@ -193,7 +193,7 @@ class Reflection:
             self.pool.Add(file)
 
     def call(self, channel: grpc.Channel, service: str, method: str, request: dict[str, Any]) -> dict[str, Any]:
-        """JSON in, JSON out, as grpcurl does it."""
+        """Sends JSON and returns JSON, like grpcurl."""
         descriptor = self.pool.FindServiceByName(service).methods_by_name[method]
         message = message_factory.GetMessageClass(descriptor.input_type)()
         json_format.ParseDict(request, message, descriptor_pool=self.pool)
@@ -231,7 +231,7 @@ SIGN = {
 
 
 def test_json_through_reflection_alone(channel: grpc.Channel) -> None:
-    """What grpcurl does: descriptors from the server, a request in JSON, an answer in JSON."""
+    """Works like grpcurl: descriptors from the server, a request in JSON, an answer in JSON."""
     reflection = Reflection(channel)
     reflection.load("gradrule.v1.GradientService")
     value = {"dtype": "DT_FLOAT", "tensorShape": {"dim": [{"size": "3"}]}, "floatVal": [-2, 0.5, 3]}

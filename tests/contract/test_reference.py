@@ -1,4 +1,4 @@
-"""The reference page says what the registry says."""
+"""The reference page agrees with the registry of rules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def generator() -> Any:
     return module
 
 
-def test_the_page_is_up_to_date(generator: Any) -> None:
+def test_page_is_current(generator: Any) -> None:
     written = generator.TARGET.read_text(encoding="utf-8")
     assert written == generator.reference(generator.peer_results()), "run `make docs`"
 
 
-def test_every_rule_is_there_with_what_one_must_know(generator: Any) -> None:
+def test_every_rule_has_its_entry(generator: Any) -> None:
     page = generator.reference(None)
-    # A preset may be named as a rule is.
+    # A preset may have the name of a rule.
     catalogue = page.partition("## Presets")[0]
     for rule in generator.rules():
         (row,) = [line for line in catalogue.splitlines() if line.startswith(f"| **{rule.name}**")]
@@ -38,11 +38,11 @@ def test_every_rule_is_there_with_what_one_must_know(generator: Any) -> None:
         assert f"| **{preset.name}** |" in page
 
 
-def test_without_peers_there_is_no_comparison(generator: Any) -> None:
+def test_page_without_peer_results_has_no_comparison(generator: Any) -> None:
     assert "other libraries" not in generator.reference(None)
 
 
-def test_what_does_not_agree_is_told_with_the_reason(generator: Any) -> None:
+def test_disagreement_is_listed_with_its_reason(generator: Any) -> None:
     row = {
         "rule": "ste", "peer": "lib", "peer_version": "1", "what": "all x", "params": {}, "dtype": "float64",
         "max_abs_difference": 1e-9, "max_rel_difference": 2e-9, "tolerance": 1e-6, "agrees": True, "status": "agrees",

@@ -1,4 +1,4 @@
-"""The committed table of op definitions is what the installed TensorFlow says."""
+"""The committed table of op definitions equals that of the installed TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generator() -> ModuleType:
     return module
 
 
-# In a Python in which no other test has registered gradients of its own.
+# Runs in a new Python process, where no other test has registered gradients.
 _IN_A_FRESH_PYTHON = """
 import importlib.util, json
 spec = importlib.util.spec_from_file_location("generate_tables", "tools/generate_tables.py")
@@ -59,7 +59,7 @@ def test_generation_is_deterministic(generator: ModuleType) -> None:
     assert generator.table() == generator.table()
 
 
-def test_table_holds_every_op(generator: ModuleType) -> None:
+def test_table_contains_every_op(generator: ModuleType) -> None:
     definitions = generator.tensorflow_op_definitions()
     assert len(op_definitions.names()) == len(definitions) > 1900
 
@@ -68,17 +68,17 @@ def test_digest_equals_tensorflows(generator: ModuleType) -> None:
     assert op_definitions.digest() == op_definitions.digest_of(generator.tensorflow_op_definitions())
 
 
-def test_digest_of_loaded_definitions_is_the_same() -> None:
+def test_digest_of_loaded_definitions_is_equal() -> None:
     loaded = [op for name in op_definitions.names() if (op := op_definitions.find(name)) is not None]
     assert op_definitions.digest_of(loaded) == op_definitions.digest()
 
 
-def test_digest_sees_one_changed_default(generator: ModuleType) -> None:
+def test_digest_changes_with_one_default(generator: ModuleType) -> None:
     definitions = generator.tensorflow_op_definitions()
     changed = [definitions[0].replace(definitions[0][2:4], b"Zz", 1), *definitions[1:]]
     assert op_definitions.digest_of(changed) != op_definitions.digest()
 
 
-def test_gradients_are_those_that_tensorflow_can_call(fresh: dict[str, Any]) -> None:
+def test_listed_gradients_can_be_called(fresh: dict[str, Any]) -> None:
     assert list(op_definitions.gradients()) == fresh["callable"]
     assert all(op_definitions.find(name) is not None for name in op_definitions.gradients())

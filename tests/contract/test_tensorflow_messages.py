@@ -1,4 +1,4 @@
-"""The graph messages are TensorFlow's on the wire: field by field, and on graphs that TensorFlow makes."""
+"""The graph messages have TensorFlow's wire format: field by field, and on graphs that TensorFlow makes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OWN_FIELDS = 1000
 
 
 def descriptors(message: Descriptor, mirror: Descriptor) -> list[tuple[Descriptor, Descriptor]]:
-    """The pair and its nested pairs."""
+    """Iterates over a pair of messages and their nested pairs."""
     pairs = [(message, mirror)]
     assert {nested.name for nested in message.nested_types} == {nested.name for nested in mirror.nested_types}
     for nested in message.nested_types:
@@ -80,7 +80,7 @@ NAME_OF = {theirs.full_name: ours.full_name for ours, theirs in PAIRS}
 
 
 def wire_form(field: FieldDescriptor) -> tuple[Any, ...]:
-    """All of a field that shows on the wire, in text or in JSON, messages under our names."""
+    """Returns what of a field affects the binary, text or JSON format, with our message names."""
     message = field.message_type
     kind = "enum" if field.enum_type is not None else None
     if message is not None:
@@ -179,7 +179,7 @@ BUILDS = [flat, functions, loop, branch, mapped, ragged_and_datasets, silu, kera
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_binary_round_trip(build: Callable[[], Any]) -> None:
+def test_binary_format_round_trip(build: Callable[[], Any]) -> None:
     original = graph_def(build)
     ours = graph_pb2.Graph.FromString(original.SerializeToString())
     assert not unknown_fields(ours)
@@ -189,14 +189,14 @@ def test_binary_round_trip(build: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_what_tensorflow_reads_back_runs(build: Callable[[], Any]) -> None:
+def test_graph_read_back_by_tensorflow_runs(build: Callable[[], Any]) -> None:
     ours = graph_pb2.Graph.FromString(graph_def(build).SerializeToString())
     with tf.Graph().as_default():
         tf.import_graph_def(tf_graph_pb2.GraphDef.FromString(ours.SerializeToString()), name="")
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_text_round_trip(build: Callable[[], Any]) -> None:
+def test_text_format_round_trip(build: Callable[[], Any]) -> None:
     original = graph_def(build)
     text = text_format.MessageToString(original)
     assert "DT_INVALID" not in text
@@ -206,7 +206,7 @@ def test_text_round_trip(build: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_json_round_trip(build: Callable[[], Any]) -> None:
+def test_json_format_round_trip(build: Callable[[], Any]) -> None:
     original = graph_def(build)
     ours = json_format.Parse(json_format.MessageToJson(original), graph_pb2.Graph())
     assert ours == graph_pb2.Graph.FromString(original.SerializeToString())
@@ -214,7 +214,7 @@ def test_json_round_trip(build: Callable[[], Any]) -> None:
 
 
 def unknown_fields(message: Any) -> list[int]:
-    """Numbers of unknown fields, at any depth."""
+    """Returns the numbers of unknown fields at any depth."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
     fields: Any = UnknownFieldSet(message)

@@ -1,7 +1,7 @@
-"""A request and an answer for each kind of use, those of later days too: all fit by adding fields, RPCs and values.
+"""One request and answer for each use case, future ones included: all need only added fields, RPCs and values.
 
-Each file of `uses` names what does not exist yet under `adds` (`Message.field`, `Enum.VALUE`, `Service.Rpc`); `embeds`
-tells which messages of today lie inside new ones.
+Each file of `uses` lists what does not exist yet under `adds` (`Message.field`, `Enum.VALUE`, `Service.Rpc`); `embeds`
+names existing messages inside new ones.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Json = Any
 
 
 class Reading:
-    """JSON against today's messages: what is not there yet, and what is left without it."""
+    """Parses JSON with today's messages and collects what they lack."""
 
     def __init__(self) -> None:
         self.unknown: set[str] = set()
 
     def message(self, value: Json, descriptor: Descriptor) -> Json:
-        """`value` without what the message does not have."""
+        """Returns `value` without what the message lacks."""
         if descriptor.full_name.startswith("google.protobuf."):
             return value
         known = {}
@@ -75,21 +75,21 @@ class Reading:
 
 
 def parse(value: Json, descriptor: Descriptor) -> set[str]:
-    """Reads the JSON as the message; returns what it lacks. All else must come back as it was."""
+    """Parses the JSON and returns what the message lacks; the rest must round-trip unchanged."""
     reading = Reading()
     known = reading.message(value, descriptor)
     parsed = json_format.ParseDict(value, message_factory.GetMessageClass(descriptor)(), ignore_unknown_fields=True)
     back = json_format.MessageToDict(type(parsed).FromString(parsed.SerializeToString()))
-    assert normal(back) == normal(known)
+    assert normalized(back) == normalized(known)
     return reading.unknown
 
 
-def normal(value: Json) -> Json:
-    """JSON without what is no difference: empty parts, the many ways to write a duration."""
+def normalized(value: Json) -> Json:
+    """Removes irrelevant differences from JSON: empty parts, and the ways to write a duration."""
     if isinstance(value, dict):
-        return {key: normal(item) for key, item in value.items()}
+        return {key: normalized(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [normal(item) for item in value]
+        return [normalized(item) for item in value]
     if isinstance(value, str) and value.endswith("s") and value[:-1].replace(".", "").isdigit():
         return float(value[:-1])
     return value
@@ -107,7 +107,7 @@ def at(value: Json, path: str) -> Json:
 
 
 def messages(use: Json) -> Iterator[tuple[Json, Descriptor]]:
-    """What of the use is a message of today."""
+    """Returns the parts of a use that are messages of today."""
     method = SERVICES.get(use["rpc"])
     if method is not None:
         yield use["request"], method.input_type
@@ -117,7 +117,7 @@ def messages(use: Json) -> Iterator[tuple[Json, Descriptor]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_use_fits_by_addition(path: Path) -> None:
+def test_use_needs_only_additions(path: Path) -> None:
     use = json.loads(path.read_text())
     assert set(use) <= {"use", "rpc", "request", "response", "adds", "embeds"}
     met = set() if use["rpc"] in SERVICES else {use["rpc"]}
@@ -161,8 +161,8 @@ def test_every_field_of_today_has_a_use(name: str) -> None:
     assert seen == wanted
 
 
-def test_a_use_that_does_not_fit_is_seen() -> None:
-    """The test of the test: a field of another kind than today's is no addition."""
+def test_incompatible_use_is_found() -> None:
+    """Tests the test: a field of another kind is no addition."""
     use = json.loads((Path(__file__).parent / "uses" / "evaluate_override.json").read_text())
     use["request"]["feeds"] = {"x": 1}
     with pytest.raises((json_format.ParseError, AttributeError, TypeError)):

@@ -1,4 +1,4 @@
-"""Runs the code of the guide to writing rules and compares what it prints with the comments beside it."""
+"""The code of the guide to writing rules prints what its comments say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blocks(language: str) -> str:
 
 @pytest.fixture
 def guide_rules(client: Any) -> Iterator[None]:
-    """The rules that the guide creates, there for the shell and gone afterwards."""
+    """Creates the rules of the guide for the shell, and deletes them afterwards."""
     client.create_rule("Triangle", "dy * gamma * maximum(0, 1 - abs(x))", params={"gamma": 0.3})
     yield
     for rule in client.list_rules("user"):
@@ -31,18 +31,18 @@ def guide_rules(client: Any) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("guide_rules")
-def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_examples_print_their_comments(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     code = blocks("python")
     scope: dict[str, Any] = {}
     exec(code.replace(ADDRESS, server.target), scope)
     scope["client"].close()
-    # A line that prints several times lists what it prints with | in between.
+    # The comment of a line that prints several times separates the outputs with |.
     expected = [part for line in _PRINTED.findall(code) for part in line.split(" | ")]
     assert capsys.readouterr().out.splitlines() == expected
 
 
 @pytest.mark.usefixtures("guide_rules")
-def test_shell(server: RunningServer, tmp_path: Path) -> None:
+def test_shell_examples_run(server: RunningServer, tmp_path: Path) -> None:
     printed = run_shell(blocks("shell"), tmp_path, server.target)
     assert printed.count("all that is claimed holds") == 2
     assert "dx, dy = 1" in printed

@@ -1,4 +1,4 @@
-"""Runs the examples of docs/guide as they are written there, against a real server."""
+"""The examples of docs/guide run against a real server as they are written."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def keras() -> Any:
     return pytest.importorskip("keras")
 
 
-def test_the_client_of_the_guide(server: Any) -> None:
+def test_client(server: Any) -> None:
     scope: dict[str, Any] = {}
     exec(read_example(GUIDE / "models.md", "connect").replace(ADDRESS, server.target), scope)
     assert scope["client"].list_rules("builtin")
     scope["client"].close()
 
 
-def test_derivatives_are_those_beside_the_code(client: Any) -> None:
+def test_derivatives_equal_those_beside_the_code(client: Any) -> None:
     code = read_example(GUIDE / "derivatives.md", "derivatives")
     scope: dict[str, Any] = {"gr": gr, "client": client}
     seen = 0
@@ -77,7 +77,7 @@ def test_derivatives_are_those_beside_the_code(client: Any) -> None:
     scope["p"].delete()
 
 
-def test_the_session_trains(client: Any) -> None:
+def test_session_trains(client: Any) -> None:
     scope: dict[str, Any] = {"gr": gr, "client": client}
     exec(read_example(GUIDE / "training.md", "session"), scope)
     assert scope["losses"][-1] == 0.0 < scope["losses"][0]
@@ -102,7 +102,7 @@ def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert seen == 4
 
 
-def test_overrides_are_ones_that_a_server_knows(client: Any) -> None:
+def test_overrides_are_known_to_a_server(client: Any) -> None:
     scope: dict[str, Any] = {"gr": gr}
     exec(read_example(GUIDE / "overrides.md", "overrides"), scope)
     presets = {preset.name for preset in client.list_presets()}

@@ -1,6 +1,6 @@
 """Guided backpropagation of a convolutional digit classifier gives the published picture (arXiv:1412.6806).
 
-The network is trained through the server, and its gradients are computed a second time in NumPy, from the paper.
+The network is trained on the server, and NumPy computes its gradients a second time from the paper.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Explained:
-    """A trained network, one digit of each class, and plain and guided gradients of their labels' logits."""
+    """Holds a trained network, one digit of each class, and plain and guided gradients of their labels' logits."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -51,7 +51,7 @@ def explained(client: Any) -> Explained:
 
 
 def padded(x: Array, size: int, stride: int) -> tuple[Array, int]:
-    """TensorFlow's padding SAME of a square image, and how much comes before it."""
+    """Applies TensorFlow's SAME padding to a square image; returns it and the padding before it."""
     out = -(-x.shape[1] // stride)
     total = max((out - 1) * stride + size - x.shape[1], 0)
     return np.pad(x, ((0, 0), (total // 2, total - total // 2), (total // 2, total - total // 2), (0, 0))), total // 2
@@ -80,7 +80,7 @@ def convolved_back(dy: Array, kernel: Array, stride: int, like: Array) -> Array:
 
 
 def by_hand(explained: Explained, guided: bool) -> Array:
-    """The gradient of the labels' logits by the pixels, layer by layer."""
+    """Computes the gradient of the labels' logits by the pixels, layer by layer."""
     weights = {name: np.asarray(value, np.float64) for name, value in explained.weights.items()}
     image_ = explained.x.astype(np.float64).reshape(-1, data.SIDE, data.SIDE, 1)
     first = convolved(image_, weights["kernel1"], 1) + weights["kernel1_bias"]
@@ -98,7 +98,7 @@ def by_hand(explained: Explained, guided: bool) -> Array:
     return convolved_back(d, weights["kernel1"], 1, image_).reshape(len(image_), -1)
 
 
-def test_both_pictures_are_those_of_the_paper(explained: Explained) -> None:
+def test_both_pictures_equal_the_computation_from_the_paper(explained: Explained) -> None:
     (plain,) = explained.gradients(None, ["x"])
     (guided,) = explained.gradients(pictures.GUIDED, ["x"])
     for got, is_guided in ((plain, False), (guided, True)):
@@ -107,8 +107,8 @@ def test_both_pictures_are_those_of_the_paper(explained: Explained) -> None:
     assert np.linalg.norm(guided - plain) > 0.3 * np.linalg.norm(plain)
 
 
-def test_only_positive_evidence_leaves_a_relu(explained: Explained) -> None:
-    """What a guided relu passes on is the plain gradient's form without its negative part, at every layer."""
+def test_relu_passes_only_positive_gradients(explained: Explained) -> None:
+    """At every layer a guided relu passes the plain gradient's form without its negative part."""
     graph = explained.network.graph
     inputs = [graph.node(name).inputs[0] for name in explained.relus]
     xs = [*inputs, *explained.relus]
@@ -121,17 +121,17 @@ def test_only_positive_evidence_leaves_a_relu(explained: Explained) -> None:
         assert leaving.min() >= 0
         assert plain[layer].min() < 0
         assert_close(leaving, arriving * (values[name] > 0) * (arriving > 0))
-        # Negative evidence does arrive: the layers between make it anew, and the next relu stops it.
+        # Negative gradients do arrive: the layers between create them, and the next relu stops them.
         assert arriving.min() < 0
 
 
-def test_the_preset_is_the_same(explained: Explained) -> None:
+def test_preset_gives_the_same_gradients(explained: Explained) -> None:
     (by_rule,) = explained.gradients(pictures.GUIDED, ["x"])
     (by_preset,) = explained.gradients(gr.Preset("guided_backprop"), ["x"])
     np.testing.assert_array_equal(by_preset, by_rule)
 
 
-def test_compare_says_where_they_part(explained: Explained) -> None:
+def test_compare_reports_the_first_difference(explained: Explained) -> None:
     found = explained.client.compare(
         explained.network.graph,
         explained.feeds,
@@ -146,14 +146,14 @@ def test_compare_says_where_they_part(explained: Explained) -> None:
     assert [item.node for item in first.rules] == [last.name]
 
 
-def test_the_picture(explained: Explained, tmp_path: Path) -> None:
+def test_guided_gradients_are_zero_without_ink(explained: Explained, tmp_path: Path) -> None:
     (plain,) = explained.gradients(None, ["x"])
     (guided,) = explained.gradients(pictures.GUIDED, ["x"])
     path = tmp_path / "saliency.png"
     pictures.saliency({"digit": explained.x, "gradient": plain, "guided": guided}, explained.labels, path)
     drawn = image.imread(path)
     assert drawn.shape[1] > drawn.shape[0] > 300
-    # Guided gradients lie where there is ink: the corners of the images are empty.
+    # The corners of the images contain no ink.
     ink = explained.x > -1
     outside = {
         name: np.abs(value)[~ink].mean() / np.abs(value)[ink].mean()

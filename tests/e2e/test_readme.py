@@ -1,4 +1,4 @@
-"""Runs every quick start of the README as it is written there, against a real server."""
+"""The quick starts of the README run against a real server as they are written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(language: str) -> str:
 
 @pytest.fixture
 def without_readme_rules(client: Any) -> Any:
-    """The rules that the README creates, taken away again."""
+    """Deletes the rules that the README creates."""
     yield
     for rule in client.list_rules("user"):
         if rule.name in ("QuantizeGrad", "HalfGrad"):
@@ -34,7 +34,7 @@ def without_readme_rules(client: Any) -> Any:
 
 
 @pytest.mark.usefixtures("without_readme_rules")
-def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_quick_start(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, Any] = {}
     exec(blocks("python").replace(ADDRESS, server.target), scope)
     printed = capsys.readouterr().out.splitlines()
@@ -44,13 +44,13 @@ def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> No
     scope["client"].close()
 
 
-def test_node(server: RunningServer) -> None:
+def test_node_quick_start(server: RunningServer) -> None:
     printed = run_node(blocks("node").replace(ADDRESS, server.target))
     assert "[ -1, 1, 1 ]" in printed and "[ 0, 1, 0 ]" in printed
 
 
 @pytest.mark.usefixtures("without_readme_rules")
-def test_shell(server: RunningServer, tmp_path: Path) -> None:
+def test_shell_quick_start(server: RunningServer, tmp_path: Path) -> None:
     g = gr.Graph()
     g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
     (tmp_path / "graph.pb").write_bytes(g.to_bytes())
@@ -59,8 +59,8 @@ def test_shell(server: RunningServer, tmp_path: Path) -> None:
     assert re.search(r"0\.5\b.*0\.5\b.*0\.5\b", printed), printed
 
 
-def test_grpcurl(channel: grpc.Channel) -> None:
-    """grpcurl reads descriptors by reflection and its data as protobuf's JSON: this does the same."""
+def test_grpcurl_quick_start(channel: grpc.Channel) -> None:
+    """grpcurl reads descriptors by reflection and its data as protobuf's JSON; this test does the same."""
     words = shlex.split(blocks("grpcurl"))
     request = json.loads(words[words.index("-d") + 1])
     service, _, method = words[-1].partition("/")

@@ -1,4 +1,4 @@
-"""More graphs that are nested at random than tests/service compares, and whether they are worth comparing."""
+"""Compares more randomly nested graphs than tests/service does, and checks that they are diverse."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["registered"]
 
 
 @pytest.mark.parametrize("first", range(QUICK, CASES, CHUNK))
-def test_nested_graphs(client: Any, first: int) -> None:
+def test_nested_graphs_equal_the_reference(client: Any, first: int) -> None:
     compare_chunk(client, first)
 
 
-def test_the_cases_are_hard() -> None:
-    """A test of the test: constructs, depth, and rules that were really asked inside each kind of construct."""
+def test_cases_are_diverse() -> None:
+    """Tests the test: kinds of control flow, depth, and rules called inside each kind."""
     seen: Counter[str] = Counter()
     for number in range(CASES):
         item, asked = case(number), reference(number).asked
@@ -93,7 +93,7 @@ def test_the_cases_are_hard() -> None:
 
 
 def test_rules_change_gradients() -> None:
-    """Rules that change nothing would let a server pass that ignores them."""
+    """A server that ignores rules would pass if they changed nothing."""
     changed = [
         any(
             got is not None and (plain is None or not np.allclose(got, plain, rtol=1e-6, atol=0))

@@ -1,4 +1,4 @@
-"""The smallest graph that needs one op, at the top level, in a function, in a function of a function, in a branch."""
+"""Builds the smallest graph that needs an op at the top level, in a function, in a nested function and in a branch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _IDENTITY, _CONDITION, _EMPTY = "minimal_identity", "minimal_condition", "minima
 
 
 def at_top(op: OpDef, number: int = 0) -> list[Node]:
-    """Nodes of the top level. `number`: goes into all names, so that several ops go into one graph."""
+    """Adds nodes at the top level. `number`: part of all names, so that several ops fit into one graph."""
     return [*_needing(op, number)]
 
 
 def in_function(op: OpDef, number: int = 0) -> tuple[list[Node], list[Function]]:
-    """A call of a function that needs the op."""
+    """Calls a function that needs the op."""
     body = _function(f"body_{number}", _needing(op, number), number)
     return [_call(f"{RESULT}{number}", body)], [body]
 
 
 def in_nested_function(op: OpDef, number: int = 0) -> tuple[list[Node], list[Function]]:
-    """A call of a function that calls one that needs the op."""
+    """Calls a function that calls one that needs the op."""
     inner = _function(f"inner_{number}", _needing(op, number), number)
     outer = _function(f"outer_{number}", [_call(f"{RESULT}{number}", inner)], number, result="output:0")
     return [_call(f"{RESULT}{number}", outer)], [inner, outer]
 
 
 def in_branch(op: OpDef, number: int = 0) -> tuple[list[Node], list[Function]]:
-    """One way of a branch needs the op."""
+    """Makes a branch that needs the op."""
     body = _function(f"body_{number}", _needing(op, number), number)
     other = _function(f"other_{number}", [_constant(f"{RESULT}{number}")], number, result="output:0")
     node = Node(name=f"{RESULT}{number}", op="StatelessIf", input=[f"predicate{number}"])
@@ -59,7 +59,7 @@ PLACES: Mapping[str, Callable[[OpDef, int], tuple[list[Node], list[Function]]]] 
 
 
 def graph_of(ops: Iterable[OpDef], place: str) -> Graph:
-    """One graph that needs all the ops; the results are `y0`, `y1`, …, the nodes end with `under_test0`, …"""
+    """Returns a graph that needs all the ops; results are `y0`, `y1`, …, nodes end with `under_test0`, …"""
     made = Graph()
     for number, op in enumerate(ops):
         nodes, functions = PLACES[place](op, number)
@@ -70,7 +70,7 @@ def graph_of(ops: Iterable[OpDef], place: str) -> Graph:
 
 
 def _needing(op: OpDef, number: int) -> list[Node]:
-    """The op's node, what it takes, and a result that waits for it."""
+    """Returns the op's node, its inputs, and a result that depends on it."""
     attrs = {attr.name: _value(attr, op) for attr in op.attrs}
     node = Node(
         name=f"{OP}{number}", op=op.name, attr={name: value for name, value in attrs.items() if value is not None}
@@ -186,7 +186,7 @@ def _function_for(op: OpDef, attr: str) -> str:
 
 
 def _helpers() -> list[Function]:
-    """Functions that loops, branches and calls under test run."""
+    """Makes the functions that loops, branches and calls under test run."""
     identity = Function(ret={"r": "a"})
     condition = Function(node_def=[_constant("true", Dt.DT_BOOL)])
     condition.ret["r"] = "true:output:0"

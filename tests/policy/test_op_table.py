@@ -1,4 +1,4 @@
-"""The decision table: every op that TensorFlow registers, wherever it stands, is treated as the list says."""
+"""Every op that TensorFlow registers is treated as the policy says, at every place in a graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.policy import minimal
 
 NOT_ALLOWED, UNSUPPORTED = Reason.ERROR_REASON_OP_NOT_ALLOWED, Reason.ERROR_REASON_UNSUPPORTED_OP
 
-# Placeholders and variables stand at the top level; functions are given what they hold.
+# Placeholders and variables can only be at the top level; functions get their values as arguments.
 _TOP_ONLY = {"input", "variable"}
 
 
@@ -31,13 +31,13 @@ def is_about_the_op(finding: Finding) -> bool:
 
 
 @pytest.mark.parametrize("place", minimal.PLACES)
-def test_every_op_is_treated_as_the_list_says(place: str) -> None:
+def test_every_op_is_treated_as_the_policy_says(place: str) -> None:
     wrong = {}
     for name, review in policy.op_reviews().items():
         found = findings_of(name, place, trusted=False)
         reasons = {finding.reason for finding in found if is_about_the_op(finding)}
         if not review.allowed:
-            # What gradrule cannot follow it refuses whoever asks; for the rest the list is the only obstacle.
+            # gradrule refuses what it cannot analyze for all callers; for the rest only the policy decides.
             runs_when_trusted = not findings_of(name, place, trusted=True)
             is_right = reasons == {NOT_ALLOWED if runs_when_trusted else UNSUPPORTED}
         elif place != "top" and review.category in _TOP_ONLY:
@@ -49,7 +49,7 @@ def test_every_op_is_treated_as_the_list_says(place: str) -> None:
     assert not wrong
 
 
-def test_what_a_refusal_says() -> None:
+def test_refusal_names_op_category_and_setting() -> None:
     (finding,) = findings_of("ReadFile", "nested_function", trusted=False)
     assert finding.reason == NOT_ALLOWED
     assert finding.node == "y0/y0/under_test0"
@@ -57,7 +57,7 @@ def test_what_a_refusal_says() -> None:
         assert words in finding.message
 
 
-def test_all_of_a_graph_are_told_at_once() -> None:
+def test_all_denied_ops_of_a_graph_are_reported_together() -> None:
     ops = [
         op
         for name in ("ReadFile", "Abort", "Sign", "WriteFile", "IteratorGetNext")
@@ -72,7 +72,7 @@ def test_all_of_a_graph_are_told_at_once() -> None:
     assert told == denied | {"IteratorGetNext": UNSUPPORTED}
 
 
-def test_what_no_result_needs_may_stand_there() -> None:
+def test_unused_denied_ops_are_accepted() -> None:
     op = op_definitions.find("SaveV2")
     assert op is not None
     made = minimal.graph_of([op], "top")

@@ -1,4 +1,4 @@
-"""Lists the cases of rules of the family attribution that are expressions, in the order of the catalogue."""
+"""Lists the cases of expression rules of the family attribution, in the order of the catalogue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rules.case import Case, Results, Values, logistic
+from tests.rules.expression_case import Case, Results, Values, logistic
 
 
 def redirected(

@@ -1,6 +1,6 @@
-"""Lists the cases of rules that are code: sites around real ops, and the expected results in NumPy.
+"""Lists the cases of code rules: sites around real ops, and their expected results in NumPy.
 
-The LRP references know no transposed ops: with the layer as a matrix W, they share R[j] out in proportion to the
+The LRP references use no transposed ops: with the layer as a matrix W, they divide R[j] in proportion to the
 contributions C[j, i] = W[j, i]·x[i].
 """
 
@@ -26,7 +26,9 @@ Index: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """`build` makes the site's ops from tensors of `operands`; `expected` gives its answer from operands and dys."""
+    """Describes a site: `build` makes its ops from tensors of `operands`; `expected` computes the gradients from
+    operands and dys.
+    """
 
     rule: str
     label: str
@@ -49,7 +51,7 @@ class Case:
 
 
 def spread(contributions: Array, r: Array, bias: Array | float = 0.0, eps: float = EPS) -> Array:
-    """R of the inputs: each output's R in proportion to what each input, the bias and eps contribute to it."""
+    """Divides each output's R among the inputs in proportion to what each input, the bias and eps contribute."""
     total = contributions.sum(axis=1) + bias
     total = total + np.where(total >= 0, eps, -eps)
     shares = [c * (rj / t) if t else 0 * c for c, rj, t in zip(contributions, r, total, strict=True)]
@@ -58,7 +60,7 @@ def spread(contributions: Array, r: Array, bias: Array | float = 0.0, eps: float
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A layer as matrices: `m` weights, `ones` where there is a weight, `x`, `b` and `r` as vectors."""
+    """Holds a layer as matrices: `m` weights, `ones` where there is a weight, `x`, `b` and `r` as vectors."""
 
     m: Array
     ones: Array
@@ -121,12 +123,12 @@ def _lrp_case(rule: str, layer: Layer) -> Case:
 
     keeps = layer.b is None or rule in ("lrp_flat", "lrp_zbox")
     case = Case(rule, layer.label, layer.build, layer.operands, expected, params, keeps, only_xla=layer.only_xla)
-    # Nothing keeps lrp_0 from dividing by what 16 bits cannot tell from 0.
+    # lrp_0 may divide by values that 16 bits cannot distinguish from 0.
     return replace(case, dtypes=("float64", "float32")) if rule == "lrp_0" else case
 
 
 def _single(op: Any, *names: str, **attributes: Any) -> Build:
-    """One op whose inputs have these names."""
+    """Makes a site of one op whose inputs have these names."""
 
     def build(*operands: tf.Tensor) -> list[tf.Operation]:
         result = op(**dict(zip(names, operands, strict=True)), **attributes)
@@ -166,7 +168,7 @@ def _norm_cases() -> list[Case]:
 
 
 def windows(shape: tuple[int, ...], size: int, stride: int, *, same: bool) -> Iterator[tuple[Index, list[Index]]]:
-    """Of a pooling in NHWC or NDHWC: each output's index with the indices of what it pools."""
+    """Maps each output index of a pooling in NHWC or NDHWC to the indices that it pools."""
     n, *spatial, channels = shape
     outs = [-(-s // stride) if same else (s - size) // stride + 1 for s in spatial]
     before = [max((o - 1) * stride + size - s, 0) // 2 if same else 0 for o, s in zip(outs, spatial, strict=True)]
@@ -253,7 +255,7 @@ def _deeplift_cases() -> list[Case]:
 
 def _eigen_cases() -> list[Case]:
     def along(v: Any, dys: Any) -> Any:
-        """Upstream gradients that turn with each eigenvector, whose sign or phase is the solver's choice."""
+        """Returns upstream gradients that follow each eigenvector's sign or phase, which the solver chooses."""
         return [dys[0], (dys[1] @ v) * dys[0][..., None, :]]
 
     def case(label: str, matrices: Array, compute_v: bool) -> Case:
@@ -273,7 +275,7 @@ def _eigen_cases() -> list[Case]:
 
         build = _single(tf.raw_ops.SelfAdjointEigV2, "input", compute_v=compute_v)
         case = Case("eigh_lorentzian", label, build, [matrices], expected, {"eps": EPS}, dtypes=("float64", "float32"))
-        # TensorFlow's own decomposition of complex matrices does not compile.
+        # XLA cannot compile TensorFlow's decomposition of complex matrices.
         case = replace(case, has_xla=matrices.dtype.kind != "c")
         return replace(case, upstream=lambda outputs, dys: along(outputs[1], dys)) if compute_v else case
 
@@ -288,7 +290,7 @@ def _eigen_cases() -> list[Case]:
     ]
 
 
-# How many outputs an element of x feeds, away from borders, counted by hand.
+# The number of outputs that an element of x feeds, away from borders, counted by hand.
 _FEEDS = {"matmul": 5, "batch": 2, "conv2d": 3 * 2 * 3, "conv3d": 2 * 2 * 1 * 2, "depthwise": 3 * 2 * 2}
 
 

@@ -1,4 +1,4 @@
-"""Makes linear layers around real ops, each with the equal dense matrix, built element by element."""
+"""Makes linear layers from real ops, each with the equal dense matrix, built element by element."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Matrix: TypeAlias = Callable[[Array], Array]
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A linear op and maybe a bias; `matrix(w)` has the shape of Wx, then that of x; `bias` is as it broadcasts."""
+    """Describes a linear op with an optional bias; `matrix(w)` has the shape of Wx, then that of x."""
 
     label: str
     build: Build
@@ -35,12 +35,12 @@ class Layer:
 
 
 def values(*shape: int, seed: int = 0) -> Array:
-    """Random numbers of both signs."""
+    """Draws numbers of both signs."""
     return np.random.default_rng([seed, *shape]).normal(size=shape)
 
 
 def _linear(op: Any, data: str, weights: str, add: str = "", bias_format: str = "NHWC", **attributes: Any) -> Build:
-    """The ops of a layer: `op`, and a bias add whose bias is the last operand, or the first (`add` "bias+Wx")."""
+    """Makes the ops of a layer: `op`, and a bias add whose bias is the last operand, or the first (`add` "bias+Wx")."""
 
     def build(x: tf.Tensor, w: tf.Tensor, b: tf.Tensor | None = None) -> list[tf.Operation]:
         z = op(**{data: x, weights: w}, **attributes)
@@ -54,7 +54,7 @@ def _linear(op: Any, data: str, weights: str, add: str = "", bias_format: str = 
 
 
 def _matmul_matrix(transpose_x: bool, transpose_w: bool, x_shape: tuple[int, ...]) -> Matrix:
-    """Of a product of stacks of matrices, which broadcast."""
+    """Returns the matrix of a product of stacked matrices that broadcast."""
 
     def matrix(w: Array) -> Array:
         w = np.swapaxes(w, -1, -2) if transpose_w else w
@@ -80,7 +80,7 @@ def _conv_matrix(
     pads: Sequence[tuple[int, int]] | None = None,
     depthwise: bool = False,
 ) -> Matrix:
-    """Of a convolution in NHWC or NDHWC, element by element."""
+    """Returns the matrix of a convolution in NHWC or NDHWC, element by element."""
     n, *spatial, channels = x_shape
 
     def matrix(w: Array) -> Array:
@@ -108,7 +108,7 @@ def _conv_matrix(
 
 
 def _channels_first(of_last: Callable[[tuple[int, ...]], Matrix], x_shape: tuple[int, ...]) -> Matrix:
-    """The same convolution in NCHW."""
+    """Makes the same convolution in NCHW."""
     n, c, h, wide = x_shape
 
     def matrix(w: Array) -> Array:
@@ -125,19 +125,19 @@ def _matmul(label: str, x: Array, w: Array, b: Array | None = None, add: str = "
 
 
 def _batch_matmul(label: str, x: Array, w: Array, b: Array | None = None, *, x_t: bool, w_t: bool) -> Layer:
-    """With a bias: a BiasAdd along axis 1."""
+    """Makes a batched product; a bias is a BiasAdd along axis 1."""
     build = _linear(tf.raw_ops.BatchMatMulV2, "x", "y", "BiasAdd", "NCHW", adj_x=x_t, adj_y=w_t)
     return Layer(label, build, x, w, _matmul_matrix(x_t, w_t, x.shape), b, () if b is None else (b.size, 1))
 
 
 def _conv(label: str, op: Any, x: Array, w: Array, b: Array | None, add: str, matrix: Matrix, **more: Any) -> Layer:
     build = _linear(op, "input", "filter", add, **more)
-    # TensorFlow's own gradient of a dilated convolution has no kernel for the CPU.
+    # TensorFlow has no CPU kernel for the gradient of a dilated convolution.
     return Layer(label, build, x, w, matrix, b, () if b is None else (b.size,), only_xla="dilations" in more)
 
 
 def layers() -> list[Layer]:
-    """All ops that LRP knows, in small, with what may differ: transposes, borders, strides, layouts, biases."""
+    """Lists small layers of all ops that LRP supports, with transposes, borders, strides, layouts and biases."""
     raw = tf.raw_ops
     x4, w4 = values(2, 5, 4, 2), values(3, 2, 2, 3)
     plain = {"strides": [1, 1, 1, 1], "padding": "VALID"}

@@ -10,16 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine.code_rules import CODE_RULES
-from gradrule_server.engine.code_rules.target import RuleTarget
+from gradrule_server.engine.code_rules.target import Dependence, RuleTarget
 from tests.rules.code_cases import SALT, Case
 from tests.rules.code_layers import Array, Build
 
-# Of the largest element expected.
+# Relative to the largest expected element.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 
 
 def site_of(build: Build, operands: Sequence[tf.Tensor]) -> RuleTarget:
-    """A site of the current graph."""
+    """Returns a site of the current graph."""
     ops = build(*operands)
     *_, last = ops
 
@@ -32,7 +32,16 @@ def site_of(build: Build, operands: Sequence[tf.Tensor]) -> RuleTarget:
 
     what = "+".join(op.type for op in ops)
     return RuleTarget(
-        "layer/node", what, tuple(operands), tuple(last.outputs), lambda: tuple(ops), own, reference, SALT
+        "layer/node",
+        what,
+        inputs=tuple(operands),
+        outputs=tuple(last.outputs),
+        find_ops=lambda: tuple(ops),
+        own_gradients=own,
+        reference=reference,
+        sources=tuple(operands),
+        dependence=Dependence(operands),
+        salt=SALT,
     )
 
 
@@ -46,12 +55,12 @@ def evaluate(
     batch_unknown: bool = False,
     then: Callable[[list[tf.Tensor], Sequence[tf.Tensor]], Any] | None = None,
 ) -> list[Array | None]:
-    """What the rule gives at the case's site; `then` makes something else of it and the operands."""
+    """Evaluates the rule at the case's site; `then` transforms the result and the operands."""
 
     params = case.params if params is None else params
     operand_specs = [_spec(value, batch_unknown and index == 0) for index, value in enumerate(operands)]
     dy_specs = [_spec(dy, batch_unknown) for dy in dys]
-    # What `then` makes is one test's own, so it is not kept.
+    # The function with `then` belongs to one test, so it is not cached.
     trace = _trace.__wrapped__ if then else _trace
     function = trace(case, tuple(operand_specs), tuple(dy_specs), tuple(params), jit, then)
     values = {name: tf.constant(value, tf.float64) for name, value in params.items()}
@@ -72,7 +81,7 @@ def _trace(
     jit: bool,
     then: Callable[[list[tf.Tensor], Sequence[tf.Tensor]], Any] | None,
 ) -> Any:
-    """Returns the function that `evaluate` calls. Tests of the same case and types share it: tracing takes longest."""
+    """Returns the function that `evaluate` calls; tests of one case and dtype share it, because tracing is slow."""
 
     def run(operands: Sequence[tf.Tensor], dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]) -> Any:
         site = site_of(case.build, operands)
@@ -84,12 +93,12 @@ def _trace(
 
 
 def forget_traces() -> None:
-    """Frees the functions that `evaluate` keeps, and with them the settings they were traced under."""
+    """Frees the functions that `evaluate` caches, and the settings they were traced with."""
     _trace.cache_clear()
 
 
 def given(case: Case, dtype: str) -> tuple[list[Array], list[Array]]:
-    """Returns new arrays of operands and dys of a case in a type; complex where the case is."""
+    """Returns new arrays of operands and dys of a case in a dtype; complex where the case is."""
     operands, dys = _given(case, dtype)
     return [value.copy() for value in operands], [dy.copy() for dy in dys]
 
@@ -112,7 +121,7 @@ def _given(case: Case, dtype: str) -> tuple[list[Array], list[Array]]:
 
 
 def check(case: Case, results: Sequence[Array | None], operands: Sequence[Array], dys: Sequence[Array]) -> None:
-    """Each gradient is there or not as expected, has its operand's type, and is as close as the type allows."""
+    """Asserts that each gradient is present or None as expected, with its operand's dtype and close values."""
     exact: Any = np.complex128 if operands[0].dtype.kind == "c" else np.float64
     wanted = case.expected([v.astype(exact) for v in operands], [v.astype(exact) for v in dys])
     for result, want, operand in zip(results, wanted, operands, strict=True):

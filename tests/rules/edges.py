@@ -48,7 +48,7 @@ KINKS: Mapping[str, Mapping[float, float]] = {
     "safe_log": {0: 1e7, -1: 1e7, 1e-7: 1e7},
 }
 
-# Rule → what x = NaN gives for dy = 1: rules that ask where x is answer, the others hand NaN on.
+# Rule → the result of x = NaN and dy = 1: rules that compare x give a number, the others give NaN.
 NAN_IN_X: Mapping[str, float] = {
     "ste": 1,
     "ste_sign": 0,
@@ -74,7 +74,7 @@ NAN_IN_X: Mapping[str, float] = {
     "gradient_reversal": -1,
 }
 
-# Rule → what dy = NaN gives for x = 1/4.
+# Rule → the result of dy = NaN and x = 1/4.
 NAN_IN_DY: Mapping[str, float] = {
     "ste": math.nan,
     "ste_sign": math.nan,

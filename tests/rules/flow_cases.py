@@ -1,4 +1,4 @@
-"""Lists the cases of the families flow and stable that are data, in the order of the catalogue."""
+"""Lists the cases of expression rules of the families flow and stable, in the order of the catalogue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rules.case import Array, Case, Results, Values, sign
+from tests.rules.expression_case import Array, Case, Results, Values, sign
 from tests.unit.rules.running import Draws
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rules.case import Array, Case, Results, Values, logistic, sign
+from tests.rules.expression_case import Array, Case, Results, Values, logistic, sign
 from tests.unit.rules.running import Draws
 
 DRAWS = Draws()
@@ -78,7 +78,7 @@ def half_steps(values: Values) -> None:
 
 
 def fake_quant(values: Values, p: Any) -> Results:
-    """By the formulas of TensorFlow's documentation, which name scale and adjusted bounds, not levels."""
+    """Follows the formulas of TensorFlow's documentation, which use scale and adjusted bounds, not levels."""
     x, dy, low, high = values["x0"], values["dy0"], float(values["x1"]), float(values["x2"])
     assert low < 0 < high
     scale = (high - low) / (2**p.num_bits - 1 - p.narrow_range)
@@ -97,7 +97,7 @@ def bounds(values: Values) -> None:
 
 
 def softmax_slope(logits: Array, dy: Array, tau: float) -> Array:
-    """The Jacobian of softmax(logits / tau), row by row of the last axis, applied to dy."""
+    """Applies the Jacobian of softmax(logits / tau) to dy, row by row of the last axis."""
     result = np.zeros(dy.shape)
     for place in np.ndindex(dy.shape[:-1]):
         p = (
@@ -162,9 +162,7 @@ CASES: Mapping[str, Case] = {
     "upper_bound": Case(whole=bound(lambda x, edge, dy: x <= edge or dy > 0), inputs=("same", "same")),
     "passthrough_sigmoid": Case(lambda x, y, dy, own, p: dy),
     "dorefa_weight": Case(whole=dorefa_weight),
-    "dorefa_gradient": Case(
-        whole=dorefa_gradient, other={"bits": 3.0, "seed": 5.0}, least_rank=1, half=False, random=True
-    ),
+    "dorefa_gradient": Case(whole=dorefa_gradient, other={"bits": 3.0, "seed": 5.0}, least_rank=1, random=True),
     "pact": Case(whole=pact, inputs=("same", "scalar"), true=lambda xs, p: np.minimum(xs[0], xs[1])),
     "lsq": Case(whole=lsq, other={"qn": -2.0, "qp": 3.0}, inputs=("same", "scalar"), prepare=half_steps),
     "fake_quant": Case(

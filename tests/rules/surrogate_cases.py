@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rules.case import Case, Results, Values, density, logistic, sign
+from tests.rules.expression_case import Case, Results, Values, density, logistic, sign
 from tests.unit.rules.running import Draws
 
 
@@ -143,8 +143,6 @@ CASES: Mapping[str, Case] = {
             * sum(math.sin(odd * 2 * math.pi / p.period * x) / odd for odd in range(1, 2 * int(p.n) - 2, 2))
         ),
         other={"n": 6.0, "period": 5.0},
-        # The place within a period of 5 is lost in rounding.
-        half=False,
     ),
     "multi_level": Case(lambda x, y, dy, own, p: dy if 0 <= x <= p.levels else 0.0, other={"levels": 1.0}),
 }

@@ -1,7 +1,8 @@
-"""Tests the catalogue as a table: names, params, required metadata, and a case for every rule."""
+"""The catalogue as a table: names, params, required metadata, and a case for every rule."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -12,11 +13,11 @@ from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs.selectors import GROUPS
 from gradrule_server.rules import Param, RuleContent, Signature
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule, Catalogue
-from tests.rules.cases import CASES
 from tests.rules.code_cases import CODE_CASES
+from tests.rules.expression_cases import CASES
 from tests.unit.rules.running import number_of
 
-# Family → a line per rule: name, aliases, then params with their defaults (`seed=`: it has none).
+# Family → one line per rule: name, aliases, then params with their defaults (`seed=` has none).
 PROMISED: Mapping[str, str] = {
     "straight_through": """
         ste straight_through
@@ -122,7 +123,7 @@ PROMISED: Mapping[str, str] = {
 
 
 def line_of(rule: BuiltinRule) -> str:
-    """The rule as a line of the table, numbers as floats."""
+    """Returns the rule as a line of the table, with numbers as floats."""
     params = [f"{param.name}={'' if param.default is None else float(param.default)}" for param in rule.params]
     return " ".join([rule.name, *rule.aliases, *params])
 
@@ -133,7 +134,7 @@ def with_floats(line: str) -> str:
 
 
 @pytest.mark.parametrize("family", PROMISED)
-def test_catalogue_has_all_promised_rules(family: str) -> None:
+def test_catalogue_has_all_listed_rules(family: str) -> None:
     lines = [line_of(rule) for rule in BUILTINS if BUILTINS.family_of(rule) == family]
     promised = [with_floats(line) for line in PROMISED[family].split("\n") if line.strip()]
     assert [line for line in lines if line in promised] == promised
@@ -146,10 +147,15 @@ def test_every_rule_has_a_case() -> None:
     assert code == set(CODE_RULES)
 
 
+LINE_OF_CODE = r"\.(py|h):\d+"
+
+
 @pytest.mark.parametrize("rule", list(BUILTINS), ids=lambda rule: rule.name)
 def test_every_rule_has_all_metadata(rule: BuiltinRule) -> None:
     assert rule.description.endswith(".")
-    assert rule.reference
+    assert re.search(rf"{LINE_OF_CODE}|arXiv:|doi:|own choice", rule.reference)
+    if any(param.default is not None for param in rule.params):
+        assert re.search(rf"{LINE_OF_CODE}|own choice|as the op's|one of the paper's", rule.reference)
     assert rule.formula
     assert all(param.description for param in rule.params)
     for word in rule.op_types:
@@ -164,7 +170,7 @@ def test_every_rule_has_all_metadata(rule: BuiltinRule) -> None:
     assert {param.name for param in rule.params} == rule.content.formula.params_used
     assert set(CASES[rule.name].other) == {param.name for param in rule.params}
     assert (CASES[rule.name].true is not None) == rule.true_gradient
-    # Noise or a step that stays the same from call to call is a silent mistake.
+    # A default seed or step would silently stay the same in every call.
     assert all(param.default is None for param in rule.params if param.name in ("seed", "step"))
 
 
@@ -182,11 +188,11 @@ def test_rule_round_trip(rule: BuiltinRule) -> None:
         assert RuleContent.from_definition(definition).digest == rule.content.digest
 
 
-def test_digests_are_all_different() -> None:
+def test_digests_are_distinct() -> None:
     alike: dict[str, list[str]] = {}
     for rule in BUILTINS:
         alike.setdefault(rule.content.digest, []).append(rule.name)
-    # Rules of one formula under the names that people know.
+    # Rules with one formula and several common names.
     assert [names for names in alike.values() if len(names) > 1] == [
         ["ste", "lrp_pass"],
         ["passthrough_sigmoid", "linearize"],
@@ -210,7 +216,7 @@ def test_duplicate_name_is_refused(taken: str) -> None:
         Catalogue([("early", [first]), ("late", [second])])
 
 
-def test_invalid_row_is_an_error_at_once() -> None:
+def test_invalid_row_is_refused() -> None:
     with pytest.raises(GradruleError, match="unknown name 'alpha'"):
         BuiltinRule("one", "alpha * dy", ".", ".")
     with pytest.raises(ValueError, match="'one' is code and lacks a formula"):
@@ -219,7 +225,7 @@ def test_invalid_row_is_an_error_at_once() -> None:
         Param("alpha", 0.0, "steepness", "> 0")
 
 
-def test_code_needs_an_op() -> None:
+def test_code_rule_needs_an_op() -> None:
     number = number_of("float32")
     with pytest.raises(GradruleError, match="'lrp_epsilon' is part of the server's code and needs an op") as caught:
         BUILTINS["lrp_epsilon"].content.bind(Signature((number, number), (number,)))

@@ -1,4 +1,4 @@
-"""Rules that are code: what they refuse, where they meet, and single values that can be told without a formula."""
+"""Code rules: what they refuse, nested graphs, equal special cases, and single known values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules import CODE_RULES
+from gradrule_server.engine.code_rules.target import Dependence
 from gradrule_server.errors import GradruleError
 from tests.rules.code_cases import CASES, SEED, Case
 from tests.rules.code_layers import Array, values
@@ -25,13 +26,13 @@ def case_of(rule: str, label: str = "") -> Case:
     return next(case for case in CASES if case.rule == rule and label in ("", case.label))
 
 
-def only(results: Sequence[Array | None]) -> Array:
-    """The gradient of the first input."""
+def first_gradient(results: Sequence[Array | None]) -> Array:
+    """Returns the gradient of the first input."""
     assert results[0] is not None
     return results[0]
 
 
-# What rules refuse
+# Refusals
 
 
 def _relu() -> list[tf.Operation]:
@@ -82,7 +83,7 @@ _explicit = _max_pool(padding="EXPLICIT", explicit_paddings=[0, 0, 1, 1, 1, 1, 0
         ("eigh_lorentzian", _relu),
     ],
 )
-def test_refuses_other_ops(rule: str, build: Callable[[], list[tf.Operation]]) -> None:
+def test_rule_refuses_unsupported_ops(rule: str, build: Callable[[], list[tf.Operation]]) -> None:
     with tf.Graph().as_default():
         ops = build()
         produced = {id(op) for op in ops}
@@ -96,30 +97,31 @@ def test_refuses_other_ops(rule: str, build: Callable[[], list[tf.Operation]]) -
     assert caught.value.findings[0].node == site.node
 
 
-# Where ops lie
+# Nested graphs
 
 
-def test_ops_of_an_outer_graph() -> None:
-    """As in a loop's gradient: the forward ops lie in another graph than the tensors that the rule gets."""
+def test_rule_uses_ops_of_an_outer_graph() -> None:
+    """As in a loop's gradient: the forward ops are in another graph than the tensors that the rule gets."""
     case = case_of("lrp_zplus", "conv2d_same_strides_biasadd")
     operands, dys = given(case, "float64")
     forward = tf.Graph()
     with forward.as_default():
-        ops = case.build(*map(tf.constant, operands))
+        tensors = tuple(map(tf.constant, operands))
+        ops = case.build(*tensors)
 
     @tf.function(autograph=False)
     def run() -> Any:
         inner = site_of(case.build, list(map(tf.constant, operands)))
-        site = replace(inner, find_ops=lambda: tuple(ops))
+        site = replace(inner, find_ops=lambda: tuple(ops), sources=tensors, dependence=Dependence(tensors))
         return CODE_RULES[case.rule](site, dys, {"eps": tf.constant(case.params["eps"], tf.float64)})
 
     result, *others = run()
     assert others == [None, None]
-    np.testing.assert_array_equal(result, only(evaluate(case, operands, dys)))
+    np.testing.assert_array_equal(result, first_gradient(evaluate(case, operands, dys)))
 
 
-def test_inside_a_loop() -> None:
-    """Operands are captured from the graph outside, as the body has one of its own."""
+def test_rule_inside_a_loop() -> None:
+    """Operands are captured from the outer graph, because the body has its own."""
     case = case_of("lrp_epsilon", "matmul_tb_biasadd")
     operands, dys = given(case, "float64")
 
@@ -136,11 +138,11 @@ def test_inside_a_loop() -> None:
 
         return tf.while_loop(lambda index, _: index < 3, body, [0, tf.zeros_like(operands[0])])[1]
 
-    np.testing.assert_allclose(run(), 3 * only(evaluate(case, operands, dys)), rtol=1e-12)
+    np.testing.assert_allclose(run(), 3 * first_gradient(evaluate(case, operands, dys)), rtol=1e-12)
 
 
-def test_repeated_ops_ask_for_no_rule() -> None:
-    """The mark that makes gradrule ask for a rule is not copied: the second derivative is that of the plain op."""
+def test_repeated_ops_have_no_override() -> None:
+    """The attribute that selects the rule is not copied: the second derivative is that of the plain op."""
     with tf.Graph().as_default() as graph:
         with graph.gradient_override_map({"MatMul": "NoSuchGradient"}):
             product = tf.raw_ops.MatMul(a=tf.ones([2, 3]), b=tf.ones([3, 4]))
@@ -151,7 +153,7 @@ def test_repeated_ops_ask_for_no_rule() -> None:
         assert tf.gradients(relevance, x, unconnected_gradients="zero")[0].shape == x.shape
 
 
-# Where formulas meet
+# Equal special cases
 
 
 def test_gamma_0_equals_epsilon() -> None:
@@ -159,7 +161,7 @@ def test_gamma_0_equals_epsilon() -> None:
     operands, dys = given(case, "float64")
     by_epsilon = evaluate(replace(case, rule="lrp_epsilon"), operands, dys, params={"eps": 0.01})
     by_gamma = evaluate(case, operands, dys, params={"gamma": 0.0, "eps": 0.01})
-    np.testing.assert_allclose(only(by_gamma), only(by_epsilon), rtol=1e-9)
+    np.testing.assert_allclose(first_gradient(by_gamma), first_gradient(by_epsilon), rtol=1e-9)
 
 
 def test_alpha_1_equals_zplus() -> None:
@@ -167,47 +169,47 @@ def test_alpha_1_equals_zplus() -> None:
     operands, dys = given(case, "float64")
     by_zplus = evaluate(replace(case, rule="lrp_zplus"), operands, dys, params={"eps": 0.01})
     by_both = evaluate(case, operands, dys, params={"alpha": 1.0, "beta": 0.0, "eps": 0.01})
-    np.testing.assert_allclose(only(by_both), only(by_zplus), rtol=1e-12)
+    np.testing.assert_allclose(first_gradient(by_both), first_gradient(by_zplus), rtol=1e-12)
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_bounds_per_channel(jit: bool) -> None:
+def test_zbox_takes_bounds_per_channel(jit: bool) -> None:
     case = case_of("lrp_zbox", "conv2d")
     operands, dys = given(case, "float64")
     low, high = np.full([2], -3.0), np.full([1, 1, 1, 2], 4.0)
     by_number = evaluate(case, operands, dys)
     by_channel = evaluate(case, operands, dys, params={"low": low, "high": high, "eps": 0.01}, jit=jit)
-    np.testing.assert_allclose(only(by_channel), only(by_number), rtol=1e-9)
+    np.testing.assert_allclose(first_gradient(by_channel), first_gradient(by_number), rtol=1e-9)
     wider = evaluate(case, operands, dys, params={"low": low * [1, 2], "high": high, "eps": 0.01})
-    assert not np.allclose(only(wider), only(by_number))
+    assert not np.allclose(first_gradient(wider), first_gradient(by_number))
 
 
-def test_relevance_of_an_output_that_is_0() -> None:
-    """sgn(0) = +1: with eps it is divided by eps, and without it nothing is passed on."""
+def test_relevance_of_a_zero_output() -> None:
+    """sgn(0) = +1: with eps it is divided by eps; without it nothing is passed on."""
     case = case_of("lrp_epsilon", "matmul")
     operands = [np.array([[1.0, -1.0]]), np.array([[1.0], [1.0]])]
     dys = [np.array([[3.0]])]
-    with_eps = only(evaluate(case, operands, dys, params={"eps": 0.5}))
+    with_eps = first_gradient(evaluate(case, operands, dys, params={"eps": 0.5}))
     np.testing.assert_array_equal(with_eps, [[6.0, -6.0]])
-    without = only(evaluate(replace(case, rule="lrp_0"), operands, dys, params={}))
+    without = first_gradient(evaluate(replace(case, rule="lrp_0"), operands, dys, params={}))
     np.testing.assert_array_equal(without, [[0.0, 0.0]])
-    negative_zero = only(evaluate(case, [-0.0 * operands[0], operands[1]], dys, params={"eps": 0.5}))
+    negative_zero = first_gradient(evaluate(case, [-0.0 * operands[0], operands[1]], dys, params={"eps": 0.5}))
     np.testing.assert_array_equal(negative_zero, [[0.0, 0.0]])
 
 
 # Activations
 
 
-def test_rescale_is_the_gradient_where_x_is_the_baseline() -> None:
+def test_rescale_is_the_gradient_at_the_baseline() -> None:
     case = case_of("deeplift_rescale", "relu")
     x, dy = np.array([[0.25, -1.0, 1.0, 0.25 + 1e-9]]), np.full((1, 4), 2.0)
-    result = only(evaluate(case, [x], [dy], params={"baseline": 0.25, "eps": 1e-7}))
+    result = first_gradient(evaluate(case, [x], [dy], params={"baseline": 0.25, "eps": 1e-7}))
     np.testing.assert_allclose(result, [[2.0, 2 * 0.25 / 1.25, 2.0, 2.0]])
-    exactly = only(evaluate(case, [x], [dy], params={"baseline": 0.25, "eps": 0.0}))
+    exactly = first_gradient(evaluate(case, [x], [dy], params={"baseline": 0.25, "eps": 0.0}))
     assert np.isfinite(exactly).all()
 
 
-def test_rectgrad_keeps_ties_together() -> None:
+def test_rectgrad_treats_ties_equally() -> None:
     case = case_of("rectgrad", "q0")
     x, dy = np.array([[1.0, 2.0, 2.0, 3.0, 3.0]]), np.ones((1, 5))
     for q, kept in [
@@ -217,45 +219,64 @@ def test_rectgrad_keeps_ties_together() -> None:
         (75, [0] * 5),
         (-5, [0, 1, 1, 1, 1]),
     ]:
-        np.testing.assert_array_equal(only(evaluate(case, [x], [dy], params={"q": q})), [kept])
+        np.testing.assert_array_equal(first_gradient(evaluate(case, [x], [dy], params={"q": q})), [kept])
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 3, 0)])
-def test_rectgrad_without_elements(shape: tuple[int, ...]) -> None:
+def test_rectgrad_accepts_empty_tensors(shape: tuple[int, ...]) -> None:
     case = case_of("rectgrad", "q0")
-    assert only(evaluate(case, [np.zeros(shape)], [np.zeros(shape)])).shape == shape
+    assert first_gradient(evaluate(case, [np.zeros(shape)], [np.zeros(shape)])).shape == shape
+
+
+# 16-bit types
+
+
+@pytest.mark.parametrize(
+    ("rule", "params"), [("rectgrad", {"q": 50.0}), ("deeplift_rescale", {"baseline": 0.0, "eps": 1e-5})]
+)
+def test_rule_is_calculated_in_float32(rule: str, params: dict[str, float]) -> None:
+    """Products of small numbers vanish in float16, and differences of close ones in bfloat16."""
+    case = case_of(rule)
+    operands, dys = given(case, "float32")
+    for dtype in (np.float16, tf.bfloat16.as_numpy_dtype):
+        narrow = [(1e-3 * value).astype(dtype) for value in (*operands, *dys)]
+        widened = [value.astype(np.float32) for value in narrow]
+        wanted = first_gradient(evaluate(case, widened[:1], widened[1:], params=params))
+        found = first_gradient(evaluate(case, narrow[:1], narrow[1:], params=params))
+        assert wanted.any()
+        np.testing.assert_allclose(found.astype(np.float32), wanted, rtol=2**-7)
 
 
 # Feedback alignment
 
 
-def test_feedback_is_fixed() -> None:
+def test_feedback_matrix_is_fixed() -> None:
     case = case_of("feedback_alignment", "matmul")
     (x, w), (dy,) = given(case, "float64")
-    first = only(evaluate(case, [x, w], [dy]))
-    np.testing.assert_array_equal(only(evaluate(case, [-x, 2 * w], [dy])), first)
-    assert not np.allclose(only(evaluate(case, [x, w], [dy], params={"seed": SEED + 1.0})), first)
-    in_half = only(evaluate(case, [v.astype(np.float16) for v in (x, w)], [dy.astype(np.float16)]))
+    first = first_gradient(evaluate(case, [x, w], [dy]))
+    np.testing.assert_array_equal(first_gradient(evaluate(case, [-x, 2 * w], [dy])), first)
+    assert not np.allclose(first_gradient(evaluate(case, [x, w], [dy], params={"seed": SEED + 1.0})), first)
+    in_half = first_gradient(evaluate(case, [v.astype(np.float16) for v in (x, w)], [dy.astype(np.float16)]))
     np.testing.assert_allclose(in_half, first, atol=0.02)
 
 
-def test_feedback_keeps_the_size_of_errors() -> None:
+def test_feedback_keeps_the_scale_of_errors() -> None:
     case = case_of("feedback_alignment", "matmul")
     x, w, dy = values(50, 300), values(300, 200), values(50, 200)
-    assert np.std(only(evaluate(case, [x, w], [dy]))) == pytest.approx(1.0, rel=0.05)
+    assert np.std(first_gradient(evaluate(case, [x, w], [dy]))) == pytest.approx(1.0, rel=0.05)
 
 
 # Eigenvalues
 
 
 def _projector(v: Any) -> Any:
-    """Upstream gradients of an invariant of eigenvectors, as of a function of the matrix."""
+    """Returns upstream gradients of an invariant of eigenvectors, as of a function of the matrix."""
     n = v.shape[-1]
     return tf.linalg.matmul(tf.cast(values(n, n), v.dtype), v) * tf.cast(tf.range(1, n + 1), v.dtype)
 
 
 @pytest.mark.parametrize("label", ["batch", "values_only", "complex"])
-def test_lorentzian_tends_to_the_own_gradient(label: str) -> None:
+def test_lorentzian_converges_to_the_own_gradient(label: str) -> None:
     case = case_of("eigh_lorentzian", label)
     operands, dys = given(case, "float64")
 
@@ -275,8 +296,8 @@ def test_lorentzian_tends_to_the_own_gradient(label: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
-def test_equal_eigenvalues_give_numbers(dtype: str, eps: float) -> None:
+def test_equal_eigenvalues_give_finite_gradients(dtype: str, eps: float) -> None:
     case = replace(case_of("eigh_lorentzian", "batch"), upstream=lambda outputs, dys: [dys[0], _projector(outputs[1])])
     operands = [np.stack([np.eye(4), np.diag([1.0, 1.0, 2.0, 2.0])]).astype(dtype)]
     dys = [np.ones((2, 4), dtype), np.ones((2, 4, 4), dtype)]
-    assert np.isfinite(only(evaluate(case, operands, dys, params={"eps": eps}))).all()
+    assert np.isfinite(first_gradient(evaluate(case, operands, dys, params={"eps": eps}))).all()

@@ -1,4 +1,4 @@
-"""Rules that are code against NumPy written from their formulas, and what they do at zeros and at borders."""
+"""Code rules give the results of NumPy written from their formulas, and are defined at zeros and borders."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.rules.code_cases import CASES, CODE_CASES, LAYER_RULES, Case
 from tests.rules.code_sites import check, evaluate, forget_traces, given
 
 ON_CPU = [case for case in CASES if not case.only_xla]
-# Layers that differ in most respects, for what the formula does not depend on.
+# Very different layers, for properties that do not depend on the formula.
 _TELLING = ("matmul_bias_broadcasts", "batch_matmul_adj", "conv2d_same_strides_biasadd", "depthwise_biasadd")
 FEW = [case for case in ON_CPU if case.label in _TELLING or case.rule not in LAYER_RULES]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def unoptimized_graphs() -> Iterator[None]:
-    """Optimizing a graph takes longer than the one run of it."""
+    """Disables graph optimization, which takes longer than the one run of each graph."""
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     yield
     forget_traces()
@@ -29,7 +29,7 @@ def unoptimized_graphs() -> Iterator[None]:
 
 
 def of_type(cases: Sequence[Case], *dtypes: str) -> pytest.MarkDecorator:
-    """Cases with each of the types that their ops have."""
+    """Returns cases with each of the dtypes that their ops have."""
     pairs = [(case, dtype) for case in cases for dtype in dtypes if dtype in case.dtypes]
     return pytest.mark.parametrize(("case", "dtype"), pairs, ids=[f"{case}-{dtype}" for case, dtype in pairs])
 
@@ -39,7 +39,7 @@ def test_every_rule_has_a_case() -> None:
 
 
 @of_type(ON_CPU, "float64", "float32", "float16", "bfloat16")
-def test_formula(case: Case, dtype: str) -> None:
+def test_rule_equals_its_formula(case: Case, dtype: str) -> None:
     operands, dys = given(case, dtype)
     check(case, evaluate(case, operands, dys), operands, dys)
 
@@ -55,7 +55,7 @@ def test_comparison_detects_an_error_of_a_thousandth(rule: str, dtype: str) -> N
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
-def test_can_be_differentiated_again(case: Case) -> None:
+def test_rule_can_be_differentiated_again(case: Case) -> None:
     operands, dys = given(case, case.dtypes[0])
 
     def again(results: list[tf.Tensor], operands: Sequence[tf.Tensor]) -> Any:
@@ -68,9 +68,9 @@ def test_can_be_differentiated_again(case: Case) -> None:
         assert np.isfinite(result).all()
 
 
-# The eigendecomposition itself refuses them.
+# The eigendecomposition itself refuses NaN and infinity.
 @pytest.mark.parametrize("case", [case for case in FEW if case.rule != "eigh_lorentzian"], ids=str)
-def test_nan_and_infinity_do_not_raise(case: Case) -> None:
+def test_rule_accepts_nan_and_infinity(case: Case) -> None:
     operands, dys = given(case, "float32")
     operands[0].flat[0], operands[0].flat[-1], dys[0].flat[0] = np.nan, np.inf, np.inf
     evaluate(case, operands, dys)
@@ -78,21 +78,21 @@ def test_nan_and_infinity_do_not_raise(case: Case) -> None:
 
 
 def _has_batch(case: Case) -> bool:
-    """Whether axis 0 of x is that of the outputs and no axis of matrices."""
+    """Returns whether axis 0 of x is that of the outputs and no axis of matrices."""
     return not any(part in case.label for part in ("_ta", "adj", "broadcasts", "complex"))
 
 
 @pytest.mark.parametrize("case", [case for case in ON_CPU if _has_batch(case)], ids=str)
-def test_batch_of_unknown_size(case: Case) -> None:
+def test_rule_accepts_a_batch_of_unknown_size(case: Case) -> None:
     operands, dys = given(case, "float32")
     check(case, evaluate(case, operands, dys, batch_unknown=True), operands, dys)
 
 
-# oneDNN's convolution gives an empty batch the shape of its input, which is a fault of TensorFlow's forward.
+# oneDNN's convolution of an empty batch returns the shape of its input: a TensorFlow bug.
 @pytest.mark.parametrize(
     "case", [case for case in ON_CPU if _has_batch(case) and not case.label.startswith(("conv", "depthwise"))], ids=str
 )
-def test_empty_batch(case: Case) -> None:
+def test_rule_accepts_an_empty_batch(case: Case) -> None:
     operands, dys = given(case, "float32")
     x, *others = operands
     results = evaluate(case, [x[:0], *others], [dy[:0] for dy in dys], batch_unknown=True)
@@ -103,8 +103,8 @@ def test_empty_batch(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in ON_CPU if case.keeps], ids=str)
-def test_relevance_is_kept(case: Case) -> None:
-    """Where eps is 0 and the bias, if any, has no part in it."""
+def test_relevance_is_conserved(case: Case) -> None:
+    """Holds where eps is 0 and no bias takes part."""
     operands, dys = given(case, "float64")
     results = evaluate(case, operands, dys, params={**case.params, **({"eps": 0.0} if "eps" in case.params else {})})
     total = sum(float(r.sum()) for r in results if r is not None)
@@ -113,7 +113,7 @@ def test_relevance_is_kept(case: Case) -> None:
 
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 @of_type([case for case in FEW if case.rule.startswith(("lrp_", "maxpool"))], "float32", "float16")
-def test_zeros_give_numbers(case: Case, dtype: str, eps: float) -> None:
+def test_zeros_give_finite_gradients(case: Case, dtype: str, eps: float) -> None:
     operands, dys = given(case, dtype)
     params = {name: eps if name == "eps" else value for name, value in case.params.items()}
     results = evaluate(case, [np.zeros_like(v) for v in operands], dys, params=params)

@@ -1,4 +1,4 @@
-"""Tests presets: their entries, params and names."""
+"""Presets: their entries, params and names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2, rule_pb2
-from gradrule_server.graphs.selectors import GROUPS
+from gradrule_server.graphs.selectors import GROUPS, LAYER_KINDS
 from gradrule_server.registry.rule_entries import preset_message
 from gradrule_server.rules import write_param_value
 from gradrule_server.rules.catalogue import BUILTINS
@@ -14,22 +14,18 @@ from gradrule_server.rules.catalogue.presets import PRESETS, Preset, Presets
 
 BASE = [
     "Softmax → default",
+    "@normalization → default",
+    "@batch_norm → lrp_pass",
     "@activation → lrp_pass",
     "@sum → lrp_norm(eps=1e-06)",
     "@pool → lrp_norm(eps=1e-06)",
-    "FusedBatchNorm → lrp_pass",
-    "FusedBatchNormV2 → lrp_pass",
-    "FusedBatchNormV3 → lrp_pass",
 ]
-EPSILON = ["@dense+@bias → lrp_epsilon(eps=1e-06)", "@dense → lrp_epsilon(eps=1e-06)"]
-PLUS = ["@convolution+@bias → lrp_zplus(eps=1e-06)", "@convolution → lrp_zplus(eps=1e-06)"]
-ALPHA_BETA = [
-    "@convolution+@bias → lrp_alpha_beta(alpha=2, beta=1, eps=1e-06)",
-    "@convolution → lrp_alpha_beta(alpha=2, beta=1, eps=1e-06)",
-]
+EPSILON = ["@dense → lrp_epsilon(eps=1e-06)"]
+PLUS = ["@convolution → lrp_zplus(eps=1e-06)"]
+ALPHA_BETA = ["@convolution → lrp_alpha_beta(alpha=2, beta=1, eps=1e-06)"]
 FLAT = ["@linear nearest the xs → lrp_flat(eps=1e-06)"]
 
-# What zennit's composites map to what, a first layer before the others.
+# The entries of zennit's composites, a first layer before the others.
 LINES = {
     "beta_smooth": ["Relu → relu_beta_smooth(beta=10)"],
     "deconvnet": ["Relu → deconvnet"],
@@ -37,7 +33,6 @@ LINES = {
     "epsilon_alpha2_beta1_flat": [*FLAT, *ALPHA_BETA, *EPSILON, *BASE],
     "epsilon_gamma_box": [
         "@convolution nearest the xs → lrp_zbox(eps=1e-06)",
-        "@convolution+@bias → lrp_gamma(eps=1e-06, gamma=0.25)",
         "@convolution → lrp_gamma(eps=1e-06, gamma=0.25)",
         *EPSILON,
         *BASE,
@@ -45,8 +40,8 @@ LINES = {
     "epsilon_plus": [*PLUS, *EPSILON, *BASE],
     "epsilon_plus_flat": [*FLAT, *PLUS, *EPSILON, *BASE],
     "excitation_backprop": [
-        "@linear+@bias → lrp_zplus(eps=1e-06)",
         "@linear → lrp_zplus(eps=1e-06)",
+        "@normalization → default",
         "@sum → lrp_norm(eps=1e-06)",
         "@pool → lrp_norm(eps=1e-06)",
     ],
@@ -54,7 +49,7 @@ LINES = {
 }
 
 
-def test_presets_are_zennits_composites() -> None:
+def test_presets_equal_zennits_composites() -> None:
     assert {preset.name: list(preset_message(preset).overrides) for preset in PRESETS} == LINES
     assert [preset.name for preset in PRESETS] == sorted(LINES)
     assert len(PRESETS) == len(LINES)
@@ -66,7 +61,9 @@ def test_every_entry_is_valid(preset: Preset) -> None:
     assert preset.reference
     for override in preset.overrides:
         assert override.optional
-        for word in override.selector.pattern or [override.selector.op_type]:
+        if override.selector.layer:
+            assert override.selector.layer in LAYER_KINDS
+        for word in override.selector.pattern or filter(None, [override.selector.op_type]):
             assert word in GROUPS or op_definitions.find(word) is not None, word
         if override.rule != "default":
             assert override.rule.startswith("builtin/")

@@ -59,6 +59,14 @@ class RunningServer:
         assert engine.pid is not None
         return engine.pid
 
+    def wait_for_running_calls(self, count: int) -> None:
+        """Waits until engines run that many calls, on a server without credentials."""
+        with gr.connect(self.target) as client:
+            wait_until(
+                lambda: sum(engine.running for engine in client.server_status().engines) == count or None,
+                f"{count} running calls",
+            )
+
     def wait_for_engine(self, other_than: int | None = None) -> int:
         """Waits for an engine process other than `other_than` and returns its id."""
         return wait_until(lambda: found if (found := self.engine_pid()) != other_than else None, "an engine process")

@@ -41,11 +41,27 @@ def test_invalid_expression_is_refused(either: Any, expression: str, column: int
 @provokes("INVALID_RULE")
 @keeps_engine
 @pytest.mark.parametrize(
-    ("expression", "params"), [("3", None), ("dy * x", {"x": 1.0}), ("dy * lambda_", {"lambda": 1.0})]
+    ("expression", "params"),
+    [("3", None), ("1 - y ** 2", None), ("dy * x", {"x": 1.0}), ("dy * lambda_", {"lambda": 1.0})],
 )
 def test_invalid_rule_is_refused(client: Any, expression: str, params: Any) -> None:
     with refused("INVALID_RULE"):
         client.create_rule("Bad", expression, params=params)
+
+
+def test_gradient_that_drops_dy_is_refused(client: Any) -> None:
+    for rule in ("1 - y ** 2", gr.Rule("1 - y ** 2")):
+        with refused("INVALID_RULE") as refusal:
+            client.sample_rule(rule, op_type="Tanh", x=[0.5])
+        refusal.says("multiply by dy", "ignore_dy")
+    ignored = client.sample_rule("ignore_dy(1 - y ** 2)", op_type="Tanh", x=[0.5], dy=[7.0]).gradients["dx"]
+    np.testing.assert_allclose(ignored, 1 - np.tanh([0.5]) ** 2, rtol=1e-6)
+
+
+def test_name_that_is_a_variable_is_shown_as_a_formula(client: Any) -> None:
+    with refused("UNKNOWN_RULE") as refusal:
+        client.sample_rule("dy", x=[1.0])
+    refusal.says("Rule('dy')")
 
 
 @provokes("UNKNOWN_RULE")

@@ -20,6 +20,7 @@ import gradrule as gr
 from gradrule._rpc import channels
 from tests.service.answers import assert_close, refused
 from tests.service.servers import RunningServer, running_server
+from tests.waiting import wait_for_condition
 
 X = np.float32([[1, 2, 3], [4, 5, 6]])
 W = np.ones((3, 2), np.float32)
@@ -127,12 +128,11 @@ def test_task_cancelled_while_writing_affects_no_other_call(own_server: RunningS
                 connection: Any = client._sender._stream._connection
                 with stopped(own_server.process.pid):
                     other = asyncio.ensure_future(handle.vjp())
-                    await asyncio.sleep(0.1)
+                    await wait_for_condition(lambda: len(connection.waiting) == 1)
                     # More than the connection takes before the server reads.
                     writing = asyncio.ensure_future(program.forward({"x": big}))
                     queued = asyncio.ensure_future(program.forward({"x": [1.0]}))
-                    await asyncio.sleep(0.3)
-                    assert connection._long
+                    await wait_for_condition(lambda: connection._long)
                     writing.cancel()
                     queued.cancel()
                     await asyncio.wait({writing, queued})

@@ -104,6 +104,20 @@ def test_batch_jacobian(client: Any) -> None:
     assert_close(by_x, tape.batch_jacobian(y, x, experimental_use_pfor=False).numpy(), rtol=RTOL)
 
 
+def test_batch_jacobian_with_a_rule_for_the_whole_batch_is_part_of_the_whole_jacobian(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float64", [None, 2])
+    g.multiply(g.op("Identity", x, name="i"), g.constant(np.array([[2.0, 3.0]])), name="y")
+    value = np.arange(6.0).reshape(3, 2)
+    overrides = {"Identity": gr.Rule("dy / sqrt(sum(dy * dy))")}
+    asked = {"ys": ["y"], "xs": ["x"], "overrides": overrides}
+    found = client.jacobian(g, {"x": value}, **asked, batched=True)["y"]["x"]
+    # One upstream element at a time reaches the rule, which makes it 1 whatever the scale.
+    np.testing.assert_allclose(found, np.broadcast_to(np.eye(2), (3, 2, 2)), rtol=1e-12)
+    whole = client.jacobian(g, {"x": value}, **asked)["y"]["x"]
+    np.testing.assert_allclose(found, np.stack([whole[example, :, example] for example in range(3)]), rtol=1e-12)
+
+
 def test_per_example_gradients_are_the_jacobian_of_a_vector_of_losses(client: Any) -> None:
     def losses(x: Any, w: Any) -> Any:
         return tf.reduce_sum(tf.square(layer(x, w)), axis=1)

@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 
-import gradrule as gr
 from gradrule.v1 import evaluate_pb2_grpc, graph_pb2, tensor_pb2
 from tests.processes import no_free_descriptors
 from tests.service import loop_graphs, raw
@@ -48,8 +47,7 @@ def endless_calls(server: RunningServer, channel: grpc.Channel, timeout: float) 
     raw.evaluate(channel, request)
     request = raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
     calls = [evaluate_pb2_grpc.GradientServiceStub(channel).Evaluate.future(request, timeout=timeout) for _ in range(2)]
-    with gr.connect(server.target) as client:
-        wait_until(lambda: sum(engine.running for engine in client.server_status().engines) == 2 or None, "two calls")
+    server.wait_for_running_calls(2)
     return calls
 
 
@@ -62,7 +60,7 @@ def code_of(call: Callable[[], object]) -> grpc.StatusCode:
 
 def test_expired_waiting_call_does_not_end_the_engine(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
     engine = narrow.wait_for_engine()
-    calls = endless_calls(narrow, narrow_channel, timeout=6.0)
+    calls = endless_calls(narrow, narrow_channel, timeout=9.0)
     sign = raw.request(raw.sign_graph())
     # An engine is killed half a second after a deadline: by the second deadline, the effect of the first has happened.
     for _ in range(2):
@@ -88,7 +86,7 @@ def test_call_survives_an_engine_killed_during_compilation(narrow: RunningServer
     request = raw.request(chain(2500, prefix="killed"), vjp=raw.vjp())
     with futures.ThreadPoolExecutor() as pool:
         call = pool.submit(raw.evaluate, narrow_channel, request, 120.0)
-        time.sleep(1.0)
+        narrow.wait_for_running_calls(1)
         assert not call.done()
         os.kill(engine, signal.SIGKILL)
         assert call.result().outputs[0].name == "y"

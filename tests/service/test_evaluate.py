@@ -1,4 +1,4 @@
-"""Evaluate in the words of `tf.gradients`, held against local TensorFlow."""
+"""Evaluate with the arguments of `tf.gradients`, compared with local TensorFlow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEEDS = {"a": A, "b": B}
 
 
 def check(client: Any, ys: list[str], xs: list[str], fetches: tuple[str, ...] = (), **words: Any) -> Any:
-    """The server's answer, found equal to TensorFlow's."""
+    """Asserts that the server's answer equals TensorFlow's."""
     r = client.evaluate(load_graph(GRAPH), feeds=FEEDS, fetches=fetches, ys=ys, xs=xs, **words)
     wanted = reference.evaluate(GRAPH, FEEDS, fetches, ys, xs, **words)
     assert list(r.outputs) == list(fetches)
@@ -45,15 +45,15 @@ def check(client: Any, ys: list[str], xs: list[str], fetches: tuple[str, ...] = 
 
 @pytest.mark.parametrize("ys", [["p"], ["q"], ["p", "q"], ["q", "p", "middle"]])
 @pytest.mark.parametrize("xs", [["a"], ["b", "a"], ["middle"], ["middle", "a"]])
-def test_ys_and_xs(either: Any, ys: list[str], xs: list[str]) -> None:
+def test_gradients_of_ys_and_xs_equal_tensorflow(either: Any, ys: list[str], xs: list[str]) -> None:
     check(either, ys, xs, fetches=("q", "middle"))
 
 
-def test_output_numbers_are_kept_as_given(either: Any) -> None:
+def test_names_are_returned_as_given(either: Any) -> None:
     check(either, ["p:0"], ["a:0"], fetches=("p:0", "p"))
 
 
-def test_handles_do_for_names(either: Any) -> None:
+def test_tensor_handles_may_replace_names(either: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     y = g.square(x, name="y")
@@ -62,19 +62,19 @@ def test_handles_do_for_names(either: Any) -> None:
     assert_close(r.gradients[x], np.float32([6]))
 
 
-def test_fetches_alone(either: Any) -> None:
+def test_evaluate_may_only_fetch(either: Any) -> None:
     r = either.evaluate(load_graph(GRAPH), feeds=FEEDS, fetches=["p"])
     assert_close(r.outputs["p"], (A * B) ** 2)
     assert not r.gradients
 
 
-def test_only_what_is_asked_needs_feeds(either: Any) -> None:
+def test_only_requested_tensors_need_feeds(either: Any) -> None:
     r = either.evaluate(load_graph(GRAPH), feeds={"b": B}, fetches=["only_b"])
     assert_close(r.outputs["only_b"], B.sum())
 
 
 @pytest.mark.parametrize("form", ["dict", "list", "partial"])
-def test_grad_ys_as_arrays(either: Any, form: str) -> None:
+def test_grad_ys_may_be_arrays(either: Any, form: str) -> None:
     up, uq = np.float32([1, 10, 100]), np.float32([-1, 0, 2])
     given: Any = {"dict": {"p": up, "q": uq}, "list": [up, uq], "partial": {"q": uq}}[form]
     r = either.evaluate(load_graph(GRAPH), feeds=FEEDS, ys=["p", "q"], xs=["a", "b"], grad_ys=given)
@@ -85,7 +85,7 @@ def test_grad_ys_as_arrays(either: Any, form: str) -> None:
         assert_close(r.gradients[x], wanted.gradients[x])
 
 
-def test_grad_ys_as_names_of_tensors(either: Any) -> None:
+def test_grad_ys_may_be_names_of_tensors(either: Any) -> None:
     r = either.evaluate(load_graph(GRAPH), feeds=FEEDS, ys=["p", "q"], xs=["a"], grad_ys=["middle", "b"])
     wanted = reference.evaluate(GRAPH, FEEDS, ys=["p", "q"], xs=["a"], grad_ys=[A * B, B])
     assert_close(r.gradients["a"], wanted.gradients["a"])
@@ -93,7 +93,7 @@ def test_grad_ys_as_names_of_tensors(either: Any) -> None:
     assert_close(mixed.gradients["a"], wanted.gradients["a"])
 
 
-def test_grad_ys_of_wrong_shape_or_type(either: Any) -> None:
+def test_grad_ys_of_wrong_shape_or_dtype_are_refused(either: Any) -> None:
     words: dict[str, Any] = {"feeds": FEEDS, "ys": ["p"], "xs": ["a"]}
     with refused("FEED_DTYPE"):
         either.evaluate(load_graph(GRAPH), grad_ys=[np.ones(3)], **words)
@@ -104,7 +104,7 @@ def test_grad_ys_of_wrong_shape_or_type(either: Any) -> None:
 
 
 @pytest.mark.parametrize("stopped", [["middle"], ["a"], ["a", "b"]])
-def test_stop_gradients(either: Any, stopped: list[str]) -> None:
+def test_stop_gradients_equal_tensorflow(either: Any, stopped: list[str]) -> None:
     check(either, ["p", "q"], ["a", "b"], stop_gradients=stopped)
 
 
@@ -114,7 +114,7 @@ def test_unconnected_is_none_or_zeros(either: Any) -> None:
     assert_close(r.gradients["a"], np.zeros(3, np.float32))
 
 
-def test_fed_tensor_in_the_middle_is_not_computed(either: Any) -> None:
+def test_fed_intermediate_tensor_is_not_computed(either: Any) -> None:
     middle = np.float32([2, 4, 8])
     r = either.evaluate(
         load_graph(GRAPH), feeds={"a": A, "middle": middle}, fetches=["p", "q"], ys=["p", "q"], xs=["a", "middle"]
@@ -125,7 +125,7 @@ def test_fed_tensor_in_the_middle_is_not_computed(either: Any) -> None:
     assert_close(r.gradients["a"], np.ones(3, np.float32))
 
 
-def test_placeholder_with_default(either: Any) -> None:
+def test_placeholder_with_default_needs_no_feed(either: Any) -> None:
     def build() -> None:
         scale = tf.compat.v1.placeholder_with_default(tf.constant(3.0), [], name="scale")
         tf.multiply(placeholder("x"), scale, name="y")
@@ -140,7 +140,7 @@ def test_placeholder_with_default(either: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 2, 1, 2)])
-def test_unknown_rank_and_dimensions(either: Any, shape: tuple[int, ...]) -> None:
+def test_unknown_rank_and_dimensions_accept_any_shape(either: Any, shape: tuple[int, ...]) -> None:
     x = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     for stated in (None, [None] * len(shape)):
         g = gr.Graph()
@@ -152,14 +152,14 @@ def test_unknown_rank_and_dimensions(either: Any, shape: tuple[int, ...]) -> Non
         assert_close(r.gradients["x"], x)
 
 
-def test_empty_tensors(either: Any) -> None:
+def test_empty_tensors_have_empty_gradients(either: Any) -> None:
     g = gr.Graph()
     g.op("Square", g.placeholder("x", "float32", [None, 3]), name="y")
     r = either.evaluate(g, feeds={"x": np.zeros((0, 3), np.float32)}, fetches=["y"], ys=["y"], xs=["x"])
     assert r.outputs["y"].shape == r.gradients["x"].shape == (0, 3)
 
 
-def test_sparse_gradient(either: Any) -> None:
+def test_gradient_of_a_lookup_is_sparse(either: Any) -> None:
     def build() -> None:
         table = placeholder("table", shape=(5, 2))
         tf.square(tf.gather(table, placeholder("rows", tf.int32)), name="y")
@@ -175,7 +175,7 @@ def test_sparse_gradient(either: Any) -> None:
     assert_close(dense(sparse), wanted.gradients["table"])
 
 
-def test_three_kinds_of_no_gradient(either: Any, channel: Any) -> None:
+def test_three_kinds_of_no_gradient_are_distinguished(either: Any, channel: Any) -> None:
     from gradrule.v1 import tensor_pb2
     from tests.service import raw
 
@@ -214,7 +214,7 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "complex64", "complex128"])
-def test_differentiable_dtypes(either: Any, dtype: str) -> None:
+def test_gradients_of_every_float_dtype_equal_tensorflow(either: Any, dtype: str) -> None:
     g = gr.Graph()
     g.op("Square", g.placeholder("x", dtype, [None]), name="y")
     numpy_dtype = tf.as_dtype(dtype).as_numpy_dtype
@@ -231,7 +231,7 @@ def test_differentiable_dtypes(either: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
-def test_integer_dtypes(either: Any, dtype: str) -> None:
+def test_integer_dtypes_are_exact(either: Any, dtype: str) -> None:
     g = gr.Graph()
     g.op("Identity", g.placeholder("x", dtype, [None]), name="y")
     limits = np.iinfo(dtype)
@@ -241,7 +241,7 @@ def test_integer_dtypes(either: Any, dtype: str) -> None:
     assert r.outputs["y"].tolist() == x.tolist()
 
 
-def test_bools(either: Any) -> None:
+def test_bools_are_evaluated(either: Any) -> None:
     g = gr.Graph()
     g.op("LogicalNot", g.placeholder("x", "bool", [None, 1]), name="y")
     r = either.evaluate(g, feeds={"x": [[True], [False]]}, fetches=["y"])
@@ -249,12 +249,12 @@ def test_bools(either: Any) -> None:
     assert r.outputs["y"].tolist() == [[False], [True]]
 
 
-def test_strings(either: Any) -> None:
+def test_strings_are_evaluated(either: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "string", [None])
     g.op("StringLength", x, name="length")
     words: dict[str, Any] = {"fetches": ["length", "x"]}
-    # NumPy's own byte strings would lose the zero at the end.
+    # NumPy's fixed-length byte strings drop trailing zero bytes.
     texts = [b"abc", b"\x00\xff", b"", b"a\x00"]
     for feed in (texts, np.array(texts, object)):
         r = either.evaluate(g, feeds={"x": feed}, **words)
@@ -270,7 +270,7 @@ def test_strings_and_bytes_together(either: Any) -> None:
     assert either.evaluate(g, feeds={"x": ["a", b"\xff"]}, fetches=["y"]).outputs["y"].tolist() == [b"a", b"\xff"]
 
 
-def test_special_values_pass_unharmed(either: Any) -> None:
+def test_special_values_pass_unchanged(either: Any) -> None:
     g = gr.Graph()
     g.op("Identity", g.placeholder("x", "float32", [None]), name="y")
     x = np.float32([np.nan, np.inf, -np.inf, -0.0, 1e-45])
@@ -278,7 +278,7 @@ def test_special_values_pass_unharmed(either: Any) -> None:
     assert r.outputs["y"].tobytes() == x.tobytes()
 
 
-def test_answers_tell_where_and_how_long(either: Any) -> None:
+def test_answer_reports_device_and_times(either: Any) -> None:
     r = either.evaluate(load_graph(GRAPH), feeds=FEEDS, fetches=["p"])
     assert r.device == "CPU:0"
     assert len(r.digests.graph) == len(r.digests.program) == 64
@@ -289,7 +289,7 @@ def test_answers_tell_where_and_how_long(either: Any) -> None:
     assert r.timings.run > 0
 
 
-def test_second_call_compiles_nothing(either: Any) -> None:
+def test_second_call_does_not_compile(either: Any) -> None:
     g = gr.Graph()
     g.op("Square", g.placeholder("x", "float32", [None]), name=f"y{id(either)}")
     words: dict[str, Any] = {"fetches": [f"y{id(either)}"]}
@@ -300,7 +300,7 @@ def test_second_call_compiles_nothing(either: Any) -> None:
     assert first.digests == second.digests
 
 
-def test_program(either: Any) -> None:
+def test_program_is_compiled_evaluated_and_listed(either: Any) -> None:
     p = either.compile(load_graph(GRAPH), fetches=["p"], ys=["p"], xs=["a", "b"])
     assert p.name.startswith("programs/")
     assert {name: (spec.dtype, spec.shape) for name, spec in p.inputs.items()} == {
@@ -335,7 +335,7 @@ def test_deleted_program_is_gone(either: Any) -> None:
         p.evaluate(FEEDS)
 
 
-def test_parallel_calls_do_not_meet(client: Any) -> None:
+def test_parallel_calls_do_not_mix(client: Any) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     p = client.compile(load_graph(GRAPH), fetches=["p"], ys=["p"], xs=["a"])
@@ -349,7 +349,7 @@ def test_parallel_calls_do_not_meet(client: Any) -> None:
         assert all(pool.map(call, range(200)))
 
 
-def test_the_gradient_of_a_gather_comes_as_slices_or_whole(either: Any) -> None:
+def test_gradient_of_a_gather_is_sparse_or_dense_on_request(either: Any) -> None:
     g = gr.Graph()
     table = g.placeholder("table", "float32", [4, 2])
     g.op("GatherV2", table, g.constant([1, 1, 3]), g.constant(0), name="y")

@@ -1,4 +1,4 @@
-"""The examples that people know from TensorFlow's documentation and forums, each through both clients."""
+"""Common examples from TensorFlow's documentation and forums, each with both clients."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tests.service.answers import assert_close, refused, rules_by_node, statuses
 RuleMaker = Callable[..., str]
 
 
-def graph_of(op_type: str, shape: list[int | None] | None = None, dtype: str = "float32") -> gr.Graph:
-    """x → y by one op of one input."""
+def graph_of_op(op_type: str, shape: list[int | None] | None = None, dtype: str = "float32") -> gr.Graph:
+    """Makes x → y with one op of one input."""
     g = gr.Graph()
     g.op(op_type, g.placeholder("x", dtype, [None] if shape is None else shape), name="y")
     return g
 
 
 def gradient_of(client: Any, g: gr.Graph, x: list[float], **words: Any) -> Any:
-    """Answer for y and its gradient at x."""
+    """Returns the answer for y and its gradient at x."""
     return client.evaluate(g, feeds={"x": x}, fetches=["y"], ys=["y"], xs=["x"], **words)
 
 
 def test_floor_takes_the_gradient_of_identity(either: Any) -> None:
     x = [0.5, -1.5, 2.0]
-    plain = gradient_of(either, graph_of("Floor"), x)
+    plain = gradient_of(either, graph_of_op("Floor"), x)
     assert plain.gradients["x"] is None
-    r = gradient_of(either, graph_of("Floor"), x, overrides={"Floor": "Identity"})
+    r = gradient_of(either, graph_of_op("Floor"), x, overrides={"Floor": "Identity"})
     assert_close(r.outputs["y"], np.float32([0, -2, 2]))
     assert_close(r.gradients["x"], np.float32([1, 1, 1]))
     assert rules_by_node(r) == {"y": "Identity"}
@@ -38,7 +38,7 @@ def test_floor_takes_the_gradient_of_identity(either: Any) -> None:
 
 def test_identity_with_a_custom_gradient(either: Any, rule: RuleMaker) -> None:
     rule("CustomGrad", "5 * dy")
-    r = gradient_of(either, graph_of("Identity"), [1.0, -2.0], overrides={"Identity": "CustomGrad"})
+    r = gradient_of(either, graph_of_op("Identity"), [1.0, -2.0], overrides={"Identity": "CustomGrad"})
     assert_close(r.outputs["y"], np.float32([1, -2]))
     assert_close(r.gradients["x"], np.float32([5, 5]))
 
@@ -56,20 +56,20 @@ def test_builder_context_is_the_override_map_of_tensorflow(either: Any, rule: Ru
 
 
 @pytest.mark.parametrize("at", [-1.0, -0.999, 0.0, 1.0])
-def test_quantize_grad_passes_inside(either: Any, rule: RuleMaker, at: float) -> None:
+def test_quantize_grad_passes_inside_its_range(either: Any, rule: RuleMaker, at: float) -> None:
     rule("QuantizeGrad", "where(abs(x) <= 1, dy, 0)")
-    r = gradient_of(either, graph_of("Sign"), [at], overrides={"Sign": "QuantizeGrad"})
+    r = gradient_of(either, graph_of_op("Sign"), [at], overrides={"Sign": "QuantizeGrad"})
     assert_close(r.gradients["x"], np.float32([1]))
 
 
 @pytest.mark.parametrize("at", [-3.0, -1.001, 1.001, np.inf])
-def test_quantize_grad_is_zero_outside(either: Any, rule: RuleMaker, at: float) -> None:
+def test_quantize_grad_is_zero_outside_its_range(either: Any, rule: RuleMaker, at: float) -> None:
     rule("QuantizeGrad", "where(abs(x) <= 1, dy, 0)")
-    r = gradient_of(either, graph_of("Sign"), [at], overrides={"Sign": "QuantizeGrad"})
+    r = gradient_of(either, graph_of_op("Sign"), [at], overrides={"Sign": "QuantizeGrad"})
     assert_close(r.gradients["x"], np.float32([0]))
 
 
-def test_multiplier_around_a_loss(either: Any, rule: RuleMaker) -> None:
+def test_gradient_multiplier_around_a_loss(either: Any, rule: RuleMaker) -> None:
     rule("Half", "0.5 * dy")
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
@@ -83,7 +83,7 @@ def test_multiplier_around_a_loss(either: Any, rule: RuleMaker) -> None:
     assert_close(r.gradients["x"], np.float32([1, -3]))
 
 
-def test_multiplier_between_two_dense_layers(either: Any, rule: RuleMaker) -> None:
+def test_gradient_multiplier_between_two_dense_layers(either: Any, rule: RuleMaker) -> None:
     rule("Half", "0.5 * dy")
     rng = np.random.default_rng(0)
     x, w1, w2 = (rng.normal(size=size).astype(np.float32) for size in ((4, 3), (3, 5), (5, 2)))
@@ -109,14 +109,14 @@ def test_multiplier_between_two_dense_layers(either: Any, rule: RuleMaker) -> No
 
 
 @pytest.mark.parametrize("name", ["gradient_reversal", "builtin/gradient_reversal"])
-def test_reversal_on_identity(either: Any, name: str) -> None:
-    r = gradient_of(either, graph_of("Identity"), [2.0], overrides={"Identity": name})
+def test_gradient_reversal_on_identity(either: Any, name: str) -> None:
+    r = gradient_of(either, graph_of_op("Identity"), [2.0], overrides={"Identity": name})
     assert_close(r.outputs["y"], np.float32([2]))
     assert_close(r.gradients["x"], np.float32([-1]))
 
 
 def stop_gradient_form() -> gr.Graph:
-    """y = t + stop_gradient(f - t) with f = x and t = -x: the value of f, the gradient of t."""
+    """Makes y = t + stop_gradient(f - t) with f = x and t = -x: the value of f, the gradient of t."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     f, t = g.op("Identity", x, name="f"), g.op("Neg", x, name="t")
@@ -124,7 +124,7 @@ def stop_gradient_form() -> gr.Graph:
     return g
 
 
-def test_stop_gradient_form(either: Any) -> None:
+def test_stop_gradient_form_has_the_gradient_of_t(either: Any) -> None:
     g = stop_gradient_form()
     f_alone = either.evaluate(g, feeds={"x": [3.0]}, ys=["f"], xs=["x"])
     assert_close(f_alone.gradients["x"], np.float32([1]))
@@ -172,12 +172,12 @@ def test_where_with_a_rule_of_its_own(either: Any, rule: RuleMaker) -> None:
         ("Relu", "where(y > 0, maximum(dy, 0), 0)", lambda x: np.where(x > 0, 1, 0)),
     ],
 )
-def test_custom_gradients_of_common_ops(
+def test_common_ops_take_custom_gradients(
     either: Any, rule: RuleMaker, op_type: str, expression: str, wanted: Callable[[Any], Any]
 ) -> None:
     rule("Mine", expression)
     x = np.float32([-1.5, -0.25, 0.5, 2.0])
-    r = gradient_of(either, graph_of(op_type), x.tolist(), overrides={op_type: "Mine"})
+    r = gradient_of(either, graph_of_op(op_type), x.tolist(), overrides={op_type: "Mine"})
     assert_close(r.gradients["x"], wanted(x).astype(np.float32))
 
 
@@ -192,13 +192,13 @@ def test_log1pexp_is_stable_with_its_rule(either: Any) -> None:
     plain = gradient_of(either, log1pexp_graph(), [0.0, 100.0])
     assert_close(plain.gradients["x"][0], 0.5)
     assert np.isnan(plain.gradients["x"][1])
-    # Log passes on what arrives and Exp, whose x is the formula's x, gives the whole gradient.
+    # Log passes the upstream gradient on, and Exp, whose x is the formula's x, returns the whole gradient.
     r = gradient_of(either, log1pexp_graph(), [0.0, 100.0], overrides={"Log": "ste", "Exp": "log1pexp"})
     assert_close(r.gradients["x"], np.float32([0.5, 1.0]))
 
 
-def test_log1pexp_on_softplus(either: Any) -> None:
-    r = gradient_of(either, graph_of("Softplus"), [-100.0, 0.0, 100.0], overrides={"Softplus": "log1pexp"})
+def test_log1pexp_rule_on_softplus(either: Any) -> None:
+    r = gradient_of(either, graph_of_op("Softplus"), [-100.0, 0.0, 100.0], overrides={"Softplus": "log1pexp"})
     assert_close(r.gradients["x"], np.float32([0, 0.5, 1]))
 
 
@@ -209,7 +209,7 @@ def product_graph() -> gr.Graph:
 
 
 @pytest.mark.parametrize("expression", [None, "(dy * x1, dy * x0)", "each(default)"])
-def test_two_inputs(either: Any, rule: RuleMaker, expression: str | None) -> None:
+def test_rule_with_two_inputs(either: Any, rule: RuleMaker, expression: str | None) -> None:
     overrides = None if expression is None else {"Mul": rule("Product", expression)}
     r = either.evaluate(
         product_graph(), feeds={"x": 2.0, "y": 3.0}, fetches=["z"], ys=["z"], xs=["x", "y"], overrides=overrides
@@ -227,7 +227,7 @@ def shuffle_graph(*, stopped: bool) -> gr.Graph:
     return g
 
 
-def test_op_without_gradient_behind_stop_gradient(either: Any) -> None:
+def test_op_without_gradient_may_be_behind_stop_gradient(either: Any) -> None:
     r = either.evaluate(
         shuffle_graph(stopped=True), feeds={"x": [1.0, 2.0, 3.0, 4.0]}, fetches=["shuffled"], ys=["y"], xs=["x"]
     )
@@ -235,13 +235,13 @@ def test_op_without_gradient_behind_stop_gradient(either: Any) -> None:
     assert_close(r.gradients["x"], r.outputs["shuffled"])
 
 
-def test_op_without_gradient_is_a_clear_error(either: Any) -> None:
+def test_op_without_gradient_is_refused(either: Any) -> None:
     with refused("NO_GRADIENT") as refusal:
         either.evaluate(shuffle_graph(stopped=False), feeds={"x": [1.0, 2.0, 3.0, 4.0]}, ys=["y"], xs=["x"])
     refusal.says("shuffled", "RandomShuffle", "stop_gradients")
 
 
-def test_op_without_gradient_behind_stop_gradients_of_the_call(either: Any) -> None:
+def test_op_without_gradient_may_be_behind_stop_gradients_of_the_call(either: Any) -> None:
     r = either.evaluate(
         shuffle_graph(stopped=False),
         feeds={"x": [1.0, 2.0, 3.0, 4.0]},
@@ -271,9 +271,9 @@ def test_rule_that_is_a_number_is_refused(either: Any, expression: str) -> None:
         either.create_rule("JustANumber", expression)
     refusal.says("zeros_like")
     with refused("INVALID_RULE"):
-        gradient_of(either, graph_of("Sign"), [1.0], overrides={"Sign": gr.Rule(expression)})
+        gradient_of(either, graph_of_op("Sign"), [1.0], overrides={"Sign": gr.Rule(expression)})
 
 
-def test_zero_said_aloud(either: Any, rule: RuleMaker) -> None:
-    r = gradient_of(either, graph_of("Sign"), [1.0, 2.0], overrides={"Sign": rule("Zero", "zeros_like(x)")})
+def test_explicit_zero_rule_is_accepted(either: Any, rule: RuleMaker) -> None:
+    r = gradient_of(either, graph_of_op("Sign"), [1.0, 2.0], overrides={"Sign": rule("Zero", "zeros_like(x)")})
     assert_close(r.gradients["x"], np.float32([0, 0]))

@@ -1,4 +1,4 @@
-"""What goes wrong while things run, and limits; and that every reason for an error has a test that provokes it."""
+"""Failures at run time, limits, and a test for every error reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import gradrule as gr
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error, reason_name
 from gradrule_server.front.calls import status_code, to_status
-from tests.processes import no_free_descriptors
+from tests.processes import no_free_descriptors, processor_s
 from tests.service import loop_graphs, raw
 from tests.service.answers import PROVOKED, keeps_engine, provokes, refused, refused_raw
 from tests.service.graph_defs import SIGN_FEEDS, build_graph, placeholder, sign_graph
@@ -55,7 +55,7 @@ def test_every_reason_has_a_test() -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with tight limits: one request at a time."""
+    """Returns a server with tight limits that runs one request at a time."""
     flags = ("--max-message-bytes", "1MiB", "--max-concurrent-requests", "1", "--max-nodes", "40", "--max-rules", "3")
     with running_server(tmp_path_factory.mktemp("small"), flags) as running:
         yield running
@@ -68,7 +68,7 @@ def small_channel(small: RunningServer) -> Iterator[grpc.Channel]:
 
 
 @provokes("LIMIT_EXCEEDED")
-def test_graph_that_is_too_large(small_channel: grpc.Channel) -> None:
+def test_graph_with_too_many_nodes_is_refused(small_channel: grpc.Channel) -> None:
     chain = [raw.node(f"n{i}", "Neg", f"n{i - 1}" if i else "x") for i in range(50)]
     with refused_raw("LIMIT_EXCEEDED") as refusal:
         raw.evaluate(small_channel, raw.request(raw.graph(raw.placeholder(), *chain), fetches=["n49"]))
@@ -81,7 +81,7 @@ def test_graph_that_is_too_large(small_channel: grpc.Channel) -> None:
 
 @provokes("PROGRAM_NOT_FOUND")
 @keeps_engine
-def test_program_not_found(client: Any, channel: grpc.Channel) -> None:
+def test_unknown_program_is_refused(client: Any, channel: grpc.Channel) -> None:
     with refused("PROGRAM_NOT_FOUND") as refusal:
         client.program("programs/nowhere")
     refusal.says("nowhere")
@@ -93,7 +93,7 @@ def test_program_not_found(client: Any, channel: grpc.Channel) -> None:
 
 @provokes("PROGRAM_EXISTS")
 @keeps_engine
-def test_program_exists(either: Any) -> None:
+def test_program_of_an_existing_name_is_refused(either: Any) -> None:
     first = either.compile(sign_graph(), fetches=["y"], name="taken")
     assert either.compile(sign_graph(), fetches=["y"], name="taken").name == first.name == "programs/taken"
     with refused("PROGRAM_EXISTS") as refusal:
@@ -103,7 +103,7 @@ def test_program_exists(either: Any) -> None:
 
 @provokes("EXECUTION_FAILED")
 @keeps_engine
-def test_kernel_that_fails(either: Any) -> None:
+def test_failing_kernel_is_reported(either: Any) -> None:
     g = gr.Graph()
     g.op("FloorDiv", g.placeholder("x", "int32", []), g.placeholder("by", "int32", []), name="y")
     with refused("EXECUTION_FAILED") as refusal:
@@ -112,7 +112,7 @@ def test_kernel_that_fails(either: Any) -> None:
 
 
 @provokes("DEADLINE_EXCEEDED")
-def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
+def test_call_past_its_deadline_is_refused(small: RunningServer, small_channel: grpc.Channel) -> None:
     engine = small.wait_for_engine()
     with gr.connect(small.target) as client, refused("DEADLINE_EXCEEDED"):
         client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=1.0)
@@ -121,16 +121,17 @@ def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
 
 
 @provokes("MESSAGE_TOO_LARGE")
-def test_message_that_is_too_large(small: RunningServer, small_channel: grpc.Channel) -> None:
+def test_too_large_message_is_refused(small: RunningServer, small_channel: grpc.Channel) -> None:
     with gr.connect(small.target, shared_memory=False) as client, refused("MESSAGE_TOO_LARGE"):
         client.evaluate(sign_graph(), feeds={"x": np.zeros(600_000, np.float32)}, fetches=["y"])
     raw.assert_healthy(small_channel)
 
 
-class Background:
-    """An endless call in a thread, and what became of it."""
+class EndlessCall:
+    """Runs an endless call of a compiled program in a thread and keeps its error."""
 
     def __init__(self, client: Any, timeout: float = 30.0) -> None:
+        client.evaluate(loop_graphs.endless(), {"x": loop_graphs.ENDS}, fetches=["y"])
         self.error: gr.errors.GradruleError | None = None
         self._words = {"feeds": {"x": loop_graphs.ENDLESS}, "fetches": ["y"], "timeout": timeout}
         self._client = client
@@ -142,7 +143,7 @@ class Background:
             try:
                 self._client.evaluate(loop_graphs.endless(), **self._words)
             except gr.errors.OverloadedError:
-                continue  # Whoever looks whether the server is busy held its only place.
+                continue  # The probe of `wait_until_busy` may have occupied the server's only place.
             except gr.errors.GradruleError as caught:
                 self.error = caught
 
@@ -152,8 +153,8 @@ class Background:
         return self.error
 
 
-def wait_until_busy(small_channel: grpc.Channel) -> None:
-    """Until the server turns a request away because it holds another."""
+def wait_until_busy(small: RunningServer, small_channel: grpc.Channel) -> None:
+    """Waits until the server refuses a request because its engine runs another one."""
 
     def probe() -> bool | None:
         try:
@@ -163,15 +164,17 @@ def wait_until_busy(small_channel: grpc.Channel) -> None:
         return None
 
     wait_until(probe, "a busy server")
-    time.sleep(1.0)  # compiled by now, and running
+    engine = small.wait_for_engine()
+    before = processor_s(engine)
+    wait_until(lambda: processor_s(engine) > before + 0.2 or None, "work of the engine")
 
 
 @provokes("OVERLOADED")
-def test_overloaded(small: RunningServer, small_channel: grpc.Channel) -> None:
+def test_request_beyond_the_limit_is_refused(small: RunningServer, small_channel: grpc.Channel) -> None:
     engine = small.wait_for_engine()
     with gr.connect(small.target) as client:
-        background = Background(client, timeout=6.0)
-        wait_until_busy(small_channel)
+        background = EndlessCall(client, timeout=9.0)
+        wait_until_busy(small, small_channel)
         with refused_raw("OVERLOADED"):
             raw.evaluate(small_channel, raw.request(raw.sign_graph()))
         assert background.join().reason == "DEADLINE_EXCEEDED"
@@ -180,11 +183,11 @@ def test_overloaded(small: RunningServer, small_channel: grpc.Channel) -> None:
 
 
 @provokes("CANCELLED")
-def test_cancelled(small: RunningServer, small_channel: grpc.Channel) -> None:
+def test_cancelled_call_is_reported(small: RunningServer, small_channel: grpc.Channel) -> None:
     engine = small.wait_for_engine()
     client = gr.connect(small.target)
-    background = Background(client, timeout=5.0)
-    wait_until_busy(small_channel)
+    background = EndlessCall(client, timeout=9.0)
+    wait_until_busy(small, small_channel)
     client.close()
     with refused("CANCELLED"):
         raise background.join()
@@ -193,9 +196,9 @@ def test_cancelled(small: RunningServer, small_channel: grpc.Channel) -> None:
 
 
 @provokes("ENGINE_UNAVAILABLE")
-def test_no_engine_can_be_started(small: RunningServer, small_channel: grpc.Channel) -> None:
-    """A call waits for one for some time, then is refused."""
-    # From now on a compile worker is there, which needs descriptors too.
+def test_call_without_an_engine_is_refused(small: RunningServer, small_channel: grpc.Channel) -> None:
+    """The call waits some time for an engine first."""
+    # Start a compile worker first: it needs descriptors too.
     raw.assert_healthy(small_channel)
     engine, pid = small.wait_for_engine(), small.process.pid
     with no_free_descriptors(pid):
@@ -207,8 +210,8 @@ def test_no_engine_can_be_started(small: RunningServer, small_channel: grpc.Chan
     raw.assert_healthy(small_channel)
 
 
-def test_calls_that_lose_their_engine_to_another_s_are_run_again(server: RunningServer, client: Any) -> None:
-    """A call that overruns its deadline takes the engine with it; whoever is in that engine too notices nothing."""
+def test_calls_on_the_engine_of_an_overrunning_call_are_run_again(server: RunningServer, client: Any) -> None:
+    """An overrun ends the engine; other calls on it must not fail."""
     engine = server.wait_for_engine()
     p = client.compile(loop_graphs.endless(), fetches=["y"])
     slow = client.compile(loop_graphs.counted(750_000), fetches=["y"])
@@ -226,7 +229,7 @@ def test_calls_that_lose_their_engine_to_another_s_are_run_again(server: Running
 
 
 @provokes("UNAVAILABLE")
-def test_server_that_is_gone(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_unreachable_server_is_reported(tmp_path_factory: pytest.TempPathFactory) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -238,7 +241,7 @@ def test_server_that_is_gone(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @provokes("UNSUPPORTED")
-def test_server_that_lacks_the_method() -> None:
+def test_unknown_method_is_reported() -> None:
     other = grpc.server(futures.ThreadPoolExecutor(1))
     port = other.add_insecure_port("127.0.0.1:0")
     other.start()
@@ -249,19 +252,19 @@ def test_server_that_lacks_the_method() -> None:
         other.stop(None).wait()
 
 
-# What cannot be provoked from outside, at the place where it would become a status.
+# Reasons that no client can provoke are tested where they become a status.
 
 
 @pytest.mark.parametrize("reason", sorted(UNIT_LEVEL))
-def test_status_of_a_fault(reason: str) -> None:
+def test_internal_error_reveals_nothing(reason: str) -> None:
     number = errors_pb2.ErrorReason.Value(f"ERROR_REASON_{reason}")
     status = to_status(error(number, "the server failed"))
     assert status_code(number) is grpc.StatusCode.INTERNAL
     assert (status.code, status.message) == (grpc.StatusCode.INTERNAL.value[0], "the server failed")
 
 
-def test_nothing_is_lost_over_all_of_this(client: Any, server: RunningServer) -> None:
-    """The registry still holds what it held, and a graph of TensorFlow's still gives its gradient."""
+def test_rules_and_graphs_still_work_after_all_failures(client: Any, server: RunningServer) -> None:
+    """The registry is unchanged, and a TensorFlow graph still gets its gradient."""
     assert {item.name for item in client.list_rules(kind="user")} == set()
     graph = build_graph(lambda: tf.square(placeholder("x"), name="y"))
     r = client.evaluate(graph, feeds={"x": [3.0]}, ys=["y"], xs=["x"])

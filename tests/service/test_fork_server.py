@@ -1,4 +1,4 @@
-"""The engines' fork server: forks real engines, and is started again when it has ended."""
+"""The engines' fork server forks real engines and is restarted after it ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLAGS = ("--device", "cpu", "--threads", "1", "--sandbox", "off")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[ForkServer]:
-    """For tests that leave it as it is."""
+    """Returns a fork server for tests that do not change it."""
     server = SharedForkServer()
     yield server
     await server.end()
@@ -36,14 +36,14 @@ async def shared() -> AsyncIterator[ForkServer]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def fork_server() -> AsyncIterator[ForkServer]:
-    """For one test alone."""
+    """Returns a fork server for one test."""
     server = ForkServer()
     yield server
     await server.stop()
 
 
 async def _fork(fork_server: ForkServer, *flags: str) -> tuple[ForkedProcess, socket.socket]:
-    """Returns an engine, and the socket whose closing ends it."""
+    """Returns an engine process and the socket whose closing ends it."""
     ours, theirs = socket.socketpair()
     try:
         with theirs, open(os.devnull, "wb") as stderr:
@@ -54,7 +54,7 @@ async def _fork(fork_server: ForkServer, *flags: str) -> tuple[ForkedProcess, so
 
 
 async def _end(process: ForkedProcess, link: socket.socket) -> None:
-    """Tells the engine that nothing follows, and checks that it ends well."""
+    """Closes the socket and checks that the engine exits with 0."""
     link.shutdown(socket.SHUT_WR)
     assert await process.wait() == 0
     link.close()
@@ -64,34 +64,34 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-async def test_an_engine_is_a_child_of_the_front_end_and_ends_with_its_socket(shared: ForkServer) -> None:
+async def test_engine_is_a_child_of_the_front_end_and_ends_with_its_socket(shared: ForkServer) -> None:
     process, link = await _fork(shared, *_FLAGS)
     assert _parent(process.pid) == os.getpid()
     assert Path(f"/proc/{process.pid}/comm").read_text() == "gradrule-engine\n"
     await _end(process, link)
 
 
-async def test_an_engine_has_no_descriptors_but_its_own(shared: ForkServer) -> None:
+async def test_engine_inherits_no_descriptors(shared: ForkServer) -> None:
     first, first_link = await _fork(shared, *_FLAGS)
     second, second_link = await _fork(shared, *_FLAGS)
-    # A file of /proc is open for a moment, while the engine writes how much it may be ended for lack of memory.
+    # The engine briefly opens a file of /proc to set its OOM score.
     await wait_for_condition(lambda: not any(kind.startswith("/proc/") for kind in open_descriptors(second.pid)))
     kinds = open_descriptors(second.pid)
-    # Standard input and output are /dev/null, stderr is too here, and the link is the only socket; it has an epoll.
+    # The three standard streams are /dev/null, and the link is the only socket.
     named = [kind.partition(":")[0] for kind in kinds if "urandom" not in kind and "eventpoll" not in kind]
     assert sorted(named) == [os.devnull] * 3 + ["socket"]
     await _end(first, first_link)
     await _end(second, second_link)
 
 
-async def test_the_exit_code_tells_of_a_signal(shared: ForkServer) -> None:
+async def test_exit_code_reports_a_signal(shared: ForkServer) -> None:
     process, link = await _fork(shared, *_FLAGS)
     os.kill(process.pid, signal.SIGKILL)
     assert await process.wait() == -signal.SIGKILL
     link.close()
 
 
-async def test_it_is_started_again_after_it_was_killed(fork_server: ForkServer) -> None:
+async def test_killed_fork_server_is_started_again(fork_server: ForkServer) -> None:
     first, first_link = await _fork(fork_server, *_FLAGS)
     running = fork_server._running
     assert running is not None
@@ -103,7 +103,7 @@ async def test_it_is_started_again_after_it_was_killed(fork_server: ForkServer) 
     await _end(second, second_link)
 
 
-async def test_one_that_cannot_start_is_reported_with_its_exit_code(
+async def test_failed_start_is_reported_with_its_exit_code(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -111,13 +111,13 @@ async def test_one_that_cannot_start_is_reported_with_its_exit_code(
         await _fork(fork_server, *_FLAGS)
 
 
-async def test_one_that_does_not_answer_is_ended(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unresponsive_fork_server_is_killed(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_TIMEOUT_S", 0.05)
     with pytest.raises(ForkServerEnded, match="did not answer"):
         await _fork(fork_server, *_FLAGS)
 
 
-async def test_a_request_that_is_cancelled_does_not_confuse_the_next(shared: ForkServer) -> None:
+async def test_cancelled_request_does_not_affect_the_next(shared: ForkServer) -> None:
     asking = asyncio.create_task(_fork(shared, *_FLAGS))
     await asyncio.sleep(0)
     asking.cancel()
@@ -127,7 +127,7 @@ async def test_a_request_that_is_cancelled_does_not_confuse_the_next(shared: For
     await _end(process, link)
 
 
-async def test_a_killed_engine_is_replaced_without_a_spare() -> None:
+async def test_killed_engine_is_replaced_without_a_spare() -> None:
     pool = EnginePool(ProcessOptions("cpu", 1), spares=0, heartbeat_s=0)
     await pool.start()
     engine = pool.engines[0]
@@ -138,8 +138,8 @@ async def test_a_killed_engine_is_replaced_without_a_spare() -> None:
     await pool.stop()
 
 
-async def test_a_stop_waits_for_the_ends_of_processes() -> None:
-    """One engine serves, its spare is being started."""
+async def test_stop_waits_for_all_processes() -> None:
+    """One engine serves while its spare is starting."""
     before = engines(os.getpid())
     pool = EnginePool(ProcessOptions("cpu", 1), spares=1, heartbeat_s=0)
     await pool.start()

@@ -1,4 +1,4 @@
-"""Forward once, pull back many: values, lapsing, bounds, and what happens when an engine or a client is lost."""
+"""Forward once, pull back many times: values, expiry, limits, and lost engines and clients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def in_branch() -> None:
 
 
 @pytest.mark.parametrize("build", [straight, in_loop, in_branch])
-def test_each_pull_back_is_what_an_evaluation_gives(either: Any, build: Callable[[], None]) -> None:
+def test_each_pull_back_equals_an_evaluation(either: Any, build: Callable[[], None]) -> None:
     words = {"fetches": ["y"], "ys": ["y"], "xs": ["x"], "overrides": {"Sign": "ste"}}
     program = either.compile(build_graph_def(build), **words)
     with program.forward({"x": X}) as handle:
@@ -63,7 +63,7 @@ def test_each_pull_back_is_what_an_evaluation_gives(either: Any, build: Callable
         assert_close(handle.vjp([rows], stacked_grad_ys=True)["x"], wanted)
 
 
-def test_a_random_op_is_drawn_once(client: Any) -> None:
+def test_random_op_runs_once_per_forward(client: Any) -> None:
     def build() -> None:
         x = placeholder("x", shape=(1000,))
         tf.multiply(x, tf.random.uniform((1000,)), name="y")
@@ -75,7 +75,7 @@ def test_a_random_op_is_drawn_once(client: Any) -> None:
         assert_close(handle.vjp({"y": 2 * ones})["x"], 2 * handle.outputs["y"])
 
 
-def test_params_are_those_of_the_forward_run(client: Any) -> None:
+def test_pull_back_uses_the_params_of_the_forward_run(client: Any) -> None:
     program = client.compile(
         raw.sign_graph().SerializeToString(),
         fetches=["y"],
@@ -87,13 +87,13 @@ def test_params_are_those_of_the_forward_run(client: Any) -> None:
         assert_close(handle.vjp()["x"], np.float32([7, 7, 7]))
 
 
-def test_groups_of_xs_come_back_as_groups(client: Any) -> None:
+def test_groups_of_xs_return_groups(client: Any) -> None:
     program = client.compile(build_graph_def(straight), ys=["y"], xs={"inputs": ["x"]})
     with program.forward({"x": X}) as handle:
         assert_close(handle.vjp()["inputs"]["x"], 2 * np.abs(X))
 
 
-def test_what_cannot_be_pulled_back_is_refused(either: Any) -> None:
+def test_invalid_pull_back_is_refused(either: Any) -> None:
     graph = build_graph_def(straight)
     forward_only = either.compile(graph, fetches=["y"])
     with refused("INVALID_DERIVATIVE"):
@@ -114,8 +114,8 @@ def test_what_cannot_be_pulled_back_is_refused(either: Any) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server that keeps little, and that for a short time."""
-    flags = ("--max-handle-bytes", "1MiB", "--max-handles", "4", "--handle-ttl-s", "1.5")
+    """Returns a server that holds few handles for a short time."""
+    flags = ("--max-handle-bytes", "1MiB", "--max-handles", "4", "--handle-ttl-s", "30")
     with running_server(tmp_path_factory.mktemp("small"), flags) as running:
         yield running
 
@@ -124,40 +124,40 @@ def compiled(client: gr.Client) -> gr.Program:
     return client.compile(build_graph_def(straight), fetches=["y"], ys=["y"], xs=["x"])
 
 
-def forward_of(name: str, values: Any) -> evaluate_pb2.ForwardRequest:
+def run_forward(name: str, values: Any) -> evaluate_pb2.ForwardRequest:
     feeds = raw.feeds({"x": raw.tensor(values)})
     return evaluate_pb2.ForwardRequest(evaluate=evaluate_pb2.EvaluateRequest(program=name, feeds=feeds))
 
 
 @provokes("HANDLE_EXPIRED")
-def test_a_handle_lapses_after_its_last_use(small: RunningServer) -> None:
+def test_handle_expires_after_its_last_use(small: RunningServer) -> None:
     with (
         gr.connect(small.target) as client,
         grpc.insecure_channel(small.target) as channel,
         open_stream(channel) as stream,
     ):
-        forward = forward_of(compiled(client).name, X)
+        forward = run_forward(compiled(client).name, X)
         stream.send(1, forward=forward)
-        assert stream.receive().forward.ttl.ToNanoseconds() == 1.5e9
+        assert stream.receive().forward.ttl.ToNanoseconds() == 30e9
         forward.ttl.FromMilliseconds(50)
         stream.send(1, forward=forward)
         answer = stream.receive().forward
         assert answer.ttl.ToNanoseconds() == 5e7
 
-        def lapsed() -> status_pb2.Status | None:
+        def is_expired() -> status_pb2.Status | None:
             # Each look starts the 50 ms anew.
             time.sleep(0.1)
             stream.send(2, pull_back=evaluate_pb2.PullBackRequest(handle=answer.handle))
             response = stream.receive()
             return response.status if response.HasField("status") else None
 
-        status = wait_until(lapsed, "the handle to lapse")
+        status = wait_until(is_expired, "the handle to lapse")
         with refused("HANDLE_EXPIRED") as refusal:
             raise error_from_status(status)
         refusal.says(answer.handle, "run forward again")
 
 
-def test_a_client_runs_forward_again_by_itself(small: RunningServer) -> None:
+def test_client_renews_an_expired_handle(small: RunningServer) -> None:
     with gr.connect(small.target) as client, compiled(client).forward({"x": X}, ttl=0.05) as handle:
         first = handle._handle
 
@@ -170,7 +170,7 @@ def test_a_client_runs_forward_again_by_itself(small: RunningServer) -> None:
 
 
 @provokes("QUOTA_EXCEEDED")
-def test_bytes_and_number_of_handles_are_bounded(small: RunningServer) -> None:
+def test_bytes_and_number_of_handles_are_limited(small: RunningServer) -> None:
     with gr.connect(small.target) as client:
         program = compiled(client)
         big = np.ones(200_000, np.float32)
@@ -189,15 +189,15 @@ def test_bytes_and_number_of_handles_are_bounded(small: RunningServer) -> None:
         program.forward({"x": X}).close()
 
 
-def test_a_client_that_leaves_takes_its_handles_along(small: RunningServer) -> None:
+def test_handles_of_a_disconnected_client_are_released(small: RunningServer) -> None:
     with gr.connect(small.target) as client:
         name = compiled(client).name
         with grpc.insecure_channel(small.target) as channel:
             for _ in range(3):
                 with open_stream(channel) as stream:
                     for number in range(4):
-                        stream.send(number, forward=forward_of(name, X))
-                    # Handles of a stream that is cancelled a moment ago may still count.
+                        stream.send(number, forward=run_forward(name, X))
+                    # Handles of a stream cancelled just before may still count.
                     assert {error_reason(stream.receive()) for _ in range(4)} <= {"", "QUOTA_EXCEEDED"}
 
         def free() -> bool | None:
@@ -209,14 +209,14 @@ def test_a_client_that_leaves_takes_its_handles_along(small: RunningServer) -> N
                 handle.close()
             return True
 
-        assert wait_until(free, "room for four handles", 1.4)
+        assert wait_until(free, "room for four handles", 25)
 
 
-def test_a_handle_belongs_to_its_stream(small: RunningServer) -> None:
+def test_handle_belongs_to_its_stream(small: RunningServer) -> None:
     with gr.connect(small.target) as client, grpc.insecure_channel(small.target) as channel:
         name = compiled(client).name
         with open_stream(channel) as owner, open_stream(channel) as other:
-            owner.send(1, forward=forward_of(name, X))
+            owner.send(1, forward=run_forward(name, X))
             pull_back = evaluate_pb2.PullBackRequest(handle=owner.receive().forward.handle)
             other.send(1, pull_back=pull_back)
             assert error_reason(other.receive()) == "HANDLE_EXPIRED"
@@ -228,7 +228,7 @@ def test_a_handle_belongs_to_its_stream(small: RunningServer) -> None:
             assert error_reason(owner.receive()) == "HANDLE_EXPIRED"
 
 
-def test_a_lost_engine_costs_a_forward_run(tmp_path: Path) -> None:
+def test_lost_engine_requires_a_new_forward_run(tmp_path: Path) -> None:
     with (
         running_server(tmp_path) as server,
         gr.connect(server.target) as client,
@@ -240,8 +240,8 @@ def test_a_lost_engine_costs_a_forward_run(tmp_path: Path) -> None:
         assert_close(handle.vjp()["x"], 2 * np.abs(X))
 
 
-def test_more_pull_backs_than_fit_into_an_answer_are_refused_before_they_are_made(client: Any) -> None:
-    """A few bytes of upstream gradients that ask for 3 GB."""
+def test_too_large_stack_of_pull_backs_is_refused_before_running(client: Any) -> None:
+    """A few bytes of upstream gradients request 3 GB."""
     x = np.ones(1_500_000, np.float32)
     rows = np.ones(500, np.float32)
     program = client.compile(

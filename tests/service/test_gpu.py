@@ -1,4 +1,4 @@
-"""A server on a GPU answers what NumPy says. `make gpu-check` runs these where there is one."""
+"""A server on a GPU gives the results of NumPy. `make gpu-check` runs these tests where there is a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def gpu_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gr.Client]:
-    """A client of a server that must run on the first GPU."""
+    """Returns a client of a server on the first GPU."""
     with (
         running_server(tmp_path_factory.mktemp("gpu"), ["--device", "gpu:0"]) as server,
         gr.connect(server.target) as client,
@@ -28,7 +28,7 @@ def gpu_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gr.Client]:
 
 
 def sign_of_product() -> gr.Graph:
-    """loss = sum(sign(x·w)·x·w), in float64 so that no product is rounded to TensorFloat-32."""
+    """Makes loss = sum(sign(x·w)·x·w) in float64, so that no product is rounded to TensorFloat-32."""
     g = gr.Graph()
     x = g.placeholder("x", "float64", [None, 64])
     w = g.placeholder("w", "float64", [64, 32])
@@ -57,7 +57,7 @@ def test_rule_on_the_gpu_agrees_with_numpy(gpu_client: gr.Client) -> None:
     assert r.device.upper().startswith("GPU:0")
 
 
-def test_a_compiled_program_stays_on_the_gpu(gpu_client: gr.Client) -> None:
+def test_compiled_program_stays_on_the_gpu(gpu_client: gr.Client) -> None:
     program = gpu_client.compile(sign_of_product(), ys=["loss"], xs=["x"], overrides={"Sign": "ste_sign"})
     x, w = np.ones((2, 64)), np.zeros((64, 32))
     answers = [program(x=x, w=w) for _ in range(3)]

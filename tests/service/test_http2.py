@@ -1,4 +1,4 @@
-"""What raw HTTP/2 can say that no gRPC library says: the server answers, or ends as a whole."""
+"""Raw HTTP/2 that no gRPC library sends: the server answers it, or ends as a whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import gradrule as gr
 from tests.battery import http2, wire
 from tests.battery.figures import Scale
 from tests.battery.http2_cases import FORGED, SECRET, TIMEOUTS
-from tests.battery.unfinished import send_unfinished
+from tests.battery.unfinished_messages import send_unfinished
 from tests.processes import has_ended, peak_bytes, reset_peak, resources
 from tests.service.guarded import Guarded
 from tests.service.servers import RunningServer, running_server, started_server
@@ -28,7 +28,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 EXIT_FAILED = 3
 
-# Makes the task that accepts calls fail at the first call to /end, as a release of grpcio would that cannot read it.
+# Makes the accept task fail at the first call to /end, like a grpcio release that cannot read the call.
 FAILING_ACCEPT_LOOP = """
 import sys, uvloop
 from gradrule_server.__main__ import main
@@ -47,13 +47,13 @@ sys.exit(main())
 """
 
 
-def lines_of(running: RunningServer) -> list[dict[str, str]]:
-    """The server's log, without what Python itself says at its end."""
+def log_lines(running: RunningServer) -> list[dict[str, str]]:
+    """Returns the server's log without what Python itself writes at its end."""
     return [json.loads(line) for line in running.log.read_text().splitlines() if line.startswith("{")]
 
 
 def http2_headers() -> list[tuple[str, bytes, set[int | None]]]:
-    """Header blocks that no gRPC library sends: a name, the block, and what the call may end with (None: a reset)."""
+    """Lists header blocks that no gRPC library sends: a name, the block, and the allowed result (None: a reset)."""
     found: list[tuple[str, bytes, set[int | None]]] = [
         ("path that is not UTF-8", wire.headers(b"/\xff/x"), {UNKNOWN, UNIMPLEMENTED}),
         ("authority that is not UTF-8", wire.headers(CHECK, authority=b"\xff\xfe"), {OK, INTERNAL}),
@@ -81,7 +81,7 @@ def http2_headers() -> list[tuple[str, bytes, set[int | None]]]:
     return found
 
 
-async def test_headers_that_no_library_sends_leave_the_server_up(server: RunningServer) -> None:
+async def test_server_survives_invalid_headers(server: RunningServer) -> None:
     for name, block, allowed in http2_headers():
         found = await wire.answer(server.target, block)
         assert found.status in allowed, (name, found)
@@ -94,7 +94,9 @@ async def test_headers_that_no_library_sends_leave_the_server_up(server: Running
     "path",
     ["/a/b", "/", "x", "/gradrule.v1.RuleService/Nothing", "/gradrule.v1.Nothing/GetRule", "/grpc.health.v1.Health/"],
 )
-async def test_unknown_methods_are_unimplemented(server: RunningServer, guarded: Guarded, path: str) -> None:
+async def test_unknown_methods_are_reported_as_unimplemented(
+    server: RunningServer, guarded: Guarded, path: str
+) -> None:
     assert (await wire.answer(server.target, wire.headers(path))).status == UNIMPLEMENTED
     with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
         for metadata in ((), (("authorization", f"Bearer {guarded.web_token('ada')}"),)):
@@ -104,7 +106,7 @@ async def test_unknown_methods_are_unimplemented(server: RunningServer, guarded:
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_what_clients_send_forges_no_line_of_the_log(server: RunningServer) -> None:
+async def test_clients_cannot_forge_log_lines(server: RunningServer) -> None:
     before = server.log.stat().st_size
     goaway = wire.frame(wire.GOAWAY, payload=bytes(8) + FORGED)
     block = wire.headers(CHECK, [(b"x-a", SECRET + b"\xff"), (b"x-b", FORGED + b"\xff")])
@@ -122,7 +124,7 @@ async def test_what_clients_send_forges_no_line_of_the_log(server: RunningServer
 
 
 async def test_unfinished_messages_without_a_credential_take_no_memory(tmp_path: Path) -> None:
-    """3,000 MiB are announced. Of a server of its own, since what other tests have left in the heap would count."""
+    """The messages announce 3,000 MiB. The server is new, because the heap left by other tests would count."""
     with running_server(tmp_path) as server:
         pid = server.process.pid
         before = resources(pid).resident_bytes
@@ -130,14 +132,14 @@ async def test_unfinished_messages_without_a_credential_take_no_memory(tmp_path:
         attacks = (send_unfinished(server.target, REFLECTION, streams=5, size=60 * MIB, hold_s=8) for _ in range(10))
         assert sum(sent for sent, _ in await asyncio.gather(*attacks)) > 10 * MIB
         assert peak_bytes(pid) - before < 1024 * MIB
-        # Freed memory leaves gaps that the C library cannot give back: up to 140 MiB were measured.
+        # Fragmented free memory cannot be returned by the C library: up to 140 MiB were measured.
         async with asyncio.timeout(60):
             while resources(pid).resident_bytes - before > 256 * MIB:
                 await asyncio.sleep(0.2)
-        # 60,000 calls that are reset as soon as they begin took 900 MiB while nothing bounded how many wait.
+        # 60,000 calls that were reset at once took 900 MiB before the number of waiting calls was limited.
         reset_peak(pid)
         await asyncio.gather(*(send_resets(server.target, 1500) for _ in range(40)))
-        await health_answers(server.target)
+        await wait_for_health_answer(server.target)
         assert peak_bytes(pid) - before < 768 * MIB
         async with asyncio.timeout(60):
             while resources(pid).resident_bytes - before > 256 * MIB:
@@ -145,7 +147,7 @@ async def test_unfinished_messages_without_a_credential_take_no_memory(tmp_path:
 
 
 async def send_resets(target: str, count: int) -> None:
-    """Begins so many calls on one connection, and resets each at once."""
+    """Starts that many calls on one connection and resets each at once."""
     block = wire.headers(CHECK)
     calls = b"".join(
         wire.frame(wire.HEADERS, wire.END_HEADERS, stream, block)
@@ -158,20 +160,20 @@ async def send_resets(target: str, count: int) -> None:
             await writer.drain()
 
 
-async def health_answers(target: str) -> None:
-    """Waits until a call is answered: what was sent before it has been taken by then."""
+async def wait_for_health_answer(target: str) -> None:
+    """Waits until a call is answered: by then the server has read what was sent before."""
     async with asyncio.timeout(60):
         while (await wire.answer(target, wire.headers(CHECK))).status != OK:
             await asyncio.sleep(0.2)
 
 
-async def test_a_short_run_of_the_fuzzer(server: RunningServer, tmp_path: Path) -> None:
+async def test_short_run_of_the_http2_fuzzer(server: RunningServer, tmp_path: Path) -> None:
     figures = await http2.fuzz(server, Scale(1, seed=1, folder=tmp_path, seconds=6), 10**9)
     assert figures.cases > 50
     assert figures.met, figures.findings
 
 
-async def test_an_accept_loop_that_ends_ends_the_process_and_its_engine(tmp_path: Path) -> None:
+async def test_process_and_engine_end_with_the_accept_loop(tmp_path: Path) -> None:
     with started_server(tmp_path, program=("-c", FAILING_ACCEPT_LOOP)) as running:
         engine = running.wait_for_engine()
         # A call that stays open must not keep the process.
@@ -181,5 +183,5 @@ async def test_an_accept_loop_that_ends_ends_the_process_and_its_engine(tmp_path
             assert (await wire.answer(running.target, wire.headers("/end"))).is_refused
             assert running.process.wait(30) == EXIT_FAILED
         wait_until(lambda: has_ended(engine) or None, "end of the engine")
-        told = [line["message"] for line in lines_of(running) if "accepts no more calls" in line["message"]]
+        told = [line["message"] for line in log_lines(running) if "accepts no more calls" in line["message"]]
         assert told == ["gRPC accepts no more calls (UnicodeDecodeError); the server exits with 3"]

@@ -1,4 +1,4 @@
-"""Indexing and operators of the builder, run and differentiated by a real server."""
+"""Indexing and operators of the builder, evaluated and differentiated by a real server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CUBE = np.arange(4 * 3 * 5, dtype=np.float32).reshape(4, 3, 5) - 7
     ],
     ids=lambda index: repr(index)[:40],
 )
-def test_values_and_gradients_are_numpys(client: Any, index: Any) -> None:
+def test_indexing_gives_the_values_and_gradients_of_numpy(client: Any, index: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None, 3, 5])
     y = g.square(x[index], name="y")
@@ -41,7 +41,7 @@ def test_values_and_gradients_are_numpys(client: Any, index: Any) -> None:
     assert_close(dense(r.gradients[x]), 2 * CUBE * taken)
 
 
-def test_scalars_of_the_graph_are_indices(client: Any) -> None:
+def test_scalar_tensors_can_be_indices(client: Any) -> None:
     g = gr.Graph()
     x, i, j = g.placeholder("x", "float32"), g.placeholder("i", "int32", []), g.placeholder("j", "int64", [])
     y = g.identity(x[i, 1:, :j], name="y")
@@ -55,7 +55,7 @@ def test_scalars_of_the_graph_are_indices(client: Any) -> None:
     p.delete()
 
 
-def test_an_override_takes_the_slice(client: Any) -> None:
+def test_override_applies_to_a_slice(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.identity(x[1:], name="y")
@@ -63,7 +63,7 @@ def test_an_override_takes_the_slice(client: Any) -> None:
     assert_close(r.gradients["x"], np.float32([0, 5, 5]))
 
 
-def test_an_index_out_of_range_is_refused(client: Any) -> None:
+def test_index_out_of_range_is_refused(client: Any) -> None:
     g = gr.Graph()
     y = g.placeholder("x", "float32", [None])[7]
     with refused("EXECUTION_FAILED"):
@@ -81,13 +81,13 @@ def test_an_index_out_of_range_is_refused(client: Any) -> None:
         lambda x: (x > 0) ^ (x < 4),
     ],
 )
-def test_operators_are_numpys(client: Any, operate: Callable[[Any], Any]) -> None:
+def test_operators_give_the_values_of_numpy(client: Any, operate: Callable[[Any], Any]) -> None:
     g = gr.Graph()
     y = operate(g.placeholder("x", "float32"))
     np.testing.assert_array_equal(client.evaluate(g, {"x": CUBE}, fetches=y).outputs[y], operate(CUBE))
 
 
-def test_nodes_of_find_stand_for_their_tensors(client: Any) -> None:
+def test_found_nodes_can_be_used_as_tensors(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.sign(x, name="y")
@@ -96,7 +96,7 @@ def test_nodes_of_find_stand_for_their_tensors(client: Any) -> None:
     assert (r.outputs[y].tolist(), r.gradients[x].tolist()) == ([1.0], [1.0])
 
 
-def test_integers_in_lists_are_floats_to_a_rule(client: Any) -> None:
+def test_integers_in_lists_become_floats_for_a_rule(client: Any) -> None:
     sampled = client.sample_rule(gr.Rule("(dy * x1, dy * x)"), x=[1, 2], x1=[3, 4], dy=[1, 10])
     assert_close(sampled.gradients["dx"], np.float32([3, 40]))
     assert_close(sampled.gradients["dx1"], np.float32([1, 20]))

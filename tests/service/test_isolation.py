@@ -1,4 +1,4 @@
-"""What one tenant's graphs do to engines costs other tenants nothing, and its own sessions nothing either."""
+"""One tenant's graphs that harm engines affect neither other tenants nor the tenant's own sessions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FEEDS = {"x": np.float32([1, 2])}
 
 @pytest.fixture
 def engines_of(guarded: Guarded) -> Iterator[Callable[..., set[int]]]:
-    """`engines_of(tenant, sessions=False)`: processes of a tenant's engines, as the server tells them."""
+    """Returns a tenant's engine processes as the server reports them."""
     with guarded.connect("root") as root:
 
         def pids(tenant: str, *, sessions: bool = False) -> set[int]:
@@ -50,7 +50,7 @@ def engines_of(guarded: Guarded) -> Iterator[Callable[..., set[int]]]:
 
 
 def counter() -> gr.Graph:
-    """loss = sum(w): a step with learning rate 1 takes 1 from each value of w."""
+    """Makes loss = sum(w): a step with learning rate 1 subtracts 1 from each value of w."""
     graph = gr.Graph()
     graph.op("Sum", graph.variable("w", np.zeros(2, np.float32)), graph.constant([0]), name="loss")
     return graph
@@ -69,14 +69,14 @@ def step(session: Any) -> int:
 
 
 def crashing(number: int) -> Any:
-    """A graph that kills its engine, and that no engine has seen before."""
+    """Makes a graph that crashes its engine and differs from all earlier ones."""
     graph = CRASHES[0].build()
     graph.node.add(name=f"copy-{number}", op="NoOp")
     return graph
 
 
-class Noticing:
-    """Uses a session, a forward handle and calls in a thread; nothing of it may fail."""
+class ContinuousWork:
+    """Uses a session, a forward handle and calls in a thread; asserts that none fails."""
 
     def __init__(self, client: gr.Client) -> None:
         self.rounds = 0
@@ -100,10 +100,10 @@ class Noticing:
         self._stop.set()
 
 
-def test_a_storm_of_new_crashing_graphs_costs_neither_others_nor_the_tenant_s_own_sessions(
+def test_crashing_graphs_harm_neither_others_nor_the_tenants_own_sessions(
     ada: gr.Client, grace: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
 ) -> None:
-    noticing = Noticing(grace)
+    noticing = ContinuousWork(grace)
     with ada.session(counter()) as own, futures.ThreadPoolExecutor() as pool:
         step(own)
         others = pool.submit(noticing.run)
@@ -112,7 +112,7 @@ def test_a_storm_of_new_crashing_graphs_costs_neither_others_nor_the_tenant_s_ow
         for number in range(_STORM):
             with refused("ENGINE_CRASHED"):
                 ada.evaluate(crashing(number), feeds=CRASHES[0].feeds, fetches=["y"], timeout=60.0)
-        # Its calls beside them are run again elsewhere.
+        # The tenant's other calls are run again on another engine.
         assert ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, 1.0]
         assert step(own) == 2
         rounds = noticing.rounds
@@ -122,7 +122,7 @@ def test_a_storm_of_new_crashing_graphs_costs_neither_others_nor_the_tenant_s_ow
     assert before == engines_of(names[1])
 
 
-def test_no_engine_works_for_two_tenants(
+def test_engine_serves_only_one_tenant(
     ada: gr.Client, grace: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
 ) -> None:
     with ada.session(counter()), grace.session(counter()):
@@ -133,7 +133,7 @@ def test_no_engine_works_for_two_tenants(
         assert len(set.union(*found)) == 4
 
 
-def test_endless_loops_of_one_tenant_keep_no_other_waiting(
+def test_endless_loops_of_one_tenant_delay_no_other(
     guarded: Guarded,
     ada: gr.Client,
     grace: gr.Client,
@@ -142,7 +142,7 @@ def test_endless_loops_of_one_tenant_keep_no_other_waiting(
 ) -> None:
     grace.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"])
     loops = [start_loop(channels(names[0])) for _ in range(_LOOPS)]
-    # They have all threads once a call of the same tenant waits.
+    # The loops occupy all threads once a call of the same tenant waits.
     with refused("DEADLINE_EXCEEDED"):
         wait_until(lambda: ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"], timeout=1.0) and None, "a call")
     for _ in range(10):
@@ -156,13 +156,13 @@ def test_endless_loops_of_one_tenant_keep_no_other_waiting(
 
 
 def start_loop(channel: grpc.Channel) -> Any:
-    """A call that never ends, until it is cancelled."""
+    """Starts a call that runs until it is cancelled."""
     request = raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
     return channel.unary_unary(EVALUATE).future(request.SerializeToString(), timeout=300)
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
+def test_overrunning_or_cancelled_call_ends_no_session(
     ada: gr.Client,
     names: tuple[str, str],
     engines_of: Callable[..., set[int]],
@@ -185,7 +185,7 @@ def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
         assert step(session) == 2
 
 
-def test_a_session_that_opens_while_another_s_step_is_given_up_outlives_the_engine_of_that(
+def test_session_opened_during_anothers_overrun_survives_that_engine(
     ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
 ) -> None:
     graph = gr.Graph.from_bytes(loop_graphs.endless().SerializeToString())
@@ -203,7 +203,7 @@ def test_a_session_that_opens_while_another_s_step_is_given_up_outlives_the_engi
     first.close()
 
 
-def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
+def test_lost_session_is_reported_without_a_pending_request(
     names: tuple[str, str], engines_of: Callable[..., set[int]], channels: Callable[[str], grpc.Channel]
 ) -> None:
     start = session_pb2.RunSessionRequest()
@@ -226,7 +226,7 @@ def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
     assert "the last step that was completed is 0" in message
 
 
-def test_a_lost_session_goes_on_from_the_values_that_were_read_last(
+def test_lost_session_restarts_from_the_values_read_last(
     ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
 ) -> None:
     graph, values = counter(), dict[str, Any]()
@@ -246,7 +246,7 @@ def test_a_lost_session_goes_on_from_the_values_that_were_read_last(
         assert_close(again.read()["w"], np.float32([-5, -5]))
 
 
-async def test_a_lost_session_is_told_to_asynchronous_clients_too(
+async def test_lost_session_is_reported_to_async_clients(
     guarded: Guarded, names: tuple[str, str], engines_of: Callable[..., set[int]]
 ) -> None:
     credentials = gr.tls(guarded.authority.file)
@@ -263,7 +263,7 @@ async def test_a_lost_session_is_told_to_asynchronous_clients_too(
                 await session.read()
 
 
-def test_the_kernel_ends_engines_before_the_server(guarded: Guarded, ada: gr.Client, names: tuple[str, str]) -> None:
+def test_kernel_kills_engines_before_the_server(guarded: Guarded, ada: gr.Client, names: tuple[str, str]) -> None:
     ada.evaluate(sign_graph(), feeds=_FEEDS, fetches=["y"])
     server = guarded.running.process.pid
     scores = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (server, *engines(server))}

@@ -1,4 +1,4 @@
-"""Programs that allow it are compiled with XLA once they run often: against a real server."""
+"""Programs with jit="auto" are compiled with XLA once they run often: against a real server."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import gradrule as gr
 from gradrule.v1 import program_pb2, program_pb2_grpc
 from tests.service.servers import RunningServer, running_server
 
-# XLA computes such a chain in a fifth of the time.
+# XLA needs a fifth of the time for such a chain.
 _SIZE = 1 << 18
 _LAYERS = 12
-# Only a server that hangs takes as long.
+# Only a server that hangs reaches this limit.
 _LIMIT_S = 600.0
 _rng = np.random.default_rng(0)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server that compiles programs almost at once."""
+    """Returns a server that compiles programs almost at once."""
     with running_server(tmp_path_factory.mktemp("jit"), ["--jit-after-s", "0.005"]) as running:
         yield running
 
@@ -37,7 +37,7 @@ def client(server: RunningServer) -> Iterator[gr.Client]:
 
 
 def chain() -> gr.Graph:
-    """Sign with a straight-through gradient between multiplications, maxima and minima."""
+    """Makes Sign with a straight-through gradient between multiplications, maxima and minima."""
     g = gr.Graph()
     h: Any = g.placeholder("x", "float32", [None])
     for _ in range(_LAYERS):
@@ -56,8 +56,8 @@ def feed(size: int = _SIZE) -> np.ndarray:
     return _rng.normal(size=size).astype(np.float32)
 
 
-def called_until(server: RunningServer, call: Callable[[], Any], is_reached: Callable[[Any], bool]) -> Any:
-    """Returns the first answer for which the condition holds; fails once the server reports that it refuses XLA."""
+def call_until(server: RunningServer, call: Callable[[], Any], is_reached: Callable[[Any], bool]) -> Any:
+    """Returns the first answer for which the condition holds; fails if the server reports that it refuses XLA."""
     end = time.monotonic() + _LIMIT_S
     position = server.log.stat().st_size
     while time.monotonic() < end:
@@ -85,14 +85,14 @@ def test_frequently_called_program_runs_with_xla(server: RunningServer, client: 
     assert program.name != plain.name
     x = feed()
     wanted = plain(x=x)
-    found = called_until(server, lambda: program(x=x), lambda answer: jit_programs(client) == 1 and answer.jit)
+    found = call_until(server, lambda: program(x=x), lambda answer: jit_programs(client) == 1 and answer.jit)
     assert_equal(found, wanted)
     for _ in range(5):
         other = feed()
         answer = program(x=other)
         assert answer.jit
         assert_equal(answer, plain(x=other))
-    # Other shapes are counted anew, and a program that does not ask for it never uses XLA.
+    # Other shapes are counted separately, and a program without jit never uses XLA.
     assert not program(x=feed(16)).jit
     assert not any(plain(x=x).jit for _ in range(20))
 
@@ -109,7 +109,7 @@ def test_answers_stay_the_same_while_the_server_changes_to_xla(server: RunningSe
         assert_equal(answer, wanted)
         return answer
 
-    called_until(server, checked, lambda _: sum(answer.jit for answer in seen) > 20)
+    call_until(server, checked, lambda _: sum(answer.jit for answer in seen) > 20)
     assert not seen[0].jit
 
 
@@ -125,8 +125,8 @@ def test_async_clients_and_inline_calls_accept_jit(server: RunningServer, client
 
     of_program, inline = asyncio.run(evaluated())
     np.testing.assert_array_equal(of_program.outputs["y"], inline.outputs["y"])
-    # Inline calls of one program count as its calls.
-    called_until(server, lambda: client.evaluate(chain(), feeds={"x": x}, **words), lambda answer: answer.jit)
+    # Inline calls of one program are counted together.
+    call_until(server, lambda: client.evaluate(chain(), feeds={"x": x}, **words), lambda answer: answer.jit)
 
 
 def test_unknown_jit_values_are_refused(client: gr.Client, server: RunningServer) -> None:
@@ -142,7 +142,7 @@ def test_unknown_jit_values_are_refused(client: gr.Client, server: RunningServer
 def test_program_with_op_that_xla_computes_differently_is_not_compiled(
     client: gr.Client, server: RunningServer
 ) -> None:
-    """Beyond the table GatherV2 fails; XLA would take the last row."""
+    """GatherV2 fails beyond the table; XLA would take the last row."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     index = g.placeholder("index", "int32", [None])
@@ -168,7 +168,7 @@ def test_server_setting_turns_xla_off(tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.fast_path("sessions")
 def test_xla_does_not_regroup_floats(server: RunningServer, client: gr.Client) -> None:
-    """The sums and products that it would fold are what TensorFlow's kernels come to."""
+    """Sums and products that XLA could fold give the results of TensorFlow's kernels."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     parts = {"sum": (x + 1e8) - 1e8, "product": (x * 1e-30) * 1e30, "chain": ((x - 1e8) + 1e8) * 0.5}
@@ -176,7 +176,7 @@ def test_xla_does_not_regroup_floats(server: RunningServer, client: gr.Client) -
         g.op_output("Identity", part, name=name)
     program = client.compile(g, fetches=list(parts), jit="auto")
     value = feed(4 * _SIZE) * np.float32(100)
-    found = called_until(server, lambda: program(x=value), lambda answer: answer.jit).outputs
+    found = call_until(server, lambda: program(x=value), lambda answer: answer.jit).outputs
     large, small = np.float32(1e8), np.float32(1e-30)
     np.testing.assert_array_equal(found["sum"], (value + large) - large)
     np.testing.assert_array_equal(found["product"], (value * small) * np.float32(1e30))

@@ -1,4 +1,4 @@
-"""Parts of Keras models on a real server: they train, save and fail as the same models do without one."""
+"""Parts of Keras models on a real server train, save and fail like local models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = RANDOM.normal(size=(48, 4)).astype(np.float32)
 Y = (X[:, :1] ** 2 + X[:, 1:2]).astype(np.float32)
 WORDS = RANDOM.integers(0, 12, size=(48, 6)).astype(np.int32)
 
-# Server and tests run the same kernels on the same machine, but in programs that TensorFlow optimizes differently.
+# Server and tests run the same kernels in differently optimized programs.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -123,7 +123,7 @@ KINDS = [
 def trained(build: Any, wrap: Callable[[Any], Any], **more: Any) -> tuple[list[float], list[Any], Any, Any]:
     keras.utils.set_random_seed(3)
     model, x = build(wrap)
-    # Gradients of embeddings arrive dense from a server; Keras's Adam treats sparse ones in a way of its own.
+    # The server returns dense gradients of embeddings; Keras's Adam treats sparse ones differently.
     optimizer = keras.optimizers.SGD(0.05) if x is WORDS else keras.optimizers.Adam(0.01)
     model.compile(optimizer, "mse", **more)
     losses = model.fit(x, Y, epochs=3, batch_size=16, shuffle=False, verbose=0).history["loss"]
@@ -131,7 +131,7 @@ def trained(build: Any, wrap: Callable[[Any], Any], **more: Any) -> tuple[list[f
 
 
 @pytest.mark.parametrize("build", KINDS, ids=lambda build: build.__name__)
-def test_trains_as_without_a_server(client: Any, build: Any) -> None:
+def test_model_trains_as_without_a_server(client: Any, build: Any) -> None:
     expected = trained(build, local)
     actual = trained(build, lambda part: gr.keras.RemoteLayer(part, client))
     for found, wanted in zip(actual, expected, strict=True):
@@ -140,18 +140,18 @@ def test_trains_as_without_a_server(client: Any, build: Any) -> None:
     assert actual[0][-1] < actual[0][0]
 
 
-def test_trains_eagerly(client: Any) -> None:
+def test_model_trains_eagerly(client: Any) -> None:
     expected = trained(dense_norm_dropout, local, run_eagerly=True)
     actual = trained(dense_norm_dropout, lambda part: gr.keras.RemoteLayer(part, client), run_eagerly=True)
     np.testing.assert_allclose(actual[0], expected[0], **CLOSE)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float64"])
-def test_mixed_precision(client: Any, policy: str) -> None:
+def test_mixed_precision_equals_local_keras(client: Any, policy: str) -> None:
     keras.config.set_dtype_policy(policy)
     expected = trained(plain, keras.Sequential)
     actual = trained(plain, lambda part: gr.keras.RemoteLayer(part, client))
-    # The 16-bit types are rounded at other places where ops are fused.
+    # Fused ops round 16-bit values at other places.
     tolerance = {"rtol": 0.02} if policy != "float64" else {"rtol": 1e-6}
     np.testing.assert_allclose(actual[0], expected[0], **tolerance)
     assert actual[1][0].dtype == (np.float64 if policy == "float64" else np.float32)
@@ -163,7 +163,7 @@ def binary(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("key", ["Sign", "binarize", ("binarize", "Sign"), layers.Lambda])
-def test_overrides_train_what_has_no_gradient(client: Any, key: Any) -> None:
+def test_overrides_train_layers_without_a_gradient(client: Any, key: Any) -> None:
     def first_kernel(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
         keras.utils.set_random_seed(3)
         model, x = binary(wrap)
@@ -173,7 +173,7 @@ def test_overrides_train_what_has_no_gradient(client: Any, key: Any) -> None:
         return np.abs(model.get_weights()[0] - before).max(), losses[-1]
 
     with warnings.catch_warnings():
-        # Keras tells that the kernel has no gradient.
+        # Keras warns that the kernel has no gradient.
         warnings.simplefilter("ignore")
         still, stuck = first_kernel(keras.Sequential)
     moved, loss = first_kernel(lambda part: gr.keras.RemoteLayer(part, client, overrides={key: "ste_sign"}))
@@ -182,7 +182,7 @@ def test_overrides_train_what_has_no_gradient(client: Any, key: Any) -> None:
     assert loss < stuck
 
 
-def test_override_gradients_are_those_of_custom_gradient(client: Any) -> None:
+def test_overrides_equal_tf_custom_gradient(client: Any) -> None:
     @tf.custom_gradient
     def ste(x: Any) -> Any:
         return tf.sign(x), lambda dy: tf.where(tf.abs(x) <= 2.0, dy, tf.zeros_like(dy))
@@ -208,7 +208,7 @@ def test_override_gradients_are_those_of_custom_gradient(client: Any) -> None:
             np.testing.assert_allclose(one, other, **CLOSE)
 
 
-def test_a_slice_of_a_model_shares_its_weights(client: Any) -> None:
+def test_slice_of_a_model_shares_its_weights(client: Any) -> None:
     model, _ = dense_norm_dropout(local)
     remote = gr.keras.RemoteLayer(model.layers[1:], client)
     whole = keras.Sequential([keras.Input((4,)), model.layers[0], remote])
@@ -218,7 +218,7 @@ def test_a_slice_of_a_model_shares_its_weights(client: Any) -> None:
     assert whole.count_params() == model.count_params()
 
 
-def test_frozen_layers_are_frozen(client: Any) -> None:
+def test_frozen_layers_stay_unchanged(client: Any) -> None:
     keras.utils.set_random_seed(1)
     part = middle()
     remote = gr.keras.RemoteLayer(part, client)
@@ -235,7 +235,7 @@ def test_frozen_layers_are_frozen(client: Any) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_errors_are_the_clients(client: Any) -> None:
+def test_layer_raises_the_errors_of_the_client(client: Any) -> None:
     remote = gr.keras.RemoteLayer(layers.Dense(2), client, overrides={"MatMul": "no_such_rule"})
     x = tf.constant(X)
     remote(x)
@@ -252,7 +252,7 @@ def test_errors_are_the_clients(client: Any) -> None:
     np.testing.assert_allclose(remote(x), remote.part(x), **CLOSE)
 
 
-def test_unknown_layers_are_told(client: Any) -> None:
+def test_unknown_layers_are_refused(client: Any) -> None:
     remote = gr.keras.RemoteLayer(middle(), client, overrides={"dens": "ste"})
     with tf.GradientTape() as tape:
         y = remote(tf.constant(X))
@@ -261,7 +261,7 @@ def test_unknown_layers_are_told(client: Any) -> None:
         tape.gradient(y, weights)
 
 
-def test_a_program_that_the_server_forgot_is_compiled_again(client: Any) -> None:
+def test_program_that_the_server_lost_is_compiled_again(client: Any) -> None:
     remote = gr.keras.RemoteLayer(layers.Dense(2, name=f"dense_{RANDOM.integers(1 << 40)}"), client)
     before = {program.name for program in client.list_programs()}
     first = remote(X)
@@ -289,9 +289,9 @@ def test_second_derivatives_are_refused(client: Any) -> None:
         outer.gradient(slope, x)
 
 
-# h5py and Keras warn of their own ways.
+# h5py and Keras emit warnings of their own.
 @pytest.mark.filterwarnings("ignore")
-def test_saving(client: Any, tmp_path: Path) -> None:
+def test_model_with_a_remote_part_is_saved_and_loaded(client: Any, tmp_path: Path) -> None:
     def build() -> Any:
         remote = gr.keras.RemoteLayer(
             middle(), client, overrides={"relu": ("leaky_k_relu", {"k": 1.0})}, params={"relu": {"k": 2.0}}, name="far"
@@ -312,20 +312,20 @@ def test_saving(client: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(model(X), loaded(X))
 
 
-def test_what_cannot_be_saved_says_so(client: Any) -> None:
+def test_part_that_cannot_be_saved_is_refused(client: Any) -> None:
     remote = gr.keras.RemoteLayer(middle(), client, overrides=[gr.Override("ste", scope="relu")])
     with pytest.raises(gr.errors.UnsupportedError, match="cannot be saved"):
         remote.get_config()
 
 
-def test_what_is_no_part(client: Any) -> None:
+def test_invalid_part_is_refused(client: Any) -> None:
     with pytest.raises(gr.errors.InvalidGraphError, match="int is no Keras layer"):
         gr.keras.RemoteLayer(3, client)
     with pytest.raises(gr.errors.UnsupportedError, match=r"takes a gr\.Client or an address"):
         gr.keras.RemoteLayer(layers.Dense(2), 3)
 
 
-def test_state_that_keras_does_not_know_is_refused(client: Any) -> None:
+def test_untracked_state_is_refused(client: Any) -> None:
     class Counting(keras.layers.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()

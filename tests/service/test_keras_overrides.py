@@ -1,4 +1,4 @@
-"""Overrides of built Keras models by layer, class and op type: gradients of local models whose layers are rewritten."""
+"""Overrides of Keras models by layer, class and op type give the gradients of local models with rewritten layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def straight_tanh(x: Any) -> Any:
 
 
 class Doubling(keras.layers.BatchNormalization):  # type: ignore[misc]
-    """Passes twice the upstream gradient to its input."""
+    """Multiplies the upstream gradient by 2."""
 
     def call(self, x: Any, **more: Any) -> Any:
         inside = super().call
@@ -51,7 +51,7 @@ class Doubling(keras.layers.BatchNormalization):  # type: ignore[misc]
 
 
 class Relevance(keras.layers.Dense):  # type: ignore[misc]
-    """lrp_epsilon, written out: x * W(dy / (z + eps sign(z)))."""
+    """Implements lrp_epsilon: x * W(dy / (z + eps sign(z)))."""
 
     def call(self, x: Any, **more: Any) -> Any:
         kernel, bias = self.kernel.value, self.bias.value
@@ -90,7 +90,7 @@ def vgg(relu: Any = "relu", first: Any = None, dense: Any = layers.Dense) -> Any
 def resnet(
     relu: Any = tf.nn.relu, last: Any = None, norm: Any = layers.BatchNormalization, smooth: Any = tf.nn.gelu
 ) -> Any:
-    """Residual blocks, a nested model that is used twice, and one layer that is."""
+    """Builds residual blocks, a nested model used twice, and a layer used once."""
     image = keras.Input((8, 8, 3), name="image")
     x = layers.Conv2D(4, 3, padding="same", name="stem")(image)
     block = keras.Sequential(
@@ -132,7 +132,7 @@ class Subclassed(keras.Model):  # type: ignore[misc]
 
 ACTIVATIONS = layers.Activation
 
-# The overridden model, the rules, and the same model with its layers rewritten.
+# Cases: the overridden model, the rules, and the same model with rewritten layers.
 CASES: dict[str, tuple[Callable[[], Any], Any, Callable[[], Any]]] = {
     "op type": (vgg, {"Relu": "guided_relu"}, lambda: vgg(guided)),
     "op type in a layer": (vgg, {("block1_conv1", "Relu"): "guided_relu"}, lambda: vgg(first=guided)),
@@ -191,7 +191,7 @@ def local_gradient(model: Any, feed: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_the_rewritten_model(client: Any, tmp_path: Path, name: str) -> None:
+def test_gradients_equal_those_of_the_rewritten_model(client: Any, tmp_path: Path, name: str) -> None:
     build, rules, rewrite = CASES[name]
     feed = ROWS if build is recurrent else IMAGES
     model, reference = build(), rewrite()
@@ -201,7 +201,7 @@ def test_gradients_are_those_of_the_rewritten_model(client: Any, tmp_path: Path,
     (x,), (y,) = graph.inputs, graph.outputs
     weights = np.tile(WEIGHTS[: model(feed).shape[-1]], (len(feed), 1))
     overrides = gr.keras.overrides(graph, rules)
-    # The batch of an example array is part of a subclassed model's graph.
+    # A subclassed model's graph contains the batch size of its example.
     graph = gr.from_keras(model, ("float32", [None, *feed.shape[1:]])) if build is Subclassed else graph
     found = client.evaluate(
         frozen(graph, tmp_path), {x: feed}, ys=[y], xs=[x], grad_ys={y: weights}, overrides=overrides
@@ -211,7 +211,7 @@ def test_gradients_are_those_of_the_rewritten_model(client: Any, tmp_path: Path,
     assert not np.allclose(expected, expected_plain, **CLOSE)
 
 
-def test_labels_take_params(client: Any, tmp_path: Path) -> None:
+def test_params_by_label_reach_layers(client: Any, tmp_path: Path) -> None:
     graph = gr.from_keras(resnet())
     overrides = gr.keras.overrides(graph, {layers.BatchNormalization: gr.Rule("first(k * dy)", params={"k": 1.0})})
     program = client.compile(frozen(graph, tmp_path), ys=["scores"], xs=["image"], overrides=overrides)
@@ -223,7 +223,7 @@ def test_labels_take_params(client: Any, tmp_path: Path) -> None:
     program.delete()
 
 
-def test_layers_off_the_path_are_errors_unless_optional(client: Any, tmp_path: Path) -> None:
+def test_layer_off_the_path_is_refused_unless_optional(client: Any, tmp_path: Path) -> None:
     graph = gr.from_keras(vgg())
     model = frozen(graph, tmp_path)
     words: dict[str, Any] = {"feeds": {"image": IMAGES}, "ys": ["block1_conv1/Relu"], "xs": ["image"]}
@@ -232,7 +232,7 @@ def test_layers_off_the_path_are_errors_unless_optional(client: Any, tmp_path: P
         client.evaluate(model, overrides=gr.keras.overrides(graph, rules), **words)
     result = client.evaluate(model, overrides=gr.keras.overrides(graph, rules, optional=True), **words)
     assert [row.status for row in result.overrides] == ["off_path"]
-    # Of a class one layer on the path is enough.
+    # One layer of a class on the path is enough.
     result = client.evaluate(model, overrides=gr.keras.overrides(graph, {(layers.Conv2D, "Relu"): "ste"}), **words)
     assert {row.status for row in result.overrides} == {"active", "off_path"}
 

@@ -1,4 +1,4 @@
-"""A call whose structure was seen before goes a shorter way: it must come to the same as one that is parsed."""
+"""A call whose structure was seen before takes a shorter code path; its result must equal that of full parsing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = raw.tensor([[-2.0, 0.5], [0.1, 3.0]])
 
 @pytest.fixture(scope="module")
 def program(client: Any) -> gr.Program:
-    """x (2, n) times a constant, and its gradient."""
+    """Makes a constant times x of shape (2, n), and its gradient."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [2, None])
     g.multiply(g.op_output("Sign", x), g.constant(np.float32(3)), name="y")
@@ -29,13 +29,13 @@ def program(client: Any) -> gr.Program:
 
 
 def request_of(program: gr.Program, tensor: tensor_pb2.Tensor = GOOD, *, known: bool = True) -> bytes:
-    """A call by the program's name. A name without its prefix is another structure, which no good call has."""
+    """Makes a call by the program's name. A name without its prefix has an unknown structure."""
     name = program.name if known else program.name.removeprefix("programs/")
     return evaluate_pb2.EvaluateRequest(program=name, feeds=raw.feeds({"x": tensor})).SerializeToString()
 
 
 def outcome(channel: grpc.Channel, data: bytes) -> Any:
-    """The answer without times, or the reason and the text of the refusal."""
+    """Returns the answer without times, or the reason and text of the refusal."""
     try:
         answer = evaluate_pb2.EvaluateResponse.FromString(raw.send(channel, "GradientService/Evaluate", data))
     except grpc.RpcError as refusal:
@@ -68,17 +68,19 @@ def truncated() -> tensor_pb2.Tensor:
     ],
     ids=["good", "large", "shape", "rank", "truncated", "dtype", "listed", "empty"],
 )
-def test_the_same_comes_of_both_ways(channel: grpc.Channel, program: gr.Program, tensor: tensor_pb2.Tensor) -> None:
-    """Answers and refusals are equal, texts included."""
+def test_both_code_paths_give_equal_results(
+    channel: grpc.Channel, program: gr.Program, tensor: tensor_pb2.Tensor
+) -> None:
+    """Answers and refusals are equal, including their texts."""
     outcome(channel, request_of(program))
     assert outcome(channel, request_of(program, tensor)) == outcome(channel, request_of(program, tensor, known=False))
 
 
-def test_a_tensor_that_is_no_message(channel: grpc.Channel, program: gr.Program) -> None:
-    """Only the engine parses it, and tells; the next call works."""
+def test_invalid_tensor_message_is_refused_and_the_next_call_works(channel: grpc.Channel, program: gr.Program) -> None:
+    """Only the engine parses the tensor."""
     good = outcome(channel, request_of(program))
     data = request_of(program)
-    # The tensor's dtype, a number, becomes a field of a wire type that does not exist.
+    # The tensor's dtype field gets a wire type that does not exist.
     broken = data.replace(b"\x08\x01\x12", b"\x0f\x01\x12", 1)
     assert broken != data
     reason, text = outcome(channel, broken)
@@ -89,8 +91,8 @@ def test_a_tensor_that_is_no_message(channel: grpc.Channel, program: gr.Program)
     assert outcome(channel, data) == good
 
 
-def test_a_program_that_was_deleted_is_gone(client: Any, channel: grpc.Channel) -> None:
-    """No call finds it, however often its like was made."""
+def test_deleted_program_is_not_found(client: Any, channel: grpc.Channel) -> None:
+    """However often it was called before."""
     g = gr.Graph()
     g.op_output("Tanh", g.placeholder("x", "float32", None), name="y")
     program = client.compile(g, fetches=["y"])
@@ -100,10 +102,10 @@ def test_a_program_that_was_deleted_is_gone(client: Any, channel: grpc.Channel) 
     assert outcome(channel, request_of(program))[0] == "PROGRAM_NOT_FOUND"
 
 
-def test_an_engine_that_was_killed_is_replaced(
+def test_calls_continue_after_an_engine_was_killed(
     server: RunningServer, channel: grpc.Channel, program: gr.Program
 ) -> None:
-    """The program is loaded into the next one, and calls are answered as before."""
+    """The next engine loads the program."""
     good = outcome(channel, request_of(program))
     engine = server.wait_for_engine()
     os.kill(engine, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A server's life: settings, start, health, drain, and what outlives it."""
+"""Settings, start, health, drain, and what survives a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.waiting import wait_until
 
 
 def refused_start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A server that must not start: how it ended."""
+    """Starts a server that must fail, and returns how it ended."""
     return subprocess.run(
         serve_command(*flags),
         capture_output=True,
@@ -56,7 +56,7 @@ def refused_start(*flags: str, environment: dict[str, str] | None = None) -> sub
         ([], {"GRADRULE_MAX_MESSAGE_BYTES": "lots"}, ["GRADRULE_MAX_MESSAGE_BYTES", "lots"]),
     ],
 )
-def test_settings_that_are_refused(flags: list[str], environment: dict[str, str], words: list[str]) -> None:
+def test_invalid_settings_are_refused(flags: list[str], environment: dict[str, str], words: list[str]) -> None:
     ended = refused_start(*flags, environment=environment)
     assert ended.returncode == 2
     assert not ended.stdout
@@ -65,7 +65,7 @@ def test_settings_that_are_refused(flags: list[str], environment: dict[str, str]
         assert word in ended.stderr
 
 
-def test_gpu_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_gpu_is_refused(tmp_path: Path) -> None:
     flags = ("--port", "0", "--data-dir", str(tmp_path), "--device", "gpu:0")
     ended = refused_start(*flags, environment={"CUDA_VISIBLE_DEVICES": "-1"})
     assert ended.returncode == 1
@@ -74,14 +74,14 @@ def test_gpu_that_is_not_there(tmp_path: Path) -> None:
     assert "gpu:0" in ended.stderr.lower()
 
 
-def test_port_that_is_taken(server: RunningServer, tmp_path: Path) -> None:
+def test_port_in_use_is_refused(server: RunningServer, tmp_path: Path) -> None:
     port = server.target.rpartition(":")[2]
     ended = refused_start("--port", port, "--data-dir", str(tmp_path))
     assert ended.returncode == 1
     assert port in ended.stderr
 
 
-def test_data_folder_that_another_server_holds(server: RunningServer) -> None:
+def test_second_server_on_same_folder_is_refused(server: RunningServer) -> None:
     ended = refused_start("--port", "0", "--data-dir", str(server.data_dir / "registry"))
     assert ended.returncode == 1
     assert str(server.data_dir / "registry") in ended.stderr
@@ -103,12 +103,12 @@ def test_flag_wins_over_environment(tmp_path: Path) -> None:
         assert running.terminate() == 0
 
 
-def test_health_of_a_server_that_is_up(server: RunningServer) -> None:
+def test_running_server_is_healthy(server: RunningServer) -> None:
     assert health(server.target, "") == SERVING
     assert health(server.target, GRADIENTS) == SERVING
 
 
-def test_health_of_an_unknown_service(server: RunningServer) -> None:
+def test_health_of_an_unknown_service_is_not_found(server: RunningServer) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         health(server.target, "gradrule.v1.Nothing")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -116,7 +116,7 @@ def test_health_of_an_unknown_service(server: RunningServer) -> None:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose engine these tests may kill."""
+    """Returns a server whose engine these tests may kill."""
     with running_server(tmp_path_factory.mktemp("own")) as running:
         yield running
 
@@ -129,56 +129,56 @@ def test_health_follows_the_engine(own: RunningServer) -> None:
     wait_for_another_engine(own, engine)
 
 
-def test_engine_killed_while_it_is_idle(own: RunningServer) -> None:
+def test_engine_killed_while_idle_is_replaced(own: RunningServer) -> None:
     with gr.connect(own.target) as client:
         p = client.compile(
             raw.sign_graph().SerializeToString(), fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "ste"}
         )
         engine = own.wait_for_engine()
         os.kill(engine, signal.SIGKILL)
-        # The caller notices nothing.
+        # The caller gets an answer without an error.
         r = p.evaluate({"x": [2.0]}, timeout=30)
         assert own.engine_pid() != engine
         assert_close(r.outputs["y"], np.float32([1]))
         assert_close(r.gradients["x"], np.float32([1]))
 
 
-def test_loop_that_never_ends(own: RunningServer) -> None:
+def test_endless_loop_ends_at_its_deadline(own: RunningServer) -> None:
     engine = own.wait_for_engine()
     with gr.connect(own.target) as client:
         p = client.compile(loop_graphs.endless(), fetches=["y"])
         started = time.monotonic()
         with refused("DEADLINE_EXCEEDED"):
             p.evaluate({"x": loop_graphs.ENDLESS}, timeout=1.5)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         wait_for_another_engine(own, engine)
         assert p.evaluate({"x": loop_graphs.ENDS}).outputs["y"] == loop_graphs.ENDS
 
 
-def test_calls_beside_a_loop_that_never_ends(own: RunningServer) -> None:
+def test_calls_beside_an_endless_loop_are_answered(own: RunningServer) -> None:
     """While one call hangs, others are answered."""
     engine = own.wait_for_engine()
     ends: list[str] = []
 
     def hang(client: gr.Client) -> None:
         try:
-            client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=4.0)
+            client.evaluate(loop_graphs.endless(), feeds={"x": loop_graphs.ENDLESS}, fetches=["y"], timeout=9.0)
         except gr.errors.GradruleError as caught:
             ends.append(caught.reason)
 
     with gr.connect(own.target) as client:
         hanging = threading.Thread(target=hang, args=(client,))
         hanging.start()
-        time.sleep(1.0)
-        r = client.evaluate(raw.sign_graph().SerializeToString(), feeds={"x": [3.0]}, fetches=["y"], timeout=2.0)
+        own.wait_for_running_calls(1)
+        r = client.evaluate(raw.sign_graph().SerializeToString(), feeds={"x": [3.0]}, fetches=["y"], timeout=7.0)
         assert r.outputs["y"].tolist() == [1.0]
         hanging.join()
     assert ends == ["DEADLINE_EXCEEDED"]
     wait_for_another_engine(own, engine)
 
 
-def test_sigterm_drains(tmp_path: Path) -> None:
-    """A call that runs when SIGTERM comes is finished, then the server exits 0."""
+def test_sigterm_lets_running_calls_finish(tmp_path: Path) -> None:
+    """The server then exits with 0."""
     with running_server(tmp_path) as running:
         slow = gr.Graph()
         x = slow.placeholder("x", "float32", [None, None])
@@ -193,12 +193,12 @@ def test_sigterm_drains(tmp_path: Path) -> None:
             answers: list[Any] = []
             call = threading.Thread(target=lambda: answers.append(p.evaluate({"x": matrix}, timeout=30)))
             call.start()
-            time.sleep(0.15)
+            running.wait_for_running_calls(1)
             engine = running.engine_pid()
             started = time.monotonic()
             assert running.terminate() == 0
             call.join()
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 20
         assert len(answers) == 1
         assert np.isfinite(answers[0].outputs["y"])
         assert engine is not None
@@ -206,7 +206,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert "Traceback" not in running.log.read_text()
 
 
-def test_sigterm_while_it_starts(tmp_path: Path) -> None:
+def test_sigterm_during_the_start_ends_the_server(tmp_path: Path) -> None:
     process = subprocess.Popen(
         serve_command("--port", "0", "--data-dir", str(tmp_path)),
         stdout=subprocess.DEVNULL,
@@ -222,54 +222,55 @@ def test_sigterm_while_it_starts(tmp_path: Path) -> None:
 
 
 def sign_program(client: Any) -> Any:
-    """y = sign(x) with a USER rule."""
+    """Makes y = sign(x) with a USER rule."""
     return client.compile(
         raw.sign_graph().SerializeToString(), fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "Kept"}, name="kept"
     )
 
 
-def check_kept(client: Any, factor: float) -> None:
+def check_stored(client: Any, factor: float) -> None:
     r = client.program("programs/kept").evaluate({"x": [2.0]})
     assert_close(r.outputs["y"], np.float32([1]))
     assert_close(r.gradients["x"], np.float32([factor]))
 
 
-def check_kept_is_loaded(server: RunningServer, client: Any) -> None:
-    """The server loads the program by itself; its first call compiles nothing."""
+def check_stored_program_is_loaded(server: RunningServer, client: Any) -> None:
+    """Asserts that the server loads the program by itself: its first call compiles nothing."""
     wait_until(lambda: True if "loaded 1 of 1 recently used programs" in server.log.read_text() else None, "warm-up")
     caches = {cache.name: cache.entries.used for cache in client.server_status().caches}
     assert caches == {"programs": 1, "loaded": 1}
     assert client.program("programs/kept").evaluate({"x": [2.0]}).timings.compile == 0
 
 
-def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
-    """Stopped, started, the rule's name given to another rule, and killed right after the acknowledgement.
+def test_rules_and_programs_survive_restarts(tmp_path: Path) -> None:
+    """The server is stopped and started, the rule's name gets another rule, and the server is killed right after the
+    acknowledgement.
 
-    While it starts after the kill, its health says so.
+    During the start after the kill its health reports NOT_SERVING.
     """
     with running_server(tmp_path) as first:
         with gr.connect(first.target) as client:
             client.create_rule("Kept", "5 * dy", description="kept")
             digests = sign_program(client).digests
-            check_kept(client, 5)
+            check_stored(client, 5)
         assert first.terminate() == 0
     with running_server(tmp_path) as second, gr.connect(second.target) as client:
         assert client.get_rule("Kept").expression == "5 * dy"
-        check_kept_is_loaded(second, client)
+        check_stored_program_is_loaded(second, client)
         p = client.program("programs/kept")
         assert p.digests == digests
         assert [(spec.name, spec.dtype) for spec in p.inputs.values()] == [("x", "float32")]
-        check_kept(client, 5)
+        check_stored(client, 5)
         client.delete_rule("Kept")
         client.create_rule("Kept", "7 * dy")
-        check_kept(client, 5)
+        check_stored(client, 5)
         client.create_rule("Late", "9 * dy")
         second.kill()
     with running_server(tmp_path) as third, gr.connect(third.target) as client:
         assert client.get_rule("Late").expression == "9 * dy"
         assert client.get_rule("Kept").expression == "7 * dy"
-        check_kept_is_loaded(third, client)
-        check_kept(client, 5)
+        check_stored_program_is_loaded(third, client)
+        check_stored(client, 5)
         fresh = client.compile(
             raw.sign_graph().SerializeToString(), fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "Kept"}
         )
@@ -284,7 +285,7 @@ def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
     ):
         assert {item.name for item in client.list_programs()} == {"programs/kept", "programs/last", fresh.name}
         assert client.program(compiled_last.name).evaluate({"x": [4.0]}).outputs["x"].tolist() == [4.0]
-    # While it started again, its health said that nothing could be evaluated yet.
+    # During the restart its health reported that it could not serve yet.
     assert seen.faults() == []
 
 
@@ -294,7 +295,7 @@ _STAYS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {_LISTE
 
 
 @pytest.mark.parametrize(("program", "how"), [(_FAILS, "ended with 3"), (_STAYS, "did not stop within 1 s")])
-def test_a_server_that_does_not_end_as_it_should_fails_its_test(
+def test_server_that_does_not_stop_fails_its_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, how: str
 ) -> None:
     monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 1.0)
@@ -306,22 +307,22 @@ def test_a_server_that_does_not_end_as_it_should_fails_its_test(
         running.process.wait(1)
 
 
-def test_an_engine_ends_with_its_front_end_whatever_it_does(tmp_path: Path) -> None:
-    """Nobody else would end it: here it is in a loop without an end when its front end is killed."""
+def test_engine_in_an_endless_loop_ends_with_its_front_end(tmp_path: Path) -> None:
+    """Nothing else would end it when the front end is killed."""
     with running_server(tmp_path) as running, gr.connect(running.target) as client:
         p = client.compile(loop_graphs.endless(), fetches=["y"])
         engine = running.wait_for_engine()
         with futures.ThreadPoolExecutor() as pool:
             call = pool.submit(p.evaluate, {"x": loop_graphs.ENDLESS}, timeout=60.0)
-            time.sleep(1.0)
+            running.wait_for_running_calls(1)
             assert not call.done()
             running.process.kill()
             with refused("UNAVAILABLE"):
                 call.result()
-        wait_until(lambda: has_ended(engine) or None, "end of the engine", 10)
+        wait_until(lambda: has_ended(engine) or None, "end of the engine")
 
 
-def test_local_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
+def test_local_server_ends_with_its_block(tmp_path: Path) -> None:
     with gr.local(data_dir=str(tmp_path)) as client:
         client.create_rule("Mine", "5 * dy")
         r = client.evaluate(

@@ -1,4 +1,4 @@
-"""What an op does not write holds nothing of other calls: engines get memory that is filled with zeros."""
+"""Tensors that an op leaves unwritten contain nothing of other calls: engines fill new memory with zeros."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.service.graph_defs import build_graph, placeholder
 from tests.service.servers import RunningServer, running_server
 
 SECRET = 1234.5
-# From what fits into the smallest pieces of the system's allocator to what it asks the kernel for each time.
+# From the smallest allocations to those that the allocator requests from the kernel each time.
 ROWS = (16, 2**8, 2**12, 2**16, 2**20, 2**22)
 ATTEMPTS = 12
 
-# Starts a server whose engines get memory as it was left.
+# Starts a server whose engines get uninitialized memory.
 UNFILLED = """
 import sys
 from gradrule_server.link import fork_server
@@ -29,7 +29,7 @@ fork_server.engine_environment = unfilled
 from gradrule_server.__main__ import main
 sys.exit(main())
 """
-# None of it may lift that.
+# None of these functions may disable the filling.
 MEDDLING = {
     "GLIBC_TUNABLES": "glibc.malloc.perturb=0",
     "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "0",
@@ -50,8 +50,8 @@ def unfilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer
         yield running
 
 
-def holding() -> gr.Graph:
-    """Several tensors of n × 4 that hold what is fed."""
+def stored_values() -> gr.Graph:
+    """Makes several tensors of n × 4 that contain what is fed."""
 
     def build() -> None:
         value = tf.fill(tf.stack([placeholder("n", tf.int32, ()), 4]), placeholder("secret", tf.float32, ()))
@@ -60,8 +60,8 @@ def holding() -> gr.Graph:
     return build_graph(build)
 
 
-def finding(rows: int) -> gr.Graph:
-    """How many numbers of a tensor of rows × 4 are not zero, of which one row is given and zero."""
+def nonzero_values(rows: int) -> gr.Graph:
+    """Counts nonzero numbers in a tensor of rows × 4 of which one row is fed as zero."""
 
     def build() -> None:
         found = tf.raw_ops.ParallelConcat(values=[placeholder("x", tf.float32, (1, 4))], shape=[rows, 4])
@@ -70,13 +70,13 @@ def finding(rows: int) -> gr.Graph:
     return build_graph(build)
 
 
-def found_by(running: RunningServer) -> dict[int, int]:
-    """The most that calls found of what other calls held, by size."""
+def largest_leak(running: RunningServer) -> dict[int, int]:
+    """Returns by size the most numbers of other calls that a call found."""
     found = dict.fromkeys(ROWS, 0)
     with gr.connect(running.target) as client:
-        secrets: Any = client.compile(holding(), fetches=["y"])
+        secrets: Any = client.compile(stored_values(), fetches=["y"])
         for rows in ROWS:
-            finder: Any = client.compile(finding(rows), fetches=["y"])
+            finder: Any = client.compile(nonzero_values(rows), fetches=["y"])
             for _ in range(ATTEMPTS):
                 secrets.evaluate({"n": np.int32(rows), "secret": np.float32(SECRET)})
                 answer = finder.evaluate({"x": np.zeros([1, 4], np.float32)})
@@ -85,9 +85,9 @@ def found_by(running: RunningServer) -> dict[int, int]:
 
 
 def test_results_contain_no_memory_of_other_calls(server: RunningServer) -> None:
-    assert found_by(server) == dict.fromkeys(ROWS, 0)
+    assert largest_leak(server) == dict.fromkeys(ROWS, 0)
 
 
 def test_unfilled_memory_would_be_detected(unfilled: RunningServer) -> None:
-    found = found_by(unfilled)
+    found = largest_leak(unfilled)
     assert found[2**16] > 2**16 and found[2**20] > 2**20

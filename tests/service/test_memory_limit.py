@@ -1,4 +1,4 @@
-"""The limit of an engine's memory, in a process with the environment of engines."""
+"""The memory limit of an engine, in a process with an engine's environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(json.dumps(found))
 """
 
 
-def test_the_kernel_gives_no_more_and_the_process_lives() -> None:
+def test_allocation_beyond_the_limit_fails_and_the_process_survives() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", _IN_A_PROCESS],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Functions, loops and branches nested at random, with overrides inside, against the same computed straight."""
+"""Randomly nested functions, loops and branches with overrides give the results of the flat computation."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def compare(client: Any, item: Case) -> None:
         if got is None:
             assert gradient is None, f"case {item.number}: {x} is unconnected"
         else:
-            # A loop or a branch gives zeros where what ran used nothing of it.
+            # A loop or a branch returns zeros where its executed part used nothing of x.
             gradient = np.zeros_like(wanted.values[x]) if gradient is None else gradient
             assert_equal(got, gradient, f"case {item.number}: gradient of {x}")
     assert wanted.asked <= set(rules_by_node(r)), f"case {item.number}"
 
 
 def compare_chunk(client: Any, first: int) -> None:
-    # While the server compiles one, the next is drawn.
+    # Build the next case while the server compiles one.
     with ThreadPoolExecutor(2) as pool:
         for _ in pool.map(lambda number: compare(client, case(number)), range(first, first + CHUNK)):
             pass
 
 
 @pytest.mark.parametrize("first", range(0, QUICK, CHUNK))
-def test_nested_graphs(client: Any, first: int) -> None:
+def test_nested_graphs_equal_the_reference(client: Any, first: int) -> None:
     compare_chunk(client, first)

@@ -1,4 +1,4 @@
-"""Policies for ops on the path that have no gradient and no override."""
+"""Policies for ops on the path without a gradient and without an override."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ X = np.float32([0.5, -1.5])
 
 
 def graph(op_type: str) -> gr.Graph:
-    """y = 3 · op(2 · x) + x."""
+    """Makes y = 3 · op(2 · x) + x."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     inner = g.op(op_type, g.op("Mul", x, g.constant(np.float32(2)), name="twice"), name="inner")
@@ -22,12 +22,12 @@ def graph(op_type: str) -> gr.Graph:
     return g
 
 
-# Registered as not differentiable.
+# TensorFlow registers this op as not differentiable.
 REGISTERED = "RandomShuffle"
 
 
 @pytest.mark.parametrize(("policy", "wanted"), [("default", 1), ("zero", 1), ("pass", 7)])
-def test_policies(either: Any, policy: str, wanted: float) -> None:
+def test_policy_decides_the_gradient(either: Any, policy: str, wanted: float) -> None:
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x", "twice"], "no_gradient": policy}
     r = either.evaluate(graph(REGISTERED), {"x": X}, **words)
     assert_close(r.gradients["x"], np.full(2, wanted, np.float32))
@@ -40,14 +40,14 @@ def test_policies(either: Any, policy: str, wanted: float) -> None:
     assert [item.label for item in explained.overrides] == ["no_gradient"]
 
 
-def test_the_default_policy_refuses(either: Any) -> None:
+def test_default_policy_refuses(either: Any) -> None:
     for words in ({}, {"no_gradient": "error"}):
         with refused("NO_GRADIENT") as refusal:
             either.evaluate(graph(REGISTERED), {"x": X}, ys=["y"], xs=["x"], **words)
         refusal.says("'inner'", REGISTERED)
 
 
-def test_an_override_comes_before_the_policy(client: Any) -> None:
+def test_override_has_priority_over_the_policy(client: Any) -> None:
     r = client.evaluate(
         graph(REGISTERED), {"x": X}, ys=["y"], xs=["x"], no_gradient="zero", overrides={REGISTERED: "ste"}
     )
@@ -55,7 +55,7 @@ def test_an_override_comes_before_the_policy(client: Any) -> None:
     assert [item.label for item in r.overrides] == [REGISTERED]
 
 
-def test_an_op_that_tensorflow_does_not_know_is_no_default(client: Any) -> None:
+def test_unknown_op_as_a_policy_is_refused(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float64", [None])
     g.op("NextAfter", x, g.constant(np.float64([9.0, 9.0])), name="y")
@@ -71,7 +71,7 @@ def test_an_op_that_tensorflow_does_not_know_is_no_default(client: Any) -> None:
     refusal.says("'pass'", "'y'")
 
 
-def test_programs_of_different_policies_differ(client: Any) -> None:
+def test_policy_is_part_of_the_program(client: Any) -> None:
     digests = {
         client.evaluate(graph(REGISTERED), {"x": X}, ys=["y"], xs=["x"], no_gradient=policy).digests.program
         for policy in ("default", "zero", "pass")
@@ -79,7 +79,7 @@ def test_programs_of_different_policies_differ(client: Any) -> None:
     assert len(digests) == 3
 
 
-def test_a_policy_that_does_not_exist(either: Any) -> None:
+def test_unknown_policy_is_refused(either: Any) -> None:
     with refused("INVALID_DERIVATIVE") as refusal:
         either.evaluate(graph(REGISTERED), {"x": X}, ys=["y"], xs=["x"], no_gradient="cut")
     refusal.says("'cut'", "pass")

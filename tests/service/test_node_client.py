@@ -1,4 +1,4 @@
-"""The Node client's own tests, README and example included, against a real server."""
+"""The Node client's own tests, with README and example, against a real server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.service.guarded import Guarded
 from tests.service.servers import running_server
 
 
-def test_node_client_against_real_servers(tmp_path: Path, guarded: Guarded) -> None:
+def test_node_client_passes_its_tests_against_real_servers(tmp_path: Path, guarded: Guarded) -> None:
     with running_server(tmp_path) as server, exclusive_use():
         npm(
             "test",
@@ -20,5 +20,5 @@ def test_node_client_against_real_servers(tmp_path: Path, guarded: Guarded) -> N
         )
 
 
-def test_generated_code_is_that_of_the_protos() -> None:
+def test_generated_code_is_current() -> None:
     npm("run", "proto:check")

@@ -1,4 +1,4 @@
-"""What a server keeps outlives releases, machines and accidents: a walk from an old registry to a copy brought back."""
+"""Stored data survives upgrades, backups and crashes: from an old registry to a restored copy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.service.guarded import run_gradrule, token_command
 from tests.service.servers import RunningServer, running_server, serve_command, server_environment
 from tests.waiting import wait_until
 
-# As a release without tenants wrote it: rules `Kept` and `Stays`, and a program `model` that was compiled when `Kept`
-# was still 3 * dy.
+# A registry written by a release without tenants: rules `Kept` and `Stays`, and a program `model` compiled when `Kept`
+# was 3 * dy.
 OLD = Path(__file__).parent / "data" / "registry_v1.sql"
 WEIGHTS = np.arange(6000, dtype=np.float32).reshape(2, 3000) / 1000
 FEEDS = {"x": np.float32([[1.0, -2.0]])}
@@ -31,7 +31,7 @@ FEEDS = {"x": np.float32([[1.0, -2.0]])}
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A data folder of that release."""
+    """Returns a data folder of that release."""
     folder = tmp_path / "server" / "registry"
     (folder / "blobs").mkdir(parents=True)
     database = sqlite3.connect(folder / "gradrule.db")
@@ -43,7 +43,7 @@ def old(tmp_path: Path) -> Path:
 
 
 def weighted(weights: Any) -> gr.Graph:
-    """y = sum(sign(x · w))."""
+    """Makes y = sum(sign(x · w))."""
     g = gr.Graph()
     y = g.op("Sign", g.op("MatMul", g.placeholder("x", "float32", [None, 2]), g.variable("w", weights)))
     g.op("Sum", y, g.constant([0, 1]), name="y")
@@ -51,7 +51,7 @@ def weighted(weights: Any) -> gr.Graph:
 
 
 class Tenants:
-    """Two tenants' tokens, and their clients at a server."""
+    """Holds the tokens of two tenants and creates their clients."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "tokens"
@@ -62,14 +62,14 @@ class Tenants:
 
     @contextmanager
     def clients(self, running: RunningServer) -> Iterator[tuple[gr.Client, gr.Client]]:
-        """That of the tenant who has what was there before there were tenants, and ada's."""
+        """Returns clients of the tenant who owns the data from before there were tenants, and of ada."""
         first, second = (gr.connect(running.target, token=token) for token in self.tokens.values())
         with first, second:
             yield first, second
 
 
-def check_kept(first: gr.Client, ada: gr.Client) -> None:
-    """All that the walk began with is there and works, and nobody sees the other's."""
+def check_data(first: gr.Client, ada: gr.Client) -> None:
+    """Asserts that all original data is there and works, and that neither tenant sees the other's."""
     assert {rule.name for rule in first.list_rules("user")} >= {"Kept", "Stays"}
     assert first.get_rule("Kept").description == "kept through the years"
     found = first.program("model").evaluate(FEEDS).gradients["x"]
@@ -83,15 +83,15 @@ def check_kept(first: gr.Client, ada: gr.Client) -> None:
         first.program("own")
 
 
-def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) -> None:
+def test_old_registry_is_migrated_backed_up_and_restored(old: Path, tmp_path: Path) -> None:
     tenants, copy = Tenants(tmp_path), tmp_path / "copies" / "first"
     flags = [f"--tokens={tenants.file}"]
     with running_server(tmp_path / "server", flags) as running, tenants.clients(running) as (first, ada):
         ada.create_rule("Kept", "7 * dy")
         words: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"], "overrides": {"Sign": "Kept"}}
         ada.compile(weighted(WEIGHTS + 1), **words, name="own")
-        check_kept(first, ada)
-        # As it was before it was changed, beside it.
+        check_data(first, ada)
+        # The migration keeps a copy of the original.
         assert stat.S_IMODE((old / "gradrule.db.v1").stat().st_mode) == 0o600
         assert "no problems found" in run_gradrule("registry", "check", "--data-dir", str(old))
 
@@ -121,14 +121,14 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
     assert "registry already" in run_gradrule("registry", "restore", str(copy), "--data-dir", str(old), code=1)
 
     with running_server(tmp_path / "server", flags) as running, tenants.clients(running) as (first, ada):
-        check_kept(first, ada)
+        check_data(first, ada)
         late = {rule.name for rule in first.list_rules("user")} - {"Kept", "Stays"}
-        # What was acknowledged before the copy began is in it, and what is in it was acknowledged in this order.
+        # The copy contains all writes acknowledged before it began, and a prefix of the later ones.
         assert set(acknowledged[:before]) <= late == set(acknowledged[: len(late)])
         assert running.terminate() == 0
 
 
-def test_a_registry_that_was_killed_while_it_was_written(tmp_path: Path) -> None:
+def test_server_killed_while_writing_keeps_acknowledged_data(tmp_path: Path) -> None:
     acknowledged: list[str] = []
     file = tmp_path / "registry" / "gradrule.db"
     with running_server(tmp_path) as running:
@@ -157,14 +157,14 @@ def test_a_registry_that_was_killed_while_it_was_written(tmp_path: Path) -> None
     database = sqlite3.connect(tmp_path / "registry" / "gradrule.db")
     names = {name for (name,) in database.execute("SELECT name FROM rules")}
     database.close()
-    # One more may have been written and not acknowledged.
+    # One more write may be stored without an acknowledgement.
     assert set(acknowledged) <= names
     assert len(names) <= len(acknowledged) + 1
-    check_not_begun_anew(tmp_path)
+    check_missing_database_is_refused(tmp_path)
 
 
-def check_not_begun_anew(folder: Path) -> None:
-    """A server whose database is gone does not start with an empty one, unless somebody says so."""
+def check_missing_database_is_refused(folder: Path) -> None:
+    """Asserts that a server does not replace a missing database unless told to."""
     data = folder / "registry"
     for path in data.glob("gradrule.db*"):
         path.unlink()
@@ -183,7 +183,7 @@ def check_not_begun_anew(folder: Path) -> None:
     assert "no problems found: 0 rules" in run_gradrule("registry", "check", "--data-dir", str(data))
 
 
-def test_what_is_damaged_is_told(old: Path, tmp_path: Path) -> None:
+def test_damaged_data_is_reported(old: Path, tmp_path: Path) -> None:
     data = ["--data-dir", str(old)]
     assert "no problems found" in run_gradrule("registry", "check", *data)
     with sqlite3.connect(old / "gradrule.db") as database:

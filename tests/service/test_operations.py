@@ -39,8 +39,8 @@ HOSTILE = 'no\nINFO forged: "line"\x1b[2J\x9b31m\u202e'
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A server and all that tells of it."""
+class ObservedServer:
+    """Holds a server and reads its metrics, logs and spans."""
 
     server: RunningServer
     client: Any
@@ -49,7 +49,7 @@ class Watched:
     collector: Collector
 
     def metrics(self) -> dict[str, float]:
-        """All samples: `name{label="value"}` → value."""
+        """Returns all samples: `name{label="value"}` → value."""
         with urllib.request.urlopen(self.metrics_url, timeout=10) as answer:
             text = answer.read().decode()
         return {
@@ -59,11 +59,11 @@ class Watched:
         }
 
     def log(self) -> list[dict[str, Any]]:
-        """The log's lines; each must be JSON."""
+        """Returns the log's lines; each must be JSON."""
         return [json.loads(line) for line in self.log_text().split("\n") if line.startswith("{")]
 
     def log_text(self) -> str:
-        """What was logged until now: lines are written in order, by a thread that answers do not wait for."""
+        """Returns the log so far, after all earlier lines are written: a thread writes them in order."""
         mark = f"mark-{next(_MARKS)}"
         call(self, "AdminService/GetServerStatus", b"", ("x-request-id", mark))
 
@@ -74,7 +74,7 @@ class Watched:
         return wait_until(probe, "line in the log")
 
     def audited(self, count: int = 0) -> list[dict[str, Any]]:
-        """Returns the lines of the audit log once there are `count` of them."""
+        """Waits for `count` lines of the audit log and returns them."""
 
         def probe() -> list[dict[str, Any]] | None:
             *lines, rest = self.audit.read_text().split("\n")
@@ -91,7 +91,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedServer]:
     folder = tmp_path_factory.mktemp("watched")
     port = free_port()
     with running_collector() as collector:
@@ -100,10 +100,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
         with (
             running_server(folder, (*flags, *bounds), environment) as server,
-            # Each call is counted as one of its own, and none as part of a stream.
+            # Each call must count as a unary call, not as part of a stream.
             gr.connect(server.target, stream=False) as client,
         ):
-            yield Watched(server, client, f"http://127.0.0.1:{port}/metrics", folder / "audit.jsonl", collector)
+            yield ObservedServer(server, client, f"http://127.0.0.1:{port}/metrics", folder / "audit.jsonl", collector)
 
 
 def sample(metrics: dict[str, float], name: str, **labels: str) -> float:
@@ -116,7 +116,7 @@ def sign() -> gr.Graph:
     return g
 
 
-def test_metrics_count_requests(watched: Watched) -> None:
+def test_metrics_count_requests(watched: ObservedServer) -> None:
     before = watched.metrics()
     program = watched.client.compile(sign(), ys="y", xs="x", overrides={"Sign": "ste"})
     for _ in range(5):
@@ -150,12 +150,12 @@ def test_metrics_count_requests(watched: Watched) -> None:
     assert sample(after, "requests_in_flight") == 0
 
 
-def test_metrics_are_served_at_one_path_only(watched: Watched) -> None:
+def test_metrics_are_served_at_one_path_only(watched: ObservedServer) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(watched.metrics_url.replace("/metrics", "/"), timeout=10)
 
 
-def test_ended_engine_shows_in_metrics_and_audit_log(watched: Watched) -> None:
+def test_lost_engine_appears_in_metrics_and_audit_log(watched: ObservedServer) -> None:
     def restarts() -> float:
         return sum(value for name, value in watched.metrics().items() if "engine_restarts_total" in name)
 
@@ -168,7 +168,7 @@ def test_ended_engine_shows_in_metrics_and_audit_log(watched: Watched) -> None:
     assert status.pid not in (None, engine)
 
 
-def test_audit_log(watched: Watched) -> None:
+def test_audit_log_records_administrative_calls(watched: ObservedServer) -> None:
     before = len(watched.audited())
     client = watched.client
     made = client.create_rule("Audited", "2 * dy")
@@ -197,14 +197,14 @@ def test_audit_log(watched: Watched) -> None:
     assert all(line["request_id"] for line in lines)
 
 
-def call(watched: Watched, method: str, data: bytes, *metadata: tuple[str, str]) -> tuple[Any, dict[str, Any]]:
-    """A call as a stranger makes it: how it ended, and the trailing metadata."""
+def call(watched: ObservedServer, method: str, data: bytes, *metadata: tuple[str, str]) -> tuple[Any, dict[str, Any]]:
+    """Sends a call without a credential; returns its status and trailing metadata."""
     with grpc.insecure_channel(watched.server.target) as channel:
         _, done = channel.unary_unary(f"/gradrule.v1.{method}").with_call(data, metadata=metadata, timeout=30)
         return done.code(), dict(done.trailing_metadata())
 
 
-def test_request_ids_are_returned_and_logged(watched: Watched) -> None:
+def test_request_ids_are_returned_and_logged(watched: ObservedServer) -> None:
     data = raw.request(raw.sign_graph()).SerializeToString()
     code, trailers = call(watched, "GradientService/Evaluate", data, ("x-request-id", "mine-1"))
     assert (code, trailers["x-request-id"]) == (grpc.StatusCode.OK, "mine-1")
@@ -217,7 +217,7 @@ def test_request_ids_are_returned_and_logged(watched: Watched) -> None:
         assert line["run_seconds"] > 0
 
 
-def test_error_holds_the_request_id(watched: Watched) -> None:
+def test_error_holds_the_request_id(watched: ObservedServer) -> None:
     with refused("UNKNOWN_RULE") as refusal:
         watched.client.get_rule("nobody")
     (line,) = (line for line in watched.log() if line.get("request_id") == refusal.error.request_id)
@@ -225,7 +225,7 @@ def test_error_holds_the_request_id(watched: Watched) -> None:
     assert "nobody" in line["message"]
 
 
-def test_requests_of_a_stream_have_their_own_ids(watched: Watched) -> None:
+def test_requests_of_a_stream_have_their_own_ids(watched: ObservedServer) -> None:
     with watched.client.compile(sign(), ys="y", xs="x").forward({"x": [1.0]}) as handle:
         handle.vjp()
     parts = [
@@ -237,7 +237,7 @@ def test_requests_of_a_stream_have_their_own_ids(watched: Watched) -> None:
     assert len(parts) == len(set(parts)) > 2 * len(streams)
 
 
-def test_log_lines_cannot_be_forged(watched: Watched) -> None:
+def test_log_lines_cannot_be_forged(watched: ObservedServer) -> None:
     with refused("UNKNOWN_RULE"):
         watched.client.get_rule(HOSTILE)
     with pytest.raises(gr.GradruleError):
@@ -248,7 +248,7 @@ def test_log_lines_cannot_be_forged(watched: Watched) -> None:
     assert any("forged" in line["message"] for line in watched.log())
 
 
-def test_log_holds_neither_tensors_nor_tokens(watched: Watched) -> None:
+def test_log_holds_neither_tensors_nor_tokens(watched: ObservedServer) -> None:
     with gr.connect(watched.server.target, token="t0ken-of-mine") as client:
         client.evaluate(sign(), {"x": [-1234567.0]}, fetches=["y"])
         with refused("MISSING_FEED"):
@@ -258,7 +258,7 @@ def test_log_holds_neither_tensors_nor_tokens(watched: Watched) -> None:
     assert "-1234567" not in text
 
 
-def test_a_trace_covers_front_end_and_engine(watched: Watched) -> None:
+def test_trace_covers_front_end_and_engine(watched: ObservedServer) -> None:
     trace_id, caller = os.urandom(16).hex(), "b7ad6b7169203331"
     request = raw.request(raw.sign_graph(), fetches=["y"], vjp=raw.vjp())
     request.spec.overrides.add(rule="ste").selector.op_type = "Sign"
@@ -280,7 +280,7 @@ def test_a_trace_covers_front_end_and_engine(watched: Watched) -> None:
     assert any(line.get("trace_id") == trace_id for line in watched.log())
 
 
-def test_status(watched: Watched) -> None:
+def test_server_status_reports_engines_and_usage(watched: ObservedServer) -> None:
     status = watched.client.server_status()
     assert status.ready
     assert status.version == gr.__version__
@@ -292,24 +292,24 @@ def test_status(watched: Watched) -> None:
     assert [tenant.name for tenant in status.tenants] == ["default"]
 
 
-def test_status_on_the_command_line(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_is_printed_on_the_command_line(watched: ObservedServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--target", watched.server.target, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["engines"][0]["pid"] == watched.server.engine_pid()
-    # A pipe: printed once.
+    # stdout is a pipe: the status is printed once.
     assert main(["status", "--target", watched.server.target]) == 0
     text = capsys.readouterr().out
     assert "TensorFlow 2." in text
     assert str(watched.server.engine_pid()) in text
 
 
-def test_live_status_table_updates_until_interrupted(watched: Watched) -> None:
+def test_live_status_table_updates_until_interrupted(watched: ObservedServer) -> None:
     import pty
 
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "gradrule.cli", "status", "--target", watched.server.target, "--interval", "0.1"]
     environment = server_environment({"TERM": "xterm", "COLUMNS": "160", "LINES": "50"})
-    # Whoever started the tests may have had interrupts ignored, which processes inherit.
+    # The test process may ignore SIGINT, and child processes inherit that.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
@@ -345,7 +345,7 @@ def test_metrics_and_status_are_off_by_default(server: RunningServer, tmp_path: 
 
 
 def test_unread_log_delays_neither_callers_nor_shutdown(tmp_path: Path) -> None:
-    """Nobody reads the log here. Callers without credentials have no tenant."""
+    """Nobody reads the log here. Calls without credentials have no tenant."""
     tokens, audit = tmp_path / "tokens", tmp_path / "audit.jsonl"
     token = token_command("new", "--tenant", "default", "--file", str(tokens)).strip()
     flags = ("--port", "0", "--data-dir", str(tmp_path / "registry"), "--spares", "0", "--log-level", "debug")
@@ -399,7 +399,7 @@ def test_invalid_settings_are_refused(flags: list[str], words: list[str], tmp_pa
         assert word in ended.stderr
 
 
-def test_metrics_port_in_use_is_reported(watched: Watched, tmp_path: Path) -> None:
+def test_metrics_port_in_use_is_reported(watched: ObservedServer, tmp_path: Path) -> None:
     taken = watched.metrics_url.removesuffix("/metrics").rpartition(":")[2]
     ended = subprocess.run(
         serve_command("--port", "0", "--data-dir", str(tmp_path), "--metrics-port", taken),

@@ -1,4 +1,4 @@
-"""Overrides: selectors, order, carve-outs, labels, params, contexts, and what answers and `explain` tell of them."""
+"""Overrides: selectors, order, exemptions, labels, params, contexts, and how answers and `explain` report them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RuleMaker = Callable[..., str]
 
 
 def tower(names: tuple[str, ...] = ("a/s1", "a/b/s2", "c/s3")) -> gr.Graph:
-    """x plus the sum of sign(x) at each name; with ste at k of them the gradient is 1 + k."""
+    """Makes x plus the sum of sign(x) at each name; with ste at k of them the gradient is 1 + k."""
     g = gr.Graph()
     total = g.placeholder("x", "float32", [None])
     x = total
@@ -27,7 +27,7 @@ def tower(names: tuple[str, ...] = ("a/s1", "a/b/s2", "c/s3")) -> gr.Graph:
     return g
 
 
-def ask(client: Any, g: gr.Graph, overrides: Any, **words: Any) -> Any:
+def evaluate_tower(client: Any, g: gr.Graph, overrides: Any, **words: Any) -> Any:
     return client.evaluate(g, feeds={"x": [2.0]}, ys=["y"], xs=["x"], overrides=overrides, **words)
 
 
@@ -46,8 +46,8 @@ def ask(client: Any, g: gr.Graph, overrides: Any, **words: Any) -> Any:
         ({"op_type": "Sign", "scope": "c"}, {"c/s3"}),
     ],
 )
-def test_selectors(client: Any, selectors: dict[str, str], matched: set[str]) -> None:
-    r = ask(client, tower(), [gr.Override("ste", **selectors)])
+def test_selector_matches_its_nodes(client: Any, selectors: dict[str, str], matched: set[str]) -> None:
+    r = evaluate_tower(client, tower(), [gr.Override("ste", **selectors)])
     assert rules_by_node(r) == dict.fromkeys(matched, "ste")
     assert_close(r.gradients["x"], np.float32([1 + len(matched)]))
 
@@ -55,71 +55,71 @@ def test_selectors(client: Any, selectors: dict[str, str], matched: set[str]) ->
 @pytest.mark.parametrize(
     "selectors", [{"node": "a/b"}, {"scope": "s"}, {"scope": "a/s"}, {"op_type": "Neg"}, {"node": "s1"}]
 )
-def test_selectors_that_match_nothing(client: Any, selectors: dict[str, str]) -> None:
+def test_selector_that_matches_nothing_is_refused(client: Any, selectors: dict[str, str]) -> None:
     with refused("UNMATCHED_OVERRIDE"):
-        ask(client, tower(), [gr.Override("ste", **selectors)])
+        evaluate_tower(client, tower(), [gr.Override("ste", **selectors)])
 
 
 def test_star_does_not_cross_slashes(client: Any) -> None:
-    r = ask(client, tower(), [gr.Override(gr.Rule("each(default)"), node="*", optional=True)])
+    r = evaluate_tower(client, tower(), [gr.Override(gr.Rule("each(default)"), node="*", optional=True)])
     assert "y" in statuses(r)
     assert not any("/" in node for node in statuses(r))
 
 
-def test_first_match_wins(client: Any) -> None:
+def test_first_matching_override_wins(client: Any) -> None:
     overrides = [
         gr.Override(gr.Rule("10 * dy"), node="a/s1"),
         gr.Override(gr.Rule("100 * dy"), scope="a"),
         gr.Override(gr.Rule("1000 * dy"), op_type="Sign"),
     ]
-    assert_close(ask(client, tower(), overrides).gradients["x"], np.float32([1 + 10 + 100 + 1000]))
+    assert_close(evaluate_tower(client, tower(), overrides).gradients["x"], np.float32([1 + 10 + 100 + 1000]))
     with refused("UNMATCHED_OVERRIDE"):
-        ask(client, tower(), overrides[::-1])
+        evaluate_tower(client, tower(), overrides[::-1])
 
 
-def test_default_carves_out(either: Any) -> None:
+def test_default_exempts_nodes(either: Any) -> None:
     overrides = [gr.Override("default", scope="a/b"), gr.Override("ste", op_type="Sign")]
-    r = ask(either, tower(), overrides)
+    r = evaluate_tower(either, tower(), overrides)
     assert_close(r.gradients["x"], np.float32([3]))
     assert rules_by_node(r) == {"a/s1": "ste", "a/b/s2": "default", "c/s3": "ste"}
 
 
-def test_answers_tell_what_happened(either: Any) -> None:
+def test_answer_reports_the_status_of_each_node(either: Any) -> None:
     g = tower()
     g.op("Sign", g.tensor("x"), name="aside")
-    r = ask(either, g, [gr.Override("ste", op_type="Sign", label="quantise")])
+    r = evaluate_tower(either, g, [gr.Override("ste", op_type="Sign", label="quantise")])
     assert statuses(r) == {"a/s1": "active", "a/b/s2": "active", "c/s3": "active", "aside": "off_path"}
     assert {(item.op_type, item.rule, item.label) for item in r.overrides} == {("Sign", "ste", "quantise")}
     assert "y" in r.default_gradient_nodes
     assert not set(r.default_gradient_nodes) & {"a/s1", "a/b/s2", "c/s3", "aside", "x"}
 
 
-def test_optional(either: Any) -> None:
-    r = ask(either, tower(), [gr.Override("ste", op_type="Floor", optional=True)])
+def test_optional_override_may_match_nothing(either: Any) -> None:
+    r = evaluate_tower(either, tower(), [gr.Override("ste", op_type="Floor", optional=True)])
     assert r.overrides == []
     assert_close(r.gradients["x"], np.float32([1]))
 
 
 def test_optional_does_not_excuse_a_misspelt_op_type(either: Any) -> None:
     with refused("UNKNOWN_OP_TYPE"):
-        ask(either, tower(), [gr.Override("ste", op_type="Flor", optional=True)])
+        evaluate_tower(either, tower(), [gr.Override("ste", op_type="Flor", optional=True)])
 
 
-def test_dict_takes_params(either: Any) -> None:
+def test_dict_of_overrides_accepts_params(either: Any) -> None:
     scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
-    assert_close(ask(either, tower(), {"Sign": scaled}).gradients["x"], np.float32([4]))
-    assert_close(ask(either, tower(), {"Sign": (scaled, {"alpha": 5.0})}).gradients["x"], np.float32([16]))
+    assert_close(evaluate_tower(either, tower(), {"Sign": scaled}).gradients["x"], np.float32([4]))
+    assert_close(evaluate_tower(either, tower(), {"Sign": (scaled, {"alpha": 5.0})}).gradients["x"], np.float32([16]))
 
 
-def test_params_per_call_compile_nothing(either: Any, rule: RuleMaker) -> None:
+def test_params_of_a_call_do_not_recompile(either: Any, rule: RuleMaker) -> None:
     rule("Scaled", "alpha * dy", params={"alpha": 1.0})
     overrides = [
         gr.Override("Scaled", scope="a", label="front"),
         gr.Override("Scaled", op_type="Sign", label="back", params={"alpha": 3.0}),
     ]
-    r = ask(either, tower(), overrides)
+    r = evaluate_tower(either, tower(), overrides)
     assert_close(r.gradients["x"], np.float32([1 + 2 + 3]))
-    again = ask(either, tower(), overrides, params={"front": {"alpha": 10.0}})
+    again = evaluate_tower(either, tower(), overrides, params={"front": {"alpha": 10.0}})
     assert_close(again.gradients["x"], np.float32([1 + 20 + 3]))
     assert again.digests.program == r.digests.program
     assert not again.timings.compile
@@ -146,11 +146,11 @@ def test_param_may_be_a_tensor(either: Any) -> None:
 def test_label_is_the_selector_by_default(either: Any) -> None:
     scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
     for override, label in ((gr.Override(scaled, op_type="Sign"), "Sign"), (gr.Override(scaled, node="c/*"), "c/*")):
-        r = ask(either, tower(), [override], params={label: {"alpha": 0.0}})
+        r = evaluate_tower(either, tower(), [override], params={label: {"alpha": 0.0}})
         assert_close(r.gradients["x"], np.float32([1]))
 
 
-def test_contexts_of_the_builder(either: Any, rule: RuleMaker) -> None:
+def test_contexts_of_the_builder_are_overrides(either: Any, rule: RuleMaker) -> None:
     rule("Ten", "10 * dy")
     rule("Hundred", "100 * dy")
     g = gr.Graph()
@@ -181,7 +181,7 @@ def test_request_wins_over_contexts(either: Any, rule: RuleMaker) -> None:
     assert_close(r.gradients["x"], np.float32([1010]))
 
 
-def test_contexts_take_inline_rules_with_params(either: Any) -> None:
+def test_contexts_accept_inline_rules_with_params(either: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     with g.gradient_override_map({"Sign": (gr.Rule("alpha * dy", params=["alpha"]), {"alpha": 7.0})}):
@@ -190,25 +190,25 @@ def test_contexts_take_inline_rules_with_params(either: Any) -> None:
     assert_close(r.gradients["x"], np.float32([7]))
 
 
-def test_rule_by_graph(either: Any) -> None:
+def test_override_with_a_rule_by_graph(either: Any) -> None:
     rule_graph = gr.Graph()
     x, dy = rule_graph.placeholder("x", "float32", None), rule_graph.placeholder("dy", "float32", None)
     rule_graph.op("Mul", rule_graph.op("Tanh", x), dy, name="dx")
     made = either.create_rule("TanhTimes", graph=rule_graph)
     try:
         assert made.kind in ("user", "USER")
-        r = ask(either, tower(("s",)), {"Sign": "TanhTimes"})
+        r = evaluate_tower(either, tower(("s",)), {"Sign": "TanhTimes"})
         assert_close(r.gradients["x"], np.float32([1 + np.tanh(2)]))
-        inline = ask(either, tower(("s",)), {"Sign": gr.Rule(graph=rule_graph)})
+        inline = evaluate_tower(either, tower(("s",)), {"Sign": gr.Rule(graph=rule_graph)})
         assert_close(inline.gradients["x"], np.float32([1 + np.tanh(2)]))
     finally:
         either.delete_rule("TanhTimes")
 
 
-def test_explain_runs_nothing_and_tells_the_same(either: Any) -> None:
+def test_explain_runs_nothing_and_reports_the_same_statuses(either: Any) -> None:
     overrides = [gr.Override("default", scope="a"), gr.Override("ste", op_type="Sign")]
     explained = either.explain(tower(), ys=["y"], xs=["x"], overrides=overrides)
-    r = ask(either, tower(), overrides)
+    r = evaluate_tower(either, tower(), overrides)
     assert not explained.findings
     assert explained.overrides == r.overrides
     assert explained.default_gradient_nodes == r.default_gradient_nodes
@@ -236,7 +236,7 @@ def test_nested_names_are_selectable(client: Any) -> None:
     assert_close(one.gradients["layer1/x"], np.float32([2]))
 
 
-def test_call_as_a_whole_takes_a_rule(client: Any) -> None:
+def test_function_call_as_a_whole_takes_a_rule(client: Any) -> None:
     @tf.function
     def block(value: Any) -> Any:
         return tf.sign(value) + value
@@ -256,7 +256,7 @@ def test_call_as_a_whole_takes_a_rule(client: Any) -> None:
     assert_close(r.gradients["x"], np.float32([7]))
 
 
-def test_explain_lists_all_that_is_wrong(either: Any) -> None:
+def test_explain_lists_all_problems(either: Any) -> None:
     overrides = [gr.Override("ste_sing", op_type="Sign"), gr.Override("ste", op_type="Sgin")]
     explained = either.explain(tower(), ys=["y"], xs=["x"], overrides=overrides)
     assert {finding.reason for finding in explained.findings} == {"UNKNOWN_RULE", "UNKNOWN_OP_TYPE"}
@@ -265,24 +265,24 @@ def test_explain_lists_all_that_is_wrong(either: Any) -> None:
         either.explain(tower(), ys=["y"], xs=["x"], overrides=overrides[:1]).raise_for_findings()
 
 
-def test_params_by_label_go_to_the_rules_that_have_them(either: Any) -> None:
+def test_params_by_label_reach_the_rules_that_have_them(either: Any) -> None:
     overrides = [
         gr.Override(gr.Rule("alpha * dy", params={"alpha": 1.0}), scope="a", label="both"),
         gr.Override("ste", scope="c", label="both"),
     ]
-    r = ask(either, tower(), overrides, params={"both": {"alpha": 5.0}})
+    r = evaluate_tower(either, tower(), overrides, params={"both": {"alpha": 5.0}})
     assert_close(r.gradients["x"], np.float32([1 + 5 + 5 + 1]))
     with refused("UNKNOWN_PARAM") as refusal:
-        ask(either, tower(), overrides, params={"both": {"alfa": 5.0}})
+        evaluate_tower(either, tower(), overrides, params={"both": {"alfa": 5.0}})
     refusal.says("'alfa'", "'alpha'")
 
 
-def test_params_of_a_rule_that_no_node_has_are_not_missed(either: Any) -> None:
+def test_params_of_an_unused_rule_are_not_required(either: Any) -> None:
     overrides = [gr.Override("gradient_scale", op_type="Floor", optional=True), gr.Override("ste", op_type="Sign")]
-    assert_close(ask(either, tower(), overrides).gradients["x"], np.float32([4]))
+    assert_close(evaluate_tower(either, tower(), overrides).gradients["x"], np.float32([4]))
 
 
-def test_a_rule_named_by_a_node_is_labelled_by_op_type(client: Any) -> None:
+def test_rule_set_in_the_graph_is_labelled_by_op_type(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     with g.gradient_override_map({"Sign": "gradient_scale", "Tanh": "gradient_scale"}):
@@ -298,20 +298,20 @@ def test_a_rule_named_by_a_node_is_labelled_by_op_type(client: Any) -> None:
     assert {item.label for item in r.overrides} == {"Sign", "Tanh"}
 
 
-def test_default_exempts_a_loop_with_all_that_is_in_it(client: Any) -> None:
+def test_default_exempts_a_loop_and_its_nodes(client: Any) -> None:
     def build() -> None:
         x = placeholder("x")
         _, out = tf.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, v + tf.sign(v)), [0, x], name="loop")
         tf.identity(out + tf.sign(x), name="y")
 
     overrides = [gr.Override("default", node="loop"), gr.Override("ste", op_type="Sign")]
-    r = ask(client, build_graph(build), overrides)
+    r = evaluate_tower(client, build_graph(build), overrides)
     assert_close(r.gradients["x"], np.float32([2]))
     assert sorted(rules_by_node(r).values()) == ["default", "ste"]
 
 
-def test_side_effects_of_a_call_happen_before_its_results_are_used(client: Any) -> None:
-    """An assertion that only the function's control results name, as rewritten graphs have it."""
+def test_side_effects_of_a_function_happen_before_its_results_are_used(client: Any) -> None:
+    """The assertion is reachable only through the function's control results, as in rewritten graphs."""
 
     @tf.function
     def checked(v: Any) -> Any:
@@ -329,3 +329,47 @@ def test_side_effects_of_a_call_happen_before_its_results_are_used(client: Any) 
     with refused("EXECUTION_FAILED") as refusal:
         client.evaluate(g, {"x": [-1.0]}, fetches=["y"])
     refusal.says("NEGATIVE")
+
+
+def test_a_rule_for_a_call_may_use_default(client: Any) -> None:
+    @tf.function
+    def block(value: Any) -> Any:
+        return tf.tanh(value, name="inner") * value
+
+    graph = build_graph(lambda: tf.identity(block(placeholder("x")), name="y"))
+    words: dict[str, Any] = {"feeds": {"x": [0.5]}, "ys": ["y"], "xs": ["x"]}
+    own = np.tanh(0.5) + 0.5 / np.cosh(0.5) ** 2
+    twice = gr.Override(gr.Rule("each(default * 2)"), op_type="PartitionedCall", optional=True)
+    stateful = gr.Override(gr.Rule("each(default * 2)"), op_type="StatefulPartitionedCall", optional=True)
+    assert_close(client.evaluate(graph, overrides=[twice, stateful], **words).gradients["x"], np.float32([2 * own]))
+    everything = client.evaluate(graph, overrides=[gr.Override(gr.Rule("each(default * 2)"), node="**")], **words)
+    # The call and the Identity; what is in the call belongs to it.
+    assert_close(everything.gradients["x"], np.float32([4 * own]))
+    # An earlier override holds inside, where the call's rule uses its own gradients.
+    inner = gr.Override(gr.Rule("5 * dy"), node="**/inner")
+    both = client.evaluate(graph, overrides=[inner, twice, stateful], **words)
+    assert_close(both.gradients["x"], np.float32([2 * (np.tanh(0.5) + 0.5 * 5)]))
+    assert sorted(rules_by_node(both).values()) == ["inline", "inline"]
+
+
+def test_what_only_another_output_leads_to_is_off_the_path(either: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    first, second = g.op("IdentityN", [x, x], name="u")
+    g.identity(first)
+    g.op("Tanh", second, name="y")
+    words: dict[str, Any] = {"feeds": {"x": [0.5]}, "ys": ["y"], "xs": ["u:0"]}
+    rule = gr.Override(gr.Rule("5 * dy"), op_type="Tanh", optional=True)
+    r = either.evaluate(g, overrides=[rule], **words)
+    assert r.gradients["u:0"] is None
+    assert [item.status for item in r.overrides] == ["off_path"]
+    with refused("INACTIVE_OVERRIDE"):
+        either.evaluate(g, overrides={"Tanh": gr.Rule("5 * dy")}, **words)
+
+
+def test_params_by_a_label_that_nobody_gave_are_refused_where_it_is_ambiguous(either: Any) -> None:
+    scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
+    overrides = [gr.Override(scaled, op_type="Sign", scope="a"), gr.Override(scaled, op_type="Sign")]
+    with refused("UNKNOWN_PARAM") as refusal:
+        evaluate_tower(either, tower(), overrides, params={"Sign": {"alpha": 5.0}})
+    refusal.says("'Sign'", "'alpha'", "label")

@@ -1,4 +1,4 @@
-"""Packed tensors on every way that tensors travel, against the answers of a client that packs nothing."""
+"""Packed tensors in every kind of request give the same results as unpacked ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDTH = 600
 
 
 def graph() -> gr.Graph:
-    """tanh, whose results are no bfloat16 numbers, and a gather, whose gradient is sparse."""
+    """Makes tanh, whose results are no bfloat16 numbers, and a gather, whose gradient is sparse."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None, WIDTH])
     y = g.tanh(x, name="y")
@@ -48,7 +48,7 @@ def graph() -> gr.Graph:
 
 
 def values(rows: int = 3) -> np.ndarray[Any, Any]:
-    # Few different ones, so that zstd makes them smaller.
+    # Few distinct values, so that zstd compresses them.
     return np.random.default_rng(0).standard_normal((1, WIDTH)).astype(np.float32).repeat(rows, 0)
 
 
@@ -63,7 +63,7 @@ def transfer(request: pytest.FixtureRequest) -> gr.Transfer:
 
 @pytest.fixture(params=["sync", "async"])
 def packing(request: pytest.FixtureRequest, server: RunningServer, transfer: gr.Transfer) -> Iterator[Any]:
-    """A client whose calls are packed."""
+    """Returns a client that packs its tensors."""
     if request.param == "sync":
         with gr.connect(server.target, transfer=transfer) as client:
             yield client
@@ -80,7 +80,7 @@ def rounded(value: Any) -> Any:
 
 
 def check(ask: Callable[..., Any], plain: Callable[..., Any], transfer: gr.Transfer, **feeds: Any) -> None:
-    """Compares what a packing client gets with what a plain one gets of the values that travel."""
+    """Compares the results of a packing client with those of a plain one for the same rounded values."""
     travel = rounded if transfer.wire_dtype else np.asarray
     found, expected = ask(feeds), plain({name: travel(value) for name, value in feeds.items()})
     compare(found, expected, travel)
@@ -103,7 +103,7 @@ def compare(found: Any, expected: Any, travel: Callable[[Any], Any]) -> None:
         assert found.flags.writeable >= np.asarray(expected).flags.writeable
 
 
-def test_inline_programs(packing: Any, client: Any, transfer: gr.Transfer) -> None:
+def test_inline_programs_with_packed_tensors(packing: Any, client: Any, transfer: gr.Transfer) -> None:
     check(
         lambda feeds: packing.evaluate(graph(), feeds, **WORDS),
         lambda feeds: client.evaluate(graph(), feeds, **WORDS),
@@ -112,7 +112,7 @@ def test_inline_programs(packing: Any, client: Any, transfer: gr.Transfer) -> No
     )
 
 
-def test_programs_alone_over_the_stream_and_in_chunks(packing: Any, client: Any, transfer: gr.Transfer) -> None:
+def test_programs_unary_over_the_stream_and_in_chunks(packing: Any, client: Any, transfer: gr.Transfer) -> None:
     plain = client.compile(graph(), **WORDS)
     program = packing.program(plain.name)
     for _ in range(6):
@@ -128,7 +128,7 @@ def test_programs_alone_over_the_stream_and_in_chunks(packing: Any, client: Any,
         compare(result.outputs["loss"], program.evaluate(FEEDS).outputs["loss"], np.asarray)
 
 
-def test_forward_and_pull_back(packing: Any, client: Any, transfer: gr.Transfer) -> None:
+def test_forward_and_pull_back_with_packed_tensors(packing: Any, client: Any, transfer: gr.Transfer) -> None:
     travel = rounded if transfer.wire_dtype else np.asarray
     plain = client.compile(graph(), fetches=["y"], ys=["y"], xs=["x"])
     program = packing.program(plain.name)
@@ -139,7 +139,7 @@ def test_forward_and_pull_back(packing: Any, client: Any, transfer: gr.Transfer)
         compare(dict(handle.vjp({"y": grad})), dict(expected.vjp({"y": travel(grad)})), travel)
 
 
-def test_other_derivatives(packing: Any, client: Any, transfer: gr.Transfer) -> None:
+def test_other_derivatives_with_packed_tensors(packing: Any, client: Any, transfer: gr.Transfer) -> None:
     plain = client.compile(graph(), ys=["loss"], xs=["x"])
     program = packing.program(plain.name)
     travel = rounded if transfer.wire_dtype else np.asarray
@@ -152,7 +152,7 @@ def test_other_derivatives(packing: Any, client: Any, transfer: gr.Transfer) -> 
     compare(dict(found), dict(client.jvp(graph(), given, given, ys=["loss"], xs=["x"])), travel)
 
 
-def test_sessions(server: RunningServer, client: Any, transfer: gr.Transfer) -> None:
+def test_sessions_with_packed_tensors(server: RunningServer, client: Any, transfer: gr.Transfer) -> None:
     travel = rounded if transfer.wire_dtype else np.asarray
 
     def trained(of: Any, change: Callable[[Any], Any]) -> list[Any]:
@@ -172,7 +172,7 @@ def test_sessions(server: RunningServer, client: Any, transfer: gr.Transfer) -> 
             compare(found, expected, travel)
 
 
-def test_one_call_has_another_transfer_than_its_client(client: Any) -> None:
+def test_call_may_override_the_packing_of_its_client(client: Any) -> None:
     program = client.compile(graph(), **WORDS)
     expected = program.evaluate(FEEDS)
     zstd = program.evaluate(FEEDS, transfer=Transfers["zstd"])
@@ -194,7 +194,7 @@ def test_one_call_has_another_transfer_than_its_client(client: Any) -> None:
 
 
 @pytest.mark.fast_path("batching")
-def test_calls_that_are_packed_in_different_ways_run_together(client: Any) -> None:
+def test_calls_with_different_packing_run_together(client: Any) -> None:
     g = gr.Graph()
     g.tanh(g.placeholder("x", "float32", [None, WIDTH]), name="y")
     program = client.compile(g, fetches=["y"], ys=["y"], xs=["x"])
@@ -205,7 +205,7 @@ def test_calls_that_are_packed_in_different_ways_run_together(client: Any) -> No
         return number, program.evaluate(x, transfer=ways[number % len(ways)])
 
     with ThreadPoolExecutor(16) as pool:
-        # How many calls are in flight at once depends on the machine.
+        # The number of concurrent calls depends on the machine.
         rounds = (list(pool.map(ask, range(200))) for _ in range(20))
         found = next(answers for answers in rounds if any(result.batch_size > 1 for _, result in answers))
     for number, result in found:
@@ -265,7 +265,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown type": ("INVALID_TENSOR", {"dtype": 99}, "type 99"),
     "other shape": ("FEED_SHAPE", {"shape": shape(2, 5)}, "has shape (2, 5), but the tensor has (None, 600)"),
     "negative size": ("INVALID_TENSOR", {"shape": shape(-1, WIDTH)}, "shape must be known"),
-    # Half a gigabyte in 16 KiB.
+    # 512 MiB in 16 KiB.
     "bomb": (
         "LIMIT_EXCEEDED",
         {
@@ -294,7 +294,7 @@ def test_wrong_packed_tensors_are_refused(case: str, channel: grpc.Channel, clie
     assert stub.Evaluate(request, timeout=30).outputs[0].value.inline_tensor.tensor_content == np.tanh(ONES).tobytes()
 
 
-def test_an_unknown_packing_of_the_answer_is_refused(channel: grpc.Channel, client: Any) -> None:
+def test_unknown_packing_of_the_answer_is_refused(channel: grpc.Channel, client: Any) -> None:
     g = gr.Graph()
     g.tanh(g.placeholder("x", "float32", [None, WIDTH]), name="y")
     program = client.compile(g, fetches=["y"])
@@ -309,7 +309,7 @@ def test_an_unknown_packing_of_the_answer_is_refused(channel: grpc.Channel, clie
     assert zstandard.ZstdDecompressor().decompress(found.content) == np.tanh(ONES).tobytes()
 
 
-def test_tensors_that_are_no_values_of_calls_cannot_be_packed(channel: grpc.Channel) -> None:
+def test_constants_cannot_be_packed(channel: grpc.Channel) -> None:
     constant = raw.node("x", "Const")
     constant.attr["dtype"].type = tensor_pb2.DT_FLOAT
     constant.attr["value"].tensor.CopyFrom(packed(ONES))
@@ -324,7 +324,7 @@ LONG = values(120)
 
 
 class CountingProxy:
-    """Passes one connection on to a server and counts the bytes that come back."""
+    """Forwards one connection to a server and counts the bytes that come back."""
 
     def __init__(self, target: str) -> None:
         self.received = 0
@@ -357,7 +357,7 @@ class CountingProxy:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_are_compressed_where_that_is_asked(server: RunningServer, is_async: bool, stream: bool) -> None:
+def test_answers_are_compressed_on_request(server: RunningServer, is_async: bool, stream: bool) -> None:
     sizes: dict[str | None, int] = {}
     loop = blocking.LoopThread()
     for transfer in (gr.Transfer(), Transfers["gzip"], Transfers["zstd"], Transfers["bfloat16"]):
@@ -380,13 +380,13 @@ def test_answers_are_compressed_where_that_is_asked(server: RunningServer, is_as
     raw_bytes = values(100).nbytes
     assert sizes[None] > raw_bytes
     assert sizes["gzip"] < raw_bytes / 4
-    # gRPC would keep all other calls waiting while it compresses them.
+    # gRPC would block all other calls while it compresses them.
     assert sizes["long"] > LONG.nbytes
     assert sizes["zstd"] < raw_bytes / 4
     assert raw_bytes / 2 < sizes["bfloat16"] < raw_bytes * 0.6
 
 
-def test_messages_are_bounded_by_their_bytes_unpacked(channel: grpc.Channel) -> None:
+def test_unpacked_size_of_messages_is_limited(channel: grpc.Channel) -> None:
     call: Any = channel.unary_unary("/gradrule.v1.GradientService/Evaluate")
     with pytest.raises(grpc.RpcError) as refusal:
         call(bytes(65 << 20), compression=grpc.Compression.Gzip, timeout=60)

@@ -1,4 +1,4 @@
-"""Ops that were not reviewed do not run: wherever they stand, all told at once; whoever trusts callers lets them."""
+"""Ops that were not reviewed are refused anywhere in a graph, unless the server trusts its callers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECRET = b"what is in the file"
 
 @pytest.fixture(scope="module")
 def canary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that nobody may read."""
+    """Returns a file that no graph may read."""
     path = tmp_path_factory.mktemp("canary") / "secret"
     path.write_bytes(SECRET)
     return path
@@ -37,8 +37,8 @@ def canary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose operator vouches for all callers."""
-    # A sandbox would keep files closed whatever the list says.
+    """Returns a server that trusts all callers."""
+    # The sandbox would block files whatever the policy says.
     flags = ("--trust", "full", "--sandbox", "off", "--device", "cpu")
     with running_server(tmp_path_factory.mktemp("trusting"), flags) as running:
         yield running
@@ -65,7 +65,7 @@ def _runs_when_trusted(op: OpDef) -> bool:
 
 
 def _samples() -> dict[str, OpDef]:
-    """Of each category of denied ops one whose only obstacle is the list."""
+    """Returns for each category of denied ops one op that only the policy blocks."""
     found: dict[str, OpDef] = {}
     for name, review in policy.op_reviews().items():
         op = op_definitions.find(name)
@@ -74,8 +74,8 @@ def _samples() -> dict[str, OpDef]:
     return found
 
 
-def checked(channel: grpc.Channel, graph: graph_pb2.Graph, fetches: list[str]) -> list[program_pb2.Finding]:
-    """What `validate_only` finds."""
+def validate(channel: grpc.Channel, graph: graph_pb2.Graph, fetches: list[str]) -> list[program_pb2.Finding]:
+    """Returns the findings of `validate_only`."""
     request = program_pb2.CompileProgramRequest(validate_only=True)
     request.spec.graph.inline_graph.CopyFrom(graph)
     request.spec.fetches.extend(fetches)
@@ -83,11 +83,11 @@ def checked(channel: grpc.Channel, graph: graph_pb2.Graph, fetches: list[str]) -
 
 
 @pytest.mark.parametrize("place", minimal.PLACES)
-def test_each_category_is_refused_in_each_place(channel: grpc.Channel, place: str) -> None:
+def test_each_category_is_refused_at_each_place(channel: grpc.Channel, place: str) -> None:
     samples = _samples()
     assert {"file read", "file write", "network", "process", "code", "across runs", "debug", "test"} <= samples.keys()
     ops = list(samples.values())
-    findings = checked(channel, minimal.graph_of(ops, place), [f"y{number}" for number in range(len(ops))])
+    findings = validate(channel, minimal.graph_of(ops, place), [f"y{number}" for number in range(len(ops))])
     told = {finding.message.split("(")[1].split(")")[0]: finding for finding in findings}
     for category, op in samples.items():
         finding = told[op.name]
@@ -96,9 +96,9 @@ def test_each_category_is_refused_in_each_place(channel: grpc.Channel, place: st
         assert minimal.OP in finding.node
 
 
-def test_what_is_allowed_is_not_told(channel: grpc.Channel) -> None:
+def test_allowed_ops_are_not_reported(channel: grpc.Channel) -> None:
     ops = [_op(name) for name in ("Sign", "MatMul", "StringJoin", "TensorListFromTensor", "SparseTensorDenseMatMul")]
-    assert not checked(channel, minimal.graph_of(ops, "branch"), [f"y{number}" for number in range(len(ops))])
+    assert not validate(channel, minimal.graph_of(ops, "branch"), [f"y{number}" for number in range(len(ops))])
 
 
 def _read(path: Path) -> Any:
@@ -144,7 +144,7 @@ def _graph(place: str, path: Path) -> gr.Graph:
 @provokes("OP_NOT_ALLOWED")
 @keeps_engine
 @pytest.mark.parametrize("place", PLACES)
-def test_files_stay_closed_wherever_a_node_stands(client: Any, canary: Path, place: str) -> None:
+def test_file_ops_are_refused_at_each_place(client: Any, canary: Path, place: str) -> None:
     graph = _graph(place, canary)
     with refused("OP_NOT_ALLOWED") as refusal:
         client.evaluate(graph, {"x": np.float32(1)} if place == "branch" else {}, fetches=["y"])
@@ -154,7 +154,7 @@ def test_files_stay_closed_wherever_a_node_stands(client: Any, canary: Path, pla
 
 
 @keeps_engine
-def test_all_are_told_at_once(client: Any, canary: Path) -> None:
+def test_all_denied_ops_are_reported_together(client: Any, canary: Path) -> None:
     def build() -> None:
         tf.identity(_read(canary) + _in_loop(canary), name="y")
         with tf.control_dependencies([tf.raw_ops.Abort(error_msg="")]):
@@ -168,7 +168,7 @@ def test_all_are_told_at_once(client: Any, canary: Path) -> None:
 
 
 @keeps_engine
-def test_what_nothing_needs_may_stand_there(client: Any, canary: Path) -> None:
+def test_unused_denied_ops_are_accepted(client: Any, canary: Path) -> None:
     def build() -> None:
         tf.identity(placeholder("x") * 2, name="y")
         _read(canary)
@@ -178,7 +178,7 @@ def test_what_nothing_needs_may_stand_there(client: Any, canary: Path) -> None:
 
 
 def _reading_rule(path: Path) -> gr.Graph:
-    """dx = dy * the length of a file."""
+    """Makes the rule dx = dy * the length of a file."""
 
     def build() -> None:
         dy = placeholder("dy")
@@ -188,7 +188,7 @@ def _reading_rule(path: Path) -> gr.Graph:
 
 
 @keeps_engine
-def test_rules_that_are_graphs_are_held_to_the_list(client: Any, canary: Path) -> None:
+def test_rules_by_graph_obey_the_policy(client: Any, canary: Path) -> None:
     with refused("OP_NOT_ALLOWED") as refusal:
         client.create_rule("Reads", graph=_reading_rule(canary))
     refusal.says("ReadFile", "file read")
@@ -197,7 +197,7 @@ def test_rules_that_are_graphs_are_held_to_the_list(client: Any, canary: Path) -
 
 
 @keeps_engine
-def test_rules_within_a_request_are_too(client: Any, canary: Path) -> None:
+def test_inline_rules_by_graph_obey_the_policy(client: Any, canary: Path) -> None:
     rule = gr.Rule(graph=_reading_rule(canary))
     with refused("OP_NOT_ALLOWED") as refusal:
         client.evaluate(sign_graph(), SIGN_FEEDS, ys=["y"], xs=["x"], overrides={"Sign": rule})
@@ -205,7 +205,7 @@ def test_rules_within_a_request_are_too(client: Any, canary: Path) -> None:
 
 
 @keeps_engine
-def test_gradients_that_a_graph_brings_are_too(client: Any, canary: Path) -> None:
+def test_embedded_custom_gradients_obey_the_policy(client: Any, canary: Path) -> None:
     def build(custom_gradient: Any) -> None:
         def region(x: Any) -> Any:
             return tf.exp(x), lambda dy: dy * tf.cast(_read(canary), tf.float32)
@@ -217,7 +217,7 @@ def test_gradients_that_a_graph_brings_are_too(client: Any, canary: Path) -> Non
     refusal.says("ReadFile")
 
 
-def test_who_trusts_lets_them_run(trusting_client: Any, canary: Path) -> None:
+def test_trusting_server_runs_denied_ops(trusting_client: Any, canary: Path) -> None:
     for place in PLACES:
         if place not in ("condition of a loop", "control input"):
             feeds = {"x": np.float32(-1)} if place == "branch" else {}
@@ -228,7 +228,7 @@ def test_who_trusts_lets_them_run(trusting_client: Any, canary: Path) -> None:
     np.testing.assert_array_equal(answer.gradients["x"], [len(SECRET)] * 2)
 
 
-def test_trust_does_not_lift_other_bounds(trusting_client: Any) -> None:
+def test_trusting_server_keeps_other_limits(trusting_client: Any) -> None:
     graph = raw.graph(raw.placeholder(), raw.node("s", "Split", "a", "x", num_split=graph_pb2.AttrValue(i=5000)))
     graph.node.append(raw.node("a", "Placeholder", dtype=graph_pb2.AttrValue(type=3)))
     graph.node.append(raw.node("y", "Identity", "s"))
@@ -238,8 +238,8 @@ def test_trust_does_not_lift_other_bounds(trusting_client: Any) -> None:
 
 
 @keeps_engine
-def test_what_a_node_says_of_where_it_runs_is_dropped(client: Any) -> None:
-    """Devices, groups and containers of other machines are nothing here; names of resources are nobody else's."""
+def test_placement_attributes_of_nodes_are_dropped(client: Any) -> None:
+    """Devices, groups and containers of other machines have no effect, and resource names reach no other program."""
 
     def build() -> None:
         x = placeholder("x")
@@ -260,7 +260,7 @@ def test_what_a_node_says_of_where_it_runs_is_dropped(client: Any) -> None:
 
 @keeps_engine
 @pytest.mark.parametrize("where", ["constant", "placeholder", "feed"])
-def test_ranks_are_bounded(client: Any, channel: grpc.Channel, where: str) -> None:
+def test_rank_of_tensors_is_limited(client: Any, channel: grpc.Channel, where: str) -> None:
     graph = raw.sign_graph()
     value = raw.tensor(np.ones([1] * 9, np.float32))
     if where == "placeholder":

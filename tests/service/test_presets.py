@@ -1,4 +1,4 @@
-"""Presets, the folding of batch norms that they need, and what they say of themselves."""
+"""Presets, the batch norm folding that they need, and their descriptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = RNG.normal(size=(36 * 4, 3))
 
 
 def network(*, bias: bool = True, norm: str = "", dtype: Any = tf.float64, kernel: str = "conv") -> gr.Graph:
-    """A convolution, a batch norm if wanted, a relu, a dense head."""
+    """Makes a convolution, an optional batch norm, a relu and a dense layer."""
 
     def build() -> None:
         x = placeholder("x", dtype, (None, 6, 6, 2))
@@ -59,7 +59,7 @@ def test_presets_are_listed(either: Any) -> None:
 
 
 def test_relevance_is_conserved_without_biases(client: Any) -> None:
-    """What the rules hand down from layer to layer sums to what they were given."""
+    """The relevance of every layer sums to that of the output."""
 
     def build() -> None:
         x = placeholder("x", tf.float64, (None, 6, 6, 2))
@@ -70,13 +70,13 @@ def test_relevance_is_conserved_without_biases(client: Any) -> None:
     g = build_graph(build)
     y = client.evaluate(g, {"x": IMAGES}, fetches=["y"]).outputs["y"]
     for name in ("epsilon_plus", "epsilon_plus_flat", "epsilon_alpha2_beta1", "excitation_backprop"):
-        # The stabiliser takes its share where an output is small.
+        # The stabilizer absorbs relevance where an output is small.
         preset = gr.Preset(name, eps=1e-12)
         r = client.evaluate(g, {"x": IMAGES}, ys=["y"], xs=["x"], grad_ys={"y": y}, overrides=preset)
         np.testing.assert_allclose(r.gradients["x"].sum((1, 2, 3)), y.sum(1), rtol=1e-9, err_msg=name)
 
 
-def test_user_entries_come_before_a_preset_wherever_it_stands(either: Any) -> None:
+def test_user_overrides_have_priority_over_a_preset(either: Any) -> None:
     own = gr.Override("linearize", op_type="Relu", label="own")
     overrides = [gr.Preset("epsilon_plus", eps=1e-3), own]
     r = either.evaluate(network(), {"x": IMAGES}, ys=["y"], xs=["x"], overrides=overrides)
@@ -84,7 +84,7 @@ def test_user_entries_come_before_a_preset_wherever_it_stands(either: Any) -> No
     assert {item.label for item in r.overrides} == {"epsilon_plus", "own"}
 
 
-def test_a_node_s_own_rule_comes_before_a_preset(client: Any) -> None:
+def test_rule_of_a_node_has_priority_over_a_preset(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     with g.gradient_override_map({"Relu": "linearize"}):
@@ -94,7 +94,7 @@ def test_a_node_s_own_rule_comes_before_a_preset(client: Any) -> None:
     assert rules_by_node(r) == {"own": "linearize", "y": "deconvnet"}
 
 
-def test_params_of_a_preset_reach_its_rules_and_change_from_call_to_call(either: Any) -> None:
+def test_params_of_a_preset_may_change_per_call(either: Any) -> None:
     g = network()
     one = either.evaluate(g, {"x": IMAGES}, ys=["y"], xs=["x"], overrides=gr.Preset("epsilon_plus", eps=1.0))
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x"], "overrides": gr.Preset("epsilon_plus")}
@@ -115,13 +115,13 @@ def test_params_of_a_preset_reach_its_rules_and_change_from_call_to_call(either:
     ],
     ids=str,
 )
-def test_presets_that_cannot_be(client: Any, preset: gr.Preset, reason: str, says: str) -> None:
+def test_invalid_preset_is_refused(client: Any, preset: gr.Preset, reason: str, says: str) -> None:
     with refused(reason) as refusal:
         client.evaluate(network(), {"x": IMAGES}, ys=["y"], xs=["x"], overrides=preset)
     refusal.says(says)
 
 
-def test_a_preset_that_takes_nothing_is_told(either: Any) -> None:
+def test_preset_that_matches_nothing_is_reported(either: Any) -> None:
     g = gr.Graph()
     g.op("Sin", g.placeholder("x", "float32", [None]), name="y")
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x"]}
@@ -154,7 +154,7 @@ def test_batch_norms_are_folded(client: Any, bias: bool, norm: str, dtype: Any, 
     assert folded.rewritten[0].startswith("norm")
     for got, wanted in ((folded.outputs["y"], plain.outputs["y"]), (folded.gradients["x"], plain.gradients["x"])):
         np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance * np.abs(wanted).max())
-    # The pair of linear op and bias is there for patterns, under the names that the user knows.
+    # Patterns find the linear op and its bias under the names that the user knows.
     r = client.evaluate(
         g, {"x": x}, rewrites=("fold_batch_norm",), overrides=gr.Preset("epsilon_plus"), ys=["y"], xs=["x"]
     )
@@ -163,7 +163,7 @@ def test_batch_norms_are_folded(client: Any, bias: bool, norm: str, dtype: Any, 
     assert pair.nodes == ({"conv": "conv", "depthwise": "conv"}[kernel], folded.rewritten[0])
 
 
-def test_gradients_of_weights_stay_right_when_folded(client: Any) -> None:
+def test_gradients_of_weights_are_right_after_folding(client: Any) -> None:
     def build() -> None:
         x, w = placeholder("x", tf.float64, (None, 3)), placeholder("w", tf.float64, (3, 4))
         mean, variance, offset, scale = (tf.constant(row, tf.float64) for row in np.abs(RNG.normal(size=(4, 4))))
@@ -180,7 +180,7 @@ def test_gradients_of_weights_stay_right_when_folded(client: Any) -> None:
         np.testing.assert_allclose(dense(folded.gradients[name]), dense(plain.gradients[name]), rtol=1e-10)
 
 
-def test_training_batch_norms_and_unknown_rewrites(client: Any) -> None:
+def test_training_batch_norms_and_unknown_rewrites_are_refused(client: Any) -> None:
     def build() -> None:
         x = placeholder("x", tf.float32, (None, 6, 6, 2))
         h = tf.nn.conv2d(x, tf.constant(KERNEL, tf.float32), 1, "SAME")
@@ -214,7 +214,7 @@ def affine(scale: Any, shift: Any) -> gr.Graph:
     ],
     ids=["channels", "row", "column", "scalar"],
 )
-def test_only_what_is_per_channel_is_folded(client: Any, scale: Any, shift: Any, folds: bool) -> None:
+def test_only_per_channel_affine_ops_are_folded(client: Any, scale: Any, shift: Any, folds: bool) -> None:
     x = RNG.normal(size=(3, 4))
     words: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
     plain = client.evaluate(affine(scale, shift), {"x": x}, **words)
@@ -224,7 +224,7 @@ def test_only_what_is_per_channel_is_folded(client: Any, scale: Any, shift: Any,
     np.testing.assert_allclose(folded.gradients["x"], plain.gradients["x"])
 
 
-def test_presets_that_differ_from_overrides_only_in_their_order_are_other_programs(client: Any) -> None:
+def test_order_of_preset_and_overrides_is_part_of_the_program(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     with g.gradient_override_map({"Relu": "default"}):
@@ -237,7 +237,7 @@ def test_presets_that_differ_from_overrides_only_in_their_order_are_other_progra
         assert float(r.gradients["x"][0]) == wanted
 
 
-def test_params_of_a_preset_stand_in_the_preset(channel: Any) -> None:
+def test_params_of_a_preset_are_its_own(channel: Any) -> None:
     from gradrule.v1 import evaluate_pb2
     from tests.service import raw
     from tests.service.answers import refused_raw

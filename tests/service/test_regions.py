@@ -1,4 +1,4 @@
-"""Regions: a rule for a subgraph, as `tf.custom_gradient` does it."""
+"""Regions: a rule for a subgraph, like `tf.custom_gradient`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_log1pexp_as_a_region(either: Any) -> None:
     assert (resolution.node, resolution.nodes, resolution.label) == ("out", ("e", "sum", "out"), "out")
 
 
-def test_same_as_custom_gradient_with_two_inputs_and_outputs(client: Any) -> None:
+def test_region_with_two_inputs_and_outputs_equals_custom_gradient(client: Any) -> None:
     @tf.custom_gradient
     def rotate(a: Any, b: Any) -> Any:
         def backward(da: Any, db: Any) -> Any:
@@ -64,7 +64,7 @@ def test_same_as_custom_gradient_with_two_inputs_and_outputs(client: Any) -> Non
     assert r.overrides[0].label == "rotate"
 
 
-def test_a_region_wins_over_nodes_inside_and_can_use_its_own_gradient(either: Any) -> None:
+def test_region_has_priority_over_its_nodes_and_can_use_its_default_gradient(either: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.op("Tanh", g.op("Relu", x, name="r"), name="y")
@@ -76,7 +76,7 @@ def test_a_region_wins_over_nodes_inside_and_can_use_its_own_gradient(either: An
     assert r.default_gradient_nodes == []
 
 
-def test_an_op_rule_on_a_region(client: Any) -> None:
+def test_op_rule_on_a_region(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.op("Sign", g.op("Floor", x, name="f"), name="y")
@@ -90,7 +90,7 @@ def test_an_op_rule_on_a_region(client: Any) -> None:
         )
 
 
-def test_inside_functions_and_loops(client: Any) -> None:
+def test_regions_inside_functions_and_loops(client: Any) -> None:
     @tf.function
     def soft(v: Any) -> Any:
         return tf.math.log(tf.exp(v, name="e") + 1.0, name="l")
@@ -142,7 +142,7 @@ def branching() -> gr.Graph:
         (["a"], ["c"], ["b"], "INVALID_OVERRIDE", "inside it is used outside"),
     ],
 )
-def test_regions_that_cannot_be(
+def test_invalid_region_is_refused(
     client: Any, inputs: list[str], outputs: list[str], xs: list[str], reason: str, says: str
 ) -> None:
     override = gr.Override(gr.Rule("each(zeros_like(x))"), region=gr.Region(inputs, outputs))
@@ -151,13 +151,13 @@ def test_regions_that_cannot_be(
     refusal.says(says)
 
 
-def test_weights_that_nothing_is_asked_of_may_stay_inside(client: Any) -> None:
+def test_unrequested_weights_may_stay_inside_a_region(client: Any) -> None:
     override = gr.Override(gr.Rule("7 * dy"), region=gr.Region(["a"], ["c"]))
     r = client.evaluate(branching(), {"x": [1.0], "w": [2.0]}, ys=["y"], xs=["x"], overrides=[override])
     assert_close(r.gradients["x"], np.float32([8]))
 
 
-def test_overlapping_regions(client: Any) -> None:
+def test_overlapping_regions_are_refused(client: Any) -> None:
     overrides = [
         gr.Override(gr.Rule("(dy, None)"), region=gr.Region(["a", "w"], ["c"]), label="one"),
         gr.Override(gr.Rule("dy"), region=gr.Region(["b"], ["c"]), label="two"),
@@ -167,7 +167,7 @@ def test_overlapping_regions(client: Any) -> None:
     refusal.says("overlap", "'one'", "'two'", "'c'")
 
 
-def test_neighbouring_regions(client: Any) -> None:
+def test_neighbouring_regions_are_independent(client: Any) -> None:
     g = gr.Graph()
     v = g.placeholder("x", "float32", [None])
     for name in ("a", "b", "c"):
@@ -178,8 +178,8 @@ def test_neighbouring_regions(client: Any) -> None:
     assert [float(r.gradients[name][0]) for name in ("x", "a", "b")] == [30.0, 15.0, 5.0]
 
 
-def test_inputs_that_depend_on_one_another_count_as_variables_of_their_own(client: Any) -> None:
-    """out = x · h with h = x²: the subgraph's own gradients are h and x, whatever lies before them."""
+def test_dependent_inputs_of_a_region_are_independent_variables(client: Any) -> None:
+    """out = x · h with h = x²: the subgraph's gradients are h and x, whatever comes before."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     h = g.op("Square", x, name="h")
@@ -189,7 +189,7 @@ def test_inputs_that_depend_on_one_another_count_as_variables_of_their_own(clien
     assert_close(r.gradients["x"], np.float32([12]))
 
 
-def test_a_tensor_that_goes_in_twice_is_counted_once(client: Any) -> None:
+def test_tensor_used_twice_is_one_input_of_a_region(client: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
     g.op("AddV2", g.op("Mul", x, x, name="m"), g.constant(np.float32(1)), name="y")
@@ -214,7 +214,7 @@ def branches() -> gr.Graph:
     return build_graph(build)
 
 
-def test_arguments_of_a_branch_depend_on_the_xs_too(client: Any) -> None:
+def test_arguments_of_a_branch_depend_on_the_xs(client: Any) -> None:
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x", "z"]}
     feeds = {"x": np.float32([1, 2]), "z": np.float32([3, 4])}
     plain = client.evaluate(branches(), feeds, **words)
@@ -223,7 +223,7 @@ def test_arguments_of_a_branch_depend_on_the_xs_too(client: Any) -> None:
     with refused("INVALID_OVERRIDE") as refusal:
         client.evaluate(branches(), feeds, overrides=[override], **words)
     refusal.says("enters it from outside")
-    # An argument has a name as any tensor has, so that it can be an input.
+    # Arguments have names like all tensors, so they can be inputs of a region.
     argument = refusal.message.partition("the region is invalid: '")[2].partition("'")[0]
     both = gr.Override(gr.Rule("each(default)"), region=gr.Region([inner["h"], argument], [inner["o"]]))
     r = client.evaluate(branches(), feeds, overrides=[both], **words)
@@ -231,7 +231,7 @@ def test_arguments_of_a_branch_depend_on_the_xs_too(client: Any) -> None:
         assert_close(r.gradients[name], plain.gradients[name])
 
 
-def test_a_region_around_a_branch_wins_over_what_is_in_it(client: Any) -> None:
+def test_region_around_a_branch_has_priority_over_its_nodes(client: Any) -> None:
     feeds = {"x": np.float32([1, 2]), "z": np.float32([3, 4])}
     region = gr.Override(gr.Rule("(7 * dy, None)"), region=gr.Region(["x", "z"], ["y"]))
     inside = gr.Override(gr.Rule("100 * dy"), op_type="Sin", optional=True)

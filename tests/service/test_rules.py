@@ -1,4 +1,4 @@
-"""The registry of rules over the wire."""
+"""The registry of rules through the clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST_BUILTINS = {
 }
 
 
-def test_life_of_a_rule(either: Any) -> None:
+def test_rule_is_created_used_and_deleted(either: Any) -> None:
     made = either.create_rule("Short", "alpha * dy", params={"alpha": 2.0}, description="Scales.")
     try:
         got = either.get_rule("Short")
@@ -48,21 +48,21 @@ def test_equal_content_is_the_same_rule(either: Any, rule: RuleMaker) -> None:
     assert either.create_rule("Same", "2 * dy").digest == either.get_rule("Same").digest
 
 
-def test_all_kinds_are_listed(either: Any) -> None:
+def test_rules_of_all_kinds_are_listed(either: Any) -> None:
     names = {kind: {rule.name for rule in either.list_rules(kind=kind)} for kind in ("op", "builtin")}
     assert {"Identity", "Relu", "MatMul", "Sign"} <= names["op"]
     assert len(names["op"]) > 300
     assert {name.removeprefix("builtin/") for name in names["builtin"]} >= FIRST_BUILTINS
 
 
-def test_op_rules_are_tensorflows(client: Any) -> None:
+def test_op_rules_are_tensorflow_gradients(client: Any) -> None:
     from tensorflow.python.framework import ops
 
     registered = {name for name in ops.gradient_registry.list() if not name.startswith(("Gradrule", "CustomGradient"))}
     assert {rule.name for rule in client.list_rules(kind="op")} <= registered
 
 
-def test_pages_hold_every_rule_once(channel: Any, client: Any) -> None:
+def test_pages_contain_every_rule_once(channel: Any, client: Any) -> None:
     seen: list[str] = []
     token = ""
     while True:
@@ -79,24 +79,24 @@ def test_pages_hold_every_rule_once(channel: Any, client: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FIRST_BUILTINS))
-def test_first_builtins_have_two_names(client: Any, name: str) -> None:
+def test_first_builtin_rules_have_two_names(client: Any, name: str) -> None:
     assert client.get_rule(name).digest == client.get_rule(f"builtin/{name}").digest
 
 
-def test_user_rule_named_like_the_reserved_word(either: Any) -> None:
+def test_rule_with_a_reserved_name_is_refused(either: Any) -> None:
     with refused("INVALID_RULE") as refusal:
         either.create_rule("default", "2 * dy")
     refusal.says("default")
 
 
 @pytest.mark.parametrize("name", ["", "with space", "a/b", "builtin/mine", "-x", "x" * 300])
-def test_names_that_cannot_be(either: Any, name: str) -> None:
+def test_invalid_names_are_refused(either: Any, name: str) -> None:
     with pytest.raises(gr.errors.GradruleError) as caught:
         either.create_rule(name, "2 * dy")
     assert caught.value.reason in {"INVALID_RULE", "MALFORMED_REQUEST", "RULE_EXISTS"}
 
 
-def test_sample_of_an_expression(either: Any, rule: RuleMaker) -> None:
+def test_expression_is_sampled(either: Any, rule: RuleMaker) -> None:
     rule("Window", "where(abs(x) <= width, dy, 0)", params={"width": 1.0})
     x, dy = np.float32([-2, 0.5, 1.5]), np.float32([1, 2, 3])
     assert_close(sampled(either.sample_rule("Window", x=x, dy=dy)), np.float32([0, 2, 0]))
@@ -104,31 +104,31 @@ def test_sample_of_an_expression(either: Any, rule: RuleMaker) -> None:
     assert_close(sampled(wide), np.float32([0, 2, 3]))
 
 
-def test_sample_of_an_op_rule(either: Any) -> None:
+def test_op_rule_is_sampled(either: Any) -> None:
     x = np.float32([-1, 0.5])
     assert_close(sampled(either.sample_rule("Tanh", x=x)), 1 - np.tanh(x) ** 2)
 
 
-def test_a_sampled_gradient_has_the_shape_of_x(either: Any) -> None:
+def test_sampled_gradient_has_the_shape_of_x(either: Any) -> None:
     assert_close(sampled(either.sample_rule(gr.Rule("sum(dy) + 0 * sum(x)"), x=np.ones((2, 3)))), np.full((2, 3), 6.0))
     with refused("RULE_OUTPUT") as refusal:
         either.sample_rule("ste", x=np.float32([1, 2, 3]), dy=np.float32([1]))
     refusal.says("[1]", "[3]")
 
 
-def test_a_sampled_rule_is_called_by_its_name(either: Any) -> None:
+def test_rule_is_sampled_by_name(either: Any) -> None:
     with refused("MISSING_PARAM") as refusal:
         either.sample_rule("gradient_scale", x=np.float32([1]))
     refusal.says("'gradient_scale'", "'factor'")
 
 
-def test_sample_without_what_it_needs(either: Any) -> None:
+def test_sample_without_its_inputs_is_refused(either: Any) -> None:
     with refused("MISSING_FEED") as refusal:
         either.sample_rule("guided_relu", dy=np.float32([1]))
     refusal.says("x")
 
 
 def sampled(answer: gr.SampleResult) -> Any:
-    """The gradient of the only input."""
+    """Returns the gradient of the only input."""
     (gradient,) = answer.gradients.values()
     return gradient

@@ -1,4 +1,4 @@
-"""Custom gradients in a saved graph, in a process that never saw the functions that were traced."""
+"""Custom gradients in a saved graph work in a process that never saw the traced functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.client.tracing import interpreter
 from tests.unit.client.tracing.test_custom_gradients import SPEC, X, in_loop, local
 
 
-def test_they_hold_in_another_process(tmp_path: Path) -> None:
+def test_saved_custom_gradients_work_in_another_process(tmp_path: Path) -> None:
     gr.trace(in_loop, SPEC).save(tmp_path / "graph.pb")
     np.savez(tmp_path / "feeds.npz", x=X)
     files = [str(tmp_path / name) for name in ("graph.pb", "feeds.npz", "answers.npz")]

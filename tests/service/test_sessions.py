@@ -1,4 +1,4 @@
-"""Sessions: training on the server beside Keras itself, state that a graph assigns, bounds, and what is left behind."""
+"""Sessions: training compared with Keras, state that a graph assigns, limits, and cleanup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ W = RNG.normal(size=(3, 2)).astype(np.float32)
 
 
 def linear() -> gr.Graph:
-    """loss = mean((x·w + b - t)²)."""
+    """Makes loss = mean((x·w + b - t)²)."""
     g = gr.Graph()
     x, t = g.placeholder("x", "float32", [None, 3]), g.placeholder("t", "float32", [None, 2])
     w, b = g.variable("w", W), g.variable("b", np.zeros(2, np.float32))
@@ -45,8 +45,8 @@ def linear() -> gr.Graph:
     return g
 
 
-def locally(optimizer: Any, steps: int) -> tuple[list[float], dict[str, Any]]:
-    """Losses and variables of the same model under Keras."""
+def train_with_keras(optimizer: Any, steps: int) -> tuple[list[float], dict[str, Any]]:
+    """Returns losses and variables of the same model trained by Keras."""
     w, b = keras.Variable(W), keras.Variable(np.zeros(2, np.float32))
     losses = []
     for _ in range(steps):
@@ -79,7 +79,7 @@ OPTIMIZERS: dict[str, tuple[gr.optimizers.Optimizer, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_equal_those_of_keras(client: Any, name: str) -> None:
     ours, theirs = OPTIMIZERS[name]
-    losses, variables = locally(theirs(), 5)
+    losses, variables = train_with_keras(theirs(), 5)
     with client.session(linear()) as s:
         got = [s.step({"x": X, "t": T}, "loss", ours) for _ in range(5)]
         assert [result.step for result in got] == [1, 2, 3, 4, 5]
@@ -88,7 +88,7 @@ def test_steps_equal_those_of_keras(client: Any, name: str) -> None:
             assert_close(s.read(variable)[variable], value, rtol=1e-3)
 
 
-def test_every_optimizer_has_keras_defaults() -> None:
+def test_optimizers_have_the_defaults_of_keras() -> None:
     for name in gr.optimizers.__all__:
         if name != "Optimizer":
             config = getattr(keras.optimizers, name)().get_config()
@@ -97,7 +97,7 @@ def test_every_optimizer_has_keras_defaults() -> None:
 
 
 def test_async_client_gives_the_same_steps(aio_client: Any) -> None:
-    losses, variables = locally(keras.optimizers.Adam(0.05), 3)
+    losses, variables = train_with_keras(keras.optimizers.Adam(0.05), 3)
     with aio_client.session(linear()) as s:
         got = [s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(0.05), fetches=["y"]) for _ in range(3)]
         assert_close(np.array([result.loss for result in got]), np.float32(losses), rtol=1e-4)
@@ -110,7 +110,7 @@ def test_async_client_gives_the_same_steps(aio_client: Any) -> None:
 def test_learning_rate_may_change_between_steps(client: Any) -> None:
     with client.session(linear()) as s:
         optimizer = keras.optimizers.Adam(0.1)
-        locally_first, _ = locally(optimizer, 1)
+        locally_first, _ = train_with_keras(optimizer, 1)
         first = s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(0.1))
         assert_close(first.loss, np.float32(locally_first[0]), rtol=1e-5)
         before = s.read("w")["w"]
@@ -118,7 +118,7 @@ def test_learning_rate_may_change_between_steps(client: Any) -> None:
         assert_close(s.read("w")["w"], before)
 
 
-def test_some_variables_only_and_a_loss_that_is_no_scalar(client: Any) -> None:
+def test_step_of_some_variables_with_a_loss_that_is_no_scalar(client: Any) -> None:
     with client.session(linear()) as s:
         s.step({"x": X, "t": T}, "y", gr.optimizers.SGD(1.0), variables=["b"])
         values = s.read()
@@ -171,8 +171,8 @@ def test_results_go_by_aliases(either: Any) -> None:
         assert step.outputs["loss"] == step.outputs["total"] == step.loss == r.outputs["total"]
 
 
-def test_what_the_graph_assigns_is_kept(client: Any) -> None:
-    """A moving average, as batch normalisation has one, and a counter."""
+def test_assignments_of_the_graph_persist(client: Any) -> None:
+    """A moving average, as in batch normalization, and a counter."""
 
     def build() -> None:
         v1 = tf.compat.v1
@@ -213,8 +213,8 @@ def small_model() -> keras.Model:
     )
 
 
-def test_a_traced_keras_model_trains_as_under_keras(client: Any) -> None:
-    """Batch norm's statistics are assigned on the way, and are not trained; silu brings a custom gradient."""
+def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
+    """Batch norm statistics are assigned and not trained; silu has a custom gradient."""
     model, twin = small_model(), small_model()
 
     def loss_of(model: keras.Model, x: Any, t: Any) -> Any:
@@ -236,7 +236,7 @@ def test_a_traced_keras_model_trains_as_under_keras(client: Any) -> None:
             np.testing.assert_allclose(trained[path], variable.value, rtol=1e-3, atol=1e-4)
 
 
-def test_random_first_values_are_drawn_once(client: Any) -> None:
+def test_random_initial_values_are_drawn_once(client: Any) -> None:
     with tf.Graph().as_default() as graph:
         v1 = tf.compat.v1
         w = v1.get_variable("w", initializer=tf.random.normal([50]), use_resource=True)
@@ -250,7 +250,7 @@ def test_random_first_values_are_drawn_once(client: Any) -> None:
         assert np.unique(first["w"]).size == 50
 
 
-def test_gradients_and_feeds_in_place_of_variables(client: Any) -> None:
+def test_variables_of_a_session_can_be_fed_and_differentiated(client: Any) -> None:
     with client.session(linear(), variables={"b": [1.0, 1.0]}) as s:
         r = s.evaluate({"x": X, "t": T}, fetches=["y"], ys=["loss"], xs=["w", "x"])
         whole = client.evaluate(linear(), {"x": X, "t": T, "b": [1.0, 1.0]}, ["y"], ys=["loss"], xs=["w", "x"])
@@ -262,7 +262,7 @@ def test_gradients_and_feeds_in_place_of_variables(client: Any) -> None:
         assert_close(s.read()["b"], np.float32([1, 1]))
 
 
-def test_large_variables_travel_as_blobs(either: Any) -> None:
+def test_large_variables_are_uploaded_as_blobs(either: Any) -> None:
     g = gr.Graph()
     table = np.arange(40_000, dtype=np.float32).reshape(200, 200)
     g.op("Sum", g.variable("w", table), g.constant([0, 1]), name="loss")
@@ -323,7 +323,7 @@ def test_step_after_its_deadline_changes_nothing(tmp_path: Path) -> None:
         try:
             after = s.read(timeout=60)["w"]
         except gr.errors.SessionLostError:
-            # What goes on for too long is ended with its engine.
+            # A call that runs too long is ended with its engine.
             return
         assert after == before
 
@@ -341,7 +341,7 @@ def test_variable_without_value_is_reported(client: Any) -> None:
         assert_close(s.evaluate({"x": X}, fetches=["y"]).outputs["y"], X @ W, rtol=1e-4)
 
 
-def test_session_that_cannot_start_is_an_error(either: Any) -> None:
+def test_session_that_cannot_start_is_refused(either: Any) -> None:
     g = linear()
     g.op("Sign", g.placeholder("q", "float32", [None]), name="unused")
     with refused("UNKNOWN_TENSOR"), either.session(g, variables={"nope": 1.0}):
@@ -351,7 +351,7 @@ def test_session_that_cannot_start_is_an_error(either: Any) -> None:
 
 
 class RawSession:
-    """Bare messages."""
+    """Sends plain session messages."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -419,7 +419,7 @@ def test_number_and_bytes_of_sessions_are_limited(small: RunningServer) -> None:
                     assert_close(s.read()["w"], np.ones(200_000, np.float32))
                     return s.step({}, "loss", gr.optimizers.SGD(1.0)).step
             except gr.errors.QuotaExceededError:
-                # The sessions above may not have been counted out yet.
+                # The closed sessions may still count.
                 return None
 
         assert wait_until(free, "room for a session") == 1
@@ -430,7 +430,7 @@ def test_number_and_bytes_of_sessions_are_limited(small: RunningServer) -> None:
 
 
 @provokes("SESSION_LOST")
-def test_a_session_is_lost_with_its_engine(tmp_path: Path) -> None:
+def test_session_is_lost_with_its_engine(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, gr.connect(server.target) as client, client.session(linear()) as s:
         s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1))
         os.kill(server.session_engine_pid(), signal.SIGKILL)
@@ -455,9 +455,10 @@ with client.session(g) as s:
 """
 
 
-def test_killed_clients_leave_no_memory_behind(tmp_path: Path) -> None:
-    """Freed memory is kept for its next use, so the first client makes the engine grow, and no other does, though each
-    holds 80 MB of variables and twice as much of slots."""
+def test_killed_clients_leave_no_memory(tmp_path: Path) -> None:
+    """Freed memory is reused: the first client makes the engine grow, and no later one does, though each has 80 MB of
+    variables and twice as much of slots.
+    """
 
     def train_until_killed() -> None:
         with subprocess.Popen(
@@ -466,7 +467,7 @@ def test_killed_clients_leave_no_memory_behind(tmp_path: Path) -> None:
             assert trainer.stdout is not None
             assert trainer.stdout.readline() == b"step\n"
             trainer.send_signal(signal.SIGKILL)
-        # The one session that the server holds is free again as soon as the killed one is gone.
+        # The server's only session slot is free as soon as the killed session is gone.
         with gr.connect(server.target) as client:
             wait_until(lambda: has_room(client), "room for another session")
 
@@ -478,7 +479,7 @@ def test_killed_clients_leave_no_memory_behind(tmp_path: Path) -> None:
             return None
 
     def largest() -> int:
-        # While a step of a killed client runs, the next session gets another engine.
+        # While a step of a killed client runs, the next session uses another engine.
         sizes = [0]
         for pid in engines(server.process.pid):
             with contextlib.suppress(FileNotFoundError):
@@ -492,7 +493,7 @@ def test_killed_clients_leave_no_memory_behind(tmp_path: Path) -> None:
 
     with running_server(tmp_path, ("--max-sessions", "1")) as server:
         train_until_killed()
-        # A step that was under way may still run.
+        # A step may still run.
         first = wait_until(settled, "engines at rest")
         assert first > 240e6, "variables and slots of one session"
         for _ in range(3):

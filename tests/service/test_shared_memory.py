@@ -1,4 +1,4 @@
-"""Large tensors between the front end and a real engine, and what is left of them."""
+"""Large tensors between the front end and a real engine through shared memory, and its cleanup."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MEBIBYTE = 1024 * 1024
 _LIMIT = 1024 * _MEBIBYTE
 
 
-class Front:
-    """One engine, confined as far as this platform can, with a limit of memory, and the loop that it is held on."""
+class EngineFixture:
+    """Holds one confined engine with a memory limit, and its event loop."""
 
     def __init__(self, memory_limit: int) -> None:
         self.runner = asyncio.Runner()
@@ -45,18 +45,18 @@ class Front:
 
 
 @pytest.fixture(scope="module")
-def front() -> Iterator[Front]:
-    made = Front(2 << 30)
+def front() -> Iterator[EngineFixture]:
+    made = EngineFixture(2 << 30)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def front_without() -> Iterator[Front]:
-    """The same without shared memory, as on a system that has none, and with less memory."""
+def front_without() -> Iterator[EngineFixture]:
+    """Returns an engine without shared memory, as on a system that has none, and with a lower limit."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(arena, "has_sealed_memory", lambda: False)
-        made = Front(_LIMIT)
+        made = EngineFixture(_LIMIT)
     yield made
     made.close()
 
@@ -89,7 +89,7 @@ def _run(values: np.ndarray) -> link_pb2.RunRequest:
     inline = call.feeds.add(name="x").value.inline_tensor
     inline.dtype = tensor_pb2.DT_FLOAT
     inline.tensor_shape.CopyFrom(tensor_codec.shape_message(values.shape))
-    # Without TensorFlow's own message in between, which is another two copies.
+    # Avoids TensorFlow's own message, which makes two more copies.
     inline.tensor_content = values.tobytes()
     return link_pb2.RunRequest(key="double", request=call.SerializeToString())
 
@@ -100,7 +100,7 @@ def _values(answer: bytes) -> np.ndarray:
     return np.frombuffer(content, np.float32)
 
 
-def test_large_values_arrive_concurrently_and_their_memory_is_released(front: Front) -> None:
+def test_large_values_arrive_concurrently_and_their_memory_is_released(front: EngineFixture) -> None:
     front.runner.run(_send_large_values_concurrently(front.pool))
 
 
@@ -117,7 +117,7 @@ async def _send_large_values_concurrently(pool: EnginePool) -> None:
     await wait_for_condition(lambda: shared_bytes(pid) <= before)
 
 
-def test_stored_values_do_not_change_with_the_next_request(front: Front) -> None:
+def test_stored_values_do_not_change_with_the_next_request(front: EngineFixture) -> None:
     front.runner.run(_store_values_and_send_another_request(front.pool))
 
 
@@ -142,8 +142,8 @@ async def _store_values_and_send_another_request(pool: EnginePool) -> None:
     assert [(float(item.min()), float(item.max())) for item in found] == [(7, 7), (6, 6)]
 
 
-def test_killed_engine_leaves_no_descriptors_or_files(front: Front) -> None:
-    """Not in the front end's table of files, and not in the file system's."""
+def test_killed_engine_leaves_no_descriptors_or_files(front: EngineFixture) -> None:
+    """Neither in the front end's descriptor table nor in the file system."""
     front.runner.run(_kill_engine_twice(front.pool))
 
 
@@ -154,7 +154,7 @@ async def _kill_engine_twice(pool: EnginePool) -> None:
     for _ in range(2):
         pid = engine.pid
         assert pid is not None
-        # However fast it is, it does not answer before its end.
+        # A stopped engine cannot answer before it is killed.
         os.kill(pid, signal.SIGSTOP)
         asked = asyncio.ensure_future(_ask(pool, Kind.RUN, _run(np.ones(8 * _MEBIBYTE, np.float32))))
         await asyncio.sleep(0.05)
@@ -168,19 +168,19 @@ async def _kill_engine_twice(pool: EnginePool) -> None:
     assert Path("/proc/self/maps").read_text().count("memfd:gradrule") == mapped
 
 
-def test_without_shared_memory_values_travel_through_the_socket(front_without: Front) -> None:
+def test_without_shared_memory_values_travel_through_the_socket(front_without: EngineFixture) -> None:
     values = np.arange(_MEBIBYTE, dtype=np.float32)
     answer = front_without.runner.run(_ask(front_without.pool, Kind.RUN, _run(values)))
     np.testing.assert_array_equal(_values(answer), 2 * values)
 
 
-def test_request_beyond_the_memory_limit_is_refused_and_the_next_one_runs(front_without: Front) -> None:
+def test_request_beyond_the_memory_limit_is_refused_and_the_next_one_runs(front_without: EngineFixture) -> None:
     front_without.runner.run(_send_too_large_request_then_small_one(front_without.pool))
 
 
 async def _send_too_large_request_then_small_one(pool: EnginePool) -> None:
     pid = pool.engines[0].pid
-    # Of its limit, the engine itself takes some.
+    # The engine itself uses a part of its limit.
     with pytest.raises(GradruleError) as caught:
         await _ask(pool, Kind.RUN, _run(np.ones(200 * _MEBIBYTE, np.float32)))
     assert caught.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED

@@ -1,4 +1,4 @@
-"""Graphs from functions and models on a real server: the same values and gradients as TensorFlow's here, by aliases."""
+"""Graphs from functions and models give TensorFlow's values and gradients; overrides reach their nodes by alias."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mapping(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("fn", [branching, looping, calling, mapping], ids=lambda fn: fn.__name__)
-def test_functions_are_what_they_are_in_tensorflow(either: Any, fn: Callable[..., Any]) -> None:
+def test_functions_give_the_results_of_tensorflow(either: Any, fn: Callable[..., Any]) -> None:
     graph = gr.trace(fn, SPEC)
     result = either.evaluate(graph, {"x": X}, fetches=["output"], ys=["output"], xs=["x"])
     x = tf.constant(X)
@@ -63,7 +63,7 @@ def test_overrides_reach_traced_nodes(either: Any) -> None:
     assert (list(explained.outputs), list(explained.xs)) == (["score"], ["image"])
 
 
-def test_programs_know_aliases(either: Any) -> None:
+def test_programs_accept_aliases(either: Any) -> None:
     program = either.compile(graph_with_aliases(), fetches=["score"], ys=["score"], xs=["image"])
     try:
         found = either.program(program.name)
@@ -80,7 +80,7 @@ def test_programs_know_aliases(either: Any) -> None:
         either.delete_program(program.name)
 
 
-def test_programs_that_differ_in_aliases_are_two(client: Any) -> None:
+def test_aliases_are_part_of_the_program(client: Any) -> None:
     graph = graph_with_aliases()
     first = client.compile(graph, fetches=["score"])
     graph.aliases["picture"] = "x"
@@ -93,14 +93,14 @@ def test_programs_that_differ_in_aliases_are_two(client: Any) -> None:
         client.delete_program(second.name)
 
 
-def test_a_misspelt_alias_is_told_the_others(either: Any) -> None:
+def test_error_of_a_misspelt_alias_names_the_others(either: Any) -> None:
     with pytest.raises(gr.errors.UnknownTensorError, match=r"'scor'.*Aliases: 'image', 'other', 'score'"):
         either.evaluate(graph_with_aliases(), {"image": X}, fetches=["scor"])
     with pytest.raises(gr.errors.UnknownFeedError, match=r"'imag'.*Aliases: 'image', 'other', 'score'"):
         either.evaluate(graph_with_aliases(), {"imag": X}, fetches=["score"])
 
 
-def test_frozen_models_run(either: Any, tmp_path: Path) -> None:
+def test_frozen_models_give_the_results_of_tensorflow(either: Any, tmp_path: Path) -> None:
     weight = tf.Variable([[1.0, -1.0], [2.0, 0.5], [0.0, 3.0]], name="weight")
     gr.trace(lambda x: tf.nn.relu(x @ weight), SPEC).save(tmp_path / "model.pb", freeze=True)
     result = either.evaluate(gr.load(tmp_path / "model.pb"), {"x": X}, ["output"], ys=["output"], xs=["x"])

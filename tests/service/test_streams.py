@@ -1,4 +1,4 @@
-"""Many requests on one stream: order of answers, errors, cancelling, draining."""
+"""Many requests on one stream: order of answers, errors, cancellation, drain."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def sign_of(value: float) -> evaluate_pb2.EvaluateRequest:
     return raw.request(raw.sign_graph(), {"x": raw.tensor([value])})
 
 
-def staying() -> evaluate_pb2.EvaluateRequest:
+def endless_request() -> evaluate_pb2.EvaluateRequest:
     return raw.request(loop_graphs.endless().SerializeToString(), {"x": raw.tensor(loop_graphs.ENDLESS)})
 
 
-def await_rest(server: RunningServer) -> None:
+def wait_until_idle(server: RunningServer) -> None:
     """Waits until neither the server nor its engine uses processor time."""
 
     def probe() -> bool | None:
@@ -95,7 +95,7 @@ def test_failed_request_does_not_end_the_stream(stream: RawStream) -> None:
         (b"\xff\xff\xff", 0),
         (b"", 0),
         (evaluate_pb2.StreamEvaluateRequest(request_id=7).SerializeToString(), 7),
-        # evaluate (field 2) holds what is no EvaluateRequest.
+        # Field 2 (evaluate) contains an invalid EvaluateRequest.
         (b"\x08\x09\x12\x02\xff\xff", 9),
     ],
 )
@@ -108,7 +108,7 @@ def test_malformed_message_is_reported_and_does_not_end_the_stream(stream: RawSt
 
 
 def test_id_in_use_is_refused(stream: RawStream) -> None:
-    stream.send(5, evaluate=staying())
+    stream.send(5, evaluate=endless_request())
     stream.send(5, evaluate=sign_of(1.0))
     assert error_reason(stream.receive()) == "MALFORMED_REQUEST"
     stream.send(0, cancel=evaluate_pb2.CancelRequest(request_id=5))
@@ -118,7 +118,7 @@ def test_id_in_use_is_refused(stream: RawStream) -> None:
 
 
 def test_slow_request_delays_no_other_and_can_be_cancelled(stream: RawStream) -> None:
-    stream.send(1, evaluate=staying())
+    stream.send(1, evaluate=endless_request())
     stream.send(2, evaluate=sign_of(-4.0))
     answer = stream.receive()
     assert (answer.request_id, output(answer)) == (2, -1.0)
@@ -131,14 +131,14 @@ def test_slow_request_delays_no_other_and_can_be_cancelled(stream: RawStream) ->
 
 
 def test_each_request_has_its_own_deadline(stream: RawStream) -> None:
-    request = evaluate_pb2.StreamEvaluateRequest(request_id=1, evaluate=staying())
+    request = evaluate_pb2.StreamEvaluateRequest(request_id=1, evaluate=endless_request())
     request.timeout.FromMilliseconds(300)
     stream.send_bytes(request.SerializeToString())
     assert error_reason(stream.receive()) == "DEADLINE_EXCEEDED"
 
 
 def test_unread_answers_do_not_accumulate(tmp_path: Path) -> None:
-    """Each is of 4 MB: after some of them the stream is not read any more, and goes on as soon as they are."""
+    """Each has 4 MB: after some of them the server stops reading the stream until they are read."""
     count = 300
     graph = build_graph_def(lambda: tf.negative(tf.ones([1_000_000]), name="y")).SerializeToString()
     with (
@@ -151,7 +151,7 @@ def test_unread_answers_do_not_accumulate(tmp_path: Path) -> None:
         stream.receive()
         for number in range(1, count):
             stream.send(number, evaluate=request)
-        await_rest(server)
+        wait_until_idle(server)
         assert resident_bytes(server.process.pid) < 500e6
         assert {stream.receive().request_id for _ in range(1, count)} == set(range(1, count))
 
@@ -170,7 +170,7 @@ def test_stopping_server_finishes_requests_and_ends_streams(tmp_path: Path) -> N
             stream.receive()
         assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
         assert server.process.wait(30) == 0
-        # An idle stream must not use up the time that is there for requests: 20 s.
+        # An idle stream must not use up the 20 s that requests have to finish.
         assert time.monotonic() - started < 15.0
 
 
@@ -178,9 +178,9 @@ def test_client_that_disconnects_leaves_nothing_running(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel:
         before = server.wait_for_engine()
         with open_stream(channel) as stream:
-            stream.send(1, evaluate=staying())
+            stream.send(1, evaluate=endless_request())
             stream.send(2, evaluate=sign_of(1.0))
             assert output(stream.receive()) == 1.0
-        # Nothing but its end stops a loop that never ends.
+        # Only the end of the engine stops an endless loop.
         wait_for_another_engine(server, before)
         raw.assert_healthy(channel)

@@ -1,4 +1,4 @@
-"""Loops, branches, maps and lookups, plain and with an override, against TensorFlow here."""
+"""Loops, branches, maps and lookups, plain and with an override, give the results of local TensorFlow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_scan() -> None:
 
 
 @register(TABLE, "scan backwards", ROWS, "Tanh")
-def with_scan_backwards() -> None:
+def with_reverse_scan() -> None:
     x, w = feed("x", ROWS), feed("w", ROWS)
     start = tf.zeros([3], tf.float64)
     tf.identity(tf.scan(lambda h, row: tf.tanh(tf.linalg.matvec(w, h) + row), x, start, reverse=True), name="y")
@@ -112,7 +112,7 @@ def with_lists() -> None:
     array = tf.TensorArray(tf.float64, size=0, dynamic_size=True, infer_shape=False)
 
     def body(i: Any, kept: Any) -> Any:
-        # Each entry has another length.
+        # Each entry has a different length.
         return i + 1, kept.write(i, tf.sin(tf.reshape(x, [-1])[: i + 1]))
 
     kept = tf.while_loop(lambda i, _: i < tf.shape(x)[0], body, [0, array])[1]
@@ -120,5 +120,5 @@ def with_lists() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
-def test_structure(client: Any, name: str) -> None:
+def test_structure_equals_tensorflow(client: Any, name: str) -> None:
     check(client, TABLE[name])

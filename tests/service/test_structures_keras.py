@@ -1,4 +1,4 @@
-"""Keras layers frozen to constants, plain and with an override, against TensorFlow here."""
+"""Frozen Keras layers, plain and with an override, give the results of local TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TABLE: Table = {}
 SEQUENCE = {"x": values(2, 5, 3).astype(np.float32)}
 
 
-def frozen(make: Callable[[], Any], *, training: bool = False) -> Any:
-    """The GraphDef of a Keras model, its variables turned into constants."""
+def freeze(make: Callable[[], Any], *, training: bool = False) -> Any:
+    """Returns the GraphDef of a Keras model with its variables as constants."""
     from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
     tf.keras.utils.set_random_seed(1)
@@ -30,11 +30,11 @@ def frozen(make: Callable[[], Any], *, training: bool = False) -> Any:
     return graph.as_graph_def()
 
 
-def enter(name: str, op_type: str, *layers: Callable[[], Any], training: bool = False, **more: Any) -> None:
-    """Enters a model of these layers."""
+def register_layers(name: str, op_type: str, *layers: Callable[[], Any], training: bool = False, **more: Any) -> None:
+    """Registers a model of these layers."""
 
     def make() -> Any:
-        return frozen(lambda: tf.keras.Sequential([layer() for layer in layers]), training=training)
+        return freeze(lambda: tf.keras.Sequential([layer() for layer in layers]), training=training)
 
     TABLE[name] = Structure(make, SEQUENCE, ["x"], op_type, tolerance=1e-4, **more)
 
@@ -44,14 +44,16 @@ def recurrent(kind: str, **words: Any) -> Callable[[], Any]:
 
 
 for kind in ("LSTM", "GRU", "SimpleRNN"):
-    enter(kind, "Tanh", recurrent(kind))
-    enter(f"{kind} unrolled", "Tanh", recurrent(kind, unroll=True))
-enter("LSTM backwards", "Sigmoid", recurrent("LSTM", go_backwards=True))
-enter("bidirectional LSTM", "Sigmoid", lambda: tf.keras.layers.Bidirectional(recurrent("LSTM")()))
-enter("bidirectional GRU", "Tanh", lambda: tf.keras.layers.Bidirectional(recurrent("GRU")(), merge_mode="sum"))
-enter("layer norm and softmax", "Softmax", tf.keras.layers.LayerNormalization, tf.keras.layers.Softmax)
-enter("batch norm, inference", "Relu", tf.keras.layers.ReLU, tf.keras.layers.BatchNormalization)
-enter(
+    register_layers(kind, "Tanh", recurrent(kind))
+    register_layers(f"{kind} unrolled", "Tanh", recurrent(kind, unroll=True))
+register_layers("LSTM backwards", "Sigmoid", recurrent("LSTM", go_backwards=True))
+register_layers("bidirectional LSTM", "Sigmoid", lambda: tf.keras.layers.Bidirectional(recurrent("LSTM")()))
+register_layers(
+    "bidirectional GRU", "Tanh", lambda: tf.keras.layers.Bidirectional(recurrent("GRU")(), merge_mode="sum")
+)
+register_layers("layer norm and softmax", "Softmax", tf.keras.layers.LayerNormalization, tf.keras.layers.Softmax)
+register_layers("batch norm, inference", "Relu", tf.keras.layers.ReLU, tf.keras.layers.BatchNormalization)
+register_layers(
     "convolution and pooling",
     "Relu",
     lambda: tf.keras.layers.Conv1D(4, 2, activation="relu"),
@@ -60,5 +62,5 @@ enter(
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
-def test_structure(client: Any, name: str) -> None:
+def test_structure_equals_tensorflow(client: Any, name: str) -> None:
     check(client, TABLE[name])

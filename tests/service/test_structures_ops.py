@@ -1,4 +1,4 @@
-"""Normalisation, dropout, ragged, sparse, string, image, complex and linear algebra ops, against TensorFlow here."""
+"""Normalization, dropout, ragged, sparse, string, image, complex and linear algebra ops equal local TensorFlow."""
 
 from __future__ import annotations
 
@@ -159,5 +159,5 @@ def with_eigenvalues() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
-def test_structure(client: Any, name: str) -> None:
+def test_structure_equals_tensorflow(client: Any, name: str) -> None:
     check(client, TABLE[name])

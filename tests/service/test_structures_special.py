@@ -1,4 +1,4 @@
-"""Seeds, sparse gradients, what the gradients of branches lose in TensorFlow, and control flow of version 1."""
+"""Seeds, sparse gradients, gradients of branches that TensorFlow loses, and control flow of version 1."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def with_seeded_dropout() -> None:
     tf.multiply(tf.nn.dropout(placeholder("x"), rate=0.5, seed=11), 1.0, name="y")
 
 
-def test_dropout_with_op_seeds_drops_in_the_gradient_what_it_drops_forward(client: Any) -> None:
+def test_dropout_with_op_seeds_drops_the_same_values_in_the_gradient(client: Any) -> None:
     graph_def = build_graph_def(with_seeded_dropout)
     x = np.linspace(1, 2, 64, dtype=np.float32)
     program = client.compile(load_graph(graph_def), fetches=["y"], ys=["y"], xs=["x"])
     first, second = program.evaluate({"x": x}), program.evaluate({"x": x})
     for r in (first, second):
         assert_close(r.gradients["x"], np.where(r.outputs["y"] == 0, 0, 2).astype(np.float32))
-    # The first call of a new program draws what a new session draws.
+    # The first call of a new program draws the numbers of a new session.
     wanted = reference.evaluate(graph_def, {"x": x}, ["y"], ["y"], ["x"])
     assert_close(first.outputs["y"], wanted.outputs["y"])
     assert_close(first.gradients["x"], wanted.gradients["x"])
@@ -37,7 +37,7 @@ def test_dropout_with_op_seeds_drops_in_the_gradient_what_it_drops_forward(clien
     program.delete()
 
 
-def test_gradients_of_lookups_are_sparse_and_become_dense(client: Any) -> None:
+def test_gradients_of_lookups_are_sparse_or_dense(client: Any) -> None:
     def build() -> None:
         table = placeholder("table", shape=(None, 2))
         found = tf.nn.embedding_lookup(table, placeholder("ids", tf.int32))
@@ -83,7 +83,7 @@ def test_params_reach_a_branch_in_a_branch(either: Any, structure: Callable[[Any
     assert_close(again.gradients["x"], np.sign(X) - X)
 
 
-def test_params_of_a_rule_that_is_code_reach_a_branch_in_a_branch(client: Any) -> None:
+def test_params_of_a_code_rule_reach_a_branch_in_a_branch(client: Any) -> None:
     def dense_in(x: Any) -> Any:
         weights = tf.constant([[1.0, -2.0], [0.5, 1.0], [2.0, 0.25]])
 
@@ -105,8 +105,8 @@ def test_params_of_a_rule_that_is_code_reach_a_branch_in_a_branch(client: Any) -
 
 
 @pytest.mark.parametrize("kind", ["If", "Case"])
-def test_a_branch_takes_one_tensor_twice(either: Any, kind: str) -> None:
-    """As it does where a function with a branch is called with one tensor for two arguments."""
+def test_branch_accepts_one_tensor_twice(either: Any, kind: str) -> None:
+    """As when a function with a branch is called with one tensor for two arguments."""
 
     @tf.function(input_signature=[tf.TensorSpec([None])] * 2, autograph=False)
     def function(a: Any, b: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Engines that die, hang, take too much or fall silent: who is told, who notices nothing, and what is there after."""
+"""Engines that die, hang, exceed memory or stop answering: errors, other callers, and recovery."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def healthy_client(target: str) -> Iterator[HealthyTraffic]:
 
 @pytest.fixture(scope="module")
 def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with a spare, a bound on memory and a short quarantine."""
+    """Returns a server with a spare, a memory limit and a short quarantine."""
     flags = ("--spares", "1", "--quarantine-s", str(_QUARANTINE_S), "--memory-limit", _LIMIT)
     with running_server(tmp_path_factory.mktemp("supervised"), flags) as running:
         yield running
@@ -103,19 +103,24 @@ def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServ
 
 @pytest.fixture
 def own(supervised: RunningServer) -> Iterator[Any]:
-    """Its client."""
+    """Returns a client of the supervised server."""
     wait_for_spare(supervised)
     with gr.connect(supervised.target) as connected:
         yield connected
 
 
 def engine_pids(server: RunningServer) -> set[int]:
-    """All processes of engines, spares too."""
+    """Returns all engine processes, spares included."""
     return set(engines(server.process.pid))
 
 
+def wait_for_an_end(server: RunningServer, pids: set[int]) -> None:
+    """Waits until one of these engine processes has ended."""
+    wait_until(lambda: pids - engine_pids(server) or None, "the end of an engine")
+
+
 def cpu_seconds(pid: int) -> float:
-    """What a process has used; 0 once it is gone."""
+    """Returns the processor time of a process; 0 if it has ended."""
     try:
         return processor_s(pid)
     except OSError:
@@ -123,12 +128,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def server_log(server: RunningServer) -> str:
-    """What the server said until now."""
+    """Returns the server's log so far."""
     return server.log.read_text()
 
 
 def wait_for_spare(server: RunningServer) -> set[int]:
-    """Until an engine and its spare are there and do nothing; their ids."""
+    """Waits until an engine and its spare are idle; returns their process ids."""
 
     def probe() -> set[int] | None:
         pids = engine_pids(server)
@@ -155,9 +160,7 @@ def cases(corpus: tuple[HarmfulGraph, ...], kinds: set[str]) -> Any:
 
 @provokes("ENGINE_CRASHED", "QUARANTINED")
 @cases(CRASHES, _KINDS_OF_CRASHES)
-def test_a_graph_that_kills_is_found_out_told_and_refused(
-    supervised: RunningServer, own: Any, bad: HarmfulGraph
-) -> None:
+def test_crashing_graph_is_reported_and_then_refused(supervised: RunningServer, own: Any, bad: HarmfulGraph) -> None:
     graph = bad.build()
     with healthy_client(supervised.target):
         with refused(bad.told) as told:
@@ -170,7 +173,7 @@ def test_a_graph_that_kills_is_found_out_told_and_refused(
         assert before <= engine_pids(supervised), "it was tried once more"
         held.says("SIG")
         assert 0 < held.error.retry_delay <= _QUARANTINE_S
-        # Other values are the same graph; another graph is not.
+        # Other feeds do not lift the quarantine; another graph is not affected.
         name = next(iter(bad.feeds))
         with refused("QUARANTINED"):
             evaluate(own, graph, bad, 60.0, **{name: np.zeros_like(bad.feeds[name])})
@@ -178,30 +181,29 @@ def test_a_graph_that_kills_is_found_out_told_and_refused(
 
 
 @cases(HANGS, _KINDS_OF_HANGS)
-def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(
-    supervised: RunningServer, own: Any, bad: HarmfulGraph
-) -> None:
+def test_hanging_graph_is_ended_at_its_deadline(supervised: RunningServer, own: Any, bad: HarmfulGraph) -> None:
     before, graph = engine_pids(supervised), bad.build()
     with healthy_client(supervised.target):
         with pytest.raises(gr.errors.GradruleError) as told:
             evaluate(own, graph, bad, 3.0)
         assert told.value.reason in {"DEADLINE_EXCEEDED", *_REFUSED}
-        time.sleep(1.0)
-        # Whoever still lives does next to nothing: the hang is over.
+        if told.value.reason == "DEADLINE_EXCEEDED":
+            wait_for_an_end(supervised, before)
+        # The remaining processes are nearly idle: the hang is over.
         used = {pid: cpu_seconds(pid) for pid in {*before, supervised.process.pid}}
         time.sleep(1.0)
         assert all(cpu_seconds(pid) - seconds < 0.6 for pid, seconds in used.items())
-        if told.value.reason == "DEADLINE_EXCEEDED":
-            assert before - engine_pids(supervised)
 
 
-def test_a_second_overrun_is_the_last_for_a_while(supervised: RunningServer, own: Any) -> None:
+def test_second_overrun_quarantines_the_graph(supervised: RunningServer, own: Any) -> None:
     program = own.compile(loop_graphs.endless(), fetches=["y"])
     with healthy_client(supervised.target):
         for _ in range(2):
+            before = engine_pids(supervised)
             with refused("DEADLINE_EXCEEDED"):
                 program.evaluate({"x": loop_graphs.ENDLESS}, timeout=1.0)
-            time.sleep(1.0)
+            wait_for_an_end(supervised, before)
+        wait_until(lambda: own.server_status().quarantined_program_count or None, "a quarantine")
         with refused("QUARANTINED") as held:
             program.evaluate({"x": loop_graphs.ENDS}, timeout=10.0)
         time.sleep(held.error.retry_delay + 0.1)
@@ -209,22 +211,22 @@ def test_a_second_overrun_is_the_last_for_a_while(supervised: RunningServer, own
 
 
 @provokes("MEMORY_EXCEEDED")
-def test_what_takes_too_much_memory_is_told_the_limit(supervised: RunningServer, own: Any) -> None:
+def test_graph_beyond_the_memory_limit_is_refused_with_the_limit(supervised: RunningServer, own: Any) -> None:
     before = engine_pids(supervised)
     zeros = build_graph_def(lambda: tf.reduce_sum(tf.zeros([placeholder("n", tf.int64, [])]), name="y"))
     with healthy_client(supervised.target):
-        # What shapes tell is refused before it runs; what they do not, when there is no more to be had.
+        # A graph whose shapes show the excess is refused before it runs; the others fail when memory runs out.
         for graph, limit in ((zeros, "3 GiB"), (build_graph_def(_doubled), str(3 * 1024**3))):
             with refused("MEMORY_EXCEEDED") as told:
                 own.evaluate(graph, feeds={"n": np.int64(10_000_000_000)}, fetches=["y"])
             told.says(limit)
             assert own.evaluate(graph, feeds={"n": np.int64(1000)}, fetches=["y"]).outputs["y"] == 0
-    # TensorFlow was told that there is no more, and nothing died of it.
+    # TensorFlow's allocation failed, and no engine died.
     assert engine_pids(supervised) == before
 
 
 def _doubled() -> None:
-    """The sum of zeros that grow to n in a loop."""
+    """Sums zeros that grow to n elements in a loop."""
     n = placeholder("n", tf.int64, [])
     (grown,) = tf.while_loop(
         lambda zeros: tf.size(zeros, out_type=tf.int64) < n,
@@ -235,8 +237,8 @@ def _doubled() -> None:
     tf.reduce_sum(grown, name="y")
 
 
-def test_engines_that_are_killed_from_outside_are_nobody_s_doing(supervised: RunningServer, own: Any) -> None:
-    """Idle or at work, one after the other: every call gets its answer."""
+def test_engine_killed_from_outside_quarantines_no_graph(supervised: RunningServer, own: Any) -> None:
+    """Engines are killed idle and busy, one after the other; every call gets its answer."""
     slow = own.compile(loop_graphs.counted(1_500_000), fetches=["y"])
     told_before = server_log(supervised).count("(SIGKILL)")
     with healthy_client(supervised.target), futures.ThreadPoolExecutor() as pool:
@@ -248,16 +250,16 @@ def test_engines_that_are_killed_from_outside_are_nobody_s_doing(supervised: Run
                 os.kill(pid, signal.SIGKILL)
             wait_until(lambda: True if engine_pids(supervised) else None, "an engine")
         assert call.result().outputs["y"] == 3
-    # Not as an exit code of 255, which is what a process is given that somebody else has waited for.
+    # The log must not say exit code 255, which a process gets that someone else has waited for.
     wait_until(lambda: server_log(supervised).count("(SIGKILL)") > told_before or None, "a line in the log")
     assert "exit code 255" not in server_log(supervised)
 
 
-def test_an_engine_that_falls_silent_is_ended(supervised: RunningServer, own: Any) -> None:
+def test_silent_engine_is_killed(supervised: RunningServer, own: Any) -> None:
     before = wait_for_spare(supervised)
     for pid in before:
         os.kill(pid, signal.SIGSTOP)
-    # Both are asked whether they live; nothing runs on either.
+    # Both get health checks; no request runs on them.
     wait_until(lambda: None if before & engine_pids(supervised) else True, "an end of both", 20)
     wait_until(lambda: "answered nothing for" in server_log(supervised) or None, "a line in the log")
     assert own.evaluate(sign_graph(), feeds={"x": [2.0]}, fetches=["y"], timeout=60.0).outputs["y"].tolist() == [1.0]
@@ -273,7 +275,7 @@ def _chain(count: int, op: Any = tf.sin) -> Any:
     return build_graph_def(build)
 
 
-def test_the_next_engine_has_the_programs_in_use_before_they_are_asked_for(supervised: RunningServer, own: Any) -> None:
+def test_next_engine_loads_the_programs_in_use_in_advance(supervised: RunningServer, own: Any) -> None:
     before = {pid: cpu_seconds(pid) for pid in engine_pids(supervised)}
     program = own.compile(_chain(500), ys=["y"], xs=["x"])
     first = program.evaluate({"x": np.float32(0.5)})
@@ -284,13 +286,14 @@ def test_the_next_engine_has_the_programs_in_use_before_they_are_asked_for(super
     wait_for_spare(supervised)
     again = program.evaluate({"x": np.float32(0.5)})
     assert again.gradients["x"] == first.gradients["x"]
-    # It did not have to be loaded for this call.
+    # This call did not load it.
     assert again.timings.compile == 0
 
 
-def test_what_takes_long_to_compile_holds_up_nobody(supervised: RunningServer, own: Any) -> None:
-    """An engine compiles one program at a time; who waits behind a long one goes to the spare."""
-    # Ten seconds or more: a way around is sought after two, and the spare takes another one or two to be asked.
+def test_slow_compilation_delays_no_other_program(supervised: RunningServer, own: Any) -> None:
+    """An engine compiles one program at a time; a program that waits behind a slow one moves to the spare."""
+    # It takes ten seconds or more; other programs move to the spare after two, and the spare needs one or two to be
+    # asked.
     long = _chain(20_000)
     with healthy_client(supervised.target), futures.ThreadPoolExecutor() as pool:
         slow = pool.submit(own.compile, long, ys=["y"], xs=["x"], timeout=200.0)

@@ -1,4 +1,4 @@
-"""Two tenants at one server: names, blobs, variables and bounds of the one are none of the other's business."""
+"""Two tenants of one server: names, blobs, variables and quotas of one do not affect the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gradient(client: gr.Client, rule: Any) -> list[float]:
 # Rules.
 
 
-def test_the_same_name_of_a_rule_means_each_tenant_s_own(ada: gr.Client, grace: gr.Client) -> None:
+def test_tenants_may_have_rules_of_the_same_name(ada: gr.Client, grace: gr.Client) -> None:
     ada.create_rule("Mine", "3 * dy")
     grace.create_rule("Mine", "5 * dy")
     assert (gradient(ada, "Mine"), gradient(grace, "Mine")) == ([3.0, 3.0], [5.0, 5.0])
@@ -46,15 +46,15 @@ def test_the_same_name_of_a_rule_means_each_tenant_s_own(ada: gr.Client, grace: 
         gradient(ada, "Mine")
 
 
-def test_another_tenant_s_rules_are_not_there(ada: gr.Client, grace: gr.Client) -> None:
+def test_rules_of_another_tenant_are_unknown(ada: gr.Client, grace: gr.Client) -> None:
     before = refusals_of_rules(grace, "Secret")
     ada.create_rule("Secret", "3 * dy", description="ada's")
     ada.create_rule("Secrets", "4 * dy")
-    # Word for word what was said before there were any.
+    # The error is word for word that of a rule that never existed.
     assert refusals_of_rules(grace, "Secret") == before
     assert grace.list_rules("user") == []
     assert not [rule for rule in grace.list_rules() if "Secret" in rule.name]
-    # Not even that the name is taken.
+    # Not even the use of the name is revealed.
     grace.create_rule("Secret", "5 * dy")
     assert [rule.name for rule in ada.list_rules("user")] == ["Secret", "Secrets"]
     assert ada.get_rule("Secret").description == "ada's"
@@ -75,7 +75,7 @@ def refusals_of_rules(client: gr.Client, name: str) -> list[str]:
     return said
 
 
-def test_what_ships_is_everybody_s_and_nobody_s_to_change(ada: gr.Client, grace: gr.Client) -> None:
+def test_builtin_rules_are_shared_and_immutable(ada: gr.Client, grace: gr.Client) -> None:
     shipped = [[(rule.name, rule.digest) for rule in client.list_rules("builtin")] for client in (ada, grace)]
     assert shipped[0] == shipped[1] != []
     for client in (ada, grace):
@@ -83,10 +83,10 @@ def test_what_ships_is_everybody_s_and_nobody_s_to_change(ada: gr.Client, grace:
             client.delete_rule("ste")
 
 
-def test_a_row_that_cannot_be_read_costs_its_tenant_that_row(
+def test_unreadable_row_affects_only_its_rule(
     guarded: Guarded, ada: gr.Client, grace: gr.Client, names: tuple[str, str]
 ) -> None:
-    # As a damaged disk may leave it, before the tenant's first call.
+    # Damage a row as a disk fault would, before the tenant's first call.
     with sqlite3.connect(guarded.running.data_dir / "registry" / "gradrule.db") as database:
         query = "INSERT INTO rules VALUES (?, ?, ?, ?, 1)"
         database.execute(query, (names[0], "Broken", b"\xff\xff", ""))
@@ -114,7 +114,7 @@ def test_a_row_that_cannot_be_read_costs_its_tenant_that_row(
 # Programs.
 
 
-def test_programs_of_the_same_name_never_meet(ada: gr.Client, grace: gr.Client) -> None:
+def test_tenants_may_have_programs_of_the_same_name(ada: gr.Client, grace: gr.Client) -> None:
     ada.create_rule("Mine", "3 * dy")
     grace.create_rule("Mine", "5 * dy")
     programs = [
@@ -129,7 +129,7 @@ def test_programs_of_the_same_name_never_meet(ada: gr.Client, grace: gr.Client) 
     assert ada.list_programs() == []
 
 
-def test_names_made_from_the_content_tell_nothing(
+def test_program_names_by_content_reveal_nothing(
     ada: gr.Client, grace: gr.Client, names: tuple[str, str], channels: Any
 ) -> None:
     graph = gr.Graph()
@@ -143,15 +143,15 @@ def test_names_made_from_the_content_tell_nothing(
     with refused_raw("PROGRAM_NOT_FOUND"):
         raw.evaluate(channels(names[1]), request)
     assert raw.evaluate(channels(names[0]), request).outputs
-    # Whoever has the content gets the name too, and a program of their own.
+    # A tenant with the same content gets the same name and a program of its own.
     mine = grace.compile(graph, **WORDS)
     assert mine.name == name
     ada.delete_program(name)
     assert mine.evaluate({"x": np.ones(7, np.float32)}).outputs["y"].tolist() == [1.0] * 7
 
 
-def test_whose_the_program_is_shows_in_no_time(ada: gr.Client, grace: gr.Client) -> None:
-    """A program that one tenant has compiled is compiled for another anew: its speed tells nothing."""
+def test_compile_time_reveals_no_program_of_another_tenant(ada: gr.Client, grace: gr.Client) -> None:
+    """A program compiled by one tenant is compiled again for another: its time reveals nothing."""
     graph = gr.Graph()
     graph.op("Sign", graph.placeholder("x", "float32", [9]), name="y")
     feeds = {"x": np.ones(9, np.float32)}
@@ -163,7 +163,7 @@ def test_whose_the_program_is_shows_in_no_time(ada: gr.Client, grace: gr.Client)
 # Blobs.
 
 
-def test_a_hash_does_not_open_another_tenant_s_blob(
+def test_hash_does_not_give_access_to_another_tenants_blob(
     ada: gr.Client, grace: gr.Client, names: tuple[str, str], channels: Any
 ) -> None:
     blob = gr.Blob(np.arange(2048, dtype=np.float32))
@@ -181,9 +181,7 @@ def test_a_hash_does_not_open_another_tenant_s_blob(
     assert raw.evaluate(channels(names[0]), request).outputs
 
 
-def test_weights_that_an_engine_holds_already_are_not_lent(
-    ada: gr.Client, names: tuple[str, str], channels: Any
-) -> None:
+def test_loaded_weights_are_not_shared_between_tenants(ada: gr.Client, names: tuple[str, str], channels: Any) -> None:
     weights = np.arange(2000, dtype=np.float32)
     graph = gr.Graph()
     graph.op("Mul", graph.placeholder("x", "float32", []), graph.variable("w", weights), name="y")
@@ -197,17 +195,17 @@ def test_weights_that_an_engine_holds_already_are_not_lent(
         raw.evaluate(channels(names[1]), request)
 
 
-# What lives in engines.
+# State in engines.
 
 
 def counter() -> gr.Graph:
-    """loss = sum(w), a variable whose shared name everybody uses."""
+    """Makes loss = sum(w) of a variable whose shared name all tenants use."""
     g = gr.Graph()
     g.op("Sum", g.variable("w", np.ones(2, np.float32)), g.constant([0]), name="loss")
     return g
 
 
-def test_variables_of_one_name_are_each_session_s_own(ada: gr.Client, grace: gr.Client) -> None:
+def test_variables_of_one_name_are_separate_per_session(ada: gr.Client, grace: gr.Client) -> None:
     with ada.session(counter()) as first, grace.session(counter()) as second:
         for _ in range(3):
             first.step({}, "loss", gr.optimizers.SGD(1.0))
@@ -216,7 +214,7 @@ def test_variables_of_one_name_are_each_session_s_own(ada: gr.Client, grace: gr.
         assert_close(second.read()["w"], np.float32([-29, -29]))
 
 
-def test_a_handle_s_name_is_worth_nothing_to_others(ada: gr.Client, names: tuple[str, str], channels: Any) -> None:
+def test_handle_of_another_tenant_is_unknown(ada: gr.Client, names: tuple[str, str], channels: Any) -> None:
     name = ada.compile(sign_graph(), **WORDS, overrides={"Sign": "ste"}).name
     request = evaluate_pb2.EvaluateRequest(program=name, feeds=raw.feeds({"x": raw.tensor(SIGN_FEEDS["x"])}))
     with open_stream(channels(names[0])) as owner, open_stream(channels(names[1])) as thief:
@@ -232,9 +230,7 @@ def test_a_handle_s_name_is_worth_nothing_to_others(ada: gr.Client, names: tuple
         assert error_reason(owner.receive()) == ""
 
 
-def test_the_tenant_is_the_credential_s_whatever_a_request_says(
-    guarded: Guarded, ada: gr.Client, names: tuple[str, str]
-) -> None:
+def test_tenant_comes_from_the_credential_alone(guarded: Guarded, ada: gr.Client, names: tuple[str, str]) -> None:
     ada.create_rule("Mine", "3 * dy")
     tenants = {name: f"Bearer {guarded.web_token(name)}" for name in (names[0], "nobody in particular")}
     with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
@@ -254,13 +250,13 @@ def test_the_tenant_is_the_credential_s_whatever_a_request_says(
 
 
 @provokes("QUOTA_EXCEEDED")
-def test_a_tenant_s_rules_and_programs_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
+def test_number_of_rules_and_programs_is_limited(ada: gr.Client, grace: gr.Client) -> None:
     for number in range(5):
         ada.create_rule(f"r{number}", f"{number + 2} * dy")
     with refused("QUOTA_EXCEEDED") as refusal:
         ada.create_rule("more", "9 * dy")
     refusal.says("--tenant-rules", "5")
-    # What is there already is no more.
+    # Registering an existing rule or program again adds none.
     ada.create_rule("r1", "3 * dy")
     for number in range(4):
         ada.compile(sign_graph(), name=f"p{number}", **WORDS)
@@ -276,19 +272,19 @@ def test_a_tenant_s_rules_and_programs_are_bounded(ada: gr.Client, grace: gr.Cli
 
 
 def heavy(number: int) -> gr.Graph:
-    """A graph of 60 KB."""
+    """Makes a graph of 60 KB."""
     graph = gr.Graph()
     weights = graph.constant(np.arange(15_000, dtype=np.float32) + number)
     graph.op("Mul", graph.placeholder("x", "float32", [15_000]), weights, name="y")
     return graph
 
 
-def test_a_tenant_s_rules_and_programs_are_bounded_in_bytes(ada: gr.Client, grace: gr.Client) -> None:
+def test_bytes_of_rules_and_programs_are_limited(ada: gr.Client, grace: gr.Client) -> None:
     ada.compile(heavy(0), name="first", **WORDS)
     with refused("QUOTA_EXCEEDED") as refusal:
         ada.compile(heavy(1), name="second", **WORDS)
     refusal.says("--tenant-registry-bytes", "100000")
-    # The graph is there already.
+    # The graph is stored already.
     ada.compile(heavy(0), name="again", **WORDS)
     grace.compile(heavy(1), name="second", **WORDS)
     ada.delete_program("first")
@@ -304,7 +300,7 @@ def test_a_tenant_s_rules_and_programs_are_bounded_in_bytes(ada: gr.Client, grac
     refusal.says("description", "8192")
 
 
-def test_a_tenant_s_sessions_and_their_bytes_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
+def test_number_and_bytes_of_sessions_are_limited(ada: gr.Client, grace: gr.Client) -> None:
     with ada.session(counter()), ada.session(counter()):
         with refused("QUOTA_EXCEEDED") as refusal:
             ada.session(counter()).__enter__()
@@ -318,7 +314,7 @@ def test_a_tenant_s_sessions_and_their_bytes_are_bounded(ada: gr.Client, grace: 
     refusal.says("--tenant-session-bytes")
 
 
-def test_a_tenant_s_handles_and_their_bytes_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
+def test_number_and_bytes_of_handles_are_limited(ada: gr.Client, grace: gr.Client) -> None:
     square = gr.Graph()
     x = square.placeholder("x", "float32", [None])
     square.op("Mul", x, x, name="y")
@@ -335,17 +331,17 @@ def test_a_tenant_s_handles_and_their_bytes_are_bounded(ada: gr.Client, grace: g
     refusal.says("--tenant-handle-bytes")
 
 
-def test_a_tenant_s_blobs_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
+def test_bytes_of_blobs_are_limited(ada: gr.Client, grace: gr.Client) -> None:
     with refused("QUOTA_EXCEEDED") as refusal:
         ada.upload(bytes(100_001))
     refusal.says("--tenant-blob-bytes")
-    # Nothing of it stays, and what nobody holds makes room.
+    # The refused upload leaves nothing, and unused blobs are evicted.
     names = [ada.upload(bytes([number]) * 60_000) for number in range(2)]
     assert ada.find_missing_blobs(names) == names[:1]
     assert grace.find_missing_blobs([grace.upload(b"small")]) == []
 
 
-def test_a_tenant_s_streams_are_bounded(channels: Any) -> None:
+def test_number_of_streams_is_limited(channels: Any) -> None:
     ada, grace = channels("ada of streams"), channels("grace of streams")
     request = raw.request(raw.sign_graph())
     with ExitStack() as stack:
@@ -360,10 +356,10 @@ def test_a_tenant_s_streams_are_bounded(channels: Any) -> None:
         with open_stream(grace) as other:
             other.send(1, evaluate=request)
             assert error_reason(other.receive()) == ""
-    assert wait_until(lambda: takes_a_stream(ada, request) or None, "room for a stream")
+    assert wait_until(lambda: can_open_a_stream(ada, request) or None, "room for a stream")
 
 
-def takes_a_stream(channel: grpc.Channel, request: Any) -> bool:
+def can_open_a_stream(channel: grpc.Channel, request: Any) -> bool:
     with open_stream(channel) as stream:
         stream.send(1, evaluate=request)
         try:
@@ -372,7 +368,7 @@ def takes_a_stream(channel: grpc.Channel, request: Any) -> bool:
             return False
 
 
-def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None:
+def test_unread_stream_is_closed(guarded: Guarded, channels: Any) -> None:
     graph = raw.graph(raw.placeholder(), raw.node("y", "Neg", "x"))
     request = raw.request(graph, {"x": raw.tensor(np.ones(1_000_000, np.float32))})
     channel = channels("who does not read")
@@ -380,12 +376,12 @@ def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None
         for number in range(1, 9):
             stream.send(number, evaluate=request)
         wait_until(lambda: "was not read within" in guarded.running.log.read_text() or None, "the end of the stream")
-        # Most of the answers were never written.
+        # Most answers were never written.
         with refused_raw("DEADLINE_EXCEEDED") as refusal:
             for _ in range(4):
                 stream.receive()
         refusal.says("--stall-s")
-    # The server closes the connection some seconds after the stream is over.
+    # The server closes the connection some seconds after the stream.
     closed = threading.Event()
     channel.subscribe(lambda state: closed.set() if state is grpc.ChannelConnectivity.IDLE else None)
     assert closed.wait(60)
@@ -394,11 +390,11 @@ def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None
         assert error_reason(stream.receive()) == ""
 
 
-# Whoever is greedy waits for themselves.
+# Overload of one tenant.
 
 
 def slow() -> gr.Graph:
-    """About a fifth of a second for a thread of the engine's."""
+    """Makes a graph that occupies an engine thread for about 0.2 s."""
     g = gr.Graph()
     y = g.placeholder("x", "float32", [600, 600])
     for _ in range(12):
@@ -408,7 +404,7 @@ def slow() -> gr.Graph:
 
 
 @provokes("OVERLOADED")
-def test_a_greedy_tenant_is_told_to_wait_and_nobody_else_is(guarded: Guarded) -> None:
+def test_overload_of_one_tenant_refuses_no_other(guarded: Guarded) -> None:
     feeds = {"x": np.eye(600, dtype=np.float32)}
     with guarded.connect("greedy") as greedy, guarded.connect("modest") as modest:
         greedy.evaluate(slow(), feeds=feeds, fetches=["y"])
@@ -436,7 +432,7 @@ def test_a_greedy_tenant_is_told_to_wait_and_nobody_else_is(guarded: Guarded) ->
         assert answers > 3
 
 
-def test_blobs_and_their_names_are_those_of_the_bytes(channels: Any) -> None:
+def test_upload_under_another_tenants_hash_is_verified(channels: Any) -> None:
     """An upload under a hash that another tenant has filled is checked like any other."""
     data = b"what ada has"
     name = hashlib.sha256(data).hexdigest()

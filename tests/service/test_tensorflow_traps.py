@@ -1,4 +1,4 @@
-"""What TensorFlow does silently wrong or obscurely with overrides, each now right or a clear error."""
+"""Overrides that TensorFlow ignores or misapplies silently: each is applied or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ PLACES = [at_top, nested, nested_deeply, in_while, in_if, in_case, in_map_fn]
 
 
 @pytest.mark.parametrize("build", PLACES)
-def test_override_holds_wherever_the_node_lies(either: Any, rule: RuleMaker, build: Callable[[], None]) -> None:
+def test_override_applies_at_any_nesting(either: Any, rule: RuleMaker, build: Callable[[], None]) -> None:
     graph_def = build_graph_def(build)
     assert any(node.op == "Sign" for node in all_nodes(graph_def))
     rule("Five", "5 * dy")
@@ -85,7 +85,7 @@ def test_override_holds_wherever_the_node_lies(either: Any, rule: RuleMaker, bui
 
 
 @pytest.mark.parametrize("build", PLACES)
-def test_without_an_override_tensorflows_gradient_stays(client: Any, build: Callable[[], None]) -> None:
+def test_gradient_without_an_override_is_tensorflows(client: Any, build: Callable[[], None]) -> None:
     graph_def = build_graph_def(build)
     r = client.evaluate(load_graph(graph_def), feeds={"x": X}, ys=["y"], xs=["x"])
     wanted = reference.evaluate(graph_def, {"x": X}, ys=["y"], xs=["x"])
@@ -108,7 +108,7 @@ def test_nested_nodes_are_named_by_their_call(client: Any, build: Callable[[], N
     assert_close(by_name.gradients["x"], SIGN_TIMES_X)
 
 
-def test_attribute_on_a_nested_node_is_honoured_too(client: Any, rule: RuleMaker) -> None:
+def test_gradient_attribute_of_a_nested_node_is_applied(client: Any, rule: RuleMaker) -> None:
     rule("Five", "5 * dy")
     graph_def = build_graph_def(nested)
     for node in all_nodes(graph_def):
@@ -118,7 +118,7 @@ def test_attribute_on_a_nested_node_is_honoured_too(client: Any, rule: RuleMaker
     assert_close(r.gradients["x"], SIGN_TIMES_X)
 
 
-def test_one_function_called_twice_is_two_places(client: Any) -> None:
+def test_each_call_of_a_function_is_overridden_separately(client: Any) -> None:
     def build() -> None:
         x = placeholder("x")
         first = tf.identity(sign_times(x), name="first")
@@ -151,21 +151,21 @@ def with_custom_gradient() -> None:
     tf.reduce_sum(hundredfold(placeholder("x")) * 2.0, name="y")
 
 
-def test_custom_gradient_of_another_process_is_an_error_on_the_path(either: Any) -> None:
+def test_custom_gradient_of_another_process_is_refused_on_the_path(either: Any) -> None:
     graph = build_graph(with_custom_gradient)
     with refused("FOREIGN_GRADIENT") as refusal:
         either.evaluate(graph, feeds={"x": X}, ys=["y"], xs=["x"])
     refusal.says("CustomGradient-", "IdentityN", "default")
 
 
-def test_custom_gradient_of_another_process_does_not_matter_off_the_path(client: Any) -> None:
+def test_custom_gradient_of_another_process_is_ignored_off_the_path(client: Any) -> None:
     graph = build_graph(with_custom_gradient)
     forward = client.evaluate(graph, feeds={"x": X}, fetches=["y"])
     assert_close(forward.outputs["y"], np.float32(3))
 
 
 @pytest.mark.parametrize(("covering", "factor"), [("default", 2), (gr.Rule("(7 * dy0, None)"), 14)])
-def test_custom_gradient_of_another_process_can_be_covered(client: Any, covering: Any, factor: float) -> None:
+def test_custom_gradient_of_another_process_can_be_overridden(client: Any, covering: Any, factor: float) -> None:
     graph_def = build_graph_def(with_custom_gradient)
     (node,) = [node.name for node in graph_def.node if node.op == "IdentityN"]
     r = client.evaluate(
@@ -178,7 +178,7 @@ def silu() -> None:
     tf.reduce_sum(tf.nn.silu(placeholder("x")), name="y")
 
 
-def test_silu_graph(client: Any) -> None:
+def test_graph_with_silu_gets_its_gradient(client: Any) -> None:
     graph_def = build_graph_def(silu)
     (node,) = [node for node in graph_def.node if node.op == "IdentityN"]
     assert node.attr["_gradient_op_type"].s.startswith(b"CustomGradient-")
@@ -192,25 +192,25 @@ def test_silu_graph(client: Any) -> None:
     assert_close(r.gradients["x"], sigmoid * (1 + X * (1 - sigmoid)))
 
 
-def test_misspelt_op_type(either: Any) -> None:
+def test_misspelt_op_type_is_refused_with_a_suggestion(either: Any) -> None:
     with refused("UNKNOWN_OP_TYPE") as refusal:
         either.evaluate(build_graph(at_top), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sgin": "ste"})
     refusal.says("Sgin", "Did you mean", "Sign")
 
 
-def test_op_type_in_the_wrong_case(either: Any) -> None:
+def test_op_type_in_wrong_case_is_refused_with_a_suggestion(either: Any) -> None:
     with refused("UNKNOWN_OP_TYPE") as refusal:
         either.evaluate(build_graph(at_top), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Matmul": "ste"})
     refusal.says("'MatMul'")
 
 
-def test_op_type_that_the_graph_lacks(either: Any) -> None:
+def test_op_type_that_the_graph_lacks_is_refused(either: Any) -> None:
     with refused("UNMATCHED_OVERRIDE") as refusal:
         either.evaluate(build_graph(at_top), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Add": "ste"})
     refusal.says("Add")
 
 
-def test_model_that_is_already_built(client: Any) -> None:
+def test_override_applies_to_a_built_model(client: Any) -> None:
     @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32, name="image")])
     def model(image: Any) -> Any:
         hidden = tf.nn.relu(image @ tf.constant([[1.0, -1.0], [2.0, 1.0]]))
@@ -222,7 +222,7 @@ def test_model_that_is_already_built(client: Any) -> None:
     assert_close(r.gradients["image"], -np.ones((2, 2), np.float32) @ np.array([[1, 2], [-1, 1]], np.float32))
 
 
-def test_two_registrations_of_one_name(either: Any, rule: RuleMaker) -> None:
+def test_second_registration_of_a_name_is_refused(either: Any, rule: RuleMaker) -> None:
     rule("Taken", "5 * dy")
     again = either.create_rule("Taken", "5 * dy")
     assert again.name in ("Taken", "rules/Taken")
@@ -232,7 +232,7 @@ def test_two_registrations_of_one_name(either: Any, rule: RuleMaker) -> None:
 
 
 @pytest.mark.parametrize("name", ["Sign", "ste"])
-def test_name_of_a_rule_that_ships(either: Any, name: str) -> None:
+def test_name_of_a_builtin_rule_is_refused(either: Any, name: str) -> None:
     with refused("RULE_EXISTS") as refusal:
         either.create_rule(name, "5 * dy")
     refusal.says(name)
@@ -243,7 +243,7 @@ def multiply() -> None:
 
 
 @pytest.mark.parametrize("expression", ["(dy,)", "(dy, dy, dy)"])
-def test_too_few_or_too_many_gradients(either: Any, expression: str) -> None:
+def test_wrong_number_of_gradients_is_refused(either: Any, expression: str) -> None:
     with refused("RULE_ARITY") as refusal:
         either.evaluate(
             build_graph(multiply),
@@ -255,7 +255,7 @@ def test_too_few_or_too_many_gradients(either: Any, expression: str) -> None:
     refusal.says("y", "Mul", "2")
 
 
-def test_single_expression_on_two_inputs(either: Any) -> None:
+def test_single_expression_on_two_inputs_is_refused(either: Any) -> None:
     with refused("RULE_ARITY") as refusal:
         either.evaluate(
             build_graph(multiply),
@@ -267,7 +267,7 @@ def test_single_expression_on_two_inputs(either: Any) -> None:
     refusal.says("y", "Mul", "2")
 
 
-def test_rule_that_gives_nothing_cuts_the_path(client: Any) -> None:
+def test_rule_without_a_gradient_ends_the_path(client: Any) -> None:
     r = client.evaluate(
         build_graph(multiply),
         feeds={"a": X, "b": X},
@@ -280,7 +280,7 @@ def test_rule_that_gives_nothing_cuts_the_path(client: Any) -> None:
 
 
 @pytest.mark.parametrize("expression", ["sum(dy, axis=0)", 'cast(dy, "float64")', "dy > 0"])
-def test_wrong_shape_or_dtype(either: Any, expression: str) -> None:
+def test_gradient_of_wrong_shape_or_dtype_is_refused(either: Any, expression: str) -> None:
     def build() -> None:
         tf.sign(placeholder("x", shape=(2, 3)), name="y")
 
@@ -302,7 +302,7 @@ def integers() -> None:
 
 
 @pytest.mark.parametrize("op_type", ["ArgMax", "Cast"])
-def test_integer_tensors_are_told(either: Any, op_type: str) -> None:
+def test_override_on_an_integer_op_is_refused(either: Any, op_type: str) -> None:
     x = np.float32([[1, 3, 2], [5, 4, 6]])
     with refused("INACTIVE_OVERRIDE") as refusal:
         either.evaluate(build_graph(integers), feeds={"x": x}, ys=["y"], xs=["x"], overrides={op_type: "ste"})
@@ -318,7 +318,7 @@ def test_integer_tensors_are_told(either: Any, op_type: str) -> None:
     assert_close(r.gradients["x"], np.float32([[1, 1, 1], [2, 2, 2]]))
 
 
-def test_bool_tensor_is_told(either: Any) -> None:
+def test_override_on_a_bool_op_is_refused(either: Any) -> None:
     def build() -> None:
         x = placeholder("x")
         tf.multiply(tf.cast(tf.greater(x, 0.0, name="fired"), tf.float32), x, name="y")
@@ -328,7 +328,7 @@ def test_bool_tensor_is_told(either: Any) -> None:
     refusal.says("fired")
 
 
-def test_unknown_rule_is_told_before_anything_runs(either: Any) -> None:
+def test_unknown_rule_is_refused_before_anything_runs(either: Any) -> None:
     graph = build_graph(at_top)
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x"], "overrides": {"Sign": "ste_sing"}}
     with refused("UNKNOWN_RULE") as refusal:
@@ -338,7 +338,7 @@ def test_unknown_rule_is_told_before_anything_runs(either: Any) -> None:
         either.explain(graph, **words).raise_for_findings()
 
 
-def test_node_that_a_gradient_makes_is_not_overridden(client: Any) -> None:
+def test_node_added_by_a_gradient_is_not_overridden(client: Any) -> None:
     def build() -> None:
         x = placeholder("x")
         tf.reduce_sum(tf.abs(x) + tf.sign(x), name="y")
@@ -356,7 +356,7 @@ def test_node_that_a_gradient_makes_is_not_overridden(client: Any) -> None:
         )
 
 
-def test_op_rule_on_another_op(either: Any) -> None:
+def test_op_rule_on_an_unsuitable_op_is_refused(either: Any) -> None:
     graph_def = build_graph_def(at_top)
     (sign,) = [node.name for node in graph_def.node if node.op == "Sign"]
     r = either.evaluate(load_graph(graph_def), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": "Relu"})
@@ -365,25 +365,25 @@ def test_op_rule_on_another_op(either: Any) -> None:
     assert_close(r.gradients["x"], wanted.gradients["x"])
 
 
-def test_op_rule_that_lacks_attributes(either: Any) -> None:
+def test_op_rule_on_an_op_without_its_attributes_is_refused(either: Any) -> None:
     with refused("RULE_NOT_APPLICABLE") as refusal:
         either.compile(build_graph(at_top), ys=["y"], xs=["x"], overrides={"Sign": "MatMul"})
     refusal.says("MatMul", "Sign")
 
 
-def test_gradient_of_an_op_with_other_inputs(either: Any) -> None:
+def test_op_rule_of_an_op_with_other_inputs_is_refused(either: Any) -> None:
     with refused("RULE_ARITY") as refusal:
         either.compile(build_graph(at_top), ys=["y"], xs=["x"], overrides={"Sign": "ArgMax"})
     refusal.says("ArgMax", "2", "Sign")
 
 
-def test_op_that_has_no_gradient_is_no_rule(either: Any) -> None:
+def test_op_without_gradient_is_no_rule(either: Any) -> None:
     with refused("UNKNOWN_RULE") as refusal:
         either.compile(build_graph(at_top), ys=["y"], xs=["x"], overrides={"Sign": "RandomShuffle"})
     refusal.says("RandomShuffle")
 
 
-def test_slices_that_arrive_are_made_dense(either: Any) -> None:
+def test_sparse_upstream_gradients_become_dense(either: Any) -> None:
     def build() -> None:
         table = placeholder("table", shape=(4, 2))
         tf.reduce_sum(tf.gather(tf.sign(table), [1, 3, 1]), name="y")

@@ -1,5 +1,6 @@
-"""Models from everywhere on a real server, with their variables and gradients of their own: SavedModels, Keras files,
-traced functions; against local TensorFlow."""
+"""SavedModels, Keras files and traced functions on a real server, with variables and custom gradients, compared with
+local TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ SPEC = tf.TensorSpec([None, 3], tf.float32)
 def seeded() -> Iterator[None]:
     keras.utils.set_random_seed(5)
     with warnings.catch_warnings():
-        # TensorFlow and Keras warn of their own ways while saving and loading.
+        # TensorFlow and Keras emit warnings while saving and loading.
         warnings.simplefilter("ignore")
         yield
 
 
 def taped(fn: Callable[[Any], Any], x: Any, variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """y here, and gradients of its sum: by x where that is differentiable, and by variables."""
+    """Returns y and the gradients of its sum in local TensorFlow: by x where differentiable, and by variables."""
     at = tf.constant(x)
     wanted = dict(variables) | ({"x": at} if at.dtype.is_floating else {})
     with tf.GradientTape() as tape:
@@ -45,10 +46,10 @@ def to_array(gradient: Any) -> Any:
     return None if gradient is None else tf.convert_to_tensor(gradient).numpy()
 
 
-def assert_as_local(
+def assert_equals_local(
     client: Any, graph: gr.Graph, fn: Callable[[Any], Any], x: Any, variables: Mapping[str, Any], **words: Any
 ) -> Any:
-    """One input, one output: value and all gradients; returns the server's result."""
+    """Compares the value and all gradients for one input and one output; returns the server's result."""
     (feed,), (fetch,) = graph.inputs, graph.outputs
     y, gradients = taped(fn, x, variables)
     xs = {name: feed if name == "x" else name for name in gradients}
@@ -65,7 +66,7 @@ def assert_as_local(
 
 
 class Spiking(tf.Module):  # type: ignore[misc]
-    """Variables, two signatures, a loop that calls a function, and a gradient of its own that uses a variable."""
+    """Has variables, two signatures, a loop that calls a function, and a custom gradient that uses a variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Spiking(tf.Module):  # type: ignore[misc]
         return tf.while_loop(lambda i, v: i < 3, body, [0, x])[1]
 
     def unfolded(self, x: Any) -> Any:
-        """`folded` without the loop, in which TensorFlow itself does not differentiate such a gradient."""
+        """Computes `folded` without the loop, in which TensorFlow itself does not differentiate such a gradient."""
         for _ in range(3):
             x = tf.tanh(self.score(x)) * self.weight
         return x
@@ -108,15 +109,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("signature", ["serving_default", "fold", "score", "folded"])
-def test_every_signature_of_a_saved_model(either: Any, saved: Path, signature: str) -> None:
+def test_every_signature_of_a_saved_model_equals_local(either: Any, saved: Path, signature: str) -> None:
     module = Spiking()
     fn = module.unfolded if "fold" in signature else module.score
     graph = gr.load(saved, signature)
     assert set(graph.variables) == {"slope", "weight"}
-    assert_as_local(either, graph, fn, X, {"slope": module.slope, "weight": module.weight})
+    assert_equals_local(either, graph, fn, X, {"slope": module.slope, "weight": module.weight})
 
 
-def test_the_gradient_in_a_saved_model_is_overridden(client: Any, saved: Path) -> None:
+def test_custom_gradient_in_a_saved_model_can_be_overridden(client: Any, saved: Path) -> None:
     module = Spiking()
     graph = gr.load(saved)
     rule = gr.Rule("(2 * dy, None)")
@@ -127,7 +128,7 @@ def test_the_gradient_in_a_saved_model_is_overridden(client: Any, saved: Path) -
     assert_close(r.gradients["x"], np.sign(X * weight) * slope + 2 * X * weight)
 
 
-def test_weights_are_fed_in_place_of_those_saved(either: Any, saved: Path) -> None:
+def test_saved_weights_can_be_replaced_by_feeds(either: Any, saved: Path) -> None:
     graph = gr.load(saved)
     (fetch,) = graph.outputs
     program = either.compile(graph, fetches=[fetch], ys=[fetch], xs=["x", "weight"])
@@ -143,7 +144,7 @@ def test_weights_are_fed_in_place_of_those_saved(either: Any, saved: Path) -> No
 
 
 @pytest.mark.parametrize("resources", [False, True], ids=["references", "resources"])
-def test_a_saved_model_of_tensorflow_1(either: Any, tmp_path: Path, resources: bool) -> None:
+def test_saved_model_of_tensorflow_1_equals_local(either: Any, tmp_path: Path, resources: bool) -> None:
     with tf.Graph().as_default(), v1.Session() as session:
         x = v1.placeholder(tf.float32, [None, 3], name="in/x")
         kernel = v1.get_variable("layer/w", initializer=tf.constant([[1.0], [-2.0], [3.0]]), use_resource=resources)
@@ -175,16 +176,16 @@ def weights_of(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5"])
-def test_keras_files(either: Any, tmp_path: Path, suffix: str) -> None:
+def test_keras_files_equal_local(either: Any, tmp_path: Path, suffix: str) -> None:
     model = dense_model()
     model.save(tmp_path / f"model{suffix}")
-    r = assert_as_local(either, gr.load(tmp_path / f"model{suffix}"), model, X, weights_of(model))
+    r = assert_equals_local(either, gr.load(tmp_path / f"model{suffix}"), model, X, weights_of(model))
     assert set(rules_by_node(r).values()) == {"swish_impl"}
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 4, 3)], ids=["rows", "images"])
-def test_batch_norm_in_training_mode(either: Any, shape: tuple[int, ...]) -> None:
-    """Normalised by the batch itself; images take TensorFlow's fused op."""
+def test_batch_norm_in_training_mode_equals_local(either: Any, shape: tuple[int, ...]) -> None:
+    """Normalizes by the batch itself; images use TensorFlow's fused op."""
     inputs = keras.Input(shape, name="x")
     model = keras.Model(inputs, keras.layers.BatchNormalization(name="norm")(inputs))
     x = np.random.default_rng(1).normal(2.0, 3.0, (6, *shape)).astype(np.float32)
@@ -202,24 +203,24 @@ def test_batch_norm_in_training_mode(either: Any, shape: tuple[int, ...]) -> Non
         np.testing.assert_allclose(r.gradients[name], gradient, rtol=1e-3, atol=1e-4)
 
 
-def test_dropout_with_its_seed(client: Any) -> None:
+def test_dropout_with_a_seed_equals_local(client: Any) -> None:
     inputs = keras.Input((3,), name="x")
     model = keras.Model(inputs, keras.layers.Dropout(0.5, seed=3, name="drop")(inputs))
     graph = gr.from_keras(model, training=True)
     r = client.evaluate(graph, {"x": X}, ["drop"], ys=["drop"], xs=["x"])
-    # Drawn after tracing has read the seed's state, and so with the same one.
+    # Called after tracing has read the seed's state, and so with the same state.
     y = model(X, training=True).numpy()
     assert 0 < np.count_nonzero(y) < y.size
     assert_close(r.outputs["drop"], y)
     assert_close(r.gradients["x"], np.where(y != 0, np.float32(2), np.float32(0)))
 
 
-def test_gradients_of_an_embedding_are_slices(either: Any) -> None:
+def test_gradients_of_an_embedding_are_sparse(either: Any) -> None:
     tokens = keras.Input((3,), dtype="int32", name="tokens")
     embedded = keras.layers.Embedding(6, 2, name="table")(tokens)
     model = keras.Model(tokens, keras.layers.Dense(1, name="head")(embedded))
     ids = np.int32([[1, 4, 1], [0, 4, 5]])
-    r = assert_as_local(either, gr.from_keras(model), model, ids, weights_of(model))
+    r = assert_equals_local(either, gr.from_keras(model), model, ids, weights_of(model))
     gradient = r.gradients["table/embeddings"]
     assert isinstance(gradient, gr.Sparse)
     assert gradient.indices.tolist() == ids.ravel().tolist()
@@ -239,7 +240,7 @@ def test_gradients_at_a_layers_output(client: Any) -> None:
     assert_close(r.gradients[middle], tape.gradient(y, at).numpy())
 
 
-def test_per_example_gradients_by_a_kernel(client: Any) -> None:
+def test_per_example_gradients_of_a_kernel(client: Any) -> None:
     model = dense_model()
     graph = gr.from_keras(model)
     kernel = "first/kernel"
@@ -270,11 +271,11 @@ def test_forward_once_pull_back_many(client: Any) -> None:
     client.delete_program(program.name)
 
 
-# Functions with gradients of their own, wherever they are called.
+# Functions with custom gradients in each kind of control flow.
 
 
 def with_spikes(kind: str, backward: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    """A function that calls `spike_fn` in a container of that kind."""
+    """Returns a function that calls `spike_fn` inside that kind of control flow."""
 
     @tf.custom_gradient
     def spike_fn(v: Any) -> Any:
@@ -311,25 +312,25 @@ def surrogate(v: Any, dy: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["call", "loop", "branch", "map", "all"])
 @pytest.mark.parametrize("x", [X, -X], ids=["x", "minus"])
-def test_custom_gradients_in_containers(client: Any, kind: str, x: Any) -> None:
+def test_custom_gradients_in_control_flow(client: Any, kind: str, x: Any) -> None:
     fn = with_spikes(kind, surrogate)
     graph = gr.trace(fn, SPEC)
-    r = assert_as_local(client, graph, fn, x, {})
+    r = assert_equals_local(client, graph, fn, x, {})
     assert {resolution.label for resolution in r.overrides} == {"spike_fn"}
     assert "active" in statuses(r).values()
 
 
 @pytest.mark.parametrize("kind", ["call", "loop", "branch", "map", "all"])
-def test_overrides_of_a_function_by_its_name(either: Any, kind: str) -> None:
-    """A rule for the region is what the rule would be as the function's own gradient."""
+def test_function_is_overridden_by_name(either: Any, kind: str) -> None:
+    """A rule for the region acts like the same rule as the function's custom gradient."""
     graph = gr.trace(with_spikes(kind, surrogate), SPEC)
     wanted = with_spikes(kind, lambda v, dy: tf.where(tf.abs(v) <= 1.0, dy * v, 0.25 * dy))
     override = gr.Override(gr.Rule("where(abs(x) <= 1, dy * x, 0.25 * dy)"), region="spike_fn")
-    assert_as_local(either, graph, wanted, X, {}, overrides=[override])
+    assert_equals_local(either, graph, wanted, X, {}, overrides=[override])
 
 
-def test_several_variables_in_containers(either: Any) -> None:
-    """A variable that a loop reads, one that a branch reads, and one that a called function reads twice."""
+def test_variables_in_control_flow(either: Any) -> None:
+    """One variable is read by a loop, one by a branch, and one twice by a called function."""
     w = tf.Variable([[0.5, -0.2, 0.1], [0.4, 0.6, -0.3], [-0.8, 0.7, 0.2]], name="w")
     b = tf.Variable([0.1, 0.2, -0.3], name="b")
     scale = tf.Variable(1.5, name="scale")
@@ -347,7 +348,7 @@ def test_several_variables_in_containers(either: Any) -> None:
 
     graph = gr.trace(fn, SPEC)
     assert set(graph.variables) == {"w", "b", "scale"}
-    assert_as_local(either, graph, fn, X, {"w": w, "b": b, "scale": scale})
+    assert_equals_local(either, graph, fn, X, {"w": w, "b": b, "scale": scale})
 
 
 # Outputs that are intermediate tensors.

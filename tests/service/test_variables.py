@@ -1,4 +1,4 @@
-"""Variables of a graph at a real server: values, gradients with respect to them, feeding; against local TensorFlow."""
+"""Variables of a graph on a real server: values, gradients, and feeds, compared with local TensorFlow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BIAS = np.array([0.5, -0.25], np.float32)
 
 
 class Local:
-    """A graph made by TensorFlow, and what TensorFlow computes of it: y, and its gradients."""
+    """Holds a TensorFlow graph and computes y and its gradients."""
 
     def __init__(self, make: Callable[[], Any], values: Arrays, feeds: Arrays) -> None:
         self.values, self.feeds = values, feeds
@@ -50,11 +50,11 @@ class Local:
                 return {f"{name}:0": value for name, value in self.feeds.items()}
 
             y = session.run(self._y, reset())
-            # The gradient's run assigns again.
+            # Computing the gradient runs the assignments again.
             return y, session.run(gradients, reset())
 
-    def loaded(self) -> gr.Graph:
-        """The same for a server."""
+    def on_server(self) -> gr.Graph:
+        """Returns the same graph for a server."""
         graph = gr.Graph.from_bytes(self.graph_def.SerializeToString())
         graph.variables.update(self.values)
         return graph
@@ -139,26 +139,26 @@ CASES: list[tuple[Callable[[], Any], Arrays, Arrays, list[str]]] = [
 
 @pytest.mark.parametrize("case", CASES, ids=[case[0].__name__ for case in CASES])
 @keeps_engine
-def test_values_and_gradients_as_tensorflow_has_them(
+def test_values_and_gradients_equal_tensorflow(
     either: Any, case: tuple[Callable[[], Any], Arrays, Arrays, list[str]]
 ) -> None:
     make, values, feeds, xs = case
     local = Local(make, values, feeds)
     y, gradients = local.run(xs)
-    answer = either.evaluate(local.loaded(), feeds=feeds, fetches=["y"], ys=["y"], xs=xs)
+    answer = either.evaluate(local.on_server(), feeds=feeds, fetches=["y"], ys=["y"], xs=xs)
     assert_close(answer.outputs["y"], y)
     for name, gradient in zip(xs, gradients, strict=True):
         assert_close(dense(answer.gradients[name]), gradient, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES[3:], ids=[case[0].__name__ for case in CASES[3:]])
-def test_gradients_through_writes_are_those_of_finite_differences(
+def test_gradients_through_assignments_equal_differences(
     client: Any, case: tuple[Callable[[], Any], Arrays, Arrays, list[str]]
 ) -> None:
-    """TensorFlow takes every read for the variable itself, whatever was assigned before; here the chain rule holds."""
+    """TensorFlow treats every read as the variable itself, even after an assignment; here the chain rule applies."""
     make, values, feeds, _ = case
     name, value = list(values.items())[-1]
-    program = client.compile(Local(make, values, feeds).loaded(), fetches=["y"], ys=["y"], xs=[name])
+    program = client.compile(Local(make, values, feeds).on_server(), fetches=["y"], ys=["y"], xs=[name])
     got = program.evaluate(feeds).gradients[name]
     wanted = np.zeros(3)
     for index in range(3):
@@ -169,15 +169,15 @@ def test_gradients_through_writes_are_those_of_finite_differences(
     np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_gradient_of_a_gather_comes_back_sparse(client: Any) -> None:
+def test_gradient_of_a_gather_is_sparse(client: Any) -> None:
     local = Local(_embedding, {"table": X[:4]}, {"ids": np.array([1, 3, 1], np.int32)})
-    gradient = client.evaluate(local.loaded(), feeds=local.feeds, ys=["y"], xs=["table"]).gradients["table"]
+    gradient = client.evaluate(local.on_server(), feeds=local.feeds, ys=["y"], xs=["table"]).gradients["table"]
     assert isinstance(gradient, gr.Sparse)
     assert gradient.indices.tolist() == [1, 3, 1]
 
 
 def _line() -> gr.Graph:
-    """y = sum(x · w + b), w = (3, 6), b = 1."""
+    """Makes y = sum(x · w + b), w = (3, 6), b = 1."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [2])
     w = g.variable("w", [3.0, 6.0])
@@ -187,7 +187,7 @@ def _line() -> gr.Graph:
 
 
 @keeps_engine
-def test_variables_of_the_builder(either: Any) -> None:
+def test_builder_makes_variables(either: Any) -> None:
     answer = either.evaluate(_line(), feeds={"x": [1.0, 2.0]}, fetches=["y", "w"], ys=["y"], xs=["w", "b", "x"])
     assert answer.outputs["y"] == 17.0
     assert answer.outputs["w"].tolist() == [3.0, 6.0]
@@ -197,7 +197,7 @@ def test_variables_of_the_builder(either: Any) -> None:
 
 
 @keeps_engine
-def test_a_feed_wins_over_a_value_and_compiles_nothing(either: Any) -> None:
+def test_feed_replaces_a_value_without_recompiling(either: Any) -> None:
     program = either.compile(_line(), fetches=["y"], ys=["y"], xs=["x"])
     assert {name: spec.optional for name, spec in program.inputs.items()} == {"x": False, "w": True, "b": True}
     x = [1.0, 2.0]
@@ -209,7 +209,7 @@ def test_a_feed_wins_over_a_value_and_compiles_nothing(either: Any) -> None:
 
 
 @keeps_engine
-def test_a_value_that_is_set_again_is_the_one_that_counts(client: Any) -> None:
+def test_last_assigned_value_is_used(client: Any) -> None:
     g = _line()
     for value in (1.0, 5.0):
         g.variables["b"] = value
@@ -220,7 +220,7 @@ def test_a_value_that_is_set_again_is_the_one_that_counts(client: Any) -> None:
 
 
 @keeps_engine
-def test_stop_gradients_at_a_variable(client: Any) -> None:
+def test_stop_gradients_at_a_variable_cut_its_gradient(client: Any) -> None:
     answer = client.evaluate(
         _line(), feeds={"x": [1.0, 2.0]}, ys=["y"], xs=["x", "w"], stop_gradients=["w"], unconnected_gradients="zero"
     )
@@ -229,7 +229,7 @@ def test_stop_gradients_at_a_variable(client: Any) -> None:
 
 
 @keeps_engine
-def test_overrides_reach_reads_and_what_comes_after(client: Any) -> None:
+def test_overrides_reach_reads_and_later_ops(client: Any) -> None:
     g = gr.Graph()
     w = g.variable("w", [0.5, -3.0])
     g.op("Sum", g.op("Sign", w, name="sign"), [0], name="y")
@@ -240,7 +240,7 @@ def test_overrides_reach_reads_and_what_comes_after(client: Any) -> None:
 
 
 @keeps_engine
-def test_comparing_with_respect_to_variables(client: Any) -> None:
+def test_compare_with_respect_to_variables(client: Any) -> None:
     g = gr.Graph()
     w = g.variable("w", [0.5, -0.25])
     g.op("Sum", g.op("Tanh", w * g.placeholder("x", "float32", [2]), name="tanh"), [0], name="y")
@@ -253,7 +253,7 @@ def test_comparing_with_respect_to_variables(client: Any) -> None:
 
 
 @keeps_engine
-def test_a_variable_with_an_initialiser_may_be_fed(either: Any) -> None:
+def test_variable_with_an_initializer_can_be_fed(either: Any) -> None:
     def make() -> Any:
         w = v1.get_variable("w", initializer=tf.constant([1.0, 2.0]), use_resource=True)
         return tf.reduce_sum(w * w)
@@ -276,7 +276,7 @@ def _shared() -> gr.Graph:
 
 
 @keeps_engine
-def test_the_shared_name_is_a_name(either: Any) -> None:
+def test_variable_is_found_by_its_shared_name(either: Any) -> None:
     g = _shared()
     for name in ("handle", "weights"):
         answer = either.evaluate(g, feeds={name: [1.0, 2.0]}, fetches=["y"], ys=["y"], xs=[name])
@@ -289,19 +289,19 @@ def test_the_shared_name_is_a_name(either: Any) -> None:
         either.evaluate(g, feeds={"handle": [1.0, 2.0], "weights": [1.0, 2.0]}, fetches=["y"])
 
 
-# What is wrong with values.
+# Invalid values.
 
 
 @provokes("MISSING_FEED")
 @keeps_engine
-def test_a_variable_without_a_value_must_be_fed(either: Any) -> None:
+def test_variable_without_a_value_must_be_fed(either: Any) -> None:
     with refused("MISSING_FEED") as refusal:
         either.evaluate(_shared(), fetches=["y"])
     refusal.says("'handle'", "float32")
 
 
 @keeps_engine
-def test_values_that_do_not_fit(either: Any) -> None:
+def test_values_of_wrong_shape_or_dtype_are_refused(either: Any) -> None:
     for value, reason in (
         (np.zeros(2), "FEED_DTYPE"),
         (np.zeros(3, np.float32), "FEED_SHAPE"),
@@ -315,7 +315,7 @@ def test_values_that_do_not_fit(either: Any) -> None:
 
 
 @keeps_engine
-def test_values_for_what_is_no_variable(either: Any) -> None:
+def test_value_of_an_unknown_variable_is_refused(either: Any) -> None:
     g = _line()
     g.variables["ww"] = [1.0]
     with refused("UNKNOWN_TENSOR") as refusal:
@@ -324,13 +324,13 @@ def test_values_for_what_is_no_variable(either: Any) -> None:
 
 
 @keeps_engine
-def test_a_value_that_is_not_needed_is_fine(either: Any) -> None:
+def test_unused_value_is_accepted(either: Any) -> None:
     g = _line()
     assert either.evaluate(g, feeds={"x": [1.0, 2.0]}, fetches=["x"]).outputs["x"].tolist() == [1.0, 2.0]
 
 
 @keeps_engine
-def test_values_that_no_client_sends(channel: grpc.Channel) -> None:
+def test_invalid_values_in_plain_messages_are_refused(channel: grpc.Channel) -> None:
     variable = raw.node(
         "w",
         "VarHandleOp",

@@ -1,4 +1,4 @@
-"""Rules that are code, compiled by XLA, against NumPy written from their formulas."""
+"""Code rules compiled by XLA give the results of NumPy written from their formulas."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from tests.rules.test_code_rules import FEW
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.only_xla or (case in FEW and case.has_xla)], ids=str)
-def test_compiled_by_xla_a_rule_is_what_its_formula_says(case: Case) -> None:
+def test_rule_compiled_by_xla_equals_its_formula(case: Case) -> None:
     operands, dys = given(case, "float32")
     check(case, evaluate(case, operands, dys, jit=True), operands, dys)

@@ -1,4 +1,4 @@
-"""Every rule of the catalogue that is data, compiled by XLA."""
+"""Every expression rule of the catalogue, compiled by XLA."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 import tensorflow as tf
 
 from gradrule_server.rules.catalogue import BUILTINS
-from tests.rules.asking import Asked, feeds, graph_def, in_type, params_of, quarters, raw_values
-from tests.rules.cases import CASES
+from tests.rules.evaluation import BoundRule, feeds, graph_def, in_type, params_of, quarters, raw_values
+from tests.rules.expression_cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_by_xla_a_rule_gives_the_same(name: str) -> None:
+def test_rule_compiled_by_xla_gives_the_same_results(name: str) -> None:
     rule, case = BUILTINS[name], CASES[name]
     params = params_of(rule, case, own=False)
     values = in_type(raw_values(case, (3, 4), quarters()), "float32")
-    with Asked(rule, case, "float32") as ask:
+    with BoundRule(rule, case, "float32") as ask:
         plain = [result for result in ask(values, params) if result is not None]
         rule_graph = ask.rule_graph
 
-    # XLA has no placeholders, and imported ones stay in the graph though nothing asks for them.
+    # XLA has no placeholders, and unused imported ones stay in the graph.
     computing = graph_def(rule_graph)
     for index in reversed(range(len(computing.node))):
         if computing.node[index].op == "Placeholder":
@@ -45,7 +45,7 @@ def test_compiled_by_xla_a_rule_gives_the_same(name: str) -> None:
         assert result.shape == reference.shape
         np.testing.assert_array_equal(result, repeated)
         if case.random:
-            # XLA draws other numbers than TensorFlow's kernels.
+            # XLA generates other random numbers than TensorFlow's kernels.
             assert np.isfinite(result).all()
         else:
             np.testing.assert_allclose(result, reference, rtol=2e-5, atol=2e-6)

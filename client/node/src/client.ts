@@ -15,7 +15,7 @@ import { Program, readExplanation } from "./program.js";
 import type { Explanation, ProgramCallOptions } from "./program.js";
 import { readEvaluation } from "./results.js";
 import type { Evaluation } from "./results.js";
-import { definitionMessage, paramValues, readPreset, readRule } from "./rules.js";
+import { definitionMessage, namedOrRule, paramValues, readPreset, readRule } from "./rules.js";
 import type { Kind, ParamDefaults, Params, Preset, Rule, RuleForm } from "./rules.js";
 import { callParams, feedMessages, namedTensors, specMessage, splitGradYs } from "./spec.js";
 import type { Feeds, GradYs, SpecOptions } from "./spec.js";
@@ -111,6 +111,7 @@ export class Client {
 
   /** Runs a rule on tensors: `sampleRule("ste", { x: [1, 2], dy: [1, 1] })`. Default of `dy`: ones. */
   async sampleRule(rule: RuleRef, values: Feeds, options: SampleRuleOptions = {}): Promise<Sample> {
+    if (typeof rule === "string") rule = namedOrRule(rule);
     const op = options.opType ?? (typeof rule === "string" ? rule : "");
     const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [
       name,

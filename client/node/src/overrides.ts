@@ -13,11 +13,11 @@ import type { GradientOverrideSchema, Position as PositionMessage, Selector } fr
 import type { Graph } from "./graph.js";
 import { Output, tensorName, tensorNames } from "./handles.js";
 import type { Names } from "./handles.js";
-import { definitionMessage, paramValues } from "./rules.js";
+import { definitionMessage, namedOrRule, paramValues } from "./rules.js";
 import type { Params, RuleSource } from "./rules.js";
 import { isRecord, listChoices, formatValue } from "./values.js";
 
-/** The name of a rule, or a rule that is not registered. */
+/** The name of a rule, a formula that cannot be a name such as `"dy * x"`, or a rule that is not registered. */
 export type RuleRef = string | RuleSource;
 
 /** A rule, or a rule with its params. */
@@ -54,6 +54,8 @@ export interface Conditions {
    * node.
    */
   readonly pattern?: readonly string[];
+  /** A kind of layer, all of whose ops get one rule: `@linear`, `@convolution`, `@dense` (with their bias), `@activation`, … */
+  readonly layer?: string;
   /** Element type of the node's first output. */
   readonly dtype?: DType;
   /** Rank of the node's first output. */
@@ -71,7 +73,7 @@ interface SharedProperties {
   readonly params?: Params;
   /**
    * Name of the override in params of calls and in results. Default: the preset's name, otherwise the first that is set of op
-   * type, node, scope, regular expression, pattern (joined with `+`) and the region's first output.
+   * type, node, scope, regular expression, pattern (joined with `+`), layer and the region's first output.
    */
   readonly label?: string;
   /** True: it is not an error if no node on the path matches. */
@@ -106,6 +108,7 @@ const OVERRIDE_PROPERTIES = [
   "scope",
   "position",
   "pattern",
+  "layer",
   "dtype",
   "rank",
   "attrs",
@@ -189,6 +192,7 @@ function selectorMessage(conditions: Conditions, where: string, graph: Graph | u
     node: node instanceof Output ? nodeNameOfHandle(node, graph) : text(node, "node", where, "a string or a handle"),
     nodeRegex: text(conditions.nodeRegex, "nodeRegex", where),
     scope: text(conditions.scope, "scope", where),
+    layer: text(conditions.layer, "layer", where),
   });
   if (conditions.nodes !== undefined) selector.nodes = nodeNames(conditions.nodes, where, graph);
   if (position !== undefined) selector.position = positionMessage(position, where);
@@ -252,8 +256,9 @@ function checkedPattern(pattern: readonly string[], where: string): string[] {
 }
 
 function checkedRule(rule: RuleRef, where: string): RuleRef {
-  if (typeof rule === "string" || (isRecord(rule) && ("expression" in rule || "graph" in rule))) return rule;
-  throw invalid(`${where} takes a rule's name, { expression } or { graph }, not ${formatValue(rule)}.`);
+  if (typeof rule === "string") return namedOrRule(rule);
+  if (isRecord(rule) && ("expression" in rule || "graph" in rule)) return rule;
+  throw invalid(`${where} takes a rule's name, a formula, { expression } or { graph }, not ${formatValue(rule)}.`);
 }
 
 function tensors(names: Names, what: string, graph: Graph | undefined): string[] {

@@ -95,6 +95,14 @@ export interface Rule {
   readonly hidesBuiltin: boolean;
 }
 
+/** Names of registered rules and of op types. */
+const NAME = /^((rules|builtin)\/)?[A-Za-z_][A-Za-z0-9_.>-]*$/;
+
+/** Returns text that cannot be a name as a rule with that formula: `"dy * x"` is a formula, `"ste"` is a name. */
+export function namedOrRule(rule: string): string | RuleSource {
+  return rule.trim() === "" || NAME.test(rule) ? rule : { expression: rule };
+}
+
 /**
  * Converts a rule's definition to a message. A rule without declared params declares those that its use gives. Throws
  * INVALID_RULE.

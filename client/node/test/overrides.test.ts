@@ -89,7 +89,7 @@ test("conditions on attributes know defaults, and mean what some op says where a
 
 test("a pattern is a chain that gets one rule", async () => {
   const ask = { feeds: { x: [[1, 2]] }, fetches: "y", ys: "y", xs: ["x", "b"] };
-  const rule = { expression: "(x * k, None, sum_to(3 * dy, x2))", params: { k: 5 } };
+  const rule = { expression: "(ignore_dy(x * k), None, sum_to(3 * dy, x2))", params: { k: 5 } };
   const overrides = [{ pattern: ["MatMul", "@bias", "Relu"], rule }];
   const result = await client.evaluate(layer(), { ...ask, overrides });
   assert.deepEqual(dense(result).toArray(), [[5, 10]]);
@@ -111,6 +111,19 @@ test("a step of Greater and Cast gets a surrogate gradient", async () => {
   const result = await client.evaluate(g, { feeds: { x: [0, 1.5] }, fetches: "y", ys: "y", xs: "x", overrides });
   assert.deepEqual(result.outputs["y"]?.toArray(), [0, 1]);
   near(dense(result), [1 / 4, 1 / 9]);
+});
+
+test("text that cannot be a rule's name is a formula", async () => {
+  const g = tower();
+  const feeds = { x: X };
+  const found = async (overrides: Overrides) => dense(await client.evaluate(g, { feeds, ys: ["y"], xs: ["x"], overrides }));
+  const wanted = Array.from((await found({ Tanh: { expression: "10 * dy" } })).toFloat32());
+  near(await found({ Tanh: "10 * dy" }), wanted);
+  near(await found({ Tanh: ["slope * dy", { slope: 10 }] }), wanted);
+  near(await found([{ rule: "10 * dy", opType: "Tanh" }]), wanted);
+  await assert.rejects(found({ Tanh: "dy" }), (thrown) => thrown instanceof errors.UnknownRuleError && /Rule/.test(thrown.message));
+  const sample = await client.sampleRule("dy * x", { x: [3], dy: [2] });
+  near(sample.gradients.dx as Tensor, [6]);
 });
 
 test("a region: log(1 + exp(x)) without overflow", async () => {
@@ -261,7 +274,7 @@ test("overrides that cannot be meant are refused before anything is sent", async
     [new Map([["Relu", rule]]), /overrides is an object of rules by op type, .*, not Map/],
     [{ preset: "epsilon_plus" }, /the key preset, .* a single override goes into a list/],
     [{ rule, opType: "Relu" }, /the key rule, .* a single override goes into a list/],
-    [{ Relu: 3 }, /overrides\.Relu takes a rule's name, \{ expression \} or \{ graph \}, not 3/],
+    [{ Relu: 3 }, /overrides\.Relu takes a rule's name, a formula, \{ expression \} or \{ graph \}, not 3/],
     [{ Relu: ["ste"] }, /overrides\.Relu is \[ 'ste' \]; a rule with its params is a pair of both/],
     [["ste"], /overrides\[0\] is "ste"; a list holds objects with a rule or a preset/],
     [[{ opType: "Relu" }], /overrides\[0\] takes a rule's name, .* not undefined/],

@@ -54,7 +54,7 @@ __all__ = [
     "__version__",
 ]  # fmt: skip
 
-_HOMES = {
+_MODULES = {
     "Blob": "_builder.blob_values",
     "connect": "_rpc.sync_client.client",
     "Client": "_rpc.sync_client.client",
@@ -100,10 +100,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in ("aio", "errors", "keras", "optimizers"):
         return importlib.import_module(f"gradrule.{name}")
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'gradrule' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"gradrule.{home}"), name)
+    value = getattr(importlib.import_module(f"gradrule.{module}"), name)
     globals()[name] = value
     return value
 

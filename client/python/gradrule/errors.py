@@ -342,7 +342,7 @@ def reason_name(reason: int) -> str:
     return str(reason) if value is None else value.name.removeprefix("ERROR_REASON_")
 
 
-def of_reason(
+def error_for_reason(
     reason: str,
     message: str,
     *,

@@ -136,12 +136,17 @@ def stacked_vjp(
     return Derivatives(stacked_layout(backward.layout), backward.run_stacked(count, row, backward.captures))
 
 
-def jacobian(request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool) -> Derivatives:
+def jacobian(
+    request: DifferentiationRequest, differentiation: Differentiation, *, batched: bool, mixes_samples: bool = False
+) -> Derivatives:
     """Builds for each y and x the Jacobian, of shape (y's shape, x's shape), from the rows of an identity matrix.
 
     batched: axis 0 of all ys and xs counts examples that do not depend on one another; the shape is then (examples,
     rest of y's shape, rest of x's shape). Raises INVALID_DERIVATIVE if a y is complex, or if a y and an x have
     different numbers of examples.
+
+    mixes_samples: a rule may compute the gradient of an example from upstream gradients of others. The upstream
+    gradients are then those of one example at a time, so that the blocks are those of the whole Jacobian.
     """
     derivatives = Derivatives()
     for y in request.ys:
@@ -152,7 +157,7 @@ def jacobian(request: DifferentiationRequest, differentiation: Differentiation, 
                 f"imaginary parts",
                 field="ys",
             )
-        _add_jacobians(y, request, differentiation, derivatives, batched=batched)
+        _add_jacobians(y, request, differentiation, derivatives, batched=batched, mixes_samples=mixes_samples)
     return derivatives
 
 
@@ -163,6 +168,7 @@ def _add_jacobians(
     derivatives: Derivatives,
     *,
     batched: bool,
+    mixes_samples: bool,
 ) -> None:
     """Adds the Jacobians of one y."""
     if not y.is_differentiable:
@@ -176,8 +182,9 @@ def _add_jacobians(
     )
     backward = Backward(about_y, [0], differentiation)
     shape = tf.shape(y.tensor)
-    examples = shape[:1] if batched else tf.zeros([0], tf.int32)
-    count = tf.reduce_prod(shape[1:] if batched else shape)
+    is_whole = mixes_samples or not batched
+    examples = tf.zeros([0], tf.int32) if is_whole else shape[:1]
+    count = tf.reduce_prod(shape if is_whole else shape[1:])
     # Refused before it is computed: a Jacobian is often too large to send.
     size = tf.add_n(
         [
@@ -199,12 +206,26 @@ def _add_jacobians(
     for x, (_, form) in zip(request.xs, backward.layout, strict=True):
         names = (y.name, x.name)
         if WIDTHS[form]:
-            derivatives.add(names, DENSE, [_to_jacobian_shape(next(stacks), y, x, batched=batched)])
+            stack = next(stacks)
+            if batched and is_whole:
+                stack = _blocks_of_examples(stack, y, x)
+            derivatives.add(names, DENSE, [_to_jacobian_shape(stack, y, x, batched=batched)])
         elif form == UNCONNECTED and request.unconnected_is_zero:
             zeros = tf.zeros(_jacobian_shape(y, x, batched=batched), x.tensor.dtype)
             derivatives.add(names, DENSE, [zeros])
         else:
             derivatives.add(names, form)
+
+
+def _blocks_of_examples(stack: tf.Tensor, y: NamedTensor, x: NamedTensor) -> tf.Tensor:
+    """Returns the rows of each example by the x of the same example: (rest of y's elements, x's shape)."""
+    examples = tf.shape(y.tensor)[:1]
+    where = f"batched Jacobian of {y.name!r} by {x.name!r}: axis 0, which counts the examples of both,"
+    x_shape = tf.shape(x.tensor)
+    stack = require_same(stack, x_shape[:1], examples, errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, where)
+    by_example = tf.reshape(stack, tf.concat([examples, [-1], examples, [tf.reduce_prod(x_shape[1:])]], 0))
+    blocks = tf.linalg.diag_part(tf.transpose(by_example, [1, 3, 0, 2]))
+    return tf.reshape(tf.transpose(blocks, [0, 2, 1]), tf.concat([[-1], x_shape], 0))
 
 
 def _to_jacobian_shape(stack: tf.Tensor, y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:

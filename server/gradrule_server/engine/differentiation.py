@@ -20,7 +20,7 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.code_rules.target import Gradient, RuleTarget, ops_between, salt_for
+from gradrule_server.engine.code_rules.target import Dependence, Gradient, RuleTarget, ops_between, salt_for
 from gradrule_server.engine.graph_import import IMPORT_SCOPE
 from gradrule_server.engine.tf_errors import clean_message, error_message
 from gradrule_server.errors import GradruleError, error
@@ -38,6 +38,7 @@ _EXTENDED = "_rewritten"
 
 _OWN_GRADIENT = -1
 _FOREIGN_GRADIENT = -2
+_NO_GRADIENT = -3
 
 _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
@@ -73,6 +74,7 @@ class Differentiation:
         scopes: Mapping[str, str],
         no_gradient: program_pb2.NoGradient.ValueType,
         reference: Reference,
+        dependence: Dependence,
         made: Sequence[link_pb2.MadeNode] = (),
         *,
         again: bool = False,
@@ -85,6 +87,7 @@ class Differentiation:
         self._scopes = scopes
         self._no_gradient = no_gradient
         self._reference = reference
+        self._dependence = dependence
         self._made: dict[str, tuple[int, int]] = {}
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
@@ -145,9 +148,15 @@ class Differentiation:
                 self._defaulted[name] = None
             return self._own_gradient(op, dys, name)
         mark = self._marks[index]
+        if mark.rule == _NO_GRADIENT:
+            return [None] * len(op.inputs)
         if first:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
+        outputs = mark.subgraph_outputs
+        if mark.rule == _OWN_GRADIENT and outputs and first:
+            gradients = self._subgraph_target(op, mark).own_gradients(list(dys)[:outputs])
+            return [*([None] * outputs), *gradients, *([None] * (len(op.inputs) - outputs - len(gradients)))]
         if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
             # The gradient of a subgraph's IdentityN continues through the nodes of the subgraph.
             return self._own_gradient(op, dys, mark.node)
@@ -160,7 +169,6 @@ class Differentiation:
                 f"'default' for the op's own gradient.",
                 node=mark.node,
             )
-        outputs = mark.subgraph_outputs
         rule = self._rules[mark.rule]
         if self._gradient_cache is not None and rule.is_local and not outputs:
             return self._gradient_cache.gradients(
@@ -254,6 +262,8 @@ class Differentiation:
             find_ops=lambda: (op,),
             own_gradients=own_gradients,
             reference=self._reference,
+            sources=tuple(op.inputs),
+            dependence=self._dependence,
             salt=salt_for(node),
             op=op,
         )
@@ -287,6 +297,8 @@ class Differentiation:
             find_ops=find_ops,
             own_gradients=own_gradients,
             reference=self._reference,
+            sources=tuple(xs),
+            dependence=self._dependence,
             salt=salt_for(mark.node),
         )
 

@@ -23,11 +23,9 @@ from gradrule_server.graphs.ir import (
     Node,
     Ref,
     is_call,
-    replaced,
 )
-from gradrule_server.graphs.resolution_context import ForeignGradient, Match, Resolved
 from gradrule_server.graphs.resolve import Resolver
-from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode
+from gradrule_server.graphs.selectors import CandidateNode, InlinedCall
 
 UNKNOWN_SHAPE = AttrValue(shape=TensorShape(unknown_rank=True))
 
@@ -81,16 +79,15 @@ class _Placed:
 
 @dataclass(slots=True)
 class Copy:
-    """A copied graph: its top level, the new positions of the requested tensors, and the matches of calls."""
+    """A copied graph: its top level, and the new positions of the requested tensors."""
 
     body: Body
     tensors: dict[Ref, Ref]
-    # Public name of the containing loop, branch or call, by name of the new function.
+    # Public name of the containing loop or branch, by name of the new function.
     scopes: dict[str, str]
-    # Nodes that overrides can match. Without overrides: only nodes with attributes about their gradient.
+    # Nodes and calls that overrides can match, each call, loop and branch before the nodes in it. Without overrides:
+    # only those with attributes about their gradient.
     candidates: list[CandidateNode]
-    # Matches of calls, by id() of the node that replaces the call.
-    resolved: dict[int, Resolved]
     # Returns a free name in a body.
     unique: Callable[[Body, str], str]
 
@@ -107,7 +104,7 @@ def copy_graph(
 
     Args:
         top: The top level.
-        resolver: Resolves the rules of calls.
+        resolver: Tells which calls can get a rule.
         fed: The fed outputs of each node, by index of the node.
         requested: The tensors whose new positions are returned.
         separate: Outputs of calls that need a tensor of their own, because a gradient with respect to them must not
@@ -118,14 +115,14 @@ def copy_graph(
     destination = Destination(Body(""), "")
     placed = copier.copy(top, destination)
     tensors = {ref: placed.ref(ref) for ref in requested}
-    return Copy(destination.body, tensors, copier.scopes, copier.candidates, copier.resolved, copier.unique)
+    return Copy(destination.body, tensors, copier.scopes, copier.candidates, copier.unique)
 
 
 def copy_function(source: Body, scope: str, resolver: Resolver, namespace: str) -> Copy:
     """Copies a function and all functions that it uses; public names of its nodes start with `scope`."""
     copier = _Copier(resolver, {}, frozenset(), namespace)
-    body = copier.copy_function(source, "rule", scope, live=True, around=None)
-    return Copy(body, {}, copier.scopes, copier.candidates, copier.resolved, copier.unique)
+    body = copier.copy_function(source, "rule", scope, None)
+    return Copy(body, {}, copier.scopes, copier.candidates, copier.unique)
 
 
 class _Copier:
@@ -140,13 +137,12 @@ class _Copier:
             self._separate.setdefault(node, set()).add(output)
         self.scopes: dict[str, str] = {}
         self.candidates: list[CandidateNode] = []
-        self.resolved: dict[int, Resolved] = {}
         self._destinations: dict[int, Destination] = {}
 
     def copy(self, top: Body, into: Destination) -> _Placed:
         """Copies the top level."""
         self._destinations[id(into.body)] = into
-        return self._copy(top, into, "", [], None, live=True, around=None)
+        return self._copy(top, into, "", [], None, None)
 
     def unique(self, body: Body, name: str) -> str:
         """Returns a free name in a body of the copy."""
@@ -159,9 +155,7 @@ class _Copier:
         prefix: str,
         args: Sequence[Ref],
         gate: int | None,
-        *,
-        live: bool,
-        around: str | None,
+        around: CandidateNode | None,
     ) -> _Placed:
         """Copies the nodes of a body into a destination.
 
@@ -171,8 +165,7 @@ class _Copier:
             prefix: Prefix of the names of the copied nodes.
             args: The tensors that replace the arguments.
             gate: The node that all copied nodes must wait for; None: no such node.
-            live: Whether gradients are computed node by node here.
-            around: Label of the override that matched an enclosing call; None: there is no such override.
+            around: The innermost call that contains the nodes; None: no call does.
         """
         nodes, is_top = source.nodes, not source.name
         names = [into.unique(prefix + node.name) for node in nodes[source.arg_count :]]
@@ -196,48 +189,37 @@ class _Copier:
             if gate is not None and (calls or all(ref[0] < source.arg_count for ref in node.inputs)):
                 controls = [*controls, gate]
             copy = Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
-            asks = calls and around is None
-            resolved = self._call(node, into.public(public), source, live=live) if asks else None
-            label = resolved.label if isinstance(resolved, Match) else around
-            # A rule for a call replaces the gradient of the whole call, so the call is not inlined.
-            whole = isinstance(resolved, Match) and resolved.rule != OWN_GRADIENT
-            if calls and not whole:
+            if calls:
+                candidate = self._call_candidate(node, into, into.public(public), source.name, around)
                 separate = self._separate.get(position, set()) if is_top else set()
                 self._inline(
-                    node,
-                    copy,
-                    into,
-                    position,
-                    placed,
-                    separate,
-                    resolved,
-                    live=live,
-                    around=label,
-                    awaited=position in awaited,
+                    node, copy, into, position, placed, separate, candidate or around, awaited=position in awaited
                 )
             else:
                 if node.op in BRANCHES:
                     _separate_inputs(copy, [_type(source, ref) for ref in node.inputs], into)
                 placed.nodes[position] = into.add(copy)
-                if resolved is not None:
-                    self.resolved[id(copy)] = [resolved]
-                elif self._resolver.matchers or GRADIENT_ATTR in node.attrs or OUTPUTS_ATTR in node.attrs:
-                    candidate = CandidateNode(
-                        into.public(public), source.name, into.body, placed.nodes[position], live, None, around
+                if self._resolver.matchers or GRADIENT_ATTR in node.attrs or OUTPUTS_ATTR in node.attrs:
+                    self.candidates.append(
+                        CandidateNode(into.public(public), source.name, into.body, placed.nodes[position], around)
                     )
-                    self.candidates.append(candidate)
-                copy.watched = live and bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
+                copy.watched = bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
                 if node.functions:
-                    self._copy_functions(node, copy, into.public(name), live=live and not calls, around=label)
+                    self._copy_functions(node, copy, into.public(name), around)
             if fed:
                 self._feed(node, public, sorted(fed), into, position, placed)
         return placed
 
-    def _call(self, node: Node, public: str, source: Body, *, live: bool) -> Match | ForeignGradient | None:
-        """Returns the match of a whole call; None where gradients are not computed node by node."""
-        types = [_type(source, ref) for ref in node.inputs]
-        resolved = self._resolver.match_call(node, public, types, source.name)
-        return resolved if live else None
+    def _call_candidate(
+        self, node: Node, into: Destination, public: str, function: str, around: CandidateNode | None
+    ) -> CandidateNode | None:
+        """Adds and returns the candidate for a call; None without overrides and attributes about its gradient."""
+        gets_rule = self._resolver.may_match_call(node, public)
+        if not gets_rule and not self._resolver.matchers:
+            return None
+        candidate = CandidateNode(public, function, into.body, -1, around, InlinedCall(node, gets_rule))
+        self.candidates.append(candidate)
+        return candidate
 
     def _inline(
         self,
@@ -247,34 +229,42 @@ class _Copier:
         position: int,
         placed: _Placed,
         separate: AbstractSet[int],
-        resolved: Match | ForeignGradient | None,
+        around: CandidateNode | None,
         *,
-        live: bool,
-        around: str | None,
         awaited: bool,
     ) -> None:
-        """Inlines a call: copies the nodes of its function into the body that contains the call."""
+        """Inlines a call: copies the nodes of its function into the body that contains the call.
+
+        A call that can get a rule has an Identity for each result, and for each repeated argument: its subgraph has
+        inputs and outputs that differ. `around`: the candidate for the call, or else that for the call around it.
+        """
         body = node.functions[0][1][0]
         gate = None
         if len(call.controls) == 1:
             gate = call.controls[0]
         elif call.controls:
             gate = into.add(Node(into.unique(f"{call.name}/before"), "NoOp", [], call.controls, {}, ()))
-        inner = self._copy(body, into, f"{call.name}/", call.inputs, gate, live=live, around=around)
+        inlined = around.call if around is not None and around.call is not None and around.call.node is node else None
+        is_subgraph = inlined is not None and inlined.may_match
+        args = call.inputs
+        if inlined is not None and is_subgraph:
+            args = _separate(args, body.arg_types, f"{call.name}/argument", into)
+            inlined.arguments = Node(into.unique(f"{call.name}/arguments"), "NoOp", args, (), {}, ())
+            into.add(inlined.arguments)
+        inner = self._copy(body, into, f"{call.name}/", args, gate, around)
         ends = [inner.nodes[control] for _, control in body.control_results]
         outputs = []
         for number, ref in enumerate(body.results):
             output = inner.ref(ref)
             # An Identity is needed in three cases: the output is an argument that must wait for the gate; a requested
-            # tensor must differ from the tensor that nodes inside the call use; the call itself has a match.
+            # tensor must differ from the tensor that nodes inside the call use; the call itself can get a rule.
             waits = [] if gate is None or ref[0] >= body.arg_count else [gate]
             waits += _not_behind(into.body, output[0], ends)
-            if number in separate or resolved is not None or waits:
-                result = _identity(into, call.name, number, output, body.result_types[number], waits)
+            if number in separate or is_subgraph or waits:
+                result = _identity(into, f"{call.name}/result_{number}", output, body.result_types[number], waits)
                 output = (into.add(result), 0)
-                if resolved is not None:
-                    self.resolved[id(result)] = [resolved]
-                    result.watched = body.result_types[number] in DIFFERENTIABLE
+                if inlined is not None and is_subgraph:
+                    inlined.results.append(result)
             outputs.append(output)
         placed.outputs[position] = outputs
         if awaited:
@@ -283,15 +273,15 @@ class _Copier:
             after.update(() if gate is None else (gate,))
             placed.nodes[position] = into.add(Node(call.name, "NoOp", [], sorted(after), {}, ()))
 
-    def _copy_functions(self, node: Node, copy: Node, public: str, *, live: bool, around: str | None) -> None:
-        """Copies the functions of a loop, a branch or a call that is not inlined."""
+    def _copy_functions(self, node: Node, copy: Node, public: str, around: CandidateNode | None) -> None:
+        """Copies the functions of a loop or a branch."""
         functions = []
         for attr, bodies in node.functions:
-            copies = (self.copy_function(body, attr, public, live=live, around=around) for body in bodies)
+            copies = (self.copy_function(body, attr, public, around) for body in bodies)
             functions.append((attr, tuple(copies)))
         copy.functions = tuple(functions)
 
-    def copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
+    def copy_function(self, source: Body, attr: str, public: str, around: CandidateNode | None) -> Body:
         """Returns a copy of a function under a new name."""
         name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
         self.scopes[name] = public
@@ -307,7 +297,7 @@ class _Copier:
         args = []
         for arg in source.nodes[: source.arg_count]:
             args.append((into.add(Node(into.unique(arg.name), ARG, [], [], {}, arg.outputs)), 0))
-        placed = self._copy(source, into, "", args, None, live=live, around=around)
+        placed = self._copy(source, into, "", args, None, around)
         body.results = [placed.ref(ref) for ref in source.results]
         body.control_results = [(result, placed.nodes[position]) for result, position in source.control_results]
         return body
@@ -360,25 +350,29 @@ def _type(source: Body, ref: Ref) -> int:
     return outputs[ref[1]] if outputs else 0
 
 
-def _identity(into: Destination, call: str, number: int, ref: Ref, dtype: int, controls: list[int]) -> Node:
-    attrs = {"T": AttrValue(type=as_dt(dtype))}
-    return Node(into.unique(f"{call}/result_{number}"), "Identity", [ref], controls, attrs, (dtype,))
+def _identity(into: Destination, name: str, ref: Ref, dtype: int, controls: Sequence[int]) -> Node:
+    return Node(into.unique(name), "Identity", [ref], controls, {"T": AttrValue(type=as_dt(dtype))}, (dtype,))
 
 
 def _separate_inputs(branch: Node, types: Sequence[int], into: Destination) -> None:
-    """Makes the inputs of a branch distinct tensors by adding an Identity for each repeated one.
+    """Makes the inputs of a branch distinct tensors.
 
     TensorFlow's gradient of a branch keys inputs by the outer tensor, and would drop the gradient of a repeated one.
     """
-    seen: set[Ref] = set()
     # The first input is the predicate or branch index, which is not passed to the functions.
-    for number, ref in enumerate(branch.inputs[1:], start=1):
-        if ref in seen and types[number] not in (0, Dt.DT_RESOURCE):
-            attrs = {"T": AttrValue(type=as_dt(types[number]))}
-            name = into.unique(f"{branch.name}/input_{number}")
-            alias = (into.add(Node(name, "Identity", [ref], [], attrs, (types[number],))), 0)
-            branch.inputs = replaced(branch.inputs, number, alias)
+    branch.inputs = (branch.inputs[0], *_separate(branch.inputs[1:], types[1:], f"{branch.name}/input", into, first=1))
+
+
+def _separate(refs: Sequence[Ref], types: Sequence[int], name: str, into: Destination, first: int = 0) -> list[Ref]:
+    """Returns distinct tensors: adds an Identity for each repeated one that is no handle."""
+    seen: set[Ref] = set()
+    found = []
+    for number, (ref, dtype) in enumerate(zip(refs, types, strict=True), start=first):
+        if ref in seen and dtype not in (0, Dt.DT_RESOURCE):
+            ref = into.add(_identity(into, f"{name}_{number}", ref, dtype, ())), 0
+        found.append(ref)
         seen.add(ref)
+    return found
 
 
 def _placeholder(name: str, dtype: int, shape: AttrValue | None) -> Node:

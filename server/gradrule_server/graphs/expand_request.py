@@ -31,7 +31,7 @@ class Mark:
     """The rule of the nodes whose attribute `_gradrule_mark` is the index of this mark.
 
     Attributes:
-        rule: Index of the rule (-1: `default`, -2: foreign gradient).
+        rule: Index of the rule (-1: `default`, -2: foreign gradient, -3: none, because no gradient can reach the xs).
         node: Public name of the node.
         foreign: Name of the foreign gradient.
         outputs: Number of outputs of a subgraph; 0 for a single node.

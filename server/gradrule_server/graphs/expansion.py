@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from gradrule.common.dtypes import as_dt
@@ -202,34 +202,36 @@ class _Expansion:
             self._context.resolved[id(custom_gradient)] = [match]
         moved = moves.get(id(copy.body), {})
         copy.tensors = {ref: moved.get(target, target) for ref, target in copy.tensors.items()}
-        self._matches = resolver.matches(self._context)
+        self._matches = self._context.matches()
         if self._request.ys:
             self._findings.all += resolver.unmatched(self._context)
 
     def _resolution_context(self) -> ResolutionContext:
         """Returns the context for selectors: the copy, the request's tensors, and a look-up of tensors by name."""
+        for one in self._copy.candidates:
+            if one.call is not None:
+                one.call.detach()
         # The closures must not refer to `self`, which refers to them: reference counting frees all of it.
         copy, selected, requested, findings = self._copy, self._selected, self._requested, self._findings
-        inner: dict[str, tuple[Body, int]] = {}
+        inner: dict[str, list[tuple[Body, int]]] = {}
 
-        def look_up(text: str) -> tuple[Body, Ref] | None:
+        def look_up(text: str) -> Sequence[tuple[Body, Ref]]:
             if text in selected:
-                return copy.body, copy.tensors[selected[text]]
+                return [(copy.body, copy.tensors[selected[text]])]
             if not inner:
                 for body in bodies_of(copy.body):
-                    if body.name:
-                        args = enumerate(body.nodes[: body.arg_count])
-                        inner.update({f"{copy.scopes[body.name]}/{arg.name}": (body, index) for index, arg in args})
-                inner.update({candidate.name: (candidate.body, candidate.index) for candidate in copy.candidates})
+                    for index, arg in enumerate(body.nodes[: body.arg_count]):
+                        inner.setdefault(f"{copy.scopes[body.name]}/{arg.name}", []).append((body, index))
+                for one in copy.candidates:
+                    if one.call is None:
+                        inner.setdefault(one.name, []).append((one.body, one.index))
             name, output = parse_tensor_name(text) or ("", 0)
-            found = inner.get(name)
-            if found is None or output >= len(found[0].nodes[found[1]].outputs or ()):
-                return None
-            return found[0], (found[1], output)
+            found = inner.get(name, ())
+            return [(body, (index, output)) for body, index in found if output < len(body.nodes[index].outputs or ())]
 
-        def find(text: str, field: str) -> tuple[Body, Ref] | None:
+        def find(text: str, field: str) -> Sequence[tuple[Body, Ref]]:
             found = look_up(text)
-            if found is None:
+            if not found:
                 name, _ = parse_tensor_name(text) or ("", 0)
                 message = f"There is no tensor {quote(text)}.{findings.suggest_similar(name, inner)}"
                 findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
@@ -258,9 +260,7 @@ class _Expansion:
 
     def _mark_nodes(self) -> None:
         """Numbers the nodes that have rules."""
-        self._marks = mark_nodes(
-            self._bodies, {**self._copy.resolved, **self._context.resolved, **self._rules.resolved}
-        )
+        self._marks = mark_nodes(self._bodies, {**self._context.resolved, **self._rules.resolved})
 
     def _write(self) -> Expanded:
         """Serializes the graph and the embedded rules, and returns the result of the expansion."""

@@ -265,6 +265,8 @@ class UnmatchedOverrides:
                 members = f" ({', '.join(sorted(op_types_of(word)))})" if word.startswith("@") else ""
                 hint = suggest(lambda word=word: did_you_mean(word, self._op_types))  # type: ignore[misc]
                 return f"there is no {word}{members}.{hint}"
+        if matcher.layer and not any((selector.scope, selector.node, selector.node_regex)):
+            return f"there is no layer of kind {matcher.layer}."
         kind = f"of op type {matcher.words[-1]} " if matcher.words else ""
         in_scope, named, matched = self._met_conditions(matcher)
         if selector.scope and not in_scope:
@@ -284,6 +286,8 @@ class UnmatchedOverrides:
             reasons.append(
                 f"no chain {' → '.join(matcher.words)} in which each op is the only consumer of the op before it"
             )
+        if matcher.layer:
+            reasons.append(f"a layer of kind {matcher.layer} that ends there")
         if selector.dtype:
             reasons.append(f"a first output of type {dtype_name(selector.dtype)}")
         if selector.attrs:

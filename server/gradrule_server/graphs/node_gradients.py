@@ -46,6 +46,11 @@ class NodeGradients:
     _unknown: set[str] = field(default_factory=set)
     _custom_gradients: dict[int, CustomGradientNode | None] = field(default_factory=dict)
 
+    @staticmethod
+    def names_gradient(node: Node) -> bool:
+        """Returns whether an attribute of the node names its gradient."""
+        return bool(_read_gradient_name(node))
+
     def find_custom_gradient(self, node: Node, name: str) -> CustomGradientNode | None:
         """Returns the layout of a custom-gradient node; None for other nodes and after adding a finding."""
         if id(node) not in self._custom_gradients:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref, is_call
+from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref
 
 Flows = Mapping[int, range]
 """For each node, by id(): the inputs that receive gradients. In nodes that are missing here, all inputs do."""
@@ -94,7 +94,12 @@ def dependents(
     The producer of a seed is included only if it depends on another seed. With `cut`, dependence is followed only
     where gradients flow.
     """
-    forward = _Forward({id(seed_body): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
+    return reached(top, {id(seed_body): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
+
+
+def reached(top: Body, seeds: Seeds, cut: Cut | None, orders: Orders) -> set[int]:
+    """Returns the nodes, by id(), that depend on at least one of the seeds, which may be in several bodies."""
+    forward = _Forward(seeds, cut, orders)
     forward.run(top, (), is_loop_body=False)
     found: set[int] = set()
     for body, bits in forward.found():
@@ -207,7 +212,7 @@ def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
 
 
 def _inner_bodies(node: Node) -> Iterator[tuple[Body, int, bool]]:
-    """Yields the bodies of a loop, branch or call.
+    """Yields the bodies of a loop or branch.
 
     Each comes with the index of the node's input that is its first argument, and whether its results are the arguments
     of the next iteration.
@@ -215,7 +220,7 @@ def _inner_bodies(node: Node) -> Iterator[tuple[Body, int, bool]]:
     for attr, bodies in node.functions:
         for body in bodies:
             is_loop = node.op in LOOPS
-            yield body, 0 if is_loop or is_call(node) else 1, is_loop and attr == "body"
+            yield body, 0 if is_loop else 1, is_loop and attr == "body"
 
 
 class _Forward:
@@ -250,10 +255,7 @@ class _Forward:
         if is_loop_body:
             next_arguments = reached.next_arguments()
             changed.extend(
-                arg
-                for producer, back in next_arguments.items()
-                for arg in back
-                if reached.add_bits(arg, reached.bits[producer])
+                arg for arg, ref in enumerate(body.results) if reached.add_bits(arg, self._bits_of(reached, ref))
             )
         else:
             next_arguments = {}
@@ -266,9 +268,13 @@ class _Forward:
                 if reached.add_bits(arg, reached.bits[position]):
                     changed.append(arg)
         results = 0
-        for producer, _ in body.results:
-            results |= reached.bits[producer]
+        for ref in body.results:
+            results |= self._bits_of(reached, ref)
         return results
+
+    def _bits_of(self, reached: _Reached, ref: Ref) -> int:
+        """Returns the bits of a tensor: those of its node, and of the sets that contain it."""
+        return reached.bits[ref[0]] | self._seeds.get(id(reached.body), {}).get(ref, 0)
 
     def _visit(self, reached: _Reached, position: int) -> bool:
         """Adds the bits of its inputs to a node; returns whether its bits changed."""

@@ -14,7 +14,14 @@ from gradrule_server.graphs import paths
 from gradrule_server.graphs.findings import quote
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, CustomGradientNode, Node, Ref, bodies_of, short_tensor_name
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
-from gradrule_server.graphs.subgraphs import RegionBorder, RegionContext, Regions, Subgraph
+from gradrule_server.graphs.subgraphs import (
+    RegionBorder,
+    RegionContext,
+    Regions,
+    Subgraph,
+    call_subgraph,
+    positions_of,
+)
 
 Tensor = tuple[Body, Ref]
 Numbers = NDArray[np.intp]
@@ -39,6 +46,7 @@ class Match:
         inputs: Number of inputs that the rule receives; None: all.
         is_step: As in `Subgraph`.
         every_order: Whether the match applies to gradients of gradients too.
+        depends_on_xs: Whether gradients of the node can reach one of the xs; if not, its rule does not run.
         mark: Index of the mark; None if the node was pruned.
     """
 
@@ -56,6 +64,7 @@ class Match:
     inputs: int | None = None
     is_step: bool = False
     every_order: bool = False
+    depends_on_xs: bool = True
     mark: int | None = None
 
     def set_custom_gradient(self, custom_gradient: CustomGradientNode | None) -> None:
@@ -93,7 +102,7 @@ class ResolutionContext:
         candidates: The nodes that overrides can match.
         scopes: Public names of the loops, branches and calls that contain functions, by name of the function.
         requested: The tensors of the request.
-        look_up: Returns the body and the tensor that have a name; None if no tensor has it.
+        look_up: Returns the tensors that have a name: several, if nodes of two branches share it.
         find: Does the same, and adds a finding about the given request field if no tensor has the name.
     """
 
@@ -103,8 +112,8 @@ class ResolutionContext:
         candidates: Sequence[CandidateNode],
         scopes: Mapping[str, str],
         requested: RequestTensors,
-        look_up: Callable[[str], Tensor | None],
-        find: Callable[[str, str], Tensor | None],
+        look_up: Callable[[str], Sequence[Tensor]],
+        find: Callable[[str, str], Sequence[Tensor]],
     ) -> None:
         self.top = top
         self._scopes = scopes
@@ -115,21 +124,23 @@ class ResolutionContext:
         # by id() of the node.
         self.custom_gradients: dict[str, list[int]] = {}
         self.flows: dict[int, range] = {}
-        # Matches with candidate numbers: of single nodes, of subgraphs whose rule does not run, of other subgraphs.
-        self._node_matches: list[tuple[int, Match]] = []
-        self._inactive_matches: list[tuple[int, Match]] = []
-        self._subgraph_matches: list[tuple[int, Match]] = []
+        # Matches of nodes and of subgraphs, with candidate numbers.
+        self._matches: list[tuple[int, Match]] = []
+        # The same matches of nodes and calls, with id() of the nodes that carry them.
+        self._matched_nodes: list[tuple[int, list[int], Match]] = []
         self._requested = requested
         self.look_up = look_up
         self._find = find
         self.orders = paths.Orders()
+        self._positions: dict[int, Mapping[int, int]] = {}
         # Candidate numbers, by id() of the body and index of the node; -1: the node is not a candidate.
         self.numbers: dict[int, list[int]] = {}
         for number, candidate in enumerate(candidates):
             own = self.numbers.get(id(candidate.body))
             if own is None:
                 own = self.numbers[id(candidate.body)] = [-1] * len(candidate.body.nodes)
-            own[candidate.index] = number
+            if candidate.call is None:
+                own[candidate.index] = number
         # For each candidate: the number of the label of its override; -1: it has no override.
         self.assigned_labels: Numbers = np.full(len(candidates), -1, np.intp)
         self._labels: dict[str, int] = {}
@@ -146,9 +157,20 @@ class ResolutionContext:
             if self.candidates[item].label is None:
                 self.assign(item, label)
 
-    def count_assigned(self, members: Numbers) -> dict[str, int]:
+    def unassigned(self, rows: Numbers | Sequence[tuple[int, ...]]) -> list[Sequence[int]]:
+        """Returns the rows of candidates none of which is assigned."""
+        assigned = self.assigned_labels
+        if isinstance(rows, np.ndarray):
+            free: list[Sequence[int]] = rows[(assigned[rows] < 0).all(axis=1)].tolist()
+            return free
+        return [row for row in rows if (assigned[list(row)] < 0).all()]
+
+    def count_assigned(self, rows: Numbers | Sequence[tuple[int, ...]]) -> dict[str, int]:
         """Counts the rows that have an assigned member, by the label of the first assigned member of the row."""
-        assigned_labels = self.assigned_labels[members]
+        if not isinstance(rows, np.ndarray):
+            first_assigned = (next((item for item in row if self.assigned_labels[item] >= 0), row[-1]) for row in rows)
+            rows = np.array(list(first_assigned), np.intp)[:, np.newaxis]
+        assigned_labels = self.assigned_labels[rows]
         held = (assigned_labels >= 0).argmax(axis=1)
         found, first, counts = np.unique(
             assigned_labels[np.arange(len(held)), held], return_index=True, return_counts=True
@@ -160,27 +182,56 @@ class ResolutionContext:
         """Records a match of a candidate."""
         candidate = self.candidates[number]
         if isinstance(what, Match):
-            self._node_matches.append((number, what))
-        if candidate.live:
-            self.resolved.setdefault(id(candidate.node), []).append(what)
+            self._matches.append((number, what))
+            self._matched_nodes.append((number, [id(node) for node in candidate.marked_nodes()], what))
+        for node in candidate.marked_nodes():
+            self.resolved.setdefault(id(node), []).append(what)
 
-    def record_subgraph(self, number: int, match: Match, subgraph: Subgraph | None) -> None:
-        """Records a match of a subgraph that ends at this candidate. `subgraph`: None if its rule does not run."""
-        if subgraph is None:
-            self._inactive_matches.append((number, match))
-        else:
-            self._subgraph_matches.append((number, match))
+    def record_subgraph(self, number: int, match: Match, subgraph: Subgraph) -> None:
+        """Records a match of a subgraph: a chain or region that ends at this candidate, or this call."""
+        self._matches.append((number, match))
+        match.outputs, match.is_step = len(subgraph.outputs), subgraph.is_step
+        # A call without results has no gradient.
+        if subgraph.outputs:
             self.subgraphs.append((subgraph, match))
+
+    def find_dependence(self) -> None:
+        """Finds which matches depend on the xs. To be called after all matches are recorded.
+
+        TensorFlow asks for more gradients: of the nodes that compute an x, of what other outputs of such a node lead
+        to, and of what depends on other inputs of a loop or branch than the xs.
+        """
+        seeds: dict[int, dict[Ref, int]] = {id(self.top): dict.fromkeys(self._requested.xs, 1)}
+        # Rules pass gradients on where their nodes do not: a comparison in a subgraph, a StopGradient.
+        passing = [(one.body, one.inputs, one.outputs) for one, _ in self.subgraphs]
+        for number, match in self._matches:
+            candidate = self.candidates[number]
+            if match.rule != OWN_GRADIENT and candidate.call is None and candidate.node.op == "StopGradient":
+                passing.append((candidate.body, tuple(candidate.node.inputs), ((candidate.index, 0),)))
+        for body, inputs, outputs in passing:
+            if any(self.changes(body, ref) for ref in inputs):
+                seeds.setdefault(id(body), {}).update(dict.fromkeys(outputs, 1))
+        reached = paths.reached(self.top, seeds, paths.Cut(), self.orders)
+        for number, nodes, match in self._matched_nodes:
+            candidate = self.candidates[number]
+            own = seeds.get(id(candidate.body), {})
+            match.depends_on_xs = not reached.isdisjoint(nodes) or (
+                match.rule != OWN_GRADIENT
+                and candidate.call is None
+                and any(ref in own or id(candidate.body.nodes[ref[0]]) in reached for ref in candidate.node.inputs)
+            )
+        for subgraph, match in self.subgraphs:
+            inner, own = subgraph.body.nodes, seeds.get(id(subgraph.body), {})
+            match.depends_on_xs = any(ref in own or id(inner[ref[0]]) in reached for ref in subgraph.inputs)
 
     @property
     def match_count(self) -> int:
         """Number of matches recorded so far."""
-        return len(self._node_matches) + len(self._inactive_matches) + len(self._subgraph_matches)
+        return len(self._matches)
 
     def matches(self) -> list[Match]:
         """Returns all matches in candidate order."""
-        found = [*self._node_matches, *self._inactive_matches, *self._subgraph_matches]
-        return [match for _, match in sorted(found, key=lambda item: item[0])]
+        return [match for _, match in sorted(self._matches, key=lambda item: item[0])]
 
     def candidate_numbers(self, subgraph: Subgraph) -> list[int]:
         """Returns the candidate numbers of a subgraph's nodes."""
@@ -192,12 +243,57 @@ class ResolutionContext:
         return self.numbers[id(body)][index] if id(body) in self.numbers else -1
 
     def inside(self, number: int) -> list[int]:
-        """Returns all candidates in the functions of a loop or branch."""
-        functions = self.candidates[number].node.functions
+        """Returns all candidates in a call, loop or branch."""
+        candidate = self.candidates[number]
+        if candidate.call is not None:
+            return self._in_calls.get(id(candidate), [])
+        functions = candidate.node.functions
         if not functions:
             return []
         bodies = [id(inner) for _, own in functions for body in own for inner in bodies_of(body)]
-        return [item for body in bodies for item in self.numbers.get(body, ()) if item >= 0]
+        return [item for body in bodies for item in self._by_body.get(body, ())]
+
+    @cached_property
+    def _by_body(self) -> Mapping[int, list[int]]:
+        """The candidate numbers of the nodes and calls of each body, by id()."""
+        found: dict[int, list[int]] = {}
+        for number, candidate in enumerate(self.candidates):
+            found.setdefault(id(candidate.body), []).append(number)
+        return found
+
+    @cached_property
+    def _in_calls(self) -> Mapping[int, list[int]]:
+        """The candidate numbers in each call, by id() of the call's candidate."""
+        found: dict[int, list[int]] = {}
+        for number, candidate in enumerate(self.candidates):
+            for call in candidate.calls_around:
+                found.setdefault(id(call), []).append(number)
+        return found
+
+    @cached_property
+    def calls(self) -> list[int]:
+        """The candidate numbers of calls."""
+        return [number for number, candidate in enumerate(self.candidates) if candidate.call is not None]
+
+    def call_subgraph(self, candidate: CandidateNode) -> Subgraph:
+        """Returns the subgraph of a call."""
+        body = candidate.body
+        if id(body) not in self._positions:
+            self._positions[id(body)] = positions_of(body)
+        return call_subgraph(candidate, self._positions[id(body)])
+
+    def entry_into_call(self, number: int, subgraph: Subgraph) -> str:
+        """Returns a tensor that enters a call, depends on the xs and is no argument; an empty string if none does."""
+        body = subgraph.body
+        inside = [self.candidates[one] for one in self.inside(number)]
+        members = {candidate.index for candidate in inside if candidate.body is body and candidate.call is None}
+        # Nodes that are no candidates pass tensors of inner calls and branches on.
+        for member in sorted(members):
+            for ref in body.nodes[member].inputs:
+                is_outside = ref[0] not in members and self.number(body, ref[0]) >= 0
+                if is_outside and ref not in subgraph.inputs and self.changes(body, ref):
+                    return self._text(body, ref)
+        return ""
 
     def is_differentiable(self, number: int, subgraph: Subgraph | None) -> bool:
         """Returns whether gradients can pass through the node or subgraph."""
@@ -213,25 +309,27 @@ class ResolutionContext:
     def check_depends_on(self, matcher: OverrideMatcher) -> None:
         """Adds UNKNOWN_TENSOR if the selector names a tensor that does not exist."""
         for number, name in enumerate(matcher.spec.selector.depends_on):
-            if self._find(name, f"{matcher.spec.field}.selector.depends_on[{number}]") is None:
+            if not self._find(name, f"{matcher.spec.field}.selector.depends_on[{number}]"):
                 matcher.faulty = True
 
-    def regions(self, specs: Sequence[OverrideSpec]) -> Mapping[int, tuple[Subgraph, str]]:
-        """Returns the regions whose tensors exist, by id() of the spec, each with its problem or an empty string."""
+    def regions(self, specs: Sequence[OverrideSpec]) -> Mapping[int, list[tuple[Subgraph, str]]]:
+        """Returns the regions whose tensors exist, by id() of the spec, each with its problem or an empty string.
+
+        A spec has a region in each branch that has tensors of the names.
+        """
         borders: dict[int, list[tuple[OverrideSpec, RegionBorder]]] = {}
         for spec in specs:
-            border = self._border(spec)
-            if border is not None:
+            for border in self._borders(spec):
                 borders.setdefault(id(border.body), []).append((spec, border))
-        found = {}
+        found: dict[int, list[tuple[Subgraph, str]]] = {}
         for same_body in borders.values():
-            around = RegionContext(self.changes, self._before_ys, self.flows, self._kept)
+            around = RegionContext(self.changes, self.before_ys, self.flows, self._kept)
             regions = Regions([border for _, border in same_body], around, self.orders)
             for number, (spec, _) in enumerate(same_body):
                 subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
                 if not problem and not self.candidate_numbers(subgraph):
                     problem = "it contains no node: the function returns its inputs unchanged"
-                found[id(spec)] = subgraph, problem
+                found.setdefault(id(spec), []).append((subgraph, problem))
         return found
 
     def find_border_problem(self, spec: OverrideSpec) -> str | None:
@@ -242,22 +340,29 @@ class ResolutionContext:
             for kind, names in (("inputs", wanted.inputs), ("outputs", wanted.outputs))
             for number, name in enumerate(names)
         ]
-        if None in found:
+        if not all(found):
             return None
-        if len({id(tensor[0]) for tensor in found if tensor is not None}) > 1:
+        if not set.intersection(*({id(body) for body, _ in tensors} for tensors in found)):
             return "its tensors lie in different functions, loops or branches"
         duplicate = _first_duplicate([*wanted.inputs, *wanted.outputs])
         return f"{quote(duplicate)} is named twice" if duplicate else ""
 
-    def _border(self, spec: OverrideSpec) -> RegionBorder | None:
+    def _borders(self, spec: OverrideSpec) -> list[RegionBorder]:
+        """Returns the borders of a region, one for each body that has all of its tensors."""
         wanted = spec.selector.region
-        inputs, outputs = ([self.look_up(name) for name in names] for names in (wanted.inputs, wanted.outputs))
-        there = [tensor for tensor in (*inputs, *outputs) if tensor is not None]
-        is_whole = len(there) == len(inputs) + len(outputs) and len({id(body) for body, _ in there}) == 1
-        if not is_whole or _first_duplicate([*wanted.inputs, *wanted.outputs]):
-            return None
-        refs = [ref for _, ref in there]
-        return RegionBorder(there[0][0], refs[: len(inputs)], refs[len(inputs) :])
+        names = [*wanted.inputs, *wanted.outputs]
+        if _first_duplicate(names):
+            return []
+        bodies: dict[int, Body] = {}
+        refs: dict[int, list[Ref]] = {}
+        for name in names:
+            for body, ref in self.look_up(name):
+                bodies[id(body)] = body
+                refs.setdefault(id(body), []).append(ref)
+        count = len(wanted.inputs)
+        return [
+            RegionBorder(bodies[key], own[:count], own[count:]) for key, own in refs.items() if len(own) == len(names)
+        ]
 
     def _kept(self, body: Body) -> AbstractSet[Ref]:
         """Returns the tensors of a body that the request names."""
@@ -272,7 +377,11 @@ class ResolutionContext:
 
     def changes(self, body: Body, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs or depends on one."""
-        return id(body.nodes[ref[0]]) in self._behind_xs or (body is self.top and ref in self._requested.xs)
+        return id(body.nodes[ref[0]]) in self._behind_xs or self.is_x(body, ref)
+
+    def is_x(self, body: Body, ref: Ref) -> bool:
+        """Returns whether a tensor is one of the xs."""
+        return body is self.top and ref in self._requested.xs
 
     def _text(self, body: Body, ref: Ref) -> str:
         number = self.number(body, ref[0])
@@ -294,7 +403,8 @@ class ResolutionContext:
         )
 
     @cached_property
-    def _before_ys(self) -> AbstractSet[int]:
+    def before_ys(self) -> AbstractSet[int]:
+        """Nodes (by id) that the ys depend on."""
         return paths.dependencies(self.top, self._requested.ys, orders=self.orders)
 
 

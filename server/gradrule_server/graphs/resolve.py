@@ -1,33 +1,35 @@
 """Assigns a rule to each node; the first match wins: regions, overrides, attributes of the node, presets.
 
-Calls are resolved while the graph is copied, because a call with a rule is not inlined. All other nodes are resolved on
-the copy, where each node that runs exists once and dependence can be followed.
+Calls, chains and regions with a rule are subgraphs of the copied graph. A match of a call, loop or branch also takes
+the nodes in it that no earlier override has taken.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from gradrule_server.graphs.findings import MAX_FINDINGS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
+from gradrule_server.graphs.layers import applies_parameters
 from gradrule_server.graphs.matching import NodeInfo, SelectorIndex, UnmatchedOverrides
 from gradrule_server.graphs.node_gradients import NodeGradients
-from gradrule_server.graphs.resolution_context import ForeignGradient, Match, ResolutionContext, is_differentiable
+from gradrule_server.graphs.resolution_context import Match, ResolutionContext
 from gradrule_server.graphs.selection import Selected, Selection
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
 from gradrule_server.graphs.subgraphs import Subgraph
 
 FOREIGN_GRADIENT = -2
+NO_GRADIENT = -3
 
 
 @dataclass(eq=False)
 class Resolver:
-    """Assigns rules to calls (`match_call`) and to the nodes of the copy (`resolve`)."""
+    """Assigns rules to the nodes and calls of the copied graph."""
 
     matchers: Sequence[OverrideMatcher]
     node_gradients: NodeGradients
@@ -36,7 +38,6 @@ class Resolver:
     # Whether gradients are differentiated again, so that overrides may match nodes that gradients create.
     second_order: bool = False
     most_matches: int = Limits().inlined_nodes
-    _calls: list[tuple[NodeInfo, Match | None]] = field(default_factory=list)
 
     @cached_property
     def _stages(self) -> tuple[list[OverrideMatcher], list[OverrideMatcher], list[OverrideMatcher]]:
@@ -50,29 +51,14 @@ class Resolver:
         )
 
     @cached_property
-    def _calls_index(self) -> tuple[SelectorIndex, list[OverrideMatcher], int]:
-        """Index and list of the matchers for calls, and the number of those that do not belong to presets."""
+    def _index(self) -> SelectorIndex:
+        """Index of all matchers but those of regions."""
         _, plain, presets = self._stages
-        return SelectorIndex([*plain, *presets]), [*plain, *presets], len(plain)
+        return SelectorIndex([*plain, *presets])
 
-    def match_call(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | ForeignGradient | None:
-        """Returns the match of a whole call; None if it has none."""
-        differentiable = is_differentiable(node, types)
-        index, matchers, plain = self._calls_index
-        matching = index.call(node.op, name) if matchers else 0
-        # The first override that matches the call; presets come after the call's own attribute.
-        first = (matching & -matching).bit_length() - 1
-        match = self.node_gradients.find_match(node, name, function, differentiable) if not 0 <= first < plain else None
-        if match is None and matching:
-            matchers[first].match_count += 1
-            match = _match(matchers[first].spec, name, node.op, function, differentiable)
-        if match is None:
-            foreign = self.node_gradients.find_foreign(node, name)
-            if foreign is not None:
-                return foreign
-        if self.matchers or match is not None:
-            self._calls.append((NodeInfo(node.op, name), match))
-        return match
+    def may_match_call(self, node: Node, name: str) -> bool:
+        """Returns whether an override selects a call, or an attribute of the call names its gradient."""
+        return self.node_gradients.names_gradient(node) or bool(self.matchers and self._index.call(node.op, name))
 
     def resolve(self, context: ResolutionContext) -> None:
         """Assigns rules to all candidates of the context and records matches and subgraphs in it."""
@@ -83,30 +69,29 @@ class Resolver:
                 context.custom_gradients.setdefault(custom_gradient.region, []).append(number)
                 context.flows[id(candidate.node)] = custom_gradient.arguments
         self._apply_regions(regions, context)
-        for number, candidate in enumerate(context.candidates):
-            if candidate.label is None and candidate.around is not None:
-                context.assign(number, candidate.around)
         selected = Selection(context, [*plain, *presets]).selected() if plain or presets else None
         for matcher in plain:
             self._apply(matcher, context, selected)
         with_gradient_attr = [
             number for number, candidate in enumerate(context.candidates) if GRADIENT_ATTR in candidate.node.attrs
         ]
+        # The gradient of a custom-gradient node is part of a layer such as silu, for which presets have rules.
+        in_layers = {number for numbers in context.custom_gradients.values() for number in numbers}
         for number in with_gradient_attr:
-            if context.candidates[number].label is None:
+            if context.candidates[number].label is None and number not in in_layers:
                 self._apply_node_gradient(number, context)
         for matcher in presets:
             self._apply(matcher, context, selected)
+        self._check_parameters(presets, context)
         for number in with_gradient_attr:
             candidate = context.candidates[number]
+            if candidate.label is None and number in in_layers:
+                self._apply_node_gradient(number, context)
             if candidate.label is None:
                 foreign = self.node_gradients.find_foreign(candidate.node, candidate.name)
-                if foreign is not None and candidate.live:
+                if foreign is not None:
                     context.record(number, foreign)
-
-    def matches(self, context: ResolutionContext) -> list[Match]:
-        """Returns all matches: of calls, then of nodes in candidate order."""
-        return [*(match for _, match in self._calls if match is not None), *context.matches()]
+        context.find_dependence()
 
     def unmatched(self, context: ResolutionContext) -> list[Finding]:
         """Returns at most `MAX_FINDINGS` UNMATCHED_OVERRIDE for overrides that are not optional and matched no node."""
@@ -122,9 +107,7 @@ class Resolver:
         ][:MAX_FINDINGS]
         if not unused:
             return []
-        nodes = [node for node, _ in self._calls] + [
-            NodeInfo(candidate.node.op_type, candidate.name) for candidate in context.candidates
-        ]
+        nodes = [NodeInfo(candidate.node.op_type, candidate.name) for candidate in context.candidates]
         regions = sorted(name for name in context.custom_gradients if name)
         unmatched = UnmatchedOverrides([group[0] for group in unused], nodes, regions, self.findings)
         return [
@@ -138,7 +121,7 @@ class Resolver:
         if selected is None:
             return
         rows = selected.members(matcher)
-        free = rows[(context.assigned_labels[rows] < 0).all(axis=1)].tolist()
+        free = context.unassigned(rows)
         has_rank = spec.selector.HasField("rank")
         if has_rank:
             self._check_count(matcher, context.match_count + len(free))
@@ -164,9 +147,9 @@ class Resolver:
                 for member in members:
                     context.assign_with_functions(member, spec.label)
             if chain is None:
-                context.record(number, match)
+                self._record_node(number, match, context)
             else:
-                self._record_subgraph(match, chain, members, context)
+                self._record_chain(match, chain, members, context)
         if not matcher.match_count and len(rows):
             matcher.shadowed_by = context.count_assigned(rows)
 
@@ -180,6 +163,20 @@ class Resolver:
         )
         self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=matcher.spec.field)
         self.findings.raise_if_any()
+
+    def _check_parameters(self, presets: Sequence[OverrideMatcher], context: ResolutionContext) -> None:
+        """Adds UNMATCHED_OVERRIDE for ops with parameters on the path that a preset for all layers leaves out."""
+        spec = next((matcher.spec for matcher in presets if matcher.spec.is_for_all_layers), None)
+        if spec is None or spec.optional:
+            return
+        for candidate in context.candidates:
+            if candidate.label is None and candidate.call is None and applies_parameters(candidate, context):
+                message = (
+                    f"Preset {quote(spec.label)} has no rule for node {quote(candidate.name)} "
+                    f"({candidate.node.op_type}), which applies parameters to what depends on the xs. Override the "
+                    f"node: the rule 'default' keeps its own gradient."
+                )
+                self.findings.add(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, candidate.name, spec.field)
 
     def _check_ranks(self, matcher: OverrideMatcher, candidates: Sequence[CandidateNode]) -> bool:
         """Adds INVALID_OVERRIDE and returns False if an earlier override with a rank may match a node of a chain."""
@@ -207,7 +204,7 @@ class Resolver:
             for matcher in together:
                 if matcher.spec.selector.region_name:
                     self._apply_named_region(matcher, context)
-                elif not self._apply_region(matcher, context, found.get(id(matcher.spec))):
+                elif not self._apply_region(matcher, context, found.get(id(matcher.spec), ())):
                     matcher.faulty = True
 
     def _apply_named_region(self, matcher: OverrideMatcher, context: ResolutionContext) -> None:
@@ -232,20 +229,27 @@ class Resolver:
             matcher.shadowed_by = context.count_assigned(np.array(shadowed)[:, np.newaxis])
 
     def _apply_region(
-        self, matcher: OverrideMatcher, context: ResolutionContext, found: tuple[Subgraph, str] | None
+        self, matcher: OverrideMatcher, context: ResolutionContext, found: Sequence[tuple[Subgraph, str]]
     ) -> bool:
-        """Assigns an override's rule to its region; returns False after adding a finding."""
+        """Assigns an override's rule to its regions, one for each branch; returns False after adding a finding."""
         spec = matcher.spec
-        problem = context.find_border_problem(spec) if found is None else found[1]
-        if found is None or problem:
-            if problem:
-                message = f"Override {quote(spec.label)}: the region is invalid: {problem}."
-                self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
+        problem = next((problem for _, problem in found if problem), "") if found else context.find_border_problem(spec)
+        if problem:
+            message = f"Override {quote(spec.label)}: the region is invalid: {problem}."
+            self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
+        if problem or not found:
             return False
-        members = context.candidate_numbers(found[0])
-        taken = [*members, *(inner for member in members for inner in context.inside(member))]
+        return all(self._assign_region(matcher, subgraph, context) for subgraph, _ in found)
+
+    def _assign_region(self, matcher: OverrideMatcher, subgraph: Subgraph, context: ResolutionContext) -> bool:
+        """Assigns an override's rule to one region; returns False after adding a finding."""
+        spec = matcher.spec
+        members = context.candidate_numbers(subgraph)
+        taken = {number for member in members for number in (member, *context.inside(member))}
+        taken.update(call for call in context.calls if context.inside(call) and taken.issuperset(context.inside(call)))
         overlap = next(
-            (context.candidates[number] for number in taken if context.candidates[number].label is not None), None
+            (context.candidates[number] for number in sorted(taken) if context.candidates[number].label is not None),
+            None,
         )
         if overlap is not None:
             message = (
@@ -257,25 +261,38 @@ class Resolver:
         matcher.match_count += 1
         for number in taken:
             context.assign(number, spec.label)
-        number = context.number(found[0].body, found[0].outputs[0][0])
+        number = context.number(subgraph.body, subgraph.outputs[0][0])
         last = context.candidates[number if number >= 0 else members[-1]]
-        differentiable = context.is_differentiable(members[-1], found[0])
+        differentiable = context.is_differentiable(members[-1], subgraph)
         match = _match(spec, last.name, last.node.op_type, last.function, differentiable)
-        self._record_subgraph(match, found[0], members, context)
+        self._record_chain(match, subgraph, members, context)
         return True
 
-    def _record_subgraph(
+    def _record_chain(
         self, match: Match, subgraph: Subgraph, members: Sequence[int], context: ResolutionContext
     ) -> None:
+        """Records the match of a chain or region."""
         candidates = [context.candidates[member] for member in members]
         match.nodes = tuple(candidate.name for candidate in candidates)
         if len(candidates) <= _NAMED_OPS:
             match.op_type = "+".join(candidate.node.op_type for candidate in candidates)
-        if match.rule == OWN_GRADIENT or not all(candidate.live for candidate in candidates):
-            context.record_subgraph(members[-1], match, None)
-            return
-        match.outputs, match.is_step = len(subgraph.outputs), subgraph.is_step
         context.record_subgraph(members[-1], match, subgraph)
+
+    def _record_node(self, number: int, match: Match, context: ResolutionContext) -> None:
+        """Records the match of a node or call; adds INVALID_OVERRIDE for a call that its rule cannot see as a whole."""
+        candidate = context.candidates[number]
+        if candidate.call is None or match.rule == OWN_GRADIENT:
+            context.record(number, match)
+            return
+        subgraph = context.call_subgraph(candidate)
+        entry = context.entry_into_call(number, subgraph)
+        if entry:
+            message = (
+                f"Override {quote(match.label)}: the call {quote(candidate.name)} uses {entry}, which depends on the "
+                f"xs and is none of its arguments."
+            )
+            self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, candidate.name)
+        context.record_subgraph(number, match, subgraph)
 
     def _apply_node_gradient(self, number: int, context: ResolutionContext) -> None:
         """Assigns to a candidate the rule that its node requests by attribute."""
@@ -283,8 +300,8 @@ class Resolver:
         differentiable = context.is_differentiable(number, None)
         match = self.node_gradients.find_match(candidate.node, candidate.name, candidate.function, differentiable)
         if match is not None:
-            context.assign(number, match.label)
-            context.record(number, match)
+            context.assign_with_functions(number, match.label)
+            self._record_node(number, match, context)
 
 
 _NAMED_OPS = 4
@@ -312,6 +329,6 @@ def _changes_flows(matcher: OverrideMatcher) -> bool:
 
 def _nothing_of_preset(group: Sequence[OverrideMatcher]) -> Finding:
     spec = group[0].spec
-    wanted = sorted({word for matcher in group for word in matcher.words})
+    wanted = sorted({word for matcher in group for word in (*matcher.words, matcher.layer) if word})
     message = f"Preset {quote(spec.label)} matches no node of the graph: it is for {', '.join(wanted)}."
     return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)

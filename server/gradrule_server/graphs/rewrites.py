@@ -13,8 +13,9 @@ from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref, bodies_of
+from gradrule_server.graphs.ir import Body, Node, Ref, bodies_of
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
+from gradrule_server.graphs.static_shapes import output_channels, static_shape
 from gradrule_server.policy.op_tables import ops_with
 
 FOLD_BATCH_NORM = "fold_batch_norm"
@@ -22,8 +23,6 @@ _REWRITES = (FOLD_BATCH_NORM,)
 
 _BATCH_NORMS = ops_with("batch_norm")
 _LINEAR = GROUPS["@linear"]
-# Ops that compute the parameters of a normalisation.
-_ELEMENTWISE = ops_with("batch_norm_param")
 
 
 def check_rewrites(names: Sequence[str], findings: Findings) -> None:
@@ -127,7 +126,7 @@ class _Folding:
     def _is_per_channel(self, ref: Ref, found: _FoldableNorm) -> bool:
         """Returns whether an operand certainly has exactly one number for each output channel of the linear op."""
         linear = self._body.nodes[found.linear]
-        channels, shape = self._channels(linear), static_shape(self._body, ref)
+        channels, shape = output_channels(self._body, linear, linear.inputs[1]), static_shape(self._body, ref)
         data_format = linear.attrs.get("data_format")
         # Spatial axes follow the channel axis in NC formats.
         behind = len(data_format.s) - 2 if data_format is not None and data_format.s.startswith(b"NC") else 0
@@ -135,15 +134,6 @@ class _Folding:
             return False
         axis = len(shape) - 1 - behind
         return shape[axis] == channels and math.prod(shape) == channels
-
-    def _channels(self, linear: Node) -> int | None:
-        weights = static_shape(self._body, linear.inputs[1])
-        if weights is None or (linear.op.startswith("Batch") and len(weights) != 2):
-            return None
-        if linear.op == "DepthwiseConv2dNative":
-            return weights[-1] * weights[-2]
-        transposed = linear.attrs.get("transpose_b") or linear.attrs.get("adj_y")
-        return weights[-2 if transposed is not None and transposed.b else -1]
 
     def _find_linear(self, value: Ref, last: int, mul: int | None) -> _FoldableNorm | None:
         user = last if mul is None else mul
@@ -279,30 +269,6 @@ class _Folding:
         if old is not None:
             old.index = index
         return index, 0
-
-
-def static_shape(body: Body, ref: Ref, depth: int = 12) -> tuple[int, ...] | None:
-    """Infers the shape of a tensor from constants and placeholders, through at most `depth` elementwise ops.
-
-    Returns None if the shape is unknown.
-    """
-    node = body.nodes[ref[0]]
-    if node.op == "Const":
-        return tuple(dim.size for dim in node.attrs["value"].tensor.tensor_shape.dim)
-    if node.op in PLACEHOLDERS:
-        shape = node.attrs["shape"].shape
-        sizes = tuple(dim.size for dim in shape.dim)
-        return None if shape.unknown_rank or any(size < 0 for size in sizes) else sizes
-    if node.op in _ELEMENTWISE and depth:
-        shapes = [static_shape(body, operand, depth - 1) for operand in node.inputs]
-        return None if any(shape is None for shape in shapes) else _broadcast([shape or () for shape in shapes])
-    return None
-
-
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
 
 
 def _type(dtype: int) -> AttrValue:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gradrule.v1 import override_pb2
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref
+from gradrule_server.graphs.layers import Layers
 from gradrule_server.graphs.matching import SelectorIndex
 from gradrule_server.graphs.paths import columns, consumers_of
 from gradrule_server.graphs.resolution_context import ResolutionContext
@@ -41,16 +42,24 @@ class Selected:
 
     _flags: Mapping[int, Flags]
     _chains: Chains | None
+    _layers: Layers | None
 
-    def members(self, matcher: OverrideMatcher) -> Numbers:
-        """Returns the candidate numbers of the selected nodes or chains, one row for each, ordered by the last node."""
+    def members(self, matcher: OverrideMatcher) -> Numbers | list[tuple[int, ...]]:
+        """Returns the candidate numbers of the selected nodes or chains, one row for each, ordered by the last node.
+
+        Returns a list for layers, whose rows differ in length.
+        """
         ends = np.flatnonzero(self._flags[id(matcher)])
+        if self._layers is not None and matcher.layer:
+            return [self._layers.members(end) for end in ends.tolist()]
         if self._chains is None or not matcher.is_chain:
             return ends[:, np.newaxis]
         return self._chains.members(matcher.words, ends)
 
     def subgraph(self, matcher: OverrideMatcher, members: Sequence[int]) -> Subgraph | None:
-        """Returns the subgraph of a row; None for a single node."""
+        """Returns the subgraph of a row of `members`; None for a single node."""
+        if self._layers is not None and matcher.layer:
+            return self._layers.subgraph(members[-1])
         if self._chains is None or not matcher.is_chain:
             return None
         return self._chains.subgraph(matcher.words, members)
@@ -65,7 +74,13 @@ class Selection:
         self._matchers = matchers
         index = SelectorIndex(matchers)
         self._flags = columns(
-            [index.node(candidate.node, candidate.name) for candidate in self._candidates], len(matchers)
+            [
+                index.node(candidate.node, candidate.name)
+                if candidate.call is None
+                else index.call(candidate.node.op, candidate.name)
+                for candidate in self._candidates
+            ],
+            len(matchers),
         )
 
     def selected(self) -> Selected:
@@ -74,8 +89,11 @@ class Selection:
         context, matchers = self._context, self._matchers
         patterns = [matcher.words for matcher in matchers if matcher.is_chain]
         chains = Chains(patterns, context) if patterns else None
+        layers = Layers(context) if any(matcher.layer for matcher in matchers) else None
         for number, matcher in enumerate(matchers):
-            if chains is not None and matcher.is_chain:
+            if layers is not None and matcher.layer:
+                self._flags[number] &= layers.ends(matcher.layer)
+            elif chains is not None and matcher.is_chain:
                 self._flags[number] &= chains.ends(matcher.words)
             elif matcher.words and matcher.words[0] in (BIAS, SUM):
                 # The op type does not distinguish a bias add from a sum.
@@ -83,7 +101,7 @@ class Selection:
         placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
         for start in range(0, len(placed), _RANKED_AT_ONCE):
             self._limit_to_positions(placed[start : start + _RANKED_AT_ONCE])
-        return Selected({id(matcher): row for matcher, row in zip(matchers, self._flags, strict=True)}, chains)
+        return Selected({id(matcher): row for matcher, row in zip(matchers, self._flags, strict=True)}, chains, layers)
 
     def _limit_to_dependents(self) -> None:
         """Applies depends_on: keeps candidates that depend on one of the named tensors."""
@@ -96,12 +114,14 @@ class Selection:
         seeds: dict[int, dict[Ref, int]] = {}
         for bit, names in enumerate(sets):
             for name in names:
-                found = self._context.look_up(name)
-                if found is not None:
-                    own = seeds.setdefault(id(found[0]), {})
-                    own[found[1]] = own.get(found[1], 0) | 1 << bit
+                for body, ref in self._context.look_up(name):
+                    own = seeds.setdefault(id(body), {})
+                    own[ref] = own.get(ref, 0) | 1 << bit
         bits = paths.dependents_of_sets(self._context.top, seeds, self._context.orders)
-        depends = columns([bits[id(candidate.body)][candidate.index] for candidate in self._candidates], len(sets))
+        # Calls have no bits: an override with this condition does not select calls.
+        depends = columns(
+            [bits[id(one.body)][one.index] if one.call is None else 0 for one in self._candidates], len(sets)
+        )
         for row, numbers in zip(depends, sets.values(), strict=True):
             self._flags[numbers] &= row
 

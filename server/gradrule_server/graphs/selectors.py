@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import re2
@@ -12,7 +12,7 @@ from gradrule.common import op_definitions
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import Body, Node
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
 from gradrule_server.graphs.library import Library
 from gradrule_server.policy.op_tables import TRAITS, ops_with
 
@@ -28,6 +28,8 @@ STEP = "@step"
 BIAS = "@bias"
 SUM = "@sum"
 
+LAYER_KINDS = ("@activation", "@batch_norm", "@convolution", "@dense", "@linear", "@normalization")
+
 GROUPS: Mapping[str, frozenset[str]] = {word: ops_with(word) for word in TRAITS if word.startswith("@")}
 
 PLAIN_ADDS = ops_with("plain_add")
@@ -40,6 +42,8 @@ OWN_GRADIENT = -1
 _PATH_DEPENDENT = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "nodes", "scope", "node_regex"})
 _ALONE = frozenset({"region", "region_name"})
+# Conditions that name op types, of which an override has one at most.
+_OP_TYPES = frozenset({"op_type", "pattern", "layer"})
 _MAX_PATTERN = 32
 _MAX_GLOBS = 1000
 
@@ -57,6 +61,7 @@ class OverrideSpec:
         index: Its position in the request.
         is_preset: Whether it is part of a preset, so that attributes of nodes take precedence.
         every_order: Whether it applies to gradients of gradients too.
+        is_for_all_layers: Whether its preset must have a rule for every op with parameters on the path.
     """
 
     selector: override_pb2.Selector
@@ -67,6 +72,7 @@ class OverrideSpec:
     index: int = 0
     is_preset: bool = False
     every_order: bool = False
+    is_for_all_layers: bool = False
 
     @property
     def made_op_types(self) -> frozenset[str]:
@@ -89,17 +95,44 @@ class OverrideSpec:
 
 
 @dataclass(slots=True, eq=False)
+class InlinedCall:
+    """A call whose nodes were copied into the body that contains the call.
+
+    Attributes:
+        node: The call in the uploaded graph.
+        may_match: Whether an override selects it, or an attribute names its gradient.
+        arguments: With `may_match`: a node that takes the call's arguments, until `detach` is called.
+        inputs: With `may_match`, after `detach`: the arguments.
+        results: With `may_match`: the nodes that pass its results on.
+    """
+
+    node: Node
+    may_match: bool
+    arguments: Node | None = None
+    inputs: Sequence[Ref] = ()
+    results: list[Node] = field(default_factory=list)
+
+    def detach(self) -> None:
+        """Reads the arguments from the node that took them, so that they have no other consumers than before.
+
+        Until then, every change of the graph changes the inputs of that node too.
+        """
+        if self.arguments is not None:
+            self.inputs, self.arguments.inputs = tuple(self.arguments.inputs), ()
+
+
+@dataclass(slots=True, eq=False)
 class CandidateNode:
-    """A node of the expanded graph that overrides can match.
+    """A node or call of the expanded graph that overrides can match.
 
     Attributes:
         name: Public name.
         function: The function of the uploaded graph that contains it; empty: the top level.
         body: The body of the copy that contains it.
-        index: Its index in the body.
-        live: Whether gradients are computed node by node here.
+        index: Its index in the body; -1 for a call.
+        around: The innermost call that contains it; None: no call does.
+        call: The call, if this stands for a call.
         label: Label of the override assigned to it; None: no override is assigned.
-        around: Label of the override that matched an enclosing call.
         by_rank: Label of the override that matches if the node has the override's rank.
     """
 
@@ -107,21 +140,37 @@ class CandidateNode:
     function: str
     body: Body
     index: int
-    live: bool
+    around: CandidateNode | None = None
+    call: InlinedCall | None = None
     label: str | None = None
-    around: str | None = None
     by_rank: str = ""
 
     @property
     def node(self) -> Node:
-        """The node."""
-        return self.body.nodes[self.index]
+        """The node; for a call: the node in the uploaded graph."""
+        return self.body.nodes[self.index] if self.call is None else self.call.node
+
+    @property
+    def calls_around(self) -> Iterator[CandidateNode]:
+        """The calls that contain it, from inside to outside."""
+        call = self.around
+        while call is not None:
+            yield call
+            call = call.around
+
+    def marked_nodes(self) -> Sequence[Node]:
+        """Returns the nodes that carry a match of the candidate: the node, or those that pass a call's results on."""
+        if self.call is None:
+            return [self.node]
+        for result in self.call.results:
+            result.watched = any(dtype in DIFFERENTIABLE for dtype in result.outputs or ())
+        return self.call.results
 
     @property
     def input_types(self) -> list[int]:
         """Element types of the node's inputs; 0: unknown."""
         found = []
-        for producer, output in self.node.inputs:
+        for producer, output in self.node.inputs if self.call is None else self.call.inputs:
             outputs = self.body.nodes[producer].outputs
             found.append(outputs[output] if outputs else 0)
         return found
@@ -176,6 +225,11 @@ class OverrideMatcher:
         """Whether it selects chains of nodes."""
         return len(self.words) > 1
 
+    @property
+    def layer(self) -> str:
+        """The kind of layers that it selects; empty: none."""
+        return self.spec.selector.layer
+
 
 def compile_selectors(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[OverrideMatcher]:
     """Compiles the selectors of overrides; adds findings for invalid selectors and omits them."""
@@ -206,14 +260,19 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
         invalid("a region has at least one input and one output.")
     if {"pattern", "op_type"} <= given:
         invalid("op_type cannot be given with pattern, which names op types itself.")
+    if "layer" in given and len(given & _OP_TYPES) > 1:
+        invalid("op_type and pattern cannot be given with layer, which selects ops by what they do together.")
+    if "layer" in given and selector.layer not in LAYER_KINDS:
+        hint = did_you_mean(selector.layer, LAYER_KINDS)
+        invalid(f"there is no kind of layer {quote(selector.layer)}.{hint} Kinds: {', '.join(LAYER_KINDS)}.")
     if "position" in given and not _is_place(selector.position):
         invalid("position is empty: give nearest_xs, nearest_ys or a number.")
     words = tuple(selector.pattern) or ((STEP, "Cast") if selector.op_type == STEP else (selector.op_type,))
     if len(words) > _MAX_PATTERN or not all(selector.pattern):
         invalid(f"a pattern has 1 to {_MAX_PATTERN} words, none of them empty.")
         return None
-    if "rank" in given and len(words) > 1:
-        invalid("rank cannot be given with a pattern.")
+    if "rank" in given and (len(words) > 1 or "layer" in given):
+        invalid("rank cannot be given with a pattern or a layer.")
     words = tuple(word for word in words if word)
     for word in words:
         _check_word(word, spec, library, findings)

@@ -18,6 +18,7 @@ from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.ir import Body, Node, Ref
 from gradrule_server.graphs.paths import Flows, Orders, columns, flows_to
+from gradrule_server.graphs.selectors import CandidateNode
 
 Changes = Callable[[Body, Ref], bool]
 """Returns whether a tensor of a body is one of the xs or depends on one."""
@@ -37,6 +38,22 @@ class Subgraph:
 
 Moves = Mapping[int, Mapping[Ref, Ref]]
 """For each body, by id(): the new tensors, by old tensor."""
+
+
+def positions_of(body: Body) -> dict[int, int]:
+    """Returns the index of each node of a body, by id()."""
+    return {id(node): position for position, node in enumerate(body.nodes)}
+
+
+def call_subgraph(candidate: CandidateNode, positions: Mapping[int, int]) -> Subgraph:
+    """Returns the subgraph of a call that can get a rule.
+
+    `positions`: those of the nodes in the body that contains the call.
+    """
+    call = candidate.call
+    assert call is not None
+    results = tuple(positions[id(node)] for node in call.results)
+    return Subgraph(candidate.body, results, tuple(call.inputs), tuple((position, 0) for position in results))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Replaces variables by values: edges that carry handles become edges that carry values.
 
 A read becomes the value of the last write that it depends on, or the initial value, which is an input like a
-placeholder. A write becomes a new value. Loops pass values on as loop variables; branches and calls return them. Later
+placeholder. A write becomes a new value. Loops pass values on as loop variables; branches return them. Later
 stages, such as overrides and gradients, then handle only tensors.
 """
 
@@ -14,7 +14,7 @@ from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.check import find_cycles
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason
-from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call, replaced
+from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, replaced
 from gradrule_server.graphs.variable_nodes import Lowering
 from gradrule_server.graphs.variables import (
     FORWARDING_OPS,
@@ -124,7 +124,7 @@ class _Pass:
             tensor: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
             for tensor, place in self._copy.tensors.items()
         }
-        updates = self._lower(body, {variable: (index, 0) for variable, index in self._sources.items()}, True, needed)
+        updates = self._lower(body, {variable: (index, 0) for variable, index in self._sources.items()}, needed)
         self._copy.tensors = places
         for position, node in enumerate(body.nodes):
             variable = handles.get((position, 0)) if node.op in VARIABLE_OPS else None
@@ -173,9 +173,7 @@ class _Pass:
                 edges[self._sources[variable]] = [producer]
         return find_cycles(edges)
 
-    def _lower(
-        self, body: Body, initial: Mapping[Variable, Ref], live: bool, needed: bytearray | None
-    ) -> dict[Variable, Ref]:
+    def _lower(self, body: Body, initial: Mapping[Variable, Ref], needed: bytearray | None) -> dict[Variable, Ref]:
         """Lowers the nodes of a body (only `needed` ones, if given); returns the final values of written variables."""
         handles = self._handles.get(body)
         at_top = not body.name
@@ -189,16 +187,16 @@ class _Pass:
             if node.op in VARIABLE_OPS and not at_top:
                 self._lower_inner_source(node, handles.get((index, 0)), initial)
             elif node.functions:
-                written = self._lower_container(body, index, versions, before, live)
+                written = self._lower_container(body, index, versions, before)
                 versions.write(index, written)
             elif not node.unsupported and any(ref in handles for ref in node.inputs):
-                written = self._lower_node(body, index, versions, before, live)
+                written = self._lower_node(body, index, versions, before)
                 if not (at_top and index in self._initialisers):
                     versions.write(index, written)
         return versions.last()
 
     def _lower_node(
-        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
+        self, body: Body, index: int, versions: _VariableVersions, before: int
     ) -> list[tuple[Variable, Ref]]:
         node, handles = body.nodes[index], self._handles.get(body)
         ops_on_variables = READS.keys() | WRITES.keys() | IS_INITIALIZED_OPS
@@ -217,7 +215,7 @@ class _Pass:
                 types = zip(node.outputs or (), variables, strict=True)
                 self._lowering.retype_pass(node, [kept if item is None else item.dtype for kept, item in types])
             return []
-        return self._lowering.lower(body, index, target, live)
+        return self._lowering.lower(body, index, target)
 
     @staticmethod
     def _replace_handle(body: Body, node: Node, number: int, value: Ref) -> None:
@@ -228,12 +226,12 @@ class _Pass:
             node.controls = [*node.controls, producer]
 
     def _lower_container(
-        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
+        self, body: Body, index: int, versions: _VariableVersions, before: int
     ) -> list[tuple[Variable, Ref]]:
-        """Lowers a loop, branch or call: its handles become values, and written variables become outputs."""
+        """Lowers a loop or branch: its handles become values, and written variables become outputs."""
         node, handles = body.nodes[index], self._handles.get(body)
-        is_loop, whole = node.op in LOOPS, is_call(node)
-        offset = 0 if is_loop or whole else 1
+        is_loop = node.op in LOOPS
+        offset = 0 if is_loop else 1
         if offset and node.inputs[0] in handles:
             self._replace_handle(body, node, 0, versions.at(handles[node.inputs[0]], before))
         passed = [handles.get(ref) for ref in node.inputs[offset:]]
@@ -249,7 +247,7 @@ class _Pass:
         for attr, inner in inner_bodies:
             results = [self._handles.get(inner).get(ref) for ref in inner.results]
             args = self._give_args(inner, passed, extra)
-            last = self._lower(inner, args, live and not whole, None)
+            last = self._lower(inner, args, None)
             ends.append((attr, inner, results, {**args, **last}, last))
         written = list(dict.fromkeys(variable for *_, last in ends for variable in last))
         returned = extra if is_loop else written
@@ -262,7 +260,7 @@ class _Pass:
         node.inputs = [*node.inputs, *(versions.at(variable, before) for variable in extra)]
         first = len(outs)
         _retype(node, passed, extra, outs, returned)
-        node.watched = live and bool(node.inputs) and self._lowering.is_differentiable(node)
+        node.watched = bool(node.inputs) and self._lowering.is_differentiable(node)
         slots = {variable: first + number for number, variable in enumerate(returned)}
         if is_loop:
             slots.update({variable: number for number, variable in reversed(list(enumerate(passed))) if variable})

@@ -23,9 +23,9 @@ class Lowering:
     def __init__(self, copy: Copy, findings: Findings) -> None:
         self._copy = copy
         self._findings = findings
-        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in copy.candidates}
+        self._candidates = self._by_place()
 
-    def lower(self, body: Body, index: int, variable: Variable, live: bool) -> list[tuple[Variable, Ref]]:
+    def lower(self, body: Body, index: int, variable: Variable) -> list[tuple[Variable, Ref]]:
         """Replaces a node whose first input already is the variable's current value; returns the written values."""
         node, first = body.nodes[index], len(body.nodes)
         self._check_type(body, node, variable)
@@ -39,7 +39,7 @@ class Lowering:
         else:
             self._write(body, index, variable)
         for changed in (node, *body.nodes[first:]):
-            changed.watched = live and bool(changed.inputs) and self.is_differentiable(changed)
+            changed.watched = bool(changed.inputs) and self.is_differentiable(changed)
         return [(variable, (index, 0))] if node.uploaded_op in WRITES else []
 
     @staticmethod
@@ -90,7 +90,11 @@ class Lowering:
         body.arg_count += count
         for candidate in [candidate for (owner, _), candidate in self._candidates.items() if owner == id(body)]:
             candidate.index = moved(candidate.index)
-        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in self._copy.candidates}
+        self._candidates = self._by_place()
+
+    def _by_place(self) -> dict[tuple[int, int], CandidateNode]:
+        """Returns the candidates that are nodes, by id() of the body and index."""
+        return {(id(one.body), one.index): one for one in self._copy.candidates if one.call is None}
 
     def _check_type(self, body: Body, node: Node, variable: Variable) -> None:
         declared = node.attrs.get("dtype") or node.attrs.get("T")
@@ -186,8 +190,6 @@ class Lowering:
         candidate = self._candidates.get((id(body), index))
         if candidate is not None:
             full = f"{candidate.name}/{suffix}"
-            part = CandidateNode(
-                full, candidate.function, body, len(body.nodes) - 1, candidate.live, None, candidate.around
-            )
+            part = CandidateNode(full, candidate.function, body, len(body.nodes) - 1, candidate.around)
             self._copy.candidates.append(part)
         return len(body.nodes) - 1, 0

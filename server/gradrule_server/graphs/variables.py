@@ -13,7 +13,7 @@ from gradrule.common.dtypes import REF_OFFSET, as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, bodies_of, is_call, parse_tensor_name, short_tensor_name
+from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, bodies_of, parse_tensor_name, short_tensor_name
 
 # Ops whose output is a handle of or a reference to a variable.
 VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
@@ -330,7 +330,7 @@ class VariableHandles:
 
     def _trace_container(self, node: Node, index: int, handles: dict[Ref, Variable]) -> None:
         is_loop = node.op in LOOPS
-        offset = 0 if is_loop or is_call(node) else 1
+        offset = 0 if is_loop else 1
         passed = [handles.get(ref) for ref in node.inputs[offset:]]
         results: list[list[Variable | None]] = []
         for attr, bodies in node.functions:

@@ -16,19 +16,17 @@ from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.graphs.expand_request import Mark
 from gradrule_server.graphs.ir import (
     ARG,
-    CALLS,
     GRADIENT_ATTR,
     LOOPS,
     Body,
     Node,
     Ref,
     bodies_of,
-    is_call,
     nodes_of,
     short_tensor_name,
 )
 from gradrule_server.graphs.resolution_context import ForeignGradient, Resolved
-from gradrule_server.graphs.resolve import FOREIGN_GRADIENT
+from gradrule_server.graphs.resolve import FOREIGN_GRADIENT, NO_GRADIENT
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM
 
 GRADIENT_NAME = b"gradrule"
@@ -77,8 +75,6 @@ def write_node(node: Node, message: graph_pb2.Node) -> None:
     for name, value in node.attrs.items():
         if name not in DROPPED_ATTRS and (not name.startswith("_") or _is_valid_note(node, name, value)):
             message.attr[name].CopyFrom(value)
-    if node.functions and is_call(node) and node.op not in CALLS:
-        _write_call(node, message)
     for attr, bodies in node.functions:
         names = [NameAttrList(name=body.name) for body in bodies]
         is_list = attr == "branches"
@@ -102,15 +98,6 @@ def _write_zeros(node: Node, message: graph_pb2.Node) -> None:
     message.op = "Const"
     message.attr["dtype"].type = dtype
     message.attr["value"].tensor.CopyFrom(Tensor(dtype=dtype, tensor_shape=known))
-
-
-def _write_call(node: Node, message: graph_pb2.Node) -> None:
-    """Writes a call whose op is a function name as PartitionedCall, because functions have new names."""
-    body = node.functions[0][1][0]
-    message.op = "StatefulPartitionedCall" if body.is_stateful else "PartitionedCall"
-    message.ClearField("attr")
-    message.attr["Tin"].list.type.extend(map(as_dt, body.arg_types))
-    message.attr["Tout"].list.type.extend(map(as_dt, body.result_types))
 
 
 def _is_valid_note(node: Node, name: str, value: AttrValue) -> bool:
@@ -158,8 +145,6 @@ def _inner_name(body: Body, ref: Ref, layouts: dict[int, list[str]]) -> str:
 
 
 def _output_names(node: Node) -> list[str]:
-    if is_call(node):
-        return [f"output:{index}" for index in range(len(node.outputs or ()))]
     op = op_definitions.find(node.op)
     if op is None:
         raise AssertionError(f"{node.op} passed the checks")
@@ -190,7 +175,7 @@ def mark_nodes(roots: Iterable[Body], resolved: Mapping[int, Resolved]) -> list[
                     otherwise = number + 1 if number < last else None
                     marks.append(
                         Mark(
-                            item.rule,
+                            item.rule if item.depends_on_xs else NO_GRADIENT,
                             item.node,
                             outputs=item.outputs,
                             inputs=item.inputs,

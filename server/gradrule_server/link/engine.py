@@ -17,7 +17,7 @@ from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import jit_refusal
 from gradrule_server.link.monitor import EngineStatus
-from gradrule_server.link.process import EngineProcess, Spares
+from gradrule_server.link.process import DEFAULT_TIMES, EngineProcess, EngineTimes, Spares
 from gradrule_server.link.request_scheduler import ConnectionLost, EngineRequest
 from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.recovery.crash_history import OutcomeRecorder
@@ -32,9 +32,6 @@ from gradrule_server.recovery.endings import (
 _log = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 1024
-_OVERRUN_GRACE_S = 0.5
-# How long a cancelled call may go on if ending its engine would cost other callers their sessions and handles.
-_CANCEL_PATIENCE_S = 4.5
 
 
 class Use(enum.Enum):
@@ -62,6 +59,7 @@ class Engine:
         owner: The tenant; None until a tenant needs the engine.
         use: What it is for.
         ended: Counts the ends of its processes, by reason.
+        times: How long it waits for its processes.
     """
 
     def __init__(
@@ -73,7 +71,9 @@ class Engine:
         owner: str | None = None,
         use: Use = Use.PROGRAMS,
         ended: Counter[str] | None = None,
+        times: EngineTimes = DEFAULT_TIMES,
     ) -> None:
+        self._times = times
         self.index = index
         self.owner = owner
         self.use = use
@@ -291,8 +291,8 @@ class Engine:
         request.is_given_up = True
         loop = asyncio.get_running_loop()
         # After the deadline, or if no one else loses anything, there is no reason to wait.
-        patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
-        timer = loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_abandoned, request, ends_at)
+        patience_s = min(max(0.0, ends_at - loop.time()), self._times.cancel_patience_s) if self.kept else 0.0
+        timer = loop.call_later(patience_s + self._times.overrun_grace_s, self._end_abandoned, request, ends_at)
         request.set_timer(timer)
 
     def _end_abandoned(self, request: EngineRequest, ends_at: float) -> None:
@@ -300,10 +300,10 @@ class Engine:
         loop = asyncio.get_running_loop()
         if request.batch is not None and not request.batch.is_given_up:
             # A caller waits for another request of the same batch.
-            request.set_timer(loop.call_later(_OVERRUN_GRACE_S, self._end_abandoned, request, ends_at))
+            request.set_timer(loop.call_later(self._times.overrun_grace_s, self._end_abandoned, request, ends_at))
         elif self.kept and not request.connection.waiting and loop.time() < ends_at and not request.ended:
             # The process holds sessions or handles, and no request waits for the thread.
-            due = min(ends_at + _OVERRUN_GRACE_S, loop.time() + _CANCEL_PATIENCE_S)
+            due = min(ends_at + self._times.overrun_grace_s, loop.time() + self._times.cancel_patience_s)
             request.set_timer(loop.call_at(due, self._end_abandoned, request, ends_at))
         else:
             self._end_overrun(request, ends_at)

@@ -10,17 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.process import EngineProcess
+from gradrule_server.link.process import DEFAULT_TIMES, EngineProcess, EngineTimes
 from gradrule_server.recovery.endings import EndReason
 
 _log = logging.getLogger(__name__)
 
-_MEMORY_PERIOD_S = 0.25
 # The kernel enforces the limit for the memory that it counts. This limit is for all other memory.
 _MEMORY_SLACK = 1.125
-# TensorFlow holds the interpreter lock for seconds at most, but a machine may be busy for longer.
-_SILENCE_IDLE_S = 10.0
-_SILENCE_RUNNING_S = 30.0
 # A shared mapping of memory without a name in a file system: its inode, and the KiB of it that lie in memory.
 _MEMORY_FILE = re.compile(r"^\S+ ..[-x]s \S+ \S+ (\d+) +/memfd:.*\n(?:(?!Rss:).*\n)*?Rss: +(\d+) kB$", re.MULTILINE)
 _RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
@@ -51,7 +47,14 @@ class EngineStatus:
 class EngineMonitor:
     """Monitors processes while `run` runs. `heartbeat_s`: between pings; 0: none. `memory_limit`: bytes; 0: none."""
 
-    def __init__(self, processes: Callable[[], Iterable[EngineProcess]], heartbeat_s: float, memory_limit: int) -> None:
+    def __init__(
+        self,
+        processes: Callable[[], Iterable[EngineProcess]],
+        heartbeat_s: float,
+        memory_limit: int,
+        times: EngineTimes = DEFAULT_TIMES,
+    ) -> None:
+        self._times = times
         self._processes = processes
         self._heartbeat_s = heartbeat_s
         self._memory_limit = memory_limit
@@ -83,7 +86,7 @@ class EngineMonitor:
             connection.last_heard = now
         connection.last_heard = min(now, connection.last_heard + late_s)
         silence_s = now - connection.last_heard
-        if silence_s > (_SILENCE_RUNNING_S if connection.running else _SILENCE_IDLE_S):
+        if silence_s > (self._times.silence_running_s if connection.running else self._times.silence_idle_s):
             _log.warning("engine %d has answered nothing for %.1f s; ending it", process.pid, silence_s)
             process.end(EndReason.HEARTBEAT)
         else:
@@ -91,7 +94,7 @@ class EngineMonitor:
 
     async def _check_memory(self) -> None:
         while True:
-            await asyncio.sleep(_MEMORY_PERIOD_S)
+            await asyncio.sleep(self._times.memory_period_s)
             for process in self._processes():
                 await self._measure(process)
                 if self._memory_limit and process.resident_bytes > self._memory_limit * _MEMORY_SLACK:

@@ -14,19 +14,14 @@ from gradrule_server.errors import error
 from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.monitor import EngineMonitor, EngineStatus
 from gradrule_server.link.operating_system import OOM_KILLS
-from gradrule_server.link.process import ProcessOptions, Spares
+from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, ProcessOptions, Spares
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.workers import CompileWorkers
 from gradrule_server.recovery.endings import engine_unavailable
 
 _log = logging.getLogger(__name__)
 
-# A process starts within a second, so calls wait for one instead of failing.
-_PATIENCE_S = 10.0
 _FULL_RETRY_S = 1.0
-# Engines that were idle this long are ended. Their programs are compiled again when their tenant comes back.
-_IDLE_S = 600.0
-_IDLE_PERIOD_S = 15.0
 # Index of engines that run one call alone, to find out whether it crashes them.
 _TRIAL = -1
 
@@ -44,6 +39,7 @@ class EnginePool:
         max_gpu_engines: The same if engines run on a GPU; None: `max_engines`.
         heartbeat_s: Engine health-check interval, seconds; 0 disables.
         on_change: Called with whether any engine takes work, whenever that changes.
+        times: How long it waits for engines.
     """
 
     def __init__(
@@ -56,8 +52,10 @@ class EnginePool:
         max_gpu_engines: int | None = None,
         heartbeat_s: float = 1.0,
         on_change: Callable[[bool], None] = lambda ready: None,
+        times: EngineTimes = DEFAULT_TIMES,
     ) -> None:
-        self._spares = Spares(options, spares)
+        self._times = times
+        self._spares = Spares(options, spares, times)
         self._max_engines = max_engines
         self._max_gpu_engines = max_engines if max_gpu_engines is None else max_gpu_engines
         self._ended: dict[int, Counter[str]] = {}
@@ -75,9 +73,9 @@ class EnginePool:
         self._was_ready = False
         self._change = asyncio.Event()
         self._device = options.device
-        self._monitor = EngineMonitor(lambda: self._spares.processes, heartbeat_s, options.memory_limit)
+        self._monitor = EngineMonitor(lambda: self._spares.processes, heartbeat_s, options.memory_limit, times)
         self._tasks: list[asyncio.Task[None]] = []
-        self.workers = CompileWorkers(self._spares, lambda: self.max_engines)
+        self.workers = CompileWorkers(self._spares, lambda: self.max_engines, times)
         """Processes that read graphs: at most as many as there may be engines, in addition to those."""
         self._closing: set[asyncio.Task[None]] = set()
         self.memory_limit = options.memory_limit
@@ -150,7 +148,7 @@ class EnginePool:
 
         Raises OVERLOADED if all engines are in use; ENGINE_UNAVAILABLE if none is ready within 10 s or `patience_s`.
         """
-        async with _within(max(_PATIENCE_S, patience_s)):
+        async with _within(max(self._times.provide_s, patience_s)):
             while not self.serves(owner):
                 if any(engine.use is Use.PROGRAMS for engine in self.engines_for(owner)):
                     await self._change.wait()
@@ -162,7 +160,7 @@ class EnginePool:
 
         An engine that will be ended soon gets no new session.
         """
-        async with _within(_PATIENCE_S):
+        async with _within(self._times.provide_s):
             while True:
                 own = [engine for engine in self.engines if engine.owner == owner and engine.use is Use.SESSIONS]
                 engine = next((engine for engine in own if not engine.is_doomed), None)
@@ -208,7 +206,7 @@ class EnginePool:
     @contextlib.asynccontextmanager
     async def alone(self, owner: str) -> AsyncIterator[Engine]:
         """Provides an engine that runs one call of a tenant alone, and is ended afterwards."""
-        engine = Engine(_TRIAL, None, owner=owner, use=Use.TRIAL)
+        engine = Engine(_TRIAL, None, owner=owner, use=Use.TRIAL, times=self._times)
         engine.install(await self._spares.take())
         try:
             yield engine
@@ -231,7 +229,7 @@ class EnginePool:
         used = {engine.index for engine in self.engines}
         index = next(index for index in range(len(used) + 1) if index not in used)
         ended = self._ended.setdefault(index, Counter())
-        engine = Engine(index, self._spares, self._changed, owner=owner, use=use, ended=ended)
+        engine = Engine(index, self._spares, self._changed, owner=owner, use=use, ended=ended, times=self._times)
         self.engines.append(engine)
         return engine
 
@@ -255,8 +253,8 @@ class EnginePool:
     async def _end_idle(self) -> None:
         """Ends engines that were idle for long. The number for programs never falls below that at the start."""
         while True:
-            await asyncio.sleep(_IDLE_PERIOD_S)
-            since = asyncio.get_running_loop().time() - _IDLE_S
+            await asyncio.sleep(self._times.idle_period_s)
+            since = asyncio.get_running_loop().time() - self._times.idle_s
             idle = [engine for engine in self.engines if engine.is_idle and engine.used_at < since]
             surplus = sum(engine.use is Use.PROGRAMS for engine in self.engines) - self.per_tenant
             for engine in sorted(idle, key=lambda engine: engine.used_at):

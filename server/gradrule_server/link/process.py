@@ -33,19 +33,53 @@ from gradrule_server.recovery.endings import (
 
 _log = logging.getLogger(__name__)
 
-_GREETING_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
 # A killed process may stay in the kernel for a while until its memory is freed.
 _END_TIMEOUT_S = 10.0
 _STDERR_TIMEOUT_S = 1.0
-# Between two attempts to start a process.
-_RETRY_DELAY_S = 0.5
 # A process that is killed with this share of its memory limit in use was killed because of the limit.
 _NEAR_LIMIT = 0.9
 
 
 class EngineRefused(Exception):
     """The engine cannot start as configured (no such device, another release). Trying again would not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """How long the front end waits for engines, seconds."""
+
+    greeting_s: float = 120.0
+    """For the greeting of a new process."""
+    retry_delay_s: float = 0.5
+    """Between two attempts to start a process."""
+    # A process starts within a second, so calls wait for one instead of failing.
+    provide_s: float = 10.0
+    """For an engine that accepts work."""
+    overrun_grace_s: float = 0.5
+    """Between the deadline of a request and the end of the engine that still runs it."""
+    cancel_patience_s: float = 4.5
+    """For a cancelled request if ending its engine would cost other callers their sessions and handles."""
+    # TensorFlow holds the interpreter lock for seconds at most, but a machine may be busy for longer.
+    silence_idle_s: float = 10.0
+    """Without an answer to a ping while no request runs."""
+    silence_running_s: float = 30.0
+    """Without an answer to a ping while a request runs."""
+    memory_period_s: float = 0.25
+    """Between two measurements of memory."""
+    idle_s: float = 600.0
+    """Until an idle engine is ended. Its programs are compiled again when its tenant comes back."""
+    idle_period_s: float = 15.0
+    """Between two searches for idle engines."""
+    worker_slow_s: float = 0.25
+    """Until a tenant gets a second compile worker because its first one works on one task."""
+    worker_grace_s: float = 0.25
+    """For a task without a caller, because ending the worker costs more than most tasks."""
+    worker_idle_s: float = 15.0
+    """Until an idle compile worker is ended."""
+
+
+DEFAULT_TIMES = EngineTimes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +139,10 @@ class EngineProcess:
         """Whether the front end has ended it."""
         return self._ended_for is not None
 
-    async def greet(self) -> link_pb2.Greeting:
+    async def greet(self, timeout_s: float = DEFAULT_TIMES.greeting_s) -> link_pb2.Greeting:
         """Waits for the greeting. Raises `EngineRefused` if the engine cannot run as configured, or ends before."""
         try:
-            greeting = await asyncio.wait_for(self.connection.greeting, _GREETING_TIMEOUT_S)
+            greeting = await asyncio.wait_for(self.connection.greeting, timeout_s)
         except (ConnectionLost, TimeoutError) as cause:
             if isinstance(cause, TimeoutError):
                 self.end(EndReason.HEARTBEAT)
@@ -221,7 +255,8 @@ class Spares:
     A process that was taken never comes back, because it has run a tenant's work.
     """
 
-    def __init__(self, options: ProcessOptions, count: int) -> None:
+    def __init__(self, options: ProcessOptions, count: int, times: EngineTimes = DEFAULT_TIMES) -> None:
+        self._times = times
         self._options = options
         self._fork_server = ForkServer()
         self._count = count
@@ -337,7 +372,7 @@ class Spares:
             self._forget_ended()
             self._all.add(process)
             try:
-                greeting = await process.greet()
+                greeting = await process.greet(self._times.greeting_s)
             except BaseException:
                 process.kill()
                 process.connection.close()
@@ -351,7 +386,7 @@ class Spares:
                 return
             # Whatever the cause (no memory, no file descriptors), a server without engines must keep trying.
             _log.error("an engine cannot be started: %s", cause, exc_info=not isinstance(cause, EngineRefused))
-            await asyncio.sleep(_RETRY_DELAY_S)
+            await asyncio.sleep(self._times.retry_delay_s)
             return
         _log.info("engine %d is ready", process.pid)
         self.greeting = greeting

@@ -9,16 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from gradrule_server.link.engine import Engine, Use
-from gradrule_server.link.process import Spares
+from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, Spares
 
 # Metrics leave out engines with this index.
 _WORKER = -2
 _PER_TENANT = 2
-# A tenant gets a second worker once its first one has worked on one task this long.
-_SLOW_S = 0.25
-# A task whose caller is gone may go on this long: ending the process costs more than most tasks.
-_GRACE_S = 0.25
-_IDLE_S = 15.0
 # A process does not return the memory of its tasks. A worker that grew by more than this is replaced.
 _MAX_KEPT_BYTES = 256 * 1024 * 1024
 
@@ -39,7 +34,8 @@ class CompileWorkers:
     one asyncio loop.
     """
 
-    def __init__(self, spares: Spares, most: Callable[[], int]) -> None:
+    def __init__(self, spares: Spares, most: Callable[[], int], times: EngineTimes = DEFAULT_TIMES) -> None:
+        self._times = times
         self._spares = spares
         self._most = most
         self._waiting: list[_Waiting] = []
@@ -113,7 +109,7 @@ class CompileWorkers:
         try:
             self._assign()
             while not waiting.worker.done():
-                await asyncio.wait([waiting.worker], timeout=_SLOW_S)
+                await asyncio.wait([waiting.worker], timeout=self._times.worker_slow_s)
                 self._assign()
             return waiting.worker.result()
         except asyncio.CancelledError:
@@ -144,7 +140,7 @@ class CompileWorkers:
         idle = next((worker for worker in own if worker not in self._busy), None)
         if idle is not None:
             return idle
-        slow = asyncio.get_running_loop().time() - _SLOW_S
+        slow = asyncio.get_running_loop().time() - self._times.worker_slow_s
         if len(own) >= _PER_TENANT or any(self._busy[worker] > slow for worker in own):
             return None
         if len(self.workers) >= self._most():
@@ -152,7 +148,7 @@ class CompileWorkers:
             if not others:
                 return None
             self._forget(min(others, key=lambda worker: worker.used_at))
-        worker = Engine(_WORKER, self._spares, self._changed, owner=owner, use=Use.COMPILE)
+        worker = Engine(_WORKER, self._spares, self._changed, owner=owner, use=Use.COMPILE, times=self._times)
         self.workers.append(worker)
         return worker
 
@@ -162,7 +158,7 @@ class CompileWorkers:
             return
         loop = asyncio.get_running_loop()
         if worker.load:
-            loop.call_later(_GRACE_S, self._settle, worker)
+            loop.call_later(self._times.worker_grace_s, self._settle, worker)
         else:
             self._settle(worker)
 
@@ -177,7 +173,7 @@ class CompileWorkers:
         loop = asyncio.get_running_loop()
         self._busy.pop(worker, None)
         worker.used_at = loop.time()
-        loop.call_later(_IDLE_S, self._end_idle, worker, worker.used_at)
+        loop.call_later(self._times.worker_idle_s, self._end_idle, worker, worker.used_at)
         self._assign()
 
     def _end_idle(self, worker: Engine, used_at: float) -> None:

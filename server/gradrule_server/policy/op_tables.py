@@ -102,7 +102,7 @@ def review_with_digest(name: str, digest: str) -> OpReview:
     row = _read_reviews().get(name)
     if row is not None and row.digest == digest:
         return row
-    why = "has not been reviewed" if row is None else "is defined otherwise than when it was reviewed"
+    why = "has not been reviewed" if row is None else "has changed since its review"
     return OpReview(name, False, NOT_REVIEWED, digest, why)
 
 
@@ -159,6 +159,10 @@ TRAITS: Mapping[str, str] = MappingProxyType(
         "call": "calls one function",
         "loop": "runs its functions again and again",
         "loop_v1": "part of a loop of control flow version 1; types cannot be inferred around its cycle",
+        "linear_operands": "linear in each of two inputs. Value: the numbers of the data and of the weights",
+        "matrix_product": "multiplies and sums along axes",
+        "moves_elements": "outputs the elements of one input, reordered or padded with zeros. Value: its number",
+        "parameterised": "applies parameters to data, not element by element, and is no linear op of two operands",
         "placeholder": "its value is fed by each call",
         "plain_add": "adds two inputs with broadcasting",
         "python_function": "calls a Python function",

@@ -88,7 +88,7 @@ def check_parsed_size(data: bytes, message: type[Message], bounds: NodeLimits, *
         scan.scan(0, len(data), cast(Descriptor, message.DESCRIPTOR), 0, 1)
     except _TooLargeError as cause:
         text = (
-            f"what is in this message of {len(data) / 2**20:.1f} MiB {cause}, most of it {scan.largest_part()}; "
+            f"the message of {len(data) / 2**20:.1f} MiB {cause}; its largest part is {scan.largest_part()}; "
             f"a message may take {FREE_BYTES >> 20} MiB and {bounds.unpacking} times its size (--max-unpacking)"
         )
         raise error(Reason.ERROR_REASON_LIMIT_EXCEEDED, text, field=field) from None
@@ -136,8 +136,8 @@ class _SizeScan:
         """Returns the name and number of the parts that take the most memory, for the error message."""
         largest = max(self._counts, key=lambda part: self._counts[part] * part.bytes, default=None)
         if largest is None:
-            return "of no meaning"
-        return f"{largest.name!r}, of which there are about {self._counts[largest]}"
+            return "unknown fields"
+        return f"{largest.name!r}, which occurs about {self._counts[largest]} times"
 
     def scan(self, position: int, end: int, message: Descriptor, depth: int, scale: int) -> None:
         """Counts the fields of a message between two positions.
@@ -187,7 +187,7 @@ class _SizeScan:
                 self._add(part, scale)
         self._fields += fields
         if self._fields > _MAX_FIELDS:
-            raise _TooLargeError(f"is over {_MAX_FIELDS} fields")
+            raise _TooLargeError(f"has more than {_MAX_FIELDS} fields")
 
     def _add_delimited(self, part: _Part, start: int, end: int, depth: int, scale: int) -> None:
         """Counts a length-delimited field: a packed list, a string or a message."""

@@ -44,15 +44,15 @@ class OverrideTable:
     def __post_init__(self) -> None:
         self.params = ParamTable(self.bounds)
 
-    def bind(self, rule: ResolvedRule, label: str) -> int:
-        """Adds a rule for an override and returns its index.
+    def bind(self, rule: ResolvedRule, label: str, *, is_default_label: bool = False) -> int:
+        """Adds a rule for an override and returns its index. `is_default_label`: the caller chose no label.
 
         Defaults are stored as settings, so that programs that differ only in param values share one compiled form.
         """
         index = len(self.bound)
         self.bound.append(BoundOverride(rule, label))
         declared = () if rule.content is None else rule.content.params
-        self.params.rules.append(BoundParams(rule.name, label, declared))
+        self.params.rules.append(BoundParams(rule.name, label, declared, is_default_label))
         for param in declared:
             if param.default is not None:
                 self.params.settings[index, param.name] = write_param_value(param.default)
@@ -109,6 +109,7 @@ class OverrideTable:
                 link_pb2.BoundParams(
                     name=bound.name,
                     label=bound.label,
+                    is_default_label=bound.is_default_label,
                     # Omit the defaults, which the settings contain.
                     params=[write_param(replace(param, default=None)) for param in bound.params],
                 )
@@ -167,7 +168,7 @@ def read_overrides(
             ]
             continue
         label = override.label or _default_label(override.selector)
-        bound = _bind(table, rule, label)
+        bound = _bind(table, rule, label, is_default_label=not override.label)
         if rule is None and override.params:
             table.findings.append(
                 Finding(
@@ -226,6 +227,7 @@ def _add_preset(table: OverrideTable, override: override_pb2.GradientOverride, i
                 index,
                 is_preset=True,
                 every_order=_applies_to_every_order(override),
+                is_for_all_layers=preset.is_for_all_layers,
             )
         )
     for name, value in choice.params.items():
@@ -245,8 +247,8 @@ def _applies_to_every_order(override: override_pb2.GradientOverride) -> bool:
     return override.order == override_pb2.OVERRIDE_ORDER_ALL
 
 
-def _bind(table: OverrideTable, rule: ResolvedRule | None, label: str) -> int:
-    return OWN_GRADIENT if rule is None else table.bind(rule, label)
+def _bind(table: OverrideTable, rule: ResolvedRule | None, label: str, *, is_default_label: bool = False) -> int:
+    return OWN_GRADIENT if rule is None else table.bind(rule, label, is_default_label=is_default_label)
 
 
 def _default_label(selector: override_pb2.Selector) -> str:
@@ -256,6 +258,7 @@ def _default_label(selector: override_pb2.Selector) -> str:
         or selector.scope
         or selector.node_regex
         or "+".join(selector.pattern)
+        or selector.layer
         or selector.region_name
         or next(iter((*selector.region.outputs, *selector.nodes)), "")
     )

@@ -134,7 +134,7 @@ def _expand_graph(program: _ReadProgram, lookup: RuleLookup, limits: Limits, nam
 
     def known_rule(name: str, op_type: str) -> int:
         # Label the rule like an override for the op type.
-        return table.bind(lookup.resolve(name), op_type)
+        return table.bind(lookup.resolve(name), op_type, is_default_label=True)
 
     request = graphs.ExpandRequest(
         fetches=list(spec.fetches),

@@ -291,6 +291,7 @@ def _param_table(message: link_pb2.ParamTable, bounds: NodeLimits) -> ParamTable
                 bound.name,
                 bound.label,
                 tuple(Param(item.name, description=item.description, range=item.range) for item in bound.params),
+                bound.is_default_label,
             )
             for bound in message.rules
         ],

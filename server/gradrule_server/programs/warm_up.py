@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf import json_format
 
-from gradrule_server.concurrency import RepeatedWarning
+from gradrule_server.concurrency import RepeatedWarning, start_logged_task
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.messages import CallShape, read_call_shape, shape_message
 from gradrule_server.link.pool import EnginePool
@@ -78,8 +78,9 @@ class WarmUp:
 
     def start(self) -> None:
         """Starts loading; calls are served meanwhile."""
-        self._task = asyncio.create_task(self._run(), name="warm-up")
-        self._task.add_done_callback(_log_failure)
+        self._task = start_logged_task(
+            self._run(), "warm-up", _log.error, "recently used programs are not recorded any more"
+        )
 
     async def stop(self) -> None:
         """Stops, and writes the list."""
@@ -206,8 +207,3 @@ def _take(file: Path) -> list[RecentProgram]:
     except (OSError, ValueError, TypeError, KeyError, RecursionError, json_format.Error) as cause:
         _log.warning("%s is ignored, recently used programs are loaded at their next calls: %s", file, cause)
         return []
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (cause := task.exception()) is not None:
-        _log.error("recently used programs are not recorded any more", exc_info=cause)

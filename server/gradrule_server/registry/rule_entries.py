@@ -213,7 +213,7 @@ def index_by_name(entries: Iterable[RuleEntry]) -> dict[str, RuleEntry]:
 
 
 def preset_message(preset: Preset) -> rule_pb2.Preset:
-    """Returns the message, with a line of text for each override: `@convolution+@bias → lrp_zplus(eps=1e-06)`."""
+    """Returns the message, with a line of text for each override: `@convolution → lrp_zplus(eps=1e-06)`."""
     return rule_pb2.Preset(
         name=preset.name,
         description=preset.description,
@@ -225,7 +225,7 @@ def preset_message(preset: Preset) -> rule_pb2.Preset:
 
 def _describe_override(override: override_pb2.GradientOverride) -> str:
     selector = override.selector
-    selected = selector.op_type or "+".join(selector.pattern)
+    selected = selector.op_type or selector.layer or "+".join(selector.pattern)
     if selector.position.nearest == override_pb2.POSITION_NEAREST_XS:
         selected += " nearest the xs"
     values = ", ".join(f"{name}={value.number:g}" for name, value in sorted(override.params.items()))

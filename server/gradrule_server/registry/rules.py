@@ -31,6 +31,7 @@ from gradrule_server.registry.rule_entries import (
 from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, counted_size
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
+from gradrule_server.rules.language import split_variable
 
 _log = logging.getLogger(__name__)
 
@@ -233,7 +234,10 @@ class RuleRegistry:
         names, unprefixed = set(self._names.all_names()), bare.removeprefix(BUILTIN_PREFIX)
         # `builtin/NAME` was requested, and NAME is a USER rule.
         exists_unprefixed = unprefixed != bare and unprefixed in names
-        hint = f" Did you mean {unprefixed!r}?" if exists_unprefixed else did_you_mean(unprefixed, names)
+        if split_variable(bare) is not None:
+            hint = f" If {bare!r} is a formula, send it as the definition of a rule: Rule({bare!r})"
+        else:
+            hint = f" Did you mean {unprefixed!r}?" if exists_unprefixed else did_you_mean(unprefixed, names)
         return error(
             errors_pb2.ERROR_REASON_UNKNOWN_RULE,
             f"there is no rule {bare!r}.{hint}",

@@ -189,11 +189,15 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BoundParams:
-    """The declared params of a bound rule; `name` is the name of the rule, `label` the label of the override."""
+    """The declared params of a bound rule.
+
+    `name` is the name of the rule, `label` the label of the override. `is_default_label`: the caller chose no label.
+    """
 
     name: str
     label: str
     params: Sequence[Param] = ()
+    is_default_label: bool = False
 
     @property
     def declared(self) -> dict[str, Param]:
@@ -304,11 +308,18 @@ class ParamTable:
             else:
                 message = _unknown_label(label, {bound.label for bound in self.rules})
             return [Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=where)]
-        # Overrides may share a label; set the value for each of their rules that has the param.
+        # Overrides may be given the same label; set the value for each of their rules that has the param.
         declared = {index: self.rules[index].declared for index in indices}
         findings: list[Finding] = []
         for name, value in values.items():
             targets = [index for index in indices if name in declared[index]] or indices[:1]
+            if len(targets) > 1 and any(self.rules[index].is_default_label for index in targets):
+                message = (
+                    f"params name the label {label!r} and its param {name!r}, but {len(targets)} overrides share this "
+                    f"label, and not all were given it: give each override a label of its own, or all of them this one"
+                )
+                findings.append(Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=f"{where}.{name}"))
+                continue
             for index in targets:
                 findings += self.set(settings, index, {name: value}, where)
         return findings

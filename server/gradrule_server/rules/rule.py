@@ -32,7 +32,8 @@ class RuleContent:
         gradient: The rule for the gradient of this rule.
         formula: The parsed expression.
 
-    The constructor argument `checked` says that the graph was checked before; it is then parsed when it is first used.
+    The constructor argument `checked` says that the rule was checked before, maybe by a version that refused less; a
+    graph is then parsed when it is first used.
 
     Raises:
         GradruleError: INVALID_RULE, INVALID_EXPRESSION, or an error of `parse_graph`.
@@ -50,7 +51,7 @@ class RuleContent:
 
     def __post_init__(self, checked: bool) -> None:
         names = [param.name for param in self.params]
-        formula = None if self.expression is None else parse(self.expression, names)
+        formula = None if self.expression is None else parse(self.expression, names, stored=checked)
         if sum(form is not None for form in (formula, self.graph_bytes, self.code)) != 1:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
@@ -102,7 +103,7 @@ class RuleContent:
         gradient = _read_gradient(definition, bounds)
         match definition.WhichOneof("form"):
             case "expression":
-                return cls(expression=definition.expression, params=params, gradient=gradient)
+                return cls(expression=definition.expression, params=params, gradient=gradient, checked=bounds is None)
             case "graph":
                 graph_bytes = _graph_bytes(definition.graph, bounds)
                 return cls(graph_bytes=graph_bytes, params=params, gradient=gradient, checked=bounds is None)

@@ -21,6 +21,9 @@ DIFFERENTIABLE: frozenset[int] = frozenset(FLOAT_TYPES | COMPLEX_TYPES)
 # Integer types with kernels for arithmetic. Other integers must be cast first.
 INTEGER_TYPES = frozenset({Dt.DT_INT32, Dt.DT_INT64})
 
+# The types in which rules compute 16-bit types: results are rounded to 16 bits once, at the end.
+COMPUTED_IN: Mapping[int, int] = {Dt.DT_HALF: Dt.DT_FLOAT, Dt.DT_BFLOAT16: Dt.DT_FLOAT}
+
 REAL_TYPES: Mapping[int, int] = {Dt.DT_COMPLEX64: Dt.DT_FLOAT, Dt.DT_COMPLEX128: Dt.DT_DOUBLE}
 
 _NAMES: Mapping[int, str] = {

@@ -1,4 +1,4 @@
-"""Case number i of a fuzzing run: which RPC gets which bytes. The same number and seed give the same case."""
+"""Makes case number i of a fuzzing run: an RPC and its bytes, equal for equal number and seed."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _SERIALIZED = "gradrule.v1.GraphSource.serialized"
 
 @dataclass(frozen=True)
 class Case:
-    """Messages for one RPC: one for most, several where the client streams."""
+    """Holds messages for one RPC: one for most, several for client streams."""
 
     kind: str
     method: str
     messages: tuple[bytes, ...]
 
     def save(self, path: Path, **more: Any) -> None:
-        """As JSON that `load` reads."""
+        """Writes JSON that `load` reads."""
         path.parent.mkdir(parents=True, exist_ok=True)
         messages = [base64.b64encode(data).decode() for data in self.messages]
         path.write_text(json.dumps({"kind": self.kind, "method": self.method, "messages": messages} | more, indent=1))
 
     @staticmethod
     def load(path: Path) -> Case:
-        """What `save` wrote."""
+        """Reads what `save` wrote."""
         saved = json.loads(path.read_text())
         return Case(saved["kind"], saved["method"], tuple(base64.b64decode(text) for text in saved["messages"]))
 
 
 class Cases:
-    """All cases of a run."""
+    """Makes all cases of a run."""
 
     def __init__(self, seeds: Seeds, seed: int) -> None:
         self._seeds = seeds
@@ -50,13 +50,13 @@ class Cases:
         self._inside = {_SERIALIZED: graphs.mutate_bytes(seeds.words)}
 
     def case(self, number: int) -> Case:
-        """One case."""
+        """Makes one case."""
         chance = Random(f"{self._seed}/{number}")
         make = chance.choices([make for make, _ in _KINDS], [weight for _, weight in _KINDS])[0]
         return make(self, chance)
 
     def random_bytes(self, chance: Random) -> Case:
-        """Bytes that know nothing, or nothing of what they change."""
+        """Makes random bytes, or bytes of a message changed at random."""
         method = chance.choice(self._methods)
         found = self._seeds.requests[method]
         drawn = chance.random()
@@ -69,21 +69,21 @@ class Cases:
         return Case("bytes", method, (data,))
 
     def request(self, chance: Random) -> Case:
-        """A real request, changed in one to four places."""
+        """Changes a real request at one to four places."""
         method = chance.choice([name for name in self._methods if not methods()[name].requests_stream])
         message = methods()[method].request.FromString(chance.choice(self._seeds.requests[method]))
         self._mutator(chance).message(message)
         return Case("request", method, (message.SerializeToString(),))
 
     def graph(self, chance: Random) -> Case:
-        """A real graph, changed; to be evaluated, compiled, checked, or held by a session."""
+        """Changes a real graph, to be evaluated, compiled, checked, or used by a session."""
         message = self._graph_request(chance)
         graph = message.spec.graph
         graph.serialized = self._inside[_SERIALIZED](chance, graph.serialized)
         return self._sent(chance, "graph", message)
 
     def tensors(self, chance: Random) -> Case:
-        """A good graph with values that may not fit it, or with other words beside them."""
+        """Sends a valid graph with values that may not fit it, or with changed arguments."""
         message = self._graph_request(chance)
         mutator = self._mutator(chance)
         for _ in range(chance.choice((1, 1, 2))):
@@ -98,7 +98,7 @@ class Cases:
         return self._sent(chance, "tensors", message)
 
     def rule(self, chance: Random) -> Case:
-        """An expression as a rule: registered, sampled, or the override of an evaluation."""
+        """Uses an expression as a rule: registered, sampled, or as an override."""
         definition = rule_pb2.RuleDefinition(expression=expression(chance))
         for name in ("width", "alpha")[: chance.randrange(3)]:
             definition.params.add(name=name).default_value.number = chance.choice((0.0, 1.0, -1.0, 1e300))
@@ -127,7 +127,7 @@ class Cases:
         return self._sent(chance, "rule", message)
 
     def stream(self, chance: Random) -> Case:
-        """Messages of a stream: good ones, changed ones, garbage, in any order, ids used twice."""
+        """Makes stream messages: valid, changed and random ones in any order, with reused ids."""
         pool = list(self._seeds.requests["GradientService/StreamEvaluate"])
         pool += [
             evaluate_pb2.StreamEvaluateRequest(evaluate=self._graph_request(chance)).SerializeToString(),
@@ -151,7 +151,7 @@ class Cases:
         return Case("stream", "GradientService/StreamEvaluate", tuple(sent))
 
     def session(self, chance: Random) -> Case:
-        """Messages of a session; most begin with a good start."""
+        """Makes session messages; most begin with a valid start."""
         pool = self._seeds.requests["SessionService/RunSession"]
         starts = [data for data in pool if session_pb2.RunSessionRequest.FromString(data).HasField("start")]
         sent = []
@@ -174,7 +174,7 @@ class Cases:
         return Case("session", "SessionService/RunSession", tuple(sent))
 
     def upload(self, chance: Random) -> Case:
-        """Pieces of a blob whose hash is right, wrong, missing, or changes on the way."""
+        """Makes parts of a blob whose hash is right, wrong, missing, or changes between parts."""
         sent = []
         for _ in range(chance.randrange(0, 6)):
             message = methods()["BlobService/UploadBlob"].request.FromString(
@@ -196,7 +196,7 @@ class Cases:
         return self._seeds.requests[chance.choice(self._methods)]
 
     def _sent(self, chance: Random, kind: str, message: evaluate_pb2.EvaluateRequest) -> Case:
-        """The request as one of those RPCs that take a program."""
+        """Wraps the request in one of the RPCs that accept a program."""
         drawn = chance.random()
         if drawn < 0.45:
             return Case(kind, "GradientService/Evaluate", (message.SerializeToString(),))
@@ -213,7 +213,7 @@ class Cases:
 
 
 def _values(chance: Random) -> tensor_pb2.Tensor:
-    """A small tensor of floats; now and then of another type or an odd shape."""
+    """Makes a small float tensor; sometimes of another dtype or an unusual shape."""
     sizes = chance.choice(((3,), (3,), (3,), (), (0,), (2, 3), (1, 3), (-1,), (2**40, 2**40)))
     return tensor_pb2.Tensor(
         dtype=chance.choice(

@@ -1,4 +1,4 @@
-"""Expressions of rules, right, nearly right and wrong."""
+"""Generates valid, nearly valid and invalid expressions of rules."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _FOREIGN = (
 
 
 def expression(chance: Random) -> str:
-    """One expression; about half of them can be read."""
+    """Returns one expression; about half of them are valid."""
     drawn = chance.random()
     if drawn < 0.04:
         return _deep(chance)
@@ -99,7 +99,7 @@ def _operator(chance: Random) -> str:
 
 def _call(chance: Random, depth: int) -> str:
     name = chance.choice(_FUNCTIONS)
-    # Mostly as many arguments as it takes, so that much of what is drawn gets through to where it is computed.
+    # Mostly the right number of arguments, so that much of it passes the parser.
     least = FUNCTIONS[name].least
     count = least if chance.random() < 0.9 else chance.randrange(5)
     arguments = [_term(chance, depth - 1) for _ in range(count)]
@@ -114,7 +114,7 @@ def _tuple(chance: Random) -> str:
 
 
 def _deep(chance: Random) -> str:
-    """Deep, long, or doubling at every step: what a recursive reader could choke on, within 4,096 characters."""
+    """Makes a deep, long or doubling expression of up to 4,096 characters, for recursive parsers."""
     depth = chance.choice((50, 200, 1000, 2000))
     return chance.choice(
         (

@@ -1,4 +1,4 @@
-"""Changes to graphs that mean something: nodes dropped, doubled, wired otherwise, functions that call themselves."""
+"""Changes graphs: drops, doubles and rewires nodes, makes functions recursive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATTRS = ("T", "dtype", "shape", "N", "axis", "value", "body", "cond", "then_bra
 
 @cache
 def op_types() -> tuple[str, ...]:
-    """All op types of the table."""
+    """Returns all op types of the table."""
     return tuple(sorted(op_definitions.names()))
 
 
@@ -35,7 +35,7 @@ def mutate(chance: Random, graph: graph_pb2.Graph, words: Sequence[str]) -> None
 
 
 def mutate_bytes(words: Sequence[str]) -> Callable[[Random, bytes], bytes]:
-    """The same for a graph that is given as its bytes; now and then the bytes themselves."""
+    """Changes a graph given as bytes; sometimes the bytes themselves."""
 
     def change(chance: Random, data: bytes) -> bytes:
         try:
@@ -96,7 +96,7 @@ def _other_op(chance: Random, graph: graph_pb2.Graph, nodes: Any, words: Sequenc
 
 
 def _add_op(chance: Random, graph: graph_pb2.Graph, nodes: Any, words: Sequence[str]) -> None:
-    """A node of any op over tensors of the graph; half the time the last one, what is fetched, hangs on it."""
+    """Adds a node of any op over tensors of the graph; half the time the last, fetched node depends on it."""
     names = [node.name for node in nodes]
     last = nodes[-1].name
     fresh = nodes.add(name=f"fuzz{len(nodes)}", op=chance.choice(op_types()))
@@ -119,7 +119,7 @@ def _attr(chance: Random, graph: graph_pb2.Graph, nodes: Any, words: Sequence[st
 
 
 def _function(chance: Random, graph: graph_pb2.Graph, nodes: Any, words: Sequence[str]) -> None:
-    """Functions that are gone, there twice, named otherwise, or call themselves or one another."""
+    """Removes, doubles, renames functions, or lets them call themselves or each other."""
     functions = graph.library.function
     if not functions:
         _add_op(chance, graph, nodes, words)
@@ -150,7 +150,7 @@ def _func_attr(chance: Random, graph: graph_pb2.Graph, nodes: Any, words: Sequen
 
 
 def _mark(chance: Random, graph: graph_pb2.Graph, nodes: Any, words: Sequence[str]) -> None:
-    """Attributes by which TensorFlow, and gradrule, are told things."""
+    """Sets attributes that TensorFlow and gradrule interpret."""
     key = chance.choice(
         ("_gradient_op_type", "_class", "container", "shared_name", "_gradrule", "_output_shapes", "_XlaMustCompile")
     )

@@ -1,4 +1,4 @@
-"""Changes to messages and to their bytes, all drawn from one random source."""
+"""Changes messages and their bytes with one random source."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Inside = Callable[[Random, bytes], bytes]
 
 
 class Mutator:
-    """Changes messages. words: strings that mean something to the server; inside: for fields that hold messages."""
+    """Changes messages. words: strings that mean something to the server; inside: for fields that contain messages."""
 
     def __init__(self, random: Random, words: Sequence[str], inside: dict[str, Inside] | None = None) -> None:
         self._random = random
@@ -47,7 +47,7 @@ class Mutator:
             self._change_in(message, 0)
 
     def _change_in(self, message: Message, depth: int) -> None:
-        """Goes down at random and changes something there."""
+        """Descends at random and changes something there."""
         chance = self._random
         inner = [
             (field, item)
@@ -127,7 +127,7 @@ class Mutator:
             items[key] = self._scalar(value_field, None)
 
     def _fill(self, message: Message, depth: int) -> None:
-        """Sets one or two fields of a message at random; messages within messages now and then go deep."""
+        """Sets one or two fields of a message at random; sometimes with deeply nested messages."""
         fields = _fields(message)
         if not fields:
             return
@@ -185,7 +185,7 @@ class Mutator:
 
 
 def mutated_bytes(chance: Random, data: bytes) -> bytes:
-    """Bytes flipped, cut out, cut off, doubled, put in; nothing known of what they mean."""
+    """Flips, cuts, truncates, doubles or inserts bytes, without knowledge of their meaning."""
     changed = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 4, 16))):
         at = chance.randrange(len(changed) + 1)
@@ -203,13 +203,13 @@ def mutated_bytes(chance: Random, data: bytes) -> bytes:
         elif what == 5:
             changed[at:at] = changed[at : at + chance.randrange(1, 200)]
         else:
-            # A varint that is too long, a group that is not closed, a field of number 0, a length past the end.
+            # An overlong varint, an open group, field number 0, a length beyond the end.
             changed[at:at] = chance.choice((b"\xff" * 10, b"\x0b", b"\x00", b"\x0a\xff\xff\xff\xff\x0f", b"\x7a\x03"))
     return bytes(changed)
 
 
 def spliced_bytes(chance: Random, first: bytes, second: bytes) -> bytes:
-    """The beginning of one and the end of the other: concatenated messages merge."""
+    """Joins the beginning of one and the end of the other: concatenated messages merge."""
     return first[: chance.randrange(len(first) + 1)] + second[chance.randrange(len(second) + 1) :]
 
 
@@ -231,7 +231,7 @@ def _is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
-# Descriptors of these kinds of fields have what the stubs say that they may have.
+# The stubs declare as optional what descriptors of these fields always have.
 
 
 def _fields(message: Message) -> Sequence[FieldDescriptor]:
@@ -240,7 +240,7 @@ def _fields(message: Message) -> Sequence[FieldDescriptor]:
 
 
 def _entry(field: FieldDescriptor) -> tuple[FieldDescriptor, FieldDescriptor]:
-    """Key and value of a map."""
+    """Makes key and value of a map."""
     entry: Any = field.message_type
     return entry.fields_by_name["key"], entry.fields_by_name["value"]
 

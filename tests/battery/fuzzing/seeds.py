@@ -1,4 +1,4 @@
-"""What the fuzzer starts from: a real request for each kind of use, and graphs that TensorFlow made."""
+"""Collects the fuzzer's starting points: a real request for each use case, and graphs made by TensorFlow."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FLAT = 60
 
 @dataclass(frozen=True)
 class Method:
-    """One RPC: `GradientService/Evaluate`, the types of its messages, which sides stream."""
+    """Describes one RPC: `GradientService/Evaluate`, its message types, and which sides stream."""
 
     name: str
     request: type[Message]
@@ -57,7 +57,7 @@ class Method:
 
 @cache
 def methods() -> dict[str, Method]:
-    """Every RPC that the protos have."""
+    """Returns every RPC of the protos."""
     services: list[ServiceDescriptor] = [
         service for file in _FILES for service in file.DESCRIPTOR.services_by_name.values()
     ]
@@ -80,7 +80,7 @@ def _method(service: ServiceDescriptor, descriptor: MethodDescriptor) -> Method:
 
 @dataclass(frozen=True)
 class Seeds:
-    """requests: by RPC, as bytes. graphs: `EvaluateRequest`s with graphs of TensorFlow's. words: strings in them."""
+    """Holds requests by RPC as bytes, graphs as `EvaluateRequest`s, and the strings in them."""
 
     requests: dict[str, tuple[bytes, ...]]
     graphs: tuple[bytes, ...]
@@ -89,7 +89,7 @@ class Seeds:
 
 @cache
 def seeds(number: int) -> Seeds:
-    """The same for the same number."""
+    """Returns the seeds of a number, equal for equal numbers."""
     requests: dict[str, list[bytes]] = {name: [] for name in methods()}
     for path in sorted(_USES.glob("*.json")):
         use = json.loads(path.read_text())
@@ -106,7 +106,7 @@ def seeds(number: int) -> Seeds:
 
 
 def _flat(number: int) -> list[evaluate_pb2.EvaluateRequest]:
-    """Graphs and rules of hypothesis's."""
+    """Makes graphs and rules with hypothesis."""
     found: list[evaluate_pb2.EvaluateRequest] = []
 
     @seed(number)
@@ -134,7 +134,7 @@ def _flat(number: int) -> list[evaluate_pb2.EvaluateRequest]:
 
 
 def _nested(number: int) -> list[evaluate_pb2.EvaluateRequest]:
-    """Functions, loops and branches in one another."""
+    """Makes nested functions, loops and branches."""
     found = []
     for index in range(NESTED):
         chance = Random(f"{number}/{index}")
@@ -153,7 +153,7 @@ def _nested(number: int) -> list[evaluate_pb2.EvaluateRequest]:
 
 
 def _with_variables() -> evaluate_pb2.EvaluateRequest:
-    """A graph with variables that are assigned on the way."""
+    """Makes a graph that assigns variables."""
 
     def build() -> None:
         x = placeholder("x")
@@ -172,7 +172,7 @@ def request(
     xs: list[str],
     overrides: Sequence[override_pb2.GradientOverride],
 ) -> evaluate_pb2.EvaluateRequest:
-    """Fetches the ys, and differentiates them."""
+    """Makes a request that fetches the ys and differentiates them."""
     message = evaluate_pb2.EvaluateRequest(
         feeds=[
             tensor_pb2.NamedTensor(
@@ -189,7 +189,7 @@ def request(
 
 
 def _words(graphs: Sequence[evaluate_pb2.EvaluateRequest]) -> tuple[str, ...]:
-    """Names of nodes, functions, op types and attributes that mean something in some graph."""
+    """Returns names of nodes, functions, op types and attributes that occur in a graph."""
     found = {
         "x",
         "y",

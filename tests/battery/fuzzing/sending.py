@@ -1,4 +1,4 @@
-"""Sends cases to a server, many at a time, and judges every answer."""
+"""Sends cases to a server concurrently and checks every answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from gradrule_server.link.v1 import link_pb2
-from tests.battery import judging
+from tests.battery import answer_checks
+from tests.battery.answer_checks import Judgement, Verdict
 from tests.battery.fuzzing.cases import Case
 from tests.battery.fuzzing.seeds import methods
-from tests.battery.judging import Judgement, Verdict
 
 IN_FLIGHT = 64
 DEADLINE_S = 20.0
-# What a caller is asked to send again later: the case has not been looked at yet.
+# Statuses that ask for a later retry: the case has not been processed yet.
 _AGAIN = {"ENGINE_UNAVAILABLE", "OVERLOADED"}
 _PATIENCE_S = 90.0
 _PAUSE_S = 0.3
@@ -28,7 +28,7 @@ _OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_len
 
 @dataclass
 class Outcome:
-    """What became of a case: judgements of all its answers, and how long it took."""
+    """Holds the judgements of all answers of a case, and its duration."""
 
     judgements: list[Judgement] = field(default_factory=list)
     seconds: float = 0.0
@@ -43,14 +43,14 @@ class Outcome:
 
 
 def channel(target: str) -> grpc.aio.Channel:
-    """A connection of its own that adds nothing: no retries, no limits."""
+    """Opens a connection without retries and limits."""
     return grpc.aio.insecure_channel(
         target, options=[*_OPTIONS, ("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     )
 
 
 async def send(channel: grpc.aio.Channel, case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
-    """Sends a case until it has been looked at, and judges what came back."""
+    """Sends a case until it has been processed, and checks the answers."""
     started = time.monotonic()
     while True:
         outcome = await _send_once(channel, case, deadline_s)
@@ -69,27 +69,27 @@ async def _send_once(channel: grpc.aio.Channel, case: Case, deadline_s: float) -
     try:
         if not method.requests_stream:
             answer: bytes = await channel.unary_unary(method.path)(case.messages[0], timeout=deadline_s)
-            outcome.judgements.append(judging.of_answer(method.response, answer))
+            outcome.judgements.append(answer_checks.check_answer(method.response, answer))
         elif not method.responses_stream:
             upload: Any = channel.stream_unary(method.path)(_each(case.messages), timeout=deadline_s)
-            outcome.judgements.append(judging.of_answer(method.response, await upload))
+            outcome.judgements.append(answer_checks.check_answer(method.response, await upload))
         else:
-            # The messages of a session have their deadlines one after the other.
+            # The deadlines of a session's messages add up.
             all_s = deadline_s * max(1, len(case.messages))
             stream: Any = channel.stream_stream(method.path)(_each(case.messages), timeout=all_s)
             async for answer in stream:
-                outcome.judgements.append(judging.of_answer(method.response, answer))
+                outcome.judgements.append(answer_checks.check_answer(method.response, answer))
             due, came = sum(_is_due(case.method, message) for message in case.messages), len(outcome.judgements)
             if came < due:
                 what = f"{came} answers to {due} messages of a stream that ended well"
                 outcome.judgements.append(Judgement(Verdict.FAULT, what=what))
     except grpc.RpcError as failure:
-        outcome.judgements.append(_unless_lost(judging.of_failure(failure)))
+        outcome.judgements.append(_unless_lost(answer_checks.check_failure(failure)))
     return outcome
 
 
 def _is_due(method: str, message: bytes) -> bool:
-    """Whether a message of a stream has an answer: all but parts of a request, and those that cancel another."""
+    """Returns whether a message of a stream has an answer: all but parts of a request and cancellations."""
     if method != "GradientService/StreamEvaluate":
         return True
     try:
@@ -99,7 +99,7 @@ def _is_due(method: str, message: bytes) -> bool:
 
 
 def _unless_lost(judged: Judgement) -> Judgement:
-    """A fault where only gRPC says something: the server's deadlines are shorter, so its answer did not come."""
+    """Reports a fault where only gRPC gave a status: the server's shorter deadline should have answered."""
     if not judged.is_bare or judged.reason == "RESOURCE_EXHAUSTED":
         return judged
     return replace(judged, verdict=Verdict.FAULT, what=f"no answer: {judged.reason} {judged.what}")
@@ -112,7 +112,7 @@ async def _each(messages: tuple[bytes, ...]) -> Any:
 
 @dataclass
 class Tally:
-    """All outcomes of a run, counted."""
+    """Counts all outcomes of a run."""
 
     cases: int = 0
     sent_bytes: int = 0
@@ -122,7 +122,7 @@ class Tally:
     slowest_s: float = 0.0
 
     def add(self, case: Case, outcome: Outcome) -> None:
-        """Counts one."""
+        """Counts one outcome."""
         self.cases += 1
         self.sent_bytes += sum(map(len, case.messages))
         self.kinds[case.kind] += 1

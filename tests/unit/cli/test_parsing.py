@@ -32,6 +32,7 @@ SELECTORS: dict[str, dict[str, object]] = {
     "Relu&position:-2": {"op_type": "Relu", "position": -2},
     "Relu&dtype:float32&rank:4": {"op_type": "Relu", "dtype": "float32", "rank": 4},
     "Relu&depends_on:x,w:1": {"op_type": "Relu", "depends_on": ["x", "w:1"]},
+    "layer:@convolution": {"layer": "@convolution"},
     "Sign&order:all": {"op_type": "Sign", "order": "all"},
     "Conv2D&attr:padding:SAME&attr:explicit_paddings:[]": {
         "op_type": "Conv2D",
@@ -136,6 +137,25 @@ def test_an_override_may_contain_a_formula_with_equals_signs_and_colons() -> Non
     assert (read.selector.op_type, read.rule.expression) == ("Sign", "where(x == 0, dy, 0)")
 
 
+@pytest.mark.parametrize("formula", ["dy * (1 - y ** 2)", "where(x == 0, dy, 0)", "(dy, None)", "-dy", "2*dy"])
+def test_text_that_cannot_be_a_name_is_a_formula(formula: str) -> None:
+    for rule in (parsing.override(f"Tanh={formula}").rule, parsing.parse_rule(formula)):
+        assert isinstance(rule, gr.Rule)
+        assert rule.expression == formula
+    _, (in_map,) = parsing.override_map(f"label=Tanh={formula}")
+    assert in_map.message() == gr.Override(gr.Rule(formula), op_type="Tanh").message()
+
+
+def test_params_of_a_formula() -> None:
+    read = parsing.override("Sign=slope * dy:slope=2")
+    assert read.message() == gr.Override(gr.Rule("slope * dy"), op_type="Sign", params={"slope": 2}).message()
+
+
+@pytest.mark.parametrize("name", ["dy", "ste", "rules/ste", "builtin/atan", "x-y", "My>Op"])
+def test_text_that_can_be_a_name_is_one(name: str) -> None:
+    assert parsing.override(f"Sign={name}").rule == name
+
+
 def test_params_of_a_rule() -> None:
     read = parsing.override("Sign=ste_sign:clip=2,mask=[1, 2]")
     assert (read.rule, read.params) == ("ste_sign", {"clip": 2, "mask": [1, 2]})
@@ -215,7 +235,6 @@ def test_maps(text: str, label: str, expected: list[gr.Override | gr.Preset]) ->
         (parsing.override, "Relu&rank:-1=ste", "from 0 on"),
         (parsing.override, "Sign=ste_sign:clip", "expected param=value"),
         (parsing.override, "Sign=ste_sign:clip=wide", "JSON value"),
-        (parsing.override, "Sign=2*dy", "write a formula as 'expr:2*dy'"),
         (parsing.preset, "epsilon plus", "no preset's name"),
         (parsing.override_map, "Sign", "NAME=OVERRIDE"),
         (parsing.override_map, "a=Sign", "expected OP_TYPE=RULE"),

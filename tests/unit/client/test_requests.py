@@ -166,6 +166,19 @@ def test_override_dicts_in_every_form() -> None:
     assert by_type["Exp"].definition.params == [rule_pb2.RuleParam(name="beta")]
 
 
+def test_text_that_cannot_be_a_name_is_a_formula() -> None:
+    formula = gr.Rule("slope * dy")
+    given = {"Sign": "ste", "Tanh": "dy * (1 - y ** 2)", "Relu": ("slope * dy", {"slope": 2})}
+    found, _ = spec(simple(), ys="y", xs="x", overrides=given)
+    assert list(found.overrides) == [
+        gr.Override("ste", op_type="Sign").message(),
+        gr.Override(gr.Rule("dy * (1 - y ** 2)"), op_type="Tanh").message(),
+        gr.Override(formula, op_type="Relu", params={"slope": 2}).message(),
+    ]
+    assert gr.Override(" -dy", node="a").message().definition.expression == " -dy"
+    assert gr.Override("dy", node="a").message().rule == "dy"
+
+
 def test_override_lists() -> None:
     given = [
         gr.Override("default", node="a/*", scope="a", optional=True),

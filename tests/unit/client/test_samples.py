@@ -17,6 +17,11 @@ def types(rule: Any, op_type: str | None = None, **values: Any) -> dict[str, str
     return {item.name: dtype_name(item.value.inline_tensor.dtype) for item in request.values}
 
 
+def test_text_that_cannot_be_a_name_is_a_formula() -> None:
+    assert sample_request("dy * x", {"x": 1.0}, None, None).definition.expression == "dy * x"
+    assert sample_request("dy", {"x": 1.0}, None, None).name == "dy"
+
+
 def test_lists_of_integers_are_floats() -> None:
     found = types("ste", x=[1, 2], x1=3, y=[[1], [2]], dy=[1, 1], default=[0, 0], dy1=None)
     assert found == dict.fromkeys(("x", "x1", "y", "dy", "default"), "float32")

@@ -282,7 +282,7 @@ async def test_connection_with_an_unread_answer_is_closed(stall_s: float) -> Non
                 await asyncio.sleep(0.01)
         # No other connection is closed.
         assert await method(of(request)) == request
-        assert await wire.drained(reader, 3.0) is (stall_s < 3)
+        assert await wire.read_until_closed(reader, 3.0) is (stall_s < 3)
         if stall_s < 3:
             async with asyncio.timeout(10):
                 while share.size:

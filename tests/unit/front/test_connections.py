@@ -22,7 +22,7 @@ from gradrule_server.front.sockets import Peer, close_connection
 from gradrule_server.identity import Authenticator
 from gradrule_server.link.operating_system import HeapTrimmer
 from tests.battery import wire
-from tests.battery.unfinished import send_unfinished
+from tests.battery.unfinished_messages import send_unfinished
 from tests.processes import count_descriptors
 from tests.unit.front.pipelines import FakeTenants, create_admission
 
@@ -251,7 +251,7 @@ async def test_idle_unauthenticated_connections_are_closed() -> None:
     async with serving(ConnectionLimits(unauthenticated_s=0.2)) as target, wire.connected(target) as (reader, writer):
         writer.write(wire.PREFACE + wire.settings() + wire.call(wire.headers(CHECK), wire.message(b"")))
         assert (await wire.read_answer(reader)).status == 0
-        assert await wire.drained(reader, 20)
+        assert await wire.read_until_closed(reader, 20)
 
 
 @pytest.mark.parametrize("path", [REFLECTION, "/s/m"])
@@ -264,7 +264,7 @@ async def test_connection_with_too_many_unfinished_bytes_is_closed(path: str) ->
 
 
 async def test_connection_with_an_unfinished_message_is_closed() -> None:
-    async with serving(ConnectionLimits(stall_s=0.5)) as target:
+    async with serving(ConnectionLimits(stall_s=3)) as target:
         assert await send_unfinished(target, "/s/m", streams=1, size=MIB, hold_s=250) == (MIB - 1, True)
 
 

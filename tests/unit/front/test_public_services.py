@@ -99,7 +99,7 @@ async def test_watcher_that_does_not_read_is_disconnected() -> None:
             await client.Watch(asked()).read()
 
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await wire.drained(reader, 5)
+        assert await wire.read_until_closed(reader, 5)
 
         async def is_accepted() -> bool:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule.v1.override_pb2 import Selector
+from gradrule.v1.override_pb2 import Region, Selector
+from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, Reason, error
 from gradrule_server.graphs import OverrideSpec
@@ -204,26 +206,114 @@ def test_a_shadowed_override_names_the_earlier_override() -> None:
     assert finding.field == "overrides[1]"
 
 
-def test_a_matched_call_is_not_split_into_nodes() -> None:
+def test_a_matched_call_is_a_subgraph() -> None:
     nested = function("outer", ["a"], {"r": "i:r:0"}, [node("i", "inner", "a")])
     made = graph(placeholder(), call("c", "outer", "x"), node("y", "Tanh", "c"), functions=[INNER, nested])
     specs = [spec("call", node="c"), spec("sign", op_type="Sign", index=1, optional=True)]
     expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=specs)
     written = nodes_of(expanded)
-    assert written["c"].op == "PartitionedCall"
-    assert [mark.node for mark in expanded.marks] == ["c"]
+    assert [(mark.node, mark.outputs, mark.op_type) for mark in expanded.marks] == [("c", 1, "PartitionedCall")]
     assert {match.node: match.mark for match in expanded.matches} == {"c": 0}
-    body = Graph.FromString(expanded.graph_bytes).library.function
-    assert [item.signature.name for item in body] == [written["c"].attr["f"].func.name]
-    assert {item.name for item in body[0].node_def} == {"i/s", "i/t"}
-    assert not any(item.attr.keys() & {"_gradient_op_type", "_gradrule_mark"} for item in body[0].node_def)
+    (marked,) = (item for item in written.values() if "_gradrule_mark" in item.attr)
+    assert marked.op == "IdentityN"
+    assert marked.input == ["c/result_0", "x"]
+    assert written["y"].input == [marked.name]
+    assert "_gradrule_mark" not in written["c/i/s"].attr
+
+
+@pytest.mark.parametrize("holder", ["c", "c*"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_match_wins_in_calls_too(holder: str, is_first: bool) -> None:
+    inner, outer = spec("inner", op_type="Sign", node="c/s"), spec("outer", node=holder, op_type="PartitionedCall")
+    specs = [inner, replace(outer, index=1)] if is_first else [outer, replace(inner, index=1)]
+    if is_first:
+        assert matches(*specs) == {"c": "outer", "c/s": "inner"}
+    else:
+        finding = only_finding(
+            network(), Reason.ERROR_REASON_UNMATCHED_OVERRIDE, ["y"], ys=["y"], xs=["x"], overrides=specs
+        )
+        assert "'outer'" in finding.message
+
+
+def test_first_matches_win_in_calls_in_loops() -> None:
+    """The loop comes first, then a call in it: the call is taken by the loop's override."""
+    cond = function("cond", ["a"], {"r": "g:z:0"}, [node("g", "Greater", "a", "a")])
+    cond.signature.output_arg[0].type = Dt.DT_BOOL
+    body = function("body", ["a"], {"r": "c:output:0"}, [call("c", "inner", "a")])
+    loop = node("loop", "StatelessWhile", "x")
+    loop.attr["T"].list.type.append(Dt.DT_FLOAT)
+    loop.attr["cond"].func.name, loop.attr["body"].func.name = "cond", "body"
+    made = graph(placeholder(), loop, node("y", "Tanh", "loop"), functions=[INNER, cond, body])
+    found = matches(spec("all", node="**"), spec("call", node="loop/c", optional=True, index=1), made=made)
+    assert found == {"x": "all", "loop": "all", "y": "all"}
+
+
+def branching(results: str = "s:y:0") -> Graph:
+    """Two branches whose nodes have the same names: Sign and Relu, once each way round."""
+    first = function("first", ["a"], {"r": results}, [node("s", "Sign", "a"), node("t", "Relu", "s:y:0")])
+    second = function("second", ["a"], {"r": "t:y:0"}, [node("s", "Relu", "a"), node("t", "Sign", "s:activations:0")])
+    fork = node("fork", "StatelessIf", "p", "x")
+    fork.attr["Tcond"].type = Dt.DT_BOOL
+    fork.attr["Tin"].list.type.append(Dt.DT_FLOAT)
+    fork.attr["Tout"].list.type.append(Dt.DT_FLOAT)
+    fork.attr["then_branch"].func.name, fork.attr["else_branch"].func.name = "first", "second"
+    return graph(
+        placeholder(), placeholder("p", Dt.DT_BOOL), fork, node("y", "Tanh", "fork"), functions=[first, second]
+    )
+
+
+def test_a_region_is_in_each_branch_that_has_its_tensors() -> None:
+    chosen = OverrideSpec(Selector(region=Region(inputs=["fork/a"], outputs=["fork/t"])), 7, "rule", "region")
+    made = branching("t:activations:0")
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[chosen])
+    assert [(match.function, match.nodes) for match in expanded.matches] == [
+        ("first", ("fork/s", "fork/t")),
+        ("second", ("fork/s", "fork/t")),
+    ]
+
+
+def test_dependence_begins_in_each_branch() -> None:
+    found = expand(
+        branching("t:activations:0"),
+        ["y"],
+        ys=["y"],
+        xs=["x"],
+        overrides=[spec("behind", depends_on=["fork/s"], scope="fork")],
+    )
+    assert [(match.node, match.function) for match in found.matches] == [("fork/t", "first"), ("fork/t", "second")]
+
+
+def test_what_follows_a_branch_depends_on_its_results() -> None:
+    """The tensor is a result itself, so that nothing in the branch depends on it."""
+    found = matches(spec("behind", depends_on=["fork/t"], op_type="Tanh"), made=branching("t:activations:0"))
+    assert found == {"y": "behind"}
+
+
+def test_a_rule_lets_gradients_through_a_stop() -> None:
+    made = graph(placeholder(), node("s", "Sign", "x"), node("stop", "StopGradient", "s"), node("y", "Tanh", "stop"))
+    specs = [spec("stop", node="stop"), spec("behind", node="y", index=1)]
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=specs)
+    assert [(mark.node, mark.rule) for mark in expanded.marks] == [("stop", 7), ("y", 7)]
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=specs[1:])
+    assert [(mark.node, mark.rule) for mark in expanded.marks] == [("y", -3)]
+
+
+def test_a_carve_out_by_region_is_a_match_with_a_mark() -> None:
+    carve = OverrideSpec(Selector(region=Region(inputs=["a/s"], outputs=["a/b/r"])), label="carve")
+    expanded = expand(
+        network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1, optional=True)]
+    )
+    (carved,) = (match for match in expanded.matches if match.label == "carve")
+    assert carved.mark is not None
+    assert expanded.marks[carved.mark].rule == -1
+    assert expanded.marks[carved.mark].outputs == 1
 
 
 def test_default_on_a_call_exempts_its_inner_nodes() -> None:
     carve = OverrideSpec(Selector(node="c"), label="carve")
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1)])
     written = nodes_of(expanded)
-    marked = next(item for item in written.values() if item.op == "Identity")
+    (marked,) = (item for item in written.values() if item.op == "Identity" and "_gradrule_mark" in item.attr)
     assert expanded.marks[marked.attr["_gradrule_mark"].i] == graphs.Mark(-1, "c")
     assert marked.attr["_gradient_op_type"].s == b"gradrule"
     assert {mark.node for mark in expanded.marks} == {"c", "a/s", "a/b/s"}

@@ -13,7 +13,7 @@ from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.fork_server import ForkServer
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.process import DEFAULT_TIMES, EngineTimes, ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, lost_while_running
 
@@ -92,7 +92,7 @@ class FakeProcess:
     def has_ended(self) -> bool:
         return self.is_killed
 
-    async def greet(self) -> link_pb2.Greeting:
+    async def greet(self, timeout_s: float = 120.0) -> link_pb2.Greeting:
         self.connection.data_received(pack_header(Kind.GREETING, 0, 0))
         return link_pb2.Greeting(device="CPU:0")
 
@@ -166,8 +166,10 @@ KILLED = EngineEnd(EndReason.KILLED, "SIGKILL")
 class FakeEngine(Engine):
     """The front end's engine, with a `FakeProcess`."""
 
-    def __init__(self, threads: int = 4, index: int = 0, *, is_extra: bool = False) -> None:
-        super().__init__(index, None, owner="", use=Use.EXTRA if is_extra else Use.PROGRAMS)
+    def __init__(
+        self, threads: int = 4, index: int = 0, *, is_extra: bool = False, times: EngineTimes = DEFAULT_TIMES
+    ) -> None:
+        super().__init__(index, None, owner="", use=Use.EXTRA if is_extra else Use.PROGRAMS, times=times)
         self.transport: Transport
         self.start_another(threads)
 

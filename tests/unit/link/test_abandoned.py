@@ -6,17 +6,12 @@ import asyncio
 
 import pytest
 
-from gradrule_server.link import engine as engine_module
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.process import EngineTimes
 from gradrule_server.recovery.endings import EngineEnd, EngineLost
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeRecorder
 
-pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
+_QUICK = EngineTimes(overrun_grace_s=0.05, cancel_patience_s=0.05)
 
 
 def _in(seconds: float) -> float:
@@ -31,7 +26,7 @@ async def _give_up(engine: FakeEngine, ends_at: float, recorder: FakeRecorder) -
 
 
 async def test_a_call_cancelled_before_its_deadline_ends_the_engine_without_blame() -> None:
-    engine, recorder = FakeEngine(), FakeRecorder()
+    engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
     process = engine.fake
     await _give_up(engine, _in(60), recorder)
     await asyncio.sleep(0.1)
@@ -40,7 +35,7 @@ async def test_a_call_cancelled_before_its_deadline_ends_the_engine_without_blam
 
 
 async def test_an_overrun_is_recorded_once_with_its_time() -> None:
-    engine, recorder = FakeEngine(), FakeRecorder()
+    engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
     process = engine.fake
     await _give_up(engine, _in(0.02), recorder)
     await asyncio.sleep(0.1)
@@ -50,12 +45,9 @@ async def test_an_overrun_is_recorded_once_with_its_time() -> None:
     assert recorder.taken == []
 
 
-async def test_an_abandoned_call_that_ends_in_time_is_recorded_as_completed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_abandoned_call_that_ends_in_time_is_recorded_as_completed() -> None:
     # Longer than this test may be interrupted for.
-    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 1.0)
-    engine, recorder = FakeEngine(), FakeRecorder()
+    engine, recorder = FakeEngine(times=EngineTimes(overrun_grace_s=1.0)), FakeRecorder()
     await _give_up(engine, _in(0.02), recorder)
     engine.answer(b"long", Kind.RAN)
     await asyncio.sleep(1.2)
@@ -73,7 +65,7 @@ async def _end(engine: FakeEngine) -> None:
 
 
 async def test_a_crash_is_recorded_for_a_call_that_was_cancelled_just_before() -> None:
-    engine, recorder = FakeEngine(), FakeRecorder()
+    engine, recorder = FakeEngine(times=_QUICK), FakeRecorder()
     await _give_up(engine, _in(60), recorder)
     await _end(engine)
     (loss,) = recorder.losses
@@ -85,7 +77,7 @@ async def test_a_crash_is_recorded_for_a_call_that_was_cancelled_just_before() -
 async def test_a_crash_is_recorded_for_a_call_cancelled_before_its_cause_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, recorder, known = FakeEngine(), FakeRecorder(), asyncio.Event()
+    engine, recorder, known = FakeEngine(times=_QUICK), FakeRecorder(), asyncio.Event()
     process = engine.fake
 
     async def wait_ended() -> EngineEnd:
@@ -110,10 +102,9 @@ async def test_a_crash_is_recorded_for_a_call_cancelled_before_its_cause_is_know
 
 @pytest.mark.parametrize("deadline_s", [0.2, 60.0])
 async def test_a_cancelled_call_beside_a_session_ends_the_engine_only_at_its_deadline_or_for_a_call_that_waits(
-    monkeypatch: pytest.MonkeyPatch, deadline_s: float
+    deadline_s: float,
 ) -> None:
-    monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 0.05)
-    engine = FakeEngine(threads=1)
+    engine = FakeEngine(threads=1, times=_QUICK)
     process = engine.fake
     engine.add_kept(engine.generation, 1)
     await _give_up(engine, _in(deadline_s), FakeRecorder())

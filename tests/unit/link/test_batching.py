@@ -8,11 +8,11 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link import engine as engine_module
 from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.messages import fault_message
+from gradrule_server.link.process import EngineTimes
 from gradrule_server.link.request_scheduler import ConnectionLost
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, FakeRecorder, Transport
@@ -281,7 +281,7 @@ class BatchEngine(FakeEngine):
     """An engine of one thread whose requests `b` and `c` were sent together; `b` and `c` can be watched."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(times=EngineTimes(overrun_grace_s=0.02))
         connection, self.transport = connected()
         self.install(FakeProcess(connection))
         notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
@@ -294,18 +294,12 @@ class BatchEngine(FakeEngine):
         assert frames(self.transport) == [[b"a"], [b"b", b"c"]]
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.02)
-
-
 async def until_killed(process: FakeProcess) -> None:
     async with asyncio.timeout(10):
         while not process.is_killed:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.usefixtures("quick")
 async def test_cancelling_one_request_of_a_run_costs_the_others_nothing() -> None:
     engine = BatchEngine()
     process, (_, kept, cancelled) = engine.fake, engine.works
@@ -322,7 +316,6 @@ async def test_cancelling_one_request_of_a_run_costs_the_others_nothing() -> Non
     assert process.connection.running == 0
 
 
-@pytest.mark.usefixtures("quick")
 async def test_a_run_that_nobody_waits_for_ends_the_engine_and_nobody_is_blamed_for_its_length() -> None:
     engine = BatchEngine()
     process = engine.fake
@@ -347,7 +340,6 @@ async def test_a_run_that_nobody_waits_for_ends_the_engine_and_nobody_is_blamed_
     assert len(recorder.seconds) == 1
 
 
-@pytest.mark.usefixtures("quick")
 async def test_the_last_of_a_run_that_is_given_up_ends_the_engine_though_others_were_answered() -> None:
     engine = BatchEngine()
     process, (_, _, cancelled) = engine.fake, engine.works

@@ -14,11 +14,10 @@ from typing import Any, cast
 
 import pytest
 
-from gradrule_server.link import monitor as monitor_module
 from gradrule_server.link.arena import Arenas
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor, resident_sizes
-from gradrule_server.link.process import EngineProcess
+from gradrule_server.link.process import EngineProcess, EngineTimes
 from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel
 from gradrule_server.recovery.endings import EndReason
 from tests.unit.link.fake_engine import FakeProcess, Transport, connected
@@ -29,11 +28,9 @@ Watched = Callable[..., tuple[FakeProcess, Transport]]
 
 
 @pytest.fixture
-async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
+async def watched() -> AsyncIterator[Watched]:
     """A process that is watched, and has greeted; all within a hundredth of the time."""
-    monkeypatch.setattr(monitor_module, "_SILENCE_IDLE_S", 0.2)
-    monkeypatch.setattr(monitor_module, "_SILENCE_RUNNING_S", 0.6)
-    monkeypatch.setattr(monitor_module, "_MEMORY_PERIOD_S", 0.02)
+    times = EngineTimes(silence_idle_s=0.2, silence_running_s=0.6, memory_period_s=0.02)
     tasks: list[asyncio.Task[None]] = []
 
     def watch(*, greeted: bool = True, heartbeat_s: float = _BEAT_S, memory: int = 0) -> tuple[FakeProcess, Transport]:
@@ -43,7 +40,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
             connection.data_received(pack_header(Kind.GREETING, 0, 0))
         # It has all that is asked of a process here.
         found = [cast(EngineProcess, process)]
-        tasks.append(asyncio.create_task(EngineMonitor(lambda: found, heartbeat_s, memory).run()))
+        tasks.append(asyncio.create_task(EngineMonitor(lambda: found, heartbeat_s, memory, times).run()))
         return process, transport
 
     yield watch

@@ -6,29 +6,23 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.link import pool as pool_module
 from gradrule_server.link import process as process_module
 from gradrule_server.link.engine import Use
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.monitor import EngineMonitor
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.process import EngineRefused, ProcessOptions
+from gradrule_server.link.process import EngineRefused, EngineTimes, ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 
-pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(pool_module, "_PATIENCE_S", 0.1)
+_TIMES = EngineTimes(retry_delay_s=0.01, provide_s=0.1)
 
 
 @pytest.fixture
@@ -38,8 +32,8 @@ def starter(monkeypatch: pytest.MonkeyPatch) -> Starter:
     return given
 
 
-def _pool(engines: int = 1, spares: int = 1, **words: Any) -> EnginePool:
-    return EnginePool(ProcessOptions("cpu", 4), engines=engines, spares=spares, heartbeat_s=0, **words)
+def _pool(engines: int = 1, spares: int = 1, times: EngineTimes = _TIMES, **words: Any) -> EnginePool:
+    return EnginePool(ProcessOptions("cpu", 4), engines=engines, spares=spares, heartbeat_s=0, times=times, **words)
 
 
 async def _until(condition: Callable[[], Any]) -> None:
@@ -313,10 +307,8 @@ async def test_the_idle_engine_that_was_used_least_recently_makes_room(starter: 
     await pool.stop()
 
 
-async def test_engines_of_tenants_that_are_gone_end(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_IDLE_S", 0.05)
-    monkeypatch.setattr(pool_module, "_IDLE_PERIOD_S", 0.02)
-    pool = _pool()
+async def test_engines_of_tenants_that_are_gone_end(starter: Starter) -> None:
+    pool = _pool(times=replace(_TIMES, idle_s=0.05, idle_period_s=0.02))
     await pool.start()
     await pool.provide("ada")
     await pool.session_engine("ada")

@@ -8,7 +8,6 @@ import signal
 
 import pytest
 
-from gradrule_server.link import process as process_module
 from gradrule_server.link.fork_server import FatalMessage, ForkedProcess
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.recovery.endings import EndReason
@@ -51,9 +50,8 @@ async def test_a_failed_start_is_reported_with_its_cause() -> None:
         await engine.greet()
 
 
-async def test_a_start_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_GREETING_TIMEOUT_S", 0.05)
+async def test_a_start_that_hangs_is_reported() -> None:
     engine = await _started("sleep", "60")
     with pytest.raises(EngineRefused, match="answered nothing"):
-        await engine.greet()
+        await engine.greet(timeout_s=0.05)
     assert engine.has_ended

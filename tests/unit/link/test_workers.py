@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gradrule_server.link import process as process_module
-from gradrule_server.link import workers
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind, pack_header
-from gradrule_server.link.process import ProcessOptions, Spares
+from gradrule_server.link.process import EngineTimes, ProcessOptions, Spares
 from gradrule_server.link.workers import CompileWorkers
 from tests.unit.link.fake_engine import Starter
 
@@ -23,15 +22,14 @@ _LONG_S = 60.0
 def starter(monkeypatch: pytest.MonkeyPatch) -> Starter:
     started = Starter()
     monkeypatch.setattr(process_module, "start_process", started)
-    monkeypatch.setattr(workers, "_SLOW_S", 0.02)
-    monkeypatch.setattr(workers, "_GRACE_S", 0.02)
     return started
 
 
 @contextlib.asynccontextmanager
-async def made(most: int = 10) -> AsyncIterator[CompileWorkers]:
+async def made(most: int = 10, idle_s: float = 15.0) -> AsyncIterator[CompileWorkers]:
     processes = Spares(ProcessOptions("cpu", 4), 0)
-    found = CompileWorkers(processes, lambda: most)
+    times = EngineTimes(worker_slow_s=0.02, worker_grace_s=0.02, worker_idle_s=idle_s)
+    found = CompileWorkers(processes, lambda: most, times)
     yield found
     await found.stop()
     await processes.stop()
@@ -145,9 +143,8 @@ async def test_an_idle_worker_of_another_tenant_makes_room(starter: Starter) -> 
         assert [worker.owner for worker in among.workers] == ["bob"]
 
 
-async def test_a_worker_that_is_idle_ends(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_IDLE_S", 0.02)
-    async with made() as among:
+async def test_a_worker_that_is_idle_ends(starter: Starter) -> None:
+    async with made(idle_s=0.02) as among:
         await finished(among, starter, "ada")
         async with asyncio.timeout(10):
             while among.workers or not starter.started[0].is_killed:

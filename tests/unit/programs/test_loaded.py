@@ -15,12 +15,11 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link import engine as engine_module
 from gradrule_server.link import process as process_module
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import fault_message
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.process import EngineTimes, ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import engine_cache as engine_cache_module
 from gradrule_server.programs import loaded as loaded_module
@@ -29,6 +28,8 @@ from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, FakeRecorder, Starter
+
+_QUICK = EngineTimes(overrun_grace_s=0.05)
 
 
 @pytest.fixture
@@ -133,11 +134,8 @@ async def test_cancelled_caller_does_not_cancel_the_load_of_others(blobs: BlobSt
     assert await patient == keys(engine)[0]
 
 
-async def test_abandoned_load_continues_and_serves_the_next_call(
-    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
-    engine = FakeEngine()
+async def test_abandoned_load_continues_and_serves_the_next_call(blobs: BlobStore) -> None:
+    engine = FakeEngine(times=_QUICK)
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     hurried = asyncio.create_task(use(loaded, program("a")))
     await engine.next(Kind.COMPILE)
@@ -155,12 +153,8 @@ async def test_abandoned_load_continues_and_serves_the_next_call(
     assert len(keys(engine)) == 1
 
 
-async def test_abandoned_load_that_does_not_end_ends_the_engine(
-    blobs: BlobStore,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
-    engine = FakeEngine()
+async def test_abandoned_load_that_does_not_end_ends_the_engine(blobs: BlobStore) -> None:
+    engine = FakeEngine(times=_QUICK)
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     overruns = FakeRecorder()
 
@@ -325,8 +319,7 @@ async def test_program_whose_compilation_ended_an_engine_is_not_loaded_again(
     """A spare replaces the process before the callers learn that the load failed."""
     starter = Starter()
     monkeypatch.setattr(process_module, "start_process", starter)
-    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
-    pool = EnginePool(ProcessOptions("cpu", 4), engines=1, spares=1, heartbeat_s=0)
+    pool = EnginePool(ProcessOptions("cpu", 4), engines=1, spares=1, heartbeat_s=0, times=_QUICK)
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
     await pool.start()
     try:

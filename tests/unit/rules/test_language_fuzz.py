@@ -207,7 +207,7 @@ FORMULAS = st.recursive(NUMBERS, lambda inner: numbers(inner, masks_of(inner)), 
 @given(FORMULAS)
 @settings(max_examples=150, deadline=None)
 def test_generated_formula_equals_numpy(formula: Pair) -> None:
-    text = f"({formula.ours}) + 0 * x"
+    text = f"({formula.ours}) + 0 * dy"
     random = np.random.default_rng(3)
     x, y, dy = (random.integers(-8, 9, (2, 3)) / 4 for _ in range(3))
     graph = lower(parse(text, ["alpha"]), SIGNATURES[0])

@@ -35,7 +35,7 @@ from gradrule.errors import (
     InvalidOverrideError,
     InvalidTensorError,
     UnknownOpTypeError,
-    of_reason,
+    error_for_reason,
 )
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue
@@ -325,7 +325,7 @@ class Graph(GraphLookup, GraphOps):
         try:
             completed = complete(definition, attrs, [tensor.number for tensor in inputs])
         except InferenceError as cause:
-            raise of_reason(cause.kind, f"{op_type} node {name!r}: {cause.message}") from None
+            raise error_for_reason(cause.kind, f"{op_type} node {name!r}: {cause.message}") from None
         node = self._message.node.add(name=name, op=op_type)
         node.input.extend(tensor.name.removesuffix(":0") for tensor in inputs)
         node.input.extend(controls or ())

@@ -10,7 +10,15 @@ from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.names import did_you_mean
 from gradrule._builder.node_arguments import attr_of_op
 from gradrule._builder.notebook_text import short_repr
-from gradrule._builder.rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
+from gradrule._builder.rules import (
+    OverrideValue,
+    Params,
+    Rule,
+    RuleLike,
+    named_or_rule,
+    param_value,
+    rule_and_params,
+)
 from gradrule.common.dtypes import as_dt
 from gradrule.common.tensor_codec import DtypeLike, dtype_number
 from gradrule.errors import InvalidOverrideError
@@ -105,7 +113,8 @@ class Override:
     """Gives a rule to the nodes that match all given selectors; at least one selector is needed.
 
     Args:
-        rule: a registered rule's name, a `Rule`, or `default`, which exempts the nodes from later overrides.
+        rule: a registered rule's name, a formula such as `"dy * x"`, a `Rule`, or `default`, which exempts the nodes
+            from later overrides.
         op_type: selector: op type, or a group such as `@activation`, `@linear`, `@step`.
         node: selector: name, `Node`, or glob (`*` and `?` match within a part between slashes, `**` across slashes);
             or several of these, of which one must match.
@@ -114,6 +123,8 @@ class Override:
         position: selector: `nearest_xs`, `nearest_ys`, or an index among the nodes on the path, counted from the xs;
             a negative index is counted from the ys.
         pattern: selector: a chain of op types or groups that gets one rule.
+        layer: selector: a kind of layer, all of whose ops get one rule: `@linear`, `@convolution`, `@dense` (with their
+            bias), `@activation`, `@batch_norm`, `@normalization`.
         dtype: selector: element type of the node's first output.
         rank: selector: number of axes of the node's first output.
         attrs: selector: attributes of the node, by name.
@@ -122,7 +133,7 @@ class Override:
             each call of it in a traced graph.
         params: values of the rule's params.
         label: name of the override in `params` of calls and in results. Default: the first given of op type, node,
-            scope, regex, the pattern joined by `+`, the region's name or first output.
+            scope, regex, the pattern joined by `+`, layer, the region's name or first output.
         optional: allows that no node matches.
         order: `first`: the rule holds in the first differentiation; higher derivatives (`hvp`) use the op's own
             gradient. `all`: the rule holds in every differentiation; if `op_type` is the only selector, also at nodes
@@ -150,6 +161,7 @@ class Override:
         scope: str | None = None,
         position: Position | int | None = None,
         pattern: Sequence[str] | None = None,
+        layer: str | None = None,
         dtype: DtypeLike | None = None,
         rank: int | None = None,
         attrs: Mapping[str, Any] | None = None,
@@ -161,13 +173,22 @@ class Override:
         order: Order = "first",
     ) -> None:
         if not isinstance(rule, str | Rule):
-            raise InvalidOverrideError(f"an override takes a rule's name or a gr.Rule, not {type(rule).__name__}")
+            raise InvalidOverrideError(
+                f"an override takes a rule's name, a formula or a gr.Rule, not {type(rule).__name__}"
+            )
         names: list[str] = []
         if isinstance(node, Node):
             node = node.name
         elif not isinstance(node, str | None):
             names, node = _node_names(node), None
-        texts = {"op_type": op_type, "node": node, "node_regex": node_regex, "scope": scope, "label": label}
+        texts = {
+            "op_type": op_type,
+            "node": node,
+            "node_regex": node_regex,
+            "scope": scope,
+            "layer": layer,
+            "label": label,
+        }
         for word, text in texts.items():
             if not isinstance(text, str | None):
                 also = " or a node of a graph" if word == "node" else ""
@@ -175,7 +196,7 @@ class Override:
         if not isinstance(params, Mapping | None):
             raise InvalidOverrideError(f"the params of an override are a dict by name, not {params!r}")
         selector = override_pb2.Selector(
-            op_type=op_type or "", node=node or "", node_regex=node_regex or "", scope=scope or ""
+            op_type=op_type or "", node=node or "", node_regex=node_regex or "", scope=scope or "", layer=layer or ""
         )
         selector.nodes.extend(names)
         if position is not None:
@@ -204,7 +225,7 @@ class Override:
             raise InvalidOverrideError(
                 f"the override with rule {rule!r} selects nothing; give op_type, node, scope, pattern, region, …"
             )
-        values = (rule, selector, params, label, optional, _order(order))
+        values = (named_or_rule(rule), selector, params, label, optional, _order(order))
         for field, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, field, value)
 
@@ -272,6 +293,7 @@ def label_of(message: override_pb2.GradientOverride) -> str:
         or selector.scope
         or selector.node_regex
         or "+".join(selector.pattern)
+        or selector.layer
         or selector.region_name
         or next(iter((*selector.region.outputs, *selector.nodes)), "")
     )

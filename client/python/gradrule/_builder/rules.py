@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -97,21 +98,34 @@ class Rule:
 
 
 RuleLike: TypeAlias = "str | Rule"
+"""A rule's name, a formula that cannot be a name, or a `Rule`."""
 OverrideValue: TypeAlias = "RuleLike | tuple[RuleLike, Params]"
+
+
+# Names of registered rules and of op types.
+_NAME = re.compile(r"((rules|builtin)/)?[A-Za-z_][A-Za-z0-9_.>-]*")
+
+
+def named_or_rule(rule: RuleLike) -> RuleLike:
+    """Returns text that cannot be a name as a `Rule` with that formula, and everything else unchanged.
+
+    So `"dy * x"` is a formula, and `"dy"` and `"ste"` are names.
+    """
+    return Rule(rule) if isinstance(rule, str) and rule.strip() and not _NAME.fullmatch(rule) else rule
 
 
 def rule_and_params(value: OverrideValue, where: str) -> tuple[RuleLike, Params | None]:
     """Splits `rule` or `(rule, params)`; `where` starts error messages. Raises `InvalidOverrideError`."""
     if isinstance(value, str | Rule):
-        return value, None
+        return named_or_rule(value), None
     pair: Any = value
     if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str | Rule):
         rule, params = pair
         if isinstance(params, Mapping):
-            return rule, params
+            return named_or_rule(rule), params
         raise InvalidOverrideError(f"{where}: params are a dict by name, not {type(params).__name__}")
     raise InvalidOverrideError(
-        f"{where}: expected a rule's name, a gr.Rule, or a tuple of one and its params; got {value!r}"
+        f"{where}: expected a rule's name, a formula, a gr.Rule, or a tuple of one and its params; got {value!r}"
     )
 
 

@@ -28,7 +28,7 @@ class TensorSpec:
     optional: bool = False
 
     @classmethod
-    def of(cls, message: tensor_pb2.TensorSpec) -> TensorSpec:
+    def from_message(cls, message: tensor_pb2.TensorSpec) -> TensorSpec:
         """Converts a message.
 
         Args:

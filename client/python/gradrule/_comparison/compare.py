@@ -22,7 +22,13 @@ from gradrule._messages.call_arguments import Feeds, GradYs, Names, ProgramArgum
 from gradrule._results.call_results import Explanation, Resolution, Result, Sparse
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
-from gradrule.errors import GradruleError, InvalidDerivativeError, InvalidOverrideError, NoGradientError, of_reason
+from gradrule.errors import (
+    GradruleError,
+    InvalidDerivativeError,
+    InvalidOverrideError,
+    NoGradientError,
+    error_for_reason,
+)
 
 DEFAULT = "default"
 FINITE_DIFFERENCES = "finite_differences"
@@ -216,7 +222,7 @@ def _read(run: _Run, explained: Explanation, label: str) -> None:
     """Stores which top-level nodes are on the path, and which of them are inside a pattern or a region."""
     if explained.findings:
         first = explained.findings[0]
-        raise of_reason(first.reason, f"overrides[{label!r}]: {first.message}", details=explained.findings)
+        raise error_for_reason(first.reason, f"overrides[{label!r}]: {first.message}", details=explained.findings)
     run.resolutions = explained.overrides
     run.path.update(explained.default_gradient_nodes)
     for item in explained.overrides:
@@ -281,7 +287,7 @@ def _gradients(
         try:
             result = yield _evaluate(target, run, [])
         except GradruleError as refusal:
-            raise of_reason(
+            raise error_for_reason(
                 refusal.reason, f"overrides[{run.label!r}]: {refusal.message}", details=refusal.details
             ) from None
     run.gradients = {name: _dense(value) for name, value in result.gradients.items()}

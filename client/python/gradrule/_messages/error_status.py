@@ -10,7 +10,14 @@ from google.protobuf.message import DecodeError, EncodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.common.wire_format import Part, Parts, length
-from gradrule.errors import Detail, GradruleError, InternalError, MessageTooLargeError, UnavailableError, of_reason
+from gradrule.errors import (
+    Detail,
+    GradruleError,
+    InternalError,
+    MessageTooLargeError,
+    UnavailableError,
+    error_for_reason,
+)
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _REQUEST_ID_KEY = "x-request-id"
@@ -48,7 +55,9 @@ def _error_of(call: Any) -> GradruleError:
                 break
             if (error := _from_status(status, code)) is not None:
                 return error
-    return of_reason(_REASONS.get(code, "INTERNAL"), call.details() or f"the call failed: {code.name}", code=code.name)
+    return error_for_reason(
+        _REASONS.get(code, "INTERNAL"), call.details() or f"the call failed: {code.name}", code=code.name
+    )
 
 
 def error_from_status_bytes(data: bytes) -> GradruleError:
@@ -62,7 +71,9 @@ def error_from_status_bytes(data: bytes) -> GradruleError:
 def error_from_status(status: status_pb2.Status) -> GradruleError:
     """Returns the typed error of a status, which sessions answer with."""
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
-    error = _from_status(status, code) or of_reason(_REASONS.get(code, "INTERNAL"), status.message, code=code.name)
+    error = _from_status(status, code) or error_for_reason(
+        _REASONS.get(code, "INTERNAL"), status.message, code=code.name
+    )
     info = _unpacked(status, error_details_pb2.RequestInfo())
     error.request_id = "" if info is None else info.request_id
     return error
@@ -123,7 +134,7 @@ def _from_status(status: status_pb2.Status, code: grpc.StatusCode) -> GradruleEr
         for violation in (bad.field_violations if bad is not None else ())
     ]
     total = info.metadata.get("findings_total", "")
-    return of_reason(
+    return error_for_reason(
         info.reason,
         status.message,
         code=code.name,

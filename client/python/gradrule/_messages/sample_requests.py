@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradrule._builder.node_arguments import attr_of_op, tensorflow_array
-from gradrule._builder.rules import Rule, param_value
+from gradrule._builder.rules import Rule, named_or_rule, param_value
 from gradrule._messages.request_messages import is_array, tensor_message
 from gradrule.common import op_definitions
 from gradrule.common.op_definitions import ArgDef, OpDef
@@ -28,7 +28,7 @@ def sample_request(
     """Returns the request.
 
     Args:
-        rule: a rule's name or a `gr.Rule`.
+        rule: a rule's name, a formula, or a `gr.Rule`.
         values: numbers or arrays by variable (`x`, `y1`, `dy`, …); None entries are left out.
         params: values of the rule's params.
         op_type: op type whose gradient the rule replaces.
@@ -38,12 +38,13 @@ def sample_request(
         InvalidRuleError, InvalidTensorError, InvalidParamError, InvalidAttrError: an argument has a wrong type.
     """
     request = rule_pb2.SampleRuleRequest(op_type=op_type or "")
+    rule = named_or_rule(rule)
     if isinstance(rule, str):
         request.name = rule
     elif isinstance(rule, Rule):
         request.definition.CopyFrom(rule.definition(params or ()))
     else:
-        raise InvalidRuleError(f"a rule to sample is its name or a gr.Rule, not {type(rule).__name__}")
+        raise InvalidRuleError(f"a rule to sample is its name, a formula or a gr.Rule, not {type(rule).__name__}")
     # An OP rule, TensorFlow's gradient of an op, has the name of the op.
     op = op_definitions.find(op_type or (rule if isinstance(rule, str) else ""))
     for name, value in values.items():

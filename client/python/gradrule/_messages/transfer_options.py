@@ -78,7 +78,7 @@ class Transfer:
 
         return grpc.Compression.Gzip if self.compression == "gzip" else None
 
-    def of_call(self) -> Transfer:
+    def checked_for_call(self) -> Transfer:
         """Returns the options if they are valid for one call. Raises `InvalidParamError` for gzip."""
         if self.compression == "gzip":
             raise InvalidParamError(

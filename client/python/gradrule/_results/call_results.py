@@ -14,7 +14,7 @@ from gradrule._builder.notebook_text import html_table, names_text, short_repr
 from gradrule._builder.specs import TensorSpec
 from gradrule._results.answers import Answer, AnswerReader, GradientKind, labeller, labels
 from gradrule.common.tensor_codec import Array, to_numpy
-from gradrule.errors import Detail, InvalidTensorError, of_reason, reason_name
+from gradrule.errors import Detail, InvalidTensorError, error_for_reason, reason_name
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
 V = TypeVar("V")
@@ -291,7 +291,7 @@ def _override_status(status: override_pb2.ResolutionStatus.ValueType) -> Overrid
 def specs(messages: Iterable[tensor_pb2.TensorSpec], aliases: Mapping[str, str] | None = None) -> ByName[TensorSpec]:
     """Decodes specs of tensors, by alias or name."""
     given = labels(aliases)
-    return ByName({given.get(bare(item.name), item.name): TensorSpec.of(item) for item in messages}, aliases)
+    return ByName({given.get(bare(item.name), item.name): TensorSpec.from_message(item) for item in messages}, aliases)
 
 
 def array(message: tensor_pb2.Tensor) -> Array:
@@ -362,7 +362,7 @@ class Explanation:
         """Raises the error that `evaluate` or `compile` would raise, if there is one."""
         if self.findings:
             first = self.findings[0]
-            raise of_reason(first.reason, first.message, details=self.findings)
+            raise error_for_reason(first.reason, first.message, details=self.findings)
 
 
 def explanation(

@@ -23,8 +23,8 @@ def trace(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Graph:
     if hasattr(fn, "captured_inputs") and hasattr(fn, "structured_input_signature"):
         if specs or kwspecs:
             raise InvalidGraphError("a ConcreteFunction has its signature; give no specs")
-        return of_concrete(fn)
-    return of_concrete(concrete(fn, specs, kwspecs))
+        return graph_of_concrete(fn)
+    return graph_of_concrete(concrete(fn, specs, kwspecs))
 
 
 def concrete(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Any:
@@ -42,7 +42,7 @@ def concrete(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Any:
         raise InvalidGraphError(f"{_name_of(fn)} cannot be traced with these specs: {cause}") from cause
 
 
-def of_concrete(
+def graph_of_concrete(
     function: Any,
     names: Mapping[int, str] | None = None,
     aliases: Sequence[str] | None = None,

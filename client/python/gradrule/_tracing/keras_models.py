@@ -15,7 +15,7 @@ import tensorflow as tf
 from gradrule._builder.graph import Graph
 from gradrule._builder.specs import LayerCall
 from gradrule._tracing import tf_private
-from gradrule._tracing.functions import concrete, of_concrete
+from gradrule._tracing.functions import concrete, graph_of_concrete
 from gradrule._tracing.signatures import as_specs, leaf_names
 from gradrule.errors import InvalidGraphError, UnsupportedError
 
@@ -114,7 +114,7 @@ def from_keras(model: Any, specs: Sequence[Any] = (), *, training: bool = False)
     aliases = _output_names(model, function.structured_outputs)
     # Variables of layers in subclassed layers have TensorFlow names without the layers between.
     paths = {tf_private.identity_of(variable.value.handle): variable.path for variable in model.variables}
-    return of_concrete(function, dict(enumerate(names)), aliases, calls, paths)
+    return graph_of_concrete(function, dict(enumerate(names)), aliases, calls, paths)
 
 
 def load(path: Path) -> Graph:

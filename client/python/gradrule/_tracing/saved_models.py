@@ -15,7 +15,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from gradrule._builder.graph import Graph
 from gradrule._builder.names import UniqueNames, did_you_mean
-from gradrule._tracing.functions import of_concrete
+from gradrule._tracing.functions import graph_of_concrete
 from gradrule._tracing.signatures import add_aliases
 from gradrule.errors import Detail, GradruleError, InvalidGraphError, UnsupportedError
 
@@ -69,11 +69,11 @@ def _of_object(loaded: Any, signature: str) -> Graph:
     signatures: Mapping[str, Any] = loaded.signatures
     if signature in signatures:
         # Keep the object alive while the function is read: it holds the variables.
-        return of_concrete(signatures[signature])
+        return graph_of_concrete(signatures[signature])
     functions = _functions(loaded)
     if signature not in functions:
         raise _unknown(signature, list(signatures), list(functions))
-    return of_concrete(_only(signature, functions[signature].concrete_functions))
+    return graph_of_concrete(_only(signature, functions[signature].concrete_functions))
 
 
 def _functions(loaded: Any) -> dict[str, Any]:

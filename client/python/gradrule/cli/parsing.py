@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradrule._builder.overrides import Override, Preset, Region
-from gradrule._builder.rules import Rule
+from gradrule._builder.rules import Rule, named_or_rule
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import NUMBERS
 from gradrule.errors import GradruleError
@@ -22,15 +22,13 @@ from gradrule.errors import GradruleError
 EXPRESSION = "expr:"
 _TENSOR = "tensor:"
 _VARIABLE = re.compile(r"(x|y|dy|default)\d*")
-# Names that a registry accepts for rules; this includes op types.
-_RULE_NAME = re.compile(r"((rules|builtin)/)?[A-Za-z_][A-Za-z0-9_.>-]*")
 PRESET = "preset:"
 _NUMBER = re.compile(r"-?\d+")
 _PARAM = re.compile(r"[A-Za-z_]\w*")
 _OPENING, _CLOSING = "([{", ")]}"
 CONDITIONS = (
-    "op", "node", "nodes", "regex", "scope", "pattern", "region", "near_xs", "near_ys", "position", "dtype", "rank",
-    "depends_on", "attr", "order",
+    "op", "node", "nodes", "regex", "scope", "pattern", "layer", "region", "near_xs", "near_ys", "position", "dtype",
+    "rank", "depends_on", "attr", "order",
 )  # fmt: skip
 """Kinds of conditions: the words before the colon."""
 
@@ -62,12 +60,8 @@ def grad_y(text: str) -> tuple[str, Any]:
 
 
 def parse_rule(text: str) -> str | Rule:
-    """Parses a rule's name, or `expr:FORMULA` for a rule that is not registered."""
-    if text.startswith(EXPRESSION):
-        return Rule(text.removeprefix(EXPRESSION))
-    if not _RULE_NAME.fullmatch(text):
-        raise ArgumentTypeError(f"{text!r} is no rule's name; write a formula as {EXPRESSION + text!r}")
-    return text
+    """Parses a rule's name, or a formula; one that could be a name, such as `dy`, is written `expr:FORMULA`."""
+    return Rule(text.removeprefix(EXPRESSION)) if text.startswith(EXPRESSION) else named_or_rule(text)
 
 
 def call_param(text: str) -> tuple[str, str, Any]:
@@ -166,7 +160,7 @@ def literal(text: str, whole: str) -> Any:
 
 
 def override(text: str) -> Override:
-    """Parses `SELECTOR=RULE[:param=value,…]`; `expr:FORMULA` as RULE is a rule for this call only.
+    """Parses `SELECTOR=RULE[:param=value,…]`; a formula as RULE is a rule for this call only.
 
     A selector is one condition, or several conditions joined by `&`, which must all hold; see `CONDITIONS`.
     """
@@ -219,7 +213,7 @@ def _condition(text: str, whole: str) -> dict[str, Any]:
     match kind:
         case "op":
             return {"op_type": rest}
-        case "node" | "scope":
+        case "node" | "scope" | "layer":
             return {kind: rest}
         case "nodes":
             return {"node": _words(rest, "+", whole)}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerCall", "RemoteLayer", "layers", "overrides"]
 
-_HOMES = {
+_MODULES = {
     "LayerCall": "gradrule._builder.specs",
     "RemoteLayer": "gradrule.keras._remote",
     "layers": "gradrule.keras._selection",
@@ -33,14 +33,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'gradrule.keras' has no attribute {name!r}")
     if name == "RemoteLayer":
         from gradrule._tracing import require
 
         require("keras.RemoteLayer")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

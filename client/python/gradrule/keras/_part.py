@@ -121,7 +121,7 @@ def traced(
     in_names = [f"{word}_{i}" for word, group in zip(in_words, given, strict=True) for i in range(len(group))]
     results = function.structured_outputs
     out_names = [f"{word}_{i}" for word, group in zip(out_words, results, strict=True) for i in range(len(group))]
-    graph = functions.of_concrete(function, dict(enumerate(in_names)), out_names, calls)
+    graph = functions.graph_of_concrete(function, dict(enumerate(in_names)), out_names, calls)
     if graph.variables:
         raise UnsupportedError(
             f"the part {part.name!r} uses variables that are not Keras variables of it, so they could not be trained: "

@@ -27,7 +27,7 @@ from gradrule.v1 import rule_pb2 as gradrule_dot_v1_dot_rule__pb2
 from gradrule.v1 import tensor_pb2 as gradrule_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agradrule/v1/override.proto\x12\x0bgradrule.v1\x1a\x17gradrule/v1/graph.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"U\n\x08Position\x12/\n\x07nearest\x18\x01 \x01(\x0e\x32\x1c.gradrule.v1.PositionNearestH\x00\x12\x0f\n\x05index\x18\x02 \x01(\x05H\x00\x42\x07\n\x05place\")\n\x06Region\x12\x0e\n\x06inputs\x18\x01 \x03(\t\x12\x0f\n\x07outputs\x18\x02 \x03(\t\"\x96\x03\n\x08Selector\x12\x0f\n\x07op_type\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05scope\x18\x03 \x01(\t\x12\x12\n\nnode_regex\x18\x04 \x01(\t\x12\'\n\x08position\x18\x05 \x01(\x0b\x32\x15.gradrule.v1.Position\x12\x0f\n\x07pattern\x18\x06 \x03(\t\x12\x1e\n\x05\x64type\x18\x07 \x01(\x0e\x32\x0f.gradrule.v1.Dt\x12#\n\x06region\x18\x08 \x01(\x0b\x32\x13.gradrule.v1.Region\x12\x11\n\x04rank\x18\t \x01(\rH\x00\x88\x01\x01\x12/\n\x05\x61ttrs\x18\n \x03(\x0b\x32 .gradrule.v1.Selector.AttrsEntry\x12\x12\n\ndepends_on\x18\x0b \x03(\t\x12\x13\n\x0bregion_name\x18\x0c \x01(\t\x12\r\n\x05nodes\x18\r \x03(\t\x1a\x44\n\nAttrsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.gradrule.v1.AttrValue:\x02\x38\x01\x42\x07\n\x05_rank\"\x9b\x01\n\x0cPresetChoice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x35\n\x06params\x18\x02 \x03(\x0b\x32%.gradrule.v1.PresetChoice.ParamsEntry\x1a\x46\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\"\x84\x03\n\x10GradientOverride\x12\'\n\x08selector\x18\x01 \x01(\x0b\x32\x15.gradrule.v1.Selector\x12\x0e\n\x04rule\x18\x02 \x01(\tH\x00\x12\x31\n\ndefinition\x18\x03 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinitionH\x00\x12+\n\x06preset\x18\x07 \x01(\x0b\x32\x19.gradrule.v1.PresetChoiceH\x00\x12\x39\n\x06params\x18\x04 \x03(\x0b\x32).gradrule.v1.GradientOverride.ParamsEntry\x12\r\n\x05label\x18\x05 \x01(\t\x12\x10\n\x08optional\x18\x06 \x01(\x08\x12)\n\x05order\x18\x08 \x01(\x0e\x32\x1a.gradrule.v1.OverrideOrder\x1a\x46\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\x42\x08\n\x06\x63hoice\"\x98\x01\n\nResolution\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07op_type\x18\x02 \x01(\t\x12\x0c\n\x04rule\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12-\n\x06status\x18\x05 \x01(\x0e\x32\x1d.gradrule.v1.ResolutionStatus\x12\x10\n\x08\x66unction\x18\x06 \x01(\t\x12\r\n\x05nodes\x18\x07 \x03(\t*e\n\x0fPositionNearest\x12 \n\x1cPOSITION_NEAREST_UNSPECIFIED\x10\x00\x12\x17\n\x13POSITION_NEAREST_XS\x10\x01\x12\x17\n\x13POSITION_NEAREST_YS\x10\x02*a\n\rOverrideOrder\x12\x1e\n\x1aOVERRIDE_ORDER_UNSPECIFIED\x10\x00\x12\x18\n\x14OVERRIDE_ORDER_FIRST\x10\x01\x12\x16\n\x12OVERRIDE_ORDER_ALL\x10\x02*\x9d\x01\n\x10ResolutionStatus\x12!\n\x1dRESOLUTION_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18RESOLUTION_STATUS_ACTIVE\x10\x01\x12\x1e\n\x1aRESOLUTION_STATUS_OFF_PATH\x10\x02\x12(\n$RESOLUTION_STATUS_NOT_DIFFERENTIABLE\x10\x03\x42W\n\x0f\x63om.gradrule.v1B\rOverrideProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agradrule/v1/override.proto\x12\x0bgradrule.v1\x1a\x17gradrule/v1/graph.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"U\n\x08Position\x12/\n\x07nearest\x18\x01 \x01(\x0e\x32\x1c.gradrule.v1.PositionNearestH\x00\x12\x0f\n\x05index\x18\x02 \x01(\x05H\x00\x42\x07\n\x05place\")\n\x06Region\x12\x0e\n\x06inputs\x18\x01 \x03(\t\x12\x0f\n\x07outputs\x18\x02 \x03(\t\"\xa5\x03\n\x08Selector\x12\x0f\n\x07op_type\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05scope\x18\x03 \x01(\t\x12\x12\n\nnode_regex\x18\x04 \x01(\t\x12\'\n\x08position\x18\x05 \x01(\x0b\x32\x15.gradrule.v1.Position\x12\x0f\n\x07pattern\x18\x06 \x03(\t\x12\x1e\n\x05\x64type\x18\x07 \x01(\x0e\x32\x0f.gradrule.v1.Dt\x12#\n\x06region\x18\x08 \x01(\x0b\x32\x13.gradrule.v1.Region\x12\x11\n\x04rank\x18\t \x01(\rH\x00\x88\x01\x01\x12/\n\x05\x61ttrs\x18\n \x03(\x0b\x32 .gradrule.v1.Selector.AttrsEntry\x12\x12\n\ndepends_on\x18\x0b \x03(\t\x12\x13\n\x0bregion_name\x18\x0c \x01(\t\x12\r\n\x05layer\x18\r \x01(\t\x12\r\n\x05nodes\x18\x0e \x03(\t\x1a\x44\n\nAttrsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.gradrule.v1.AttrValue:\x02\x38\x01\x42\x07\n\x05_rank\"\x9b\x01\n\x0cPresetChoice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x35\n\x06params\x18\x02 \x03(\x0b\x32%.gradrule.v1.PresetChoice.ParamsEntry\x1a\x46\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\"\x84\x03\n\x10GradientOverride\x12\'\n\x08selector\x18\x01 \x01(\x0b\x32\x15.gradrule.v1.Selector\x12\x0e\n\x04rule\x18\x02 \x01(\tH\x00\x12\x31\n\ndefinition\x18\x03 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinitionH\x00\x12+\n\x06preset\x18\x07 \x01(\x0b\x32\x19.gradrule.v1.PresetChoiceH\x00\x12\x39\n\x06params\x18\x04 \x03(\x0b\x32).gradrule.v1.GradientOverride.ParamsEntry\x12\r\n\x05label\x18\x05 \x01(\t\x12\x10\n\x08optional\x18\x06 \x01(\x08\x12)\n\x05order\x18\x08 \x01(\x0e\x32\x1a.gradrule.v1.OverrideOrder\x1a\x46\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\x42\x08\n\x06\x63hoice\"\x98\x01\n\nResolution\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07op_type\x18\x02 \x01(\t\x12\x0c\n\x04rule\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12-\n\x06status\x18\x05 \x01(\x0e\x32\x1d.gradrule.v1.ResolutionStatus\x12\x10\n\x08\x66unction\x18\x06 \x01(\t\x12\r\n\x05nodes\x18\x07 \x03(\t*e\n\x0fPositionNearest\x12 \n\x1cPOSITION_NEAREST_UNSPECIFIED\x10\x00\x12\x17\n\x13POSITION_NEAREST_XS\x10\x01\x12\x17\n\x13POSITION_NEAREST_YS\x10\x02*a\n\rOverrideOrder\x12\x1e\n\x1aOVERRIDE_ORDER_UNSPECIFIED\x10\x00\x12\x18\n\x14OVERRIDE_ORDER_FIRST\x10\x01\x12\x16\n\x12OVERRIDE_ORDER_ALL\x10\x02*\x9d\x01\n\x10ResolutionStatus\x12!\n\x1dRESOLUTION_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18RESOLUTION_STATUS_ACTIVE\x10\x01\x12\x1e\n\x1aRESOLUTION_STATUS_OFF_PATH\x10\x02\x12(\n$RESOLUTION_STATUS_NOT_DIFFERENTIABLE\x10\x03\x42W\n\x0f\x63om.gradrule.v1B\rOverrideProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,28 +41,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PRESETCHOICE_PARAMSENTRY']._serialized_options = b'8\001'
   _globals['_GRADIENTOVERRIDE_PARAMSENTRY']._loaded_options = None
   _globals['_GRADIENTOVERRIDE_PARAMSENTRY']._serialized_options = b'8\001'
-  _globals['_POSITIONNEAREST']._serialized_start=1361
-  _globals['_POSITIONNEAREST']._serialized_end=1462
-  _globals['_OVERRIDEORDER']._serialized_start=1464
-  _globals['_OVERRIDEORDER']._serialized_end=1561
-  _globals['_RESOLUTIONSTATUS']._serialized_start=1564
-  _globals['_RESOLUTIONSTATUS']._serialized_end=1721
+  _globals['_POSITIONNEAREST']._serialized_start=1376
+  _globals['_POSITIONNEAREST']._serialized_end=1477
+  _globals['_OVERRIDEORDER']._serialized_start=1479
+  _globals['_OVERRIDEORDER']._serialized_end=1576
+  _globals['_RESOLUTIONSTATUS']._serialized_start=1579
+  _globals['_RESOLUTIONSTATUS']._serialized_end=1736
   _globals['_POSITION']._serialized_start=118
   _globals['_POSITION']._serialized_end=203
   _globals['_REGION']._serialized_start=205
   _globals['_REGION']._serialized_end=246
   _globals['_SELECTOR']._serialized_start=249
-  _globals['_SELECTOR']._serialized_end=655
-  _globals['_SELECTOR_ATTRSENTRY']._serialized_start=578
-  _globals['_SELECTOR_ATTRSENTRY']._serialized_end=646
-  _globals['_PRESETCHOICE']._serialized_start=658
-  _globals['_PRESETCHOICE']._serialized_end=813
-  _globals['_PRESETCHOICE_PARAMSENTRY']._serialized_start=743
-  _globals['_PRESETCHOICE_PARAMSENTRY']._serialized_end=813
-  _globals['_GRADIENTOVERRIDE']._serialized_start=816
-  _globals['_GRADIENTOVERRIDE']._serialized_end=1204
-  _globals['_GRADIENTOVERRIDE_PARAMSENTRY']._serialized_start=743
-  _globals['_GRADIENTOVERRIDE_PARAMSENTRY']._serialized_end=813
-  _globals['_RESOLUTION']._serialized_start=1207
-  _globals['_RESOLUTION']._serialized_end=1359
+  _globals['_SELECTOR']._serialized_end=670
+  _globals['_SELECTOR_ATTRSENTRY']._serialized_start=593
+  _globals['_SELECTOR_ATTRSENTRY']._serialized_end=661
+  _globals['_PRESETCHOICE']._serialized_start=673
+  _globals['_PRESETCHOICE']._serialized_end=828
+  _globals['_PRESETCHOICE_PARAMSENTRY']._serialized_start=758
+  _globals['_PRESETCHOICE_PARAMSENTRY']._serialized_end=828
+  _globals['_GRADIENTOVERRIDE']._serialized_start=831
+  _globals['_GRADIENTOVERRIDE']._serialized_end=1219
+  _globals['_GRADIENTOVERRIDE_PARAMSENTRY']._serialized_start=758
+  _globals['_GRADIENTOVERRIDE_PARAMSENTRY']._serialized_end=828
+  _globals['_RESOLUTION']._serialized_start=1222
+  _globals['_RESOLUTION']._serialized_end=1374
 # @@protoc_insertion_point(module_scope)

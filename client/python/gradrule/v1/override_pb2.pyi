@@ -165,9 +165,11 @@ global___Region = Region
 class Selector(google.protobuf.message.Message):
     """Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
 
-    Nodes in functions, loop bodies and branches have names such as `call/inner`. A call, a loop or a branch is a node too: if a
-    selector matches it, the rule applies to it as a whole, and overrides of nodes inside it have no effect. Only op_type, node, nodes,
-    node_regex and scope can select a call itself; the other conditions apply to the nodes inside it.
+    Nodes in functions, loop bodies and branches have names such as `call/inner`. Two branches of a conditional can have nodes of
+    the same name; the name then stands for the nodes and tensors of both. A call, a loop or a branch is a node too: if a selector
+    matches it, the rule applies to it as a whole, and later overrides of nodes inside it have no effect. Earlier overrides of nodes
+    inside it apply where the rule uses the op's own gradients. Only op_type, node, nodes, node_regex and scope can select a call
+    itself; the other conditions apply to the nodes inside it.
 
     A node with the attribute `_gradrule_added` was added when a Python function was traced. Only its exact name selects it.
     """
@@ -204,6 +206,7 @@ class Selector(google.protobuf.message.Message):
     ATTRS_FIELD_NUMBER: builtins.int
     DEPENDS_ON_FIELD_NUMBER: builtins.int
     REGION_NAME_FIELD_NUMBER: builtins.int
+    LAYER_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     op_type: builtins.str
     """Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An
@@ -228,6 +231,18 @@ class Selector(google.protobuf.message.Message):
     """Name of a region that the graph defines: a function that was decorated with `tf.custom_gradient` when the graph was traced, by
     the name of the Python function. Each call of it is a region. UNMATCHED_OVERRIDE if the graph has no such region. No other
     condition can be set as well.
+    """
+    layer: builtins.str
+    """A kind of layer: ops that together do what a layer of a framework does, found by structure. The layer gets one rule. Nodes inside
+    the layer whose tensors are used elsewhere make no layer. The other conditions apply to the last node. op_type, pattern and rank
+    cannot be set as well. INVALID_OVERRIDE for other words than these:
+    - `@linear`, `@convolution` (transposed too), `@dense` (products of matrices, Einsum): a linear op, one of whose operands depends
+      on the xs, and the addition of its bias, even if ops that only move elements (Reshape, Squeeze, BatchToSpaceND) stand between
+      them. In its rule, `x, x1, x2` are data, weights and bias.
+    - `@activation`: an elementwise function of one tensor, for example Relu or x * sigmoid(x). Its rule has one input.
+    - `@batch_norm`: a batch-normalisation op, or a multiplication and an addition of numbers per channel. Its rule has one input.
+    - `@normalization`: a function of one tensor with means or sums of that tensor, for example layer normalization. Its rule has one
+      input.
     """
     @property
     def position(self) -> global___Position:
@@ -273,10 +288,11 @@ class Selector(google.protobuf.message.Message):
         attrs: collections.abc.Mapping[builtins.str, gradrule.v1.graph_pb2.AttrValue] | None = ...,
         depends_on: collections.abc.Iterable[builtins.str] | None = ...,
         region_name: builtins.str = ...,
+        layer: builtins.str = ...,
         nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_rank", b"_rank", "position", b"position", "rank", b"rank", "region", b"region"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attrs", b"attrs", "depends_on", b"depends_on", "dtype", b"dtype", "node", b"node", "node_regex", b"node_regex", "nodes", b"nodes", "op_type", b"op_type", "pattern", b"pattern", "position", b"position", "rank", b"rank", "region", b"region", "region_name", b"region_name", "scope", b"scope"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attrs", b"attrs", "depends_on", b"depends_on", "dtype", b"dtype", "layer", b"layer", "node", b"node", "node_regex", b"node_regex", "nodes", b"nodes", "op_type", b"op_type", "pattern", b"pattern", "position", b"position", "rank", b"rank", "region", b"region", "region_name", b"region_name", "scope", b"scope"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 global___Selector = Selector
@@ -362,7 +378,8 @@ class GradientOverride(google.protobuf.message.Message):
     """Name of a registered rule (UNKNOWN_RULE if there is none), or `default` for the op's own gradient, to make an exception."""
     label: builtins.str
     """Name of the override in param values of calls and in answers. Default: the first that is set of op type, node, scope, regular
-    expression, pattern (joined with `+`), name of the preset, the region's first output, and the first of `nodes`.
+    expression, pattern (joined with `+`), layer, name of the preset, the region's first output, and the first of `nodes`. Param
+    values of calls for a default label that several overrides share are UNKNOWN_PARAM.
     """
     optional: builtins.bool
     """True: it is not an error if the override matches no node on the path."""

@@ -11,7 +11,7 @@ while zennit returns NaN or an infinity. 16-bit types are calculated in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,33 +20,44 @@ from tensorflow.core.framework import attr_value_pb2
 
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.code_rules.target import RuleTarget, dense, not_applicable, wide
-from gradrule_server.policy.op_tables import ops_with
+from gradrule_server.policy.op_tables import input_numbers, ops_with
 
 Params = Mapping[str, tf.Tensor]
 Change = Callable[[tf.Tensor], tf.Tensor]
 
-MATRIX_PRODUCTS = ops_with("@dense")
-CONVOLUTIONS = ops_with("@convolution")
+_OPERANDS = input_numbers("linear_operands")
+_MATRIX_PRODUCTS = ops_with("matrix_product")
+_MOVES = input_numbers("moves_elements")
 _BIAS_ADDS = ops_with("plain_add") | {"BiasAdd"}
 
 _MEANT_FOR = (
-    "MatMul, BatchMatMul, Conv2D, Conv3D and DepthwiseConv2dNative of real numbers, alone or with a BiasAdd, Add or "
-    "AddV2 after them"
+    "linear ops of real numbers, such as MatMul, Einsum and Conv2D, one of whose operands depends on the xs, alone or "
+    "with the addition of their bias"
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Applied:
-    """A linear op applied to operands: `output` is Wx."""
+    """A linear layer, without its bias, applied to data `x`.
+
+    Attributes:
+        x: The data.
+        output: Wx.
+        path: The ops from x to the output, each with the number of the input that leads to x.
+    """
 
     x: tf.Tensor
     output: tf.Tensor
+    path: Sequence[tuple[tf.Operation, int]]
 
     def transposed(self, r: tf.Tensor) -> tf.Tensor:
-        """Returns Wᵀr, of the shape of x: the op's own gradient for `r` at its output."""
-        op = self.output.op
-        gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
-        return gradient(op, _sum_to(r, self.output))[0]
+        """Returns Wᵀr, of the shape of x: the ops' own gradients for `r` at the output."""
+        r = _sum_to(r, self.output)
+        for op, number in reversed(self.path):
+            gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+            found = gradient(op, r)
+            r = found[number] if isinstance(found, (list, tuple)) else found
+        return r
 
     def relevance(self, r: tf.Tensor) -> tf.Tensor:
         """Returns x∘Wᵀr: the share of each element of x in the outputs, each output weighted by `r`."""
@@ -54,40 +65,69 @@ class Applied:
 
 
 class Linear:
-    """A target whose first op is linear. Raises RULE_NOT_APPLICABLE for any other.
+    """A linear layer: a linear op, ops that move elements of its output, and the addition of a bias.
 
-    `x`, `w`, `bias`, `y`: data, weights, bias (or None) and output; in float32 where the target's type has 16 bits, as
-    what rules divide by is often so small that the quotient overflows float16. `op`: the linear op of the forward.
+    Raises RULE_NOT_APPLICABLE for other targets, and where both operands of the op depend on the same x.
+
+    Attributes:
+        op: The linear op of the forward graph.
+        x, w, bias, y: Data, weights, bias (or None) and output; in float32 if the target's type has 16 bits, as
+            what rules divide by is often so small that the quotient overflows float16.
+        w_operand: The number of the op's input that holds the weights.
     """
 
     def __init__(self, target: RuleTarget, rule: str) -> None:
-        linear, *adds = target.ops
+        # Others compute sizes, such as those that a transposed convolution takes.
+        ops = [op for op in target.ops if op.outputs and op.outputs[0].dtype.is_floating]
+        if not ops or ops[0].type not in _OPERANDS:
+            raise not_applicable(target, rule, _MEANT_FOR)
+        linear, *others = ops
+        last = others[-1] if others else None
+        self._bias_add = last if last is not None and last.type in _BIAS_ADDS else None
+        self._moves = others if self._bias_add is None else others[:-1]
+        operands = _OPERANDS[linear.type]
+        self._inputs = {source.ref(): value for source, value in zip(target.sources, target.inputs, strict=True)}
+        used = [linear.inputs[number] for number in operands if number < len(linear.inputs)]
+        if self._bias_add is not None:
+            before = (self._moves[-1] if self._moves else linear).outputs[0]
+            used += [value for value in self._bias_add.inputs if value is not before]
         if (
-            linear.type not in MATRIX_PRODUCTS | CONVOLUTIONS
-            or len(adds) > 1
-            or any(add.type not in _BIAS_ADDS for add in adds)
-            or len(target.inputs) != 2 + len(adds)
-            or not target.inputs[0].dtype.is_floating
+            len(linear.inputs) != max(operands) + 1
+            or any(_MOVES.get(move.type) != (0,) for move in self._moves)
+            or any(value.ref() not in self._inputs for value in used)
         ):
             raise not_applicable(target, rule, _MEANT_FOR)
         self.op = linear
-        self._bias_add = adds[0] if adds else None
+        self._data_operand, self.w_operand = _data_and_weights(target, rule, linear, operands)
+        self._data_place = _place(target.sources, linear.inputs[self._data_operand])
         self._n_inputs = len(target.inputs)
-        self._dtype = target.inputs[0].dtype
+        self._dtype = linear.outputs[0].dtype
         self.dtype = wide(self._dtype)
-        self.x, self.w = (tf.cast(value, self.dtype) for value in target.inputs[:2])
-        self.bias = tf.cast(target.inputs[2], self.dtype) if adds else None
+        self.x = self._input(linear.inputs[self._data_operand])
+        self.w = self._input(linear.inputs[self.w_operand])
+        self.bias = None
+        if self._bias_add is not None:
+            self._sum_operand = _place(self._bias_add.inputs, before)
+            self.bias = self._input(self._bias_add.inputs[1 - self._sum_operand])
         self.y = tf.cast(target.outputs[0], self.dtype)
 
     def apply(self, x: tf.Tensor, w: tf.Tensor) -> Applied:
-        """Applies the op, without the bias, to other data and weights of the same shapes."""
-        return Applied(x, _repeated(self.op, [x, w]))
+        """Applies the layer, without the bias, to other data and weights of the same shapes."""
+        operands = list(self.op.inputs)
+        operands[self._data_operand], operands[self.w_operand] = x, w
+        value, path = _repeated(self.op, operands, self.dtype), []
+        path.append((value.op, self._data_operand))
+        for move in self._moves:
+            value = _repeated(move, [value, *list(move.inputs)[1:]], self.dtype)
+            path.append((value.op, 0))
+        return Applied(x, value, path)
 
     def add_bias(self, z: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         """Returns z + change(b); z if the target has no bias."""
         if self._bias_add is None or self.bias is None:
             return z
-        return _repeated(self._bias_add, [z, change(self.bias)])
+        operands = [z, change(self.bias)]
+        return _repeated(self._bias_add, operands[:: -1 if self._sum_operand else 1], self.dtype)
 
     def cast(self, value: tf.Tensor) -> tf.Tensor:
         """Casts an upstream gradient or a param to the type of the calculation."""
@@ -95,7 +135,35 @@ class Linear:
 
     def only_data(self, gradient: tf.Tensor) -> list[tf.Tensor | None]:
         """Returns the gradients of a rule: `gradient` for the data, None for weights and bias."""
-        return [tf.cast(gradient, self._dtype), *[None] * (self._n_inputs - 1)]
+        found: list[tf.Tensor | None] = [None] * self._n_inputs
+        found[self._data_place] = tf.cast(gradient, self._dtype)
+        return found
+
+    def _input(self, source: tf.Tensor) -> tf.Tensor:
+        """Returns an input of the target in the graph of gradients and the type of the calculation."""
+        return tf.cast(self._inputs[source.ref()], self.dtype)
+
+
+def _data_and_weights(
+    target: RuleTarget, rule: str, linear: tf.Operation, operands: tuple[int, ...]
+) -> tuple[int, int]:
+    """Returns the numbers of the inputs that hold data and weights.
+
+    Weights do not depend on what data depend on, or are one of the xs themselves. If both can be data, the first are.
+    """
+    data, weights = operands
+    values = [linear.inputs[number] for number in operands]
+    on_data, on_weights = map(target.dependence.bits, values)
+    if on_data & on_weights:
+        first_is_x, second_is_x = map(target.dependence.is_x, values)
+        if first_is_x == second_is_x:
+            raise not_applicable(target, rule, f"{_MEANT_FOR}; here both operands depend on the same x")
+        return (weights, data) if first_is_x else (data, weights)
+    return (weights, data) if on_weights and not on_data else (data, weights)
+
+
+def _place(tensors: Iterable[tf.Tensor], wanted: tf.Tensor) -> int:
+    return [tensor.ref() for tensor in tensors].index(wanted.ref())
 
 
 def positive(value: tf.Tensor) -> tf.Tensor:
@@ -108,15 +176,16 @@ def negative(value: tf.Tensor) -> tf.Tensor:
     return tf.minimum(value, tf.zeros([], value.dtype))
 
 
-def _repeated(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Adds the op with other inputs to the current graph; `op` itself may belong to an outer graph.
+def _repeated(op: tf.Operation, inputs: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """Adds the op with other inputs, of type `dtype`, to the current graph; `op` may belong to an outer graph.
 
     Attributes with an underscore are left out: among them is the one that would make gradrule ask for a rule again.
     """
     attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
-    attributes["T"] = attr_value_pb2.AttrValue(type=inputs[0].dtype.as_datatype_enum)
+    attributes["T"] = attr_value_pb2.AttrValue(type=dtype.as_datatype_enum)
     graph = tf.compat.v1.get_default_graph()
-    return graph.create_op(op.type, list(inputs), attrs=attributes).outputs[0]
+    operands = [tf_private.in_graph(graph, value) for value in inputs]
+    return graph.create_op(op.type, operands, attrs=attributes).outputs[0]
 
 
 def _sum_to(r: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
@@ -278,15 +347,21 @@ def feedback_alignment(target: RuleTarget, dys: Sequence[tf.Tensor], params: Par
     deviation_one = linear.cast(tf.cast(bits, tf.float32)) * (3**0.5 / 2**31)
     b = deviation_one * tf.math.rsqrt(linear.cast(_outputs_per_input(linear)))
     dx = linear.apply(linear.x, b).transposed(linear.cast(dys[0]))
-    _, *others = target.own_gradients(dys)
-    return [*linear.only_data(dx)[:1], *(dense(gradient) for gradient in others)]
+    own = target.own_gradients(dys)
+    return [dense(other) if found is None else found for found, other in zip(linear.only_data(dx), own, strict=True)]
 
 
 def _outputs_per_input(linear: Linear) -> tf.Tensor:
     """Returns the number of outputs for which an element of x has a weight, without strides and borders."""
     op, shape = linear.op, tf.shape(linear.w)
-    if op.type in MATRIX_PRODUCTS:
-        transposed = op.get_attr("transpose_b" if op.type == "MatMul" else "adj_y")
-        return shape[-2 if transposed else -1]
+    if op.type == "Einsum":
+        inputs, output = op.get_attr("equation").decode().split("->")
+        labels = inputs.split(",")[linear.w_operand]
+        return tf.reduce_prod([shape[axis] for axis, label in enumerate(labels) if label in output])
+    if op.type in _MATRIX_PRODUCTS:
+        attributes = ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
+        is_transposed = op.get_attr(attributes[linear.w_operand])
+        # The product sums over the last axis of the first operand and the last but one of the second.
+        return shape[-1 if is_transposed == (linear.w_operand == 0) else -2]
     channel_axis = op.get_attr("data_format").decode().index("C")
     return tf.reduce_prod(shape) // tf.shape(linear.x)[channel_axis]

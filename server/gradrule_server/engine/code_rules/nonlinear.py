@@ -17,11 +17,12 @@ def rectgrad(
 
     Kim et al. 2019, arXiv:1902.04893. Percentiles as NumPy's, linear between order statistics. The comparison is
     strict: equal elements stay or go together, q = 100 passes nothing, and neither does a tensor of rank 1, whose
-    samples are single numbers. A q outside 0…100 counts as the nearer bound.
+    samples are single numbers. A q outside 0…100 counts as the nearer bound. 16-bit types: calculated in float32.
     """
     require_elementwise(target, "rectgrad")
-    y, dy = target.outputs[0], dys[0]
-    contribution = y * dy
+    dy = dys[0]
+    y_wide, dy_wide = (tf.cast(value, wide(dy.dtype)) for value in (target.outputs[0], dy))
+    contribution = y_wide * dy_wide
     shape = tf.shape(contribution, out_type=tf.int64)
     size = tf.reduce_prod(shape[1:])
     flat = tf.reshape(contribution, tf.stack([shape[0], size]))
@@ -43,21 +44,25 @@ def deeplift_rescale(
     """Returns dy·(y−y₀)/(x−x₀), and the op's own gradient where abs(x−x₀) ≤ eps.
 
     x₀, y₀: what x and y are where all xs of the program are `baseline`. Shrikumar et al. 2017, arXiv:1704.02685, the
-    rescale rule; its code takes the gradient below 1e-7.
+    rescale rule; its code takes the gradient below 1e-7. 16-bit types: calculated in float32.
     """
     require_elementwise(target, "deeplift_rescale")
     if len(target.ops) != 1:
         raise not_applicable(target, "deeplift_rescale", "single elementwise ops, such as Relu")
-    op, x, y, dy = target.ops[0], target.inputs[0], target.outputs[0], dys[0]
-    x_change = x - target.reference(op.inputs[0], params["baseline"])
-    y_change = y - target.reference(op.outputs[0], params["baseline"])
-    near = tf.abs(x_change) <= tf.cast(params["eps"], x.dtype)
-    default = dense(target.own_gradients([dy])[0])
-    if default is None:
-        default = tf.zeros_like(x)
+    op, dtype = target.ops[0], target.inputs[0].dtype
+
+    def widened(value: tf.Tensor) -> tf.Tensor:
+        return tf.cast(value, wide(dtype))
+
+    x, y, dy = widened(target.inputs[0]), widened(target.outputs[0]), widened(dys[0])
+    x_change = x - widened(target.reference(op.inputs[0], params["baseline"]))
+    y_change = y - widened(target.reference(op.outputs[0], params["baseline"]))
+    near = tf.abs(x_change) <= widened(params["eps"])
+    own = dense(target.own_gradients([dys[0]])[0])
+    default = tf.zeros_like(x) if own is None else widened(own)
     # Divides by 1 where the quotient is not used: a NaN there would reach the derivative of this rule.
     slope = y_change / tf.where(near, tf.ones_like(x), x_change)
-    return [tf.where(near, default, dy * slope)]
+    return [tf.cast(tf.where(near, default, dy * slope), dtype)]
 
 
 # By op type: average pooling, the name of its input, and its gradient.
@@ -101,10 +106,11 @@ def maxpool_as_avgpool(
 ) -> Sequence[tf.Tensor | None]:
     """Returns the gradient of average pooling over the same windows, which does not depend on x.
 
-    Lucid, smoothed_maxpool_grad ("avg").
+    Lucid, smoothed_maxpool_grad ("avg"). 16-bit types: calculated in float32.
     """
     pool = _AveragePool(target, "maxpool_as_avgpool")
-    return [pool.transposed(target.inputs[0], dys[0])]
+    dtype = target.inputs[0].dtype
+    return [tf.cast(pool.transposed(target.inputs[0], tf.cast(dys[0], wide(dtype))), dtype)]
 
 
 def maxpool_smooth(

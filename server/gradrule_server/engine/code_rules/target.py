@@ -17,6 +17,42 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
 
 
+class Dependence:
+    """Finds the xs that tensors depend on. In loops and branches, every floating-point argument counts as an x."""
+
+    def __init__(self, xs: Sequence[tf.Tensor]) -> None:
+        self._xs = {x.ref(): 1 << number for number, x in enumerate(xs)}
+        self._graphs = {x.graph for x in xs}
+        self._known: dict[tf.Operation, int] = {}
+        self._next_bit = len(xs)
+
+    def bits(self, tensor: tf.Tensor) -> int:
+        """Returns a bit for each x that the tensor is or depends on."""
+        known, pending = self._known, [tensor.op]
+        while pending:
+            op = pending[-1]
+            missing = [value.op for value in op.inputs if value.op not in known]
+            if op in known or not missing:
+                pending.pop()
+                known.setdefault(op, self._of_op(op))
+            else:
+                pending += missing
+        return known[tensor.op] | self._xs.get(tensor.ref(), 0)
+
+    def is_x(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is one of the xs."""
+        return tensor.ref() in self._xs
+
+    def _of_op(self, op: tf.Operation) -> int:
+        if op.type == "Placeholder" and op.graph not in self._graphs and op.outputs[0].dtype.is_floating:
+            self._next_bit += 1
+            return 1 << (self._next_bit - 1)
+        found = 0
+        for value in op.inputs:
+            found |= self._known[value.op] | self._xs.get(value.ref(), 0)
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class RuleTarget:
     """The op or subgraph to which a rule is applied.
@@ -29,6 +65,8 @@ class RuleTarget:
         own_gradients: Returns TensorFlow's gradients of the inputs for upstream gradients of the outputs.
         reference: Returns the value of a tensor of the forward graph if all xs are a baseline (a number or a tensor
             that broadcasts to them). Raises RULE_NOT_APPLICABLE inside loops and branches.
+        sources: The inputs in the forward graph.
+        dependence: Finds the xs that tensors of the forward graph depend on.
         salt: A number derived from the name, so that random rules draw different numbers for each node.
         op: The op itself; None for a subgraph.
     """
@@ -40,6 +78,8 @@ class RuleTarget:
     find_ops: Callable[[], Sequence[tf.Operation]]
     own_gradients: OwnGradient
     reference: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    sources: tuple[tf.Tensor, ...]
+    dependence: Dependence
     salt: int
     op: tf.Operation | None = None
 

@@ -1602,10 +1602,13 @@ class BoundParams(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
+    IS_DEFAULT_LABEL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the rule."""
     label: builtins.str
     """Label of the override."""
+    is_default_label: builtins.bool
+    """Whether the override has no label of its own, so that others can have the same one by chance."""
     @property
     def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.rule_pb2.RuleParam]:
         """Declared params, without default values."""
@@ -1616,8 +1619,9 @@ class BoundParams(google.protobuf.message.Message):
         name: builtins.str = ...,
         label: builtins.str = ...,
         params: collections.abc.Iterable[gradrule.v1.rule_pb2.RuleParam] | None = ...,
+        is_default_label: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["label", b"label", "name", b"name", "params", b"params"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_default_label", b"is_default_label", "label", b"label", "name", b"name", "params", b"params"]) -> None: ...
 
 global___BoundParams = BoundParams
 

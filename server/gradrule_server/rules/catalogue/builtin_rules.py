@@ -19,7 +19,8 @@ class BuiltinRule:
         name: Its name.
         expression: An expression; None: the rule is code of the engine with this name.
         description: What it computes, also at kinks and zeros.
-        reference: Its source, a paper or a library.
+        reference: Its source: a paper, or the file of a library with version and line. It also says where defaults come
+            from. What has no source that can be looked up is "gradrule's own choice".
         aliases: Other names.
         params: Its params.
         op_types: Ops and groups of ops for which it is intended; other ops may use it too. Empty: any op.

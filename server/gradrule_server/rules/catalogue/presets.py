@@ -27,6 +27,10 @@ _EPS_NOTE = "`eps` is both zennit's epsilon and its stabilizer. Fold batch norms
 class Preset:
     """A named list of overrides.
 
+    Attributes:
+        is_for_all_layers: Whether it must have a rule for every op with parameters on the path; UNMATCHED_OVERRIDE
+            otherwise.
+
     Raises:
         ValueError: Two of its rules have a param of one name with different values.
     """
@@ -36,6 +40,7 @@ class Preset:
     reference: str
     overrides: tuple[override_pb2.GradientOverride, ...]
     aliases: tuple[str, ...] = ()
+    is_for_all_layers: bool = False
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
@@ -92,33 +97,37 @@ def _ops(op_type: str, rule: str, **params: float) -> override_pb2.GradientOverr
     return _entry(override_pb2.Selector(op_type=op_type), rule, **params)
 
 
-def _layers(group: str, rule: str, **params: float) -> tuple[override_pb2.GradientOverride, ...]:
-    """Returns overrides for layers with a bias, as pairs of op and addition, and for layers without a bias."""
-    return (_entry(override_pb2.Selector(pattern=[group, "@bias"]), rule, **params), _ops(group, rule, **params))
+def _layers(kind: str, rule: str, **params: float) -> override_pb2.GradientOverride:
+    return _entry(override_pb2.Selector(layer=kind), rule, **params)
 
 
-def _first(group: str, rule: str, **params: float) -> override_pb2.GradientOverride:
-    """Returns an override for the first layers.
-
-    Use it only for rules that ignore the bias: the pattern of a layer and its bias could match a later layer.
-    """
+def _first(kind: str, rule: str, **params: float) -> override_pb2.GradientOverride:
+    """Returns an override for the first layers."""
     position = override_pb2.Position(nearest=override_pb2.POSITION_NEAREST_XS)
-    return _entry(override_pb2.Selector(op_type=group, position=position), rule, **params)
+    return _entry(override_pb2.Selector(layer=kind, position=position), rule, **params)
 
 
+def _keep(selector: override_pb2.Selector) -> override_pb2.GradientOverride:
+    """Returns an override that keeps gradients as they are."""
+    return override_pb2.GradientOverride(selector=selector, rule=OWN_GRADIENT, optional=True)
+
+
+# Layers without a counterpart in zennit, which keeps their gradients. The means in them are no average pooling.
+_NORMALIZATION = _keep(override_pb2.Selector(layer="@normalization"))
 _SUMS = (_ops("@sum", "lrp_norm", eps=_EPS), _ops("@pool", "lrp_norm", eps=_EPS))
 
 # Must follow the overrides for layers, because the addition of a bias may be an op of @sum.
 _BASE = (
     # Softmax is an @activation, but keeps its own gradient in zennit.
-    override_pb2.GradientOverride(selector=override_pb2.Selector(op_type="Softmax"), rule=OWN_GRADIENT, optional=True),
-    _ops("@activation", "lrp_pass"),
+    _keep(override_pb2.Selector(op_type="Softmax")),
+    _NORMALIZATION,
+    _layers("@batch_norm", "lrp_pass"),
+    _layers("@activation", "lrp_pass"),
     *_SUMS,
-    *(_ops(op_type, "lrp_pass") for op_type in ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")),
 )
-_EPSILON = _layers("@dense", "lrp_epsilon", eps=_EPS)
-_PLUS = _layers("@convolution", "lrp_zplus", eps=_EPS)
-_ALPHA_BETA = _layers("@convolution", "lrp_alpha_beta", alpha=2.0, beta=1.0, eps=_EPS)
+_EPSILON = (_layers("@dense", "lrp_epsilon", eps=_EPS),)
+_PLUS = (_layers("@convolution", "lrp_zplus", eps=_EPS),)
+_ALPHA_BETA = (_layers("@convolution", "lrp_alpha_beta", alpha=2.0, beta=1.0, eps=_EPS),)
 _FLAT = _first("@linear", "lrp_flat", eps=_EPS)
 _BOX = _first("@convolution", "lrp_zbox", eps=_EPS)
 
@@ -129,18 +138,21 @@ PRESETS = Presets(
             f"LRP: zplus on convolutions, epsilon on dense layers. {_EPS_NOTE}",
             f"{_CITED}, EpsilonPlus",
             (*_PLUS, *_EPSILON, *_BASE),
+            is_for_all_layers=True,
         ),
         Preset(
             "epsilon_plus_flat",
             f"LRP: flat on the first layer, zplus on other convolutions, epsilon on other dense layers. {_EPS_NOTE}",
             f"{_CITED}, EpsilonPlusFlat",
             (_FLAT, *_PLUS, *_EPSILON, *_BASE),
+            is_for_all_layers=True,
         ),
         Preset(
             "epsilon_alpha2_beta1",
             f"LRP: alpha 2, beta 1 on convolutions, epsilon on dense layers. {_EPS_NOTE}",
             f"{_CITED}, EpsilonAlpha2Beta1",
             (*_ALPHA_BETA, *_EPSILON, *_BASE),
+            is_for_all_layers=True,
         ),
         Preset(
             "epsilon_alpha2_beta1_flat",
@@ -148,19 +160,22 @@ PRESETS = Presets(
             f"{_EPS_NOTE}",
             f"{_CITED}, EpsilonAlpha2Beta1Flat",
             (_FLAT, *_ALPHA_BETA, *_EPSILON, *_BASE),
+            is_for_all_layers=True,
         ),
         Preset(
             "epsilon_gamma_box",
             "LRP: zbox on the first convolution, whose inputs lie within low and high, gamma on the others, epsilon on "
             f"dense layers. {_EPS_NOTE}",
             f"{_CITED}, EpsilonGammaBox",
-            (_BOX, *_layers("@convolution", "lrp_gamma", gamma=0.25, eps=_EPS), *_EPSILON, *_BASE),
+            (_BOX, _layers("@convolution", "lrp_gamma", gamma=0.25, eps=_EPS), *_EPSILON, *_BASE),
+            is_for_all_layers=True,
         ),
         Preset(
             "excitation_backprop",
             "zplus on convolutions and dense layers, norm on sums and average pools, own gradients elsewhere.",
             f"Zhang et al. 2016, arXiv:1608.00507; {_CITED}, ExcitationBackprop",
-            (*_layers("@linear", "lrp_zplus", eps=_EPS), *_SUMS),
+            (_layers("@linear", "lrp_zplus", eps=_EPS), _NORMALIZATION, *_SUMS),
+            is_for_all_layers=True,
         ),
         Preset(
             "deconvnet",

@@ -21,6 +21,15 @@ def _softmax_slope(logits: str) -> str:
     return f"{p} * (dy - sum(dy * {p}, axis=-1)) / tau"
 
 
+def _swish_sign() -> str:
+    """Returns dy * beta * (2 - z tanh(z/2)) / (1 + cosh(z)) for z = beta x, without overflow.
+
+    The formula is even in z, and 1 / (1 + cosh(z)) is 2e / (1 + e)² with e = exp(-z). From z = 1000 on it is 0.
+    """
+    z = "minimum(abs(beta * x), 1000)"
+    return f"dy * beta * (2 - {z} * tanh({z} / 2)) * 2 * exp(-{z}) / square(1 + exp(-{z}))"
+
+
 def _fake_quant() -> str:
     """Returns TensorFlow's gradient: 0 is a level of the moved bounds, which get the gradient outside of them."""
     lowest, highest = "narrow_range", "(2 ** num_bits - 1)"
@@ -47,7 +56,7 @@ RULES = (
         "ste_sign",
         "where(abs(x) <= clip, dy, 0)",
         "Passes the gradient where abs(x) <= clip (edges included); zero elsewhere.",
-        "Courbariaux et al. 2016 (BinaryNet), arXiv:1602.02830, eq. 4; larq ste_sign",
+        "Courbariaux et al. 2016 (BinaryNet), arXiv:1602.02830, eq. 4; larq 0.14.0 quantizers.py:79, clip_value 83",
         aliases=("ste_tern", "ste_heaviside"),
         params=(Param("clip", 1.0, "half the width of the window", "> 0"),),
         op_types=("Sign",),
@@ -56,14 +65,14 @@ RULES = (
         "approx_sign",
         "where(abs(x) <= 1, dy * (2 - 2 * abs(x)), 0)",
         "Uses the slope of a piecewise quadratic sign: 2 at 0, decreasing to 0 at abs(x) = 1.",
-        "Liu et al. 2018 (Bi-Real Net), arXiv:1808.00278; larq approx_sign",
+        "Liu et al. 2018 (Bi-Real Net), arXiv:1808.00278; larq 0.14.0 quantizers.py:104",
         op_types=("Sign",),
     ),
     BuiltinRule(
         "swish_sign",
-        "dy * beta * (2 - beta * x * tanh(beta * x / 2)) / (1 + cosh(beta * x))",
-        "Uses the slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4, zero where cosh overflows.",
-        "Darabi et al. 2018 (BNN+), arXiv:1812.11800; larq swish_sign",
+        _swish_sign(),
+        "Uses the slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4, vanishing far from 0.",
+        "Darabi et al. 2018 (BNN+), arXiv:1812.11800; larq 0.14.0 quantizers.py:114, beta 109",
         params=(Param("beta", 5.0, "steepness", "> 0"),),
         op_types=("Sign",),
     ),
@@ -72,7 +81,7 @@ RULES = (
         "where(abs(x) <= clip, dy, 0) * mean(abs(x), axis='channel')",
         "ste_sign times the mean magnitude of each channel (last axis), which is treated as a constant. The edges are "
         "included.",
-        "Liu et al. 2018 (Bi-Real Net), arXiv:1808.00278, section 3.3; larq MagnitudeAwareSign",
+        "Liu et al. 2018 (Bi-Real Net), arXiv:1808.00278, section 3.3; larq 0.14.0 quantizers.py:458, clip_value 452",
         params=(Param("clip", 1.0, "half the width of the window", "> 0"),),
         op_types=("Sign",),
     ),
@@ -87,7 +96,7 @@ RULES = (
         "sign_clip_gradient",
         "clip(dy, -c, c)",
         "Clips the gradient to [-c, c].",
-        "TensorLayer, sign()",
+        "tensorlayer 2.2.5 activation.py:258",
         params=(Param("c", 1.0, "largest absolute gradient", "> 0"),),
         op_types=("Sign",),
     ),
@@ -95,7 +104,8 @@ RULES = (
         "ede",
         "dy * k * t * (1 - square(tanh(t * x)))",
         "Uses the slope of k tanh(t x). During training, raise t and set k = max(1/t, 1), with values in each call.",
-        "Qin et al. 2020 (IR-Net, error decay estimator), arXiv:1909.10788, eq. 9",
+        "Qin et al. 2020 (IR-Net, error decay estimator), arXiv:1909.10788, eq. 9; htqin/IR-Net@f63a590 "
+        "CIFAR-10/ResNet20/1w1a/modules/binaryfunction.py:15; k 1 and t 1 are gradrule's own choice",
         params=(Param("k", 1.0, "height of the tanh"), Param("t", 1.0, "steepness", "> 0")),
         op_types=("Sign",),
     ),
@@ -103,7 +113,8 @@ RULES = (
         "reste",
         "dy * where(abs(x) <= m, m ** (1 / o) / m, where(abs(x) <= t, abs(x) ** ((1 - o) / o) / o, 0))",
         "Uses the slope of sign(x) abs(x)^(1/o): constant m^(1/o)/m where abs(x) <= m, zero where abs(x) > t.",
-        "Wu et al. 2023 (ReSTE), arXiv:2308.06689",
+        "Wu et al. 2023 (ReSTE), arXiv:2308.06689; DravenALG/ReSTE@0d3c36a "
+        "model/binary_module/binarized_modules.py:84, t 17, m 80, utils/arguments.py:148 (o)",
         params=(
             Param("o", 3.0, "order of the root", ">= 1"),
             Param("t", 1.5, "half the width of the window", "> 0"),
@@ -115,7 +126,8 @@ RULES = (
         "ewgs",
         "dy * (1 + delta * sign(dy) * (x - y))",
         "Scales the gradient of each element according to the difference between x and its rounded value.",
-        "Lee, Kim, Ham 2021 (element-wise gradient scaling), arXiv:2104.00903, eq. 4",
+        "Lee, Kim, Ham 2021 (element-wise gradient scaling), arXiv:2104.00903, eq. 4; "
+        "cvlab-yonsei/EWGS@56c654c CIFAR10/custom_modules.py:29; delta 0.001 is gradrule's own choice",
         params=(Param("delta", 1e-3, "strength; 0 is the same as ste", ">= 0"),),
         op_types=("Round",),
     ),
@@ -123,7 +135,8 @@ RULES = (
         "soft_round",
         "dy * alpha * (1 - square(tanh(alpha * (x - floor(x) - 0.5)))) / (2 * tanh(alpha / 2))",
         "Uses the slope of a soft rounding function: largest halfway between integers; nearly 1 for a small alpha.",
-        "Agustsson, Theis 2020, arXiv:2006.09952; tensorflow-compression soft_round",
+        "Agustsson, Theis 2020, arXiv:2006.09952, section 4.1; the slope of tensorflow-compression 2.14.1 "
+        "python/ops/round_ops.py:72; alpha 5 is gradrule's own choice",
         params=(Param("alpha", 5.0, "steepness", "> 0"),),
         op_types=("Round",),
     ),
@@ -131,7 +144,7 @@ RULES = (
         "clamp_window",
         "first(where(lo <= x <= hi, dy, 0))",
         "Passes the gradient to the first input where lo <= x <= hi (edges included); zero elsewhere.",
-        "spikingjelly",
+        "spikingjelly 0.0.0.0.14 activation_based/quantize.py:71 (2.0.0 has PyTorch's own gradient there)",
         params=(Param("lo", None, "lower edge"), Param("hi", None, "upper edge")),
         op_types=("ClipByValue",),
     ),
@@ -139,7 +152,7 @@ RULES = (
         "abs_binary_sign",
         "where(x >= 0, dy, -dy)",
         "The gradient of abs, but with slope +1 at 0. TensorFlow's slope at 0 is 0.",
-        "brevitas, abs_binary_sign_grad",
+        "brevitas 0.13.4 ops/autograd_ste_ops.py:379",
         op_types=("Abs",),
         true_gradient=True,
     ),
@@ -147,7 +160,8 @@ RULES = (
         "log_tailed_relu",
         "dy * where(x <= 0, alpha, where(x <= 1, 1, 1 / x))",
         "Uses the slope alpha where x <= 0, 1 where 0 < x <= 1, and 1/x where x > 1.",
-        "Cai et al. 2017 (HWGQ), arXiv:1702.00953, eq. 11",
+        "Cai et al. 2017 (HWGQ), arXiv:1702.00953, eq. 11; spikingjelly 2.0.0 "
+        "activation_based/surrogate.py:2678, alpha 2735",
         params=(Param("alpha", 0.0, "slope for x <= 0"),),
         op_types=("Relu",),
     ),
@@ -156,7 +170,7 @@ RULES = (
         "(where(x >= x1 or dy < 0, dy, 0), None)",
         "For Maximum(x, b): passes the gradient to x where x >= b, or where gradient descent would increase x. "
         "b gets no gradient; it must broadcast to the shape of x.",
-        "tensorflow-compression, lower_bound (identity_if_towards)",
+        "tensorflow-compression 2.14.1 python/ops/math_ops.py:134 (identity_if_towards)",
         op_types=("Maximum",),
     ),
     BuiltinRule(
@@ -164,14 +178,14 @@ RULES = (
         "(where(x <= x1 or dy > 0, dy, 0), None)",
         "For Minimum(x, b): passes the gradient to x where x <= b, or where gradient descent would decrease x. "
         "b gets no gradient; it must broadcast to the shape of x.",
-        "tensorflow-compression, upper_bound (identity_if_towards)",
+        "tensorflow-compression 2.14.1 python/ops/math_ops.py:69 (identity_if_towards)",
         op_types=("Minimum",),
     ),
     BuiltinRule(
         "passthrough_sigmoid",
         "dy",
         "Passes the gradient unchanged, without multiplying it by the slope of the sigmoid.",
-        "public code (hard gates with a sigmoid forward)",
+        "gradrule's own choice, for hard gates with a sigmoid forward",
         op_types=("Sigmoid",),
     ),
     BuiltinRule(
@@ -188,7 +202,7 @@ RULES = (
         ") / (2 ** bits - 1) - 0.5)",
         "Quantises the gradient of each sample to 2^bits levels between -m and m, where m is its largest magnitude, "
         "after adding noise of up to half a level. A gradient of zeros stays zero.",
-        "Zhou et al. 2016 (DoReFa-Net), arXiv:1606.06160, section 2.5",
+        "Zhou et al. 2016 (DoReFa-Net), arXiv:1606.06160, section 2.5; bits 6 is gradrule's own choice",
         params=(Param("bits", 6.0, "number of bits of a quantised gradient", ">= 1, <= 16, integer"), _SEED),
         op_types=("Identity",),
     ),
@@ -204,7 +218,7 @@ RULES = (
     BuiltinRule(
         "lsq",
         "(where(qn < x0 / x1 < qp, dy, 0), sum_to(dy * where(x0 / x1 <= qn, qn, where(x0 / x1 >= qp, qp, round(x0 / "
-        "x1) - x0 / x1)), x1) / sqrt(size(x0) * qp))",
+        "x1) - x0 / x1)), x1) / sqrt(maximum(size(x0), 1) * qp))",
         "For a region that computes s round(clip(x / s, qn, qp)) from x and a learned step size s > 0, which "
         "broadcasts to x. Edges count as clipped: the gradient of x is 0 there, and s gets qn or qp times dy.",
         "Esser et al. 2020 (LSQ), arXiv:1902.08153, sections 2.1 and 2.2; N of its gradient scale counts the elements "
@@ -219,7 +233,8 @@ RULES = (
         _fake_quant(),
         "TensorFlow's own gradient as a formula: x gets dy where it is within the adjusted bounds (edges included); "
         "min and max get the sum of dy below and above the bounds. If min and max are 0, x gets dy.",
-        "TensorFlow, FakeQuantWithMinMaxVars; Jacob et al. 2018, arXiv:1712.05877",
+        "tensorflow 2.21.0 include/tensorflow/core/kernels/fake_quant_ops_functor.h:41; Jacob et al. 2018, "
+        "arXiv:1712.05877; narrow_range and num_bits as the op's attributes",
         params=(
             Param("num_bits", 8.0, "as the op's attribute", ">= 2, <= 16, integer"),
             Param("narrow_range", 0.0, "as the op's attribute; 1 omits the lowest level", ">= 0, <= 1, integer"),
@@ -231,7 +246,7 @@ RULES = (
         _softmax_slope("x"),
         "For a region that computes the one-hot vector of the largest logit x: the gradient of softmax(x / tau) along "
         "the last axis.",
-        "straight-through softmax; Jang, Gu, Poole 2017, arXiv:1611.01144, section 2.2",
+        "Jang, Gu, Poole 2017, arXiv:1611.01144, section 2.2, without noise; tau 1 is gradrule's own choice",
         params=(_TAU,),
     ),
     BuiltinRule(
@@ -239,7 +254,8 @@ RULES = (
         _softmax_slope("x - log(-log(maximum(uniform(x, seed), 1e-7)))"),
         "As argmax_softmax, with Gumbel noise added to the logits. The rule draws the noise from its seed (uniform "
         "numbers are at least 1e-7), so it differs from noise that the forward pass draws.",
-        "Jang, Gu, Poole 2017 (Straight-Through Gumbel-Softmax), arXiv:1611.01144, section 2.2",
+        "Jang, Gu, Poole 2017 (Straight-Through Gumbel-Softmax), arXiv:1611.01144, section 2.2; tau 1 and "
+        "the bound 1e-7 are gradrule's own choice",
         params=(_TAU, _SEED),
     ),
 )

@@ -6,15 +6,32 @@ are computed when the graph runs. Random numbers depend only on the seed and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from gradrule.common.dtypes import dtype_name
 from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt
-from gradrule_server.rules.language.functions import BINARY, FLOAT, REDUCTIONS, SMOOTH, UNARY, Domain, Elementwise
+from gradrule_server.rules.language.functions import (
+    BINARY,
+    COMPARISONS,
+    FLOAT,
+    REDUCTIONS,
+    SMOOTH,
+    UNARY,
+    Domain,
+    Elementwise,
+)
 from gradrule_server.rules.language.syntax_tree import Axes
-from gradrule_server.rules.language.values import GraphBuilder, TypeConflictError, Value, coerce, reduced_sources
+from gradrule_server.rules.language.values import (
+    GraphBuilder,
+    TypeConflictError,
+    Value,
+    coerce,
+    number,
+    reduced_sources,
+)
 from gradrule_server.rules.signature import COMPLEX_TYPES, REAL_TYPES
 
 _INT64 = Dt.DT_INT64
@@ -32,6 +49,8 @@ class Context(Protocol):
 
     @property
     def x_dtype(self) -> int: ...
+
+    def own_type(self, value: Value) -> tuple[str, int]: ...
 
     def strong(self, value: Value) -> tuple[str, int]: ...
 
@@ -52,31 +71,40 @@ def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
             )
         return _reduced(context, op, axes, value, coerce(value, Dt.DT_BOOL, context.builder), Dt.DT_BOOL)
     value = context.numeric(value)
-    tensor, dtype = context.strong(value)
+    tensor, dtype = context.own_type(value)
     context.require(dtype, domain, function)
     return _reduced(context, op, axes, value, tensor, dtype)
 
 
 def norm(context: Context, axes: Axes, value: Value) -> Value:
-    """Adds the Euclidean norm. 16-bit types are computed in float32, in which squares do not overflow."""
+    """Adds the Euclidean norm, as scale * sqrt(sum(square(v / scale))).
+
+    The scale is the largest magnitude, or 1 where that is 0 or not finite. So the result overflows only if the norm
+    itself does. The scale counts as a constant, because the norm does not depend on it.
+    """
     value = context.numeric(value)
-    tensor, dtype = context.strong(value)
+    tensor, dtype = context.own_type(value)
     context.require(dtype, SMOOTH, "norm")
     builder = context.builder
     if dtype in COMPLEX_TYPES:
         real = REAL_TYPES[dtype]
-        tensor, given, within = builder.add("ComplexAbs", tensor, T=dtype, Tout=real), real, real
+        tensor, dtype = builder.add("ComplexAbs", tensor, T=dtype, Tout=real), real
+        magnitude = tensor
     else:
-        given = dtype
-        within = Dt.DT_FLOAT if dtype in (Dt.DT_HALF, Dt.DT_BFLOAT16) else dtype
-        if within != given:
-            tensor = builder.add("Cast", tensor, SrcT=given, DstT=within, Truncate=False)
-    squares = builder.add("Square", tensor, T=within)
-    total = _reduced(context, "Sum", axes, value, squares, within)
-    root = builder.add("Sqrt", total.tensor or "", T=within)
-    if within != given:
-        root = builder.add("Cast", root, SrcT=within, DstT=given, Truncate=False)
-    return Value(given, root, sources=total.sources)
+        magnitude = builder.add("Abs", tensor, T=dtype)
+    largest = _reduced(context, "Max", axes, value, magnitude, dtype)
+    zero, inf, one = (builder.constant(number, dtype) for number in (0.0, math.inf, 1.0))
+    fixed = builder.add("StopGradient", largest.tensor or "", T=dtype)
+    usable = builder.add(
+        "LogicalAnd",
+        builder.add("Greater", fixed, zero, T=dtype),
+        builder.add("Less", fixed, inf, T=dtype),
+    )
+    scale = builder.add("SelectV2", usable, fixed, one, T=dtype)
+    squares = builder.add("Square", builder.add("RealDiv", tensor, scale, T=dtype), T=dtype)
+    total = _reduced(context, "Sum", axes, value, squares, dtype)
+    root = builder.add("Mul", scale, builder.add("Sqrt", total.tensor or "", T=dtype), T=dtype)
+    return Value(dtype, root, weak=value.weak, sources=largest.sources)
 
 
 def size(context: Context, axes: Axes, value: Value) -> Value:
@@ -100,6 +128,16 @@ def size(context: Context, axes: Axes, value: Value) -> Value:
         product = builder.add("Prod", wanted, builder.constant(0, _INT32), T=_INT64, Tidx=_INT32, keep_dims=False)
         return Value(_INT64, product, weak=True)
     sizes = [_dimension(builder, shape, axis) for axis in axes.axes]
+    if min(axes.axes) < 0 <= max(axes.axes):
+        # A negative axis may be one of the others, which only TensorFlow's reductions notice: multiply by a sum
+        # over these axes that is 1.
+        ones = builder.add(
+            "Fill", builder.add("OnesLike", shape, T=_INT64), builder.constant(1, _INT64), T=_INT64, index_type=_INT64
+        )
+        indices = builder.constant(list(axes.axes), _INT32)
+        one = builder.add("Sum", ones, indices, T=_INT64, Tidx=_INT32, keep_dims=False)
+        scalar = builder.constant([], _INT32)
+        sizes.append(builder.add("Reshape", one, scalar, T=_INT64, Tshape=_INT32))
     product = sizes[0]
     for other in sizes[1:]:
         product = builder.add("Mul", product, other, T=_INT64)
@@ -116,11 +154,32 @@ def log_softmax(context: Context, axes: Axes, value: Value) -> Value:
     return _softmax(context, axes, value, log=True)
 
 
+def erf(context: Context, value: Value) -> Value:
+    """Adds the error function. TensorFlow's kernel gives NaN for infinities in float64."""
+    value = context.numeric(value)
+    if value.dtype == Dt.DT_DOUBLE and value.constant is None:
+        # Beyond these bounds the result is -1 or 1 exactly, and its derivative 0.
+        value = context.elementwise(BINARY["maximum"], [value, number(-30.0)], "erf")
+        value = context.elementwise(BINARY["minimum"], [value, number(30.0)], "erf")
+    return context.elementwise(UNARY["erf"], [value], "erf")
+
+
+def digamma(context: Context, value: Value) -> Value:
+    """Adds the digamma function. At 0, where TensorFlow's kernel gives NaN, it is -1/v, an infinity."""
+    value = context.numeric(value)
+    found = context.elementwise(UNARY["digamma"], [value], "digamma")
+    pole = coerce(context.elementwise(BINARY["/"], [number(-1.0), value], "digamma"), found.dtype, context.builder)
+    at_pole = context.elementwise(COMPARISONS["=="], [value, number(0.0)], "digamma")
+    condition = coerce(at_pole, Dt.DT_BOOL, context.builder)
+    tensor = context.builder.add("SelectV2", condition, pole, found.tensor or "", T=found.dtype)
+    return Value(found.dtype, tensor, weak=found.weak, sources=found.sources)
+
+
 def sum_to(context: Context, value: Value, like: Value) -> Value:
     """Adds the sum of `value` over the axes along which `like` would be broadcast to the shape of `value`."""
     builder = context.builder
     value = context.numeric(value)
-    tensor, dtype = context.strong(value)
+    tensor, dtype = context.own_type(value)
     context.require(dtype, REDUCTIONS["sum"][1], "sum_to")
     like_tensor, like_dtype = context.strong(like)
     shape = builder.add("Shape", tensor, T=dtype, out_type=_INT32)
@@ -129,18 +188,18 @@ def sum_to(context: Context, value: Value, like: Value) -> Value:
     total = builder.add("Sum", tensor, axes, T=dtype, Tidx=_INT32, keep_dims=False)
     # TensorFlow's error shows the name of the node, so the name describes the error.
     summed = builder.add("Reshape", total, wanted, name="sum_to_shape_of_like", T=dtype, Tshape=_INT32)
-    return Value(dtype, summed, sources=like.sources)
+    return Value(dtype, summed, weak=value.weak, sources=like.sources)
 
 
 def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:
     function = "log_softmax" if log else "softmax"
     value = context.numeric(value)
-    tensor, dtype = context.strong(value)
+    tensor, dtype = context.own_type(value)
     context.require(dtype, Domain.FLOAT, function)
-    value = Value(dtype, tensor, sources=value.sources)
+    value = Value(dtype, tensor, weak=value.weak, sources=value.sources)
     if axes == Axes("list", (-1,)):
         op = "LogSoftmax" if log else "Softmax"
-        return Value(dtype, context.builder.add(op, tensor, T=dtype), sources=value.sources)
+        return Value(dtype, context.builder.add(op, tensor, T=dtype), weak=value.weak, sources=value.sources)
     # Subtracting the largest value does not change the result and keeps exp from overflowing.
     largest = _reduced(context, "Max", axes, value, tensor, dtype)
     shifted = context.elementwise(BINARY["-"], [value, largest], function)
@@ -163,7 +222,7 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
             indices = builder.constant(0, _INT32)
         else:
             indices = builder.constant([], _INT32)
-        return Value(dtype, builder.add(op, tensor, indices, Tidx=_INT32, keep_dims=False, **types))
+        return Value(dtype, builder.add(op, tensor, indices, Tidx=_INT32, keep_dims=False, **types), weak=value.weak)
     if axes.kind in _AXES_NODES:
         indices = _named_axes(builder, axes.kind, tensor, dtype)
     else:
@@ -171,6 +230,7 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
     return Value(
         dtype,
         builder.add(op, tensor, indices, Tidx=_INT32, keep_dims=True, **types),
+        weak=value.weak,
         sources=reduced_sources(value),
     )
 
@@ -217,6 +277,8 @@ WITH_AXES: Mapping[str, Callable[[Context, Axes, Value], Value]] = {
     "log_softmax": log_softmax,
 }
 
+EDGE_CASES: Mapping[str, Callable[[Context, Value], Value]] = {"erf": erf, "digamma": digamma}
+
 SALT = "salt"
 
 # TensorFlow's number of the Philox generator, which gives the same numbers on CPU and GPU.
@@ -230,8 +292,10 @@ def salt(builder: GraphBuilder) -> str:
     return builder.placeholder(SALT, Dt.DT_INT64, scalar=True)
 
 
-def draw(context: Context, op: str, like: Value, seed: Value, salted: str, number: int) -> Value:
-    """Adds random numbers of the shape and type of `like`, with the seed [seed, salt + number * stride] modulo 2**64.
+def draw(context: Context, op: str, like: Value, seed: Value, salted: str, draw_number: int) -> Value:
+    """Adds random numbers of the shape and type of `like`.
+
+    The seed is [seed, salt + draw_number * stride], modulo 2**64.
 
     The numbers are those of TensorFlow's `stateless_uniform` and `stateless_normal`. The older ops of these names give
     the same numbers, but XLA does not compile them.
@@ -242,13 +306,13 @@ def draw(context: Context, op: str, like: Value, seed: Value, salted: str, numbe
         like: The value whose shape and type the numbers have.
         seed: The seed.
         salted: The placeholder of `salt`.
-        number: A number that differs for each draw of a rule.
+        draw_number: A number that differs for each draw of a rule.
     """
     builder = context.builder
     like = context.numeric(like)
     tensor, dtype = context.strong(like)
     context.require(dtype, FLOAT, "uniform" if "Uniform" in op else "normal")
-    offset = (number * _STRIDE + 2**63) % 2**64 - 2**63
+    offset = (draw_number * _STRIDE + 2**63) % 2**64 - 2**63
     own = builder.add("AddV2", salted, builder.constant(offset, Dt.DT_INT64), T=Dt.DT_INT64) if offset else salted
     pair = builder.add("Pack", _seed_as_int64(builder, seed), own, T=Dt.DT_INT64, N=_int(2), axis=_int(0))
     key = builder.add("StatelessRandomGetKeyCounter", pair, Tseed=Dt.DT_INT64)

@@ -39,14 +39,12 @@ class Elementwise:
         domain: Accepted element types.
         fold: Computes the function for float64 constants; None: TensorFlow computes it.
         gives_bool: Whether the result is bool.
-        wide: Whether bfloat16 is computed in float32, because the op has no kernel for bfloat16.
     """
 
     op: str
     domain: Domain
     fold: Fold | None = None
     gives_bool: bool = False
-    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +107,11 @@ UNARY: Mapping[str, Elementwise] = {
     "relu": Elementwise("Relu", REAL, lambda value: np.maximum(value, 0.0)),
     "erf": Elementwise("Erf", FLOAT, math.erf),
     "erfc": Elementwise("Erfc", FLOAT, math.erfc),
-    "lgamma": Elementwise("Lgamma", FLOAT, wide=True),
-    "digamma": Elementwise("Digamma", FLOAT, wide=True),
+    "lgamma": Elementwise("Lgamma", FLOAT),
+    "digamma": Elementwise("Digamma", FLOAT),
     "floor": Elementwise("Floor", FLOAT, np.floor),
     "ceil": Elementwise("Ceil", FLOAT, np.ceil),
-    # Round and Rint both round halves to even, but Rint has no kernel for the 16-bit types.
+    # Round and Rint both round halves to even.
     "round": Elementwise("Round", FLOAT, np.round),
     "rint": Elementwise("Round", FLOAT, np.round),
     "is_finite": Elementwise("IsFinite", FLOAT, np.isfinite, gives_bool=True),
@@ -166,6 +164,20 @@ MIXING = frozenset(REDUCTIONS) | {"norm", "size", "softmax", "log_softmax"}
 # Ops of random numbers; both functions take a value, for the shape, and a seed.
 RANDOM: Mapping[str, str] = {"uniform": "StatelessRandomUniformV2", "normal": "StatelessRandomNormalV2"}
 
+# Arguments of which only shape or type matter, by function and position.
+SHAPE_ONLY: Mapping[str, tuple[int, ...]] = {
+    "zeros_like": (0,),
+    "ones_like": (0,),
+    "size": (0,),
+    "uniform": (0,),
+    "normal": (0,),
+    "cast": (1,),
+    "sum_to": (1,),
+}
+
+# The function around a gradient that does not depend on the upstream gradient.
+IGNORE_DY = "ignore_dy"
+
 CONSTANTS: Mapping[str, float | bool] = {"pi": math.pi, "inf": math.inf, "nan": math.nan, "True": True, "False": False}
 
 
@@ -190,6 +202,7 @@ def _functions() -> dict[str, Function]:
         Function("cast", 'cast(v, like) or cast(v, "float32")', 2, 2),
         Function("each", "each(expression)", 1, 1),
         Function("first", "first(expression)", 1, 1),
+        Function(IGNORE_DY, f"{IGNORE_DY}(expression)", 1, 1),
     ]
     return {function.name: function for function in functions}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from gradrule_server.rules.language import composite_functions
 from gradrule_server.rules.language.functions import (
     BINARY,
     COMPARISONS,
+    IGNORE_DY,
     RANDOM,
     REDUCTIONS,
     UNARY,
@@ -39,6 +41,7 @@ from gradrule_server.rules.language.values import (
     broadcast_sources,
     coerce,
     common_dtype,
+    depends_on_variables,
     number,
     truth,
 )
@@ -144,7 +147,7 @@ class Lowering:
                 # The op's own gradient has the shape of its input.
                 shape_of = f"x{index}" if family == "default" else name
                 self.inputs[name] = self.builder.placeholder(name, dtype)
-                return Value(dtype, self.inputs[name], sources=frozenset({shape_of}))
+                return Value(dtype, self.builder.variable(self.inputs[name], dtype), sources=frozenset({shape_of}))
             case Call():
                 return self._call(expression)
 
@@ -152,7 +155,7 @@ class Lowering:
         """Returns the tensor of the gradient of input `index`. Raises RULE_OUTPUT if it has another type."""
         wanted = self._signature.inputs[index]
         if value.weak or value.dtype == wanted:
-            return coerce(value, wanted, self.builder)
+            return self.builder.result(coerce(value, wanted, self.builder), wanted)
         given = (
             "a truth value: multiply it by dy"
             if value.is_bool
@@ -167,6 +170,11 @@ class Lowering:
             ),
             field="expression",
         )
+
+    def own_type(self, value: Value) -> tuple[str, int]:
+        """Returns tensor and type of a value; literals and params are float64."""
+        dtype = Dt.DT_DOUBLE if value.weak else value.dtype
+        return coerce(value, dtype, self.builder), dtype
 
     def strong(self, value: Value) -> tuple[str, int]:
         """Returns tensor and type of a value; literals and params get the type of x."""
@@ -221,11 +229,14 @@ class Lowering:
         if function == "compare":
             return self._compare(call.comparisons, arguments)
         if function == "cast" and call.dtype is not None:
-            return self._cast(arguments[0], call.dtype)
+            value = self._cast(arguments[0], call.dtype)
+            return replace(value, tensor=self.builder.rounded(value.tensor or "", call.dtype))
         if function in ("and", "or", "not"):
             return self._logic(function, arguments)
         if function == "abs" and arguments[0].dtype in COMPLEX_TYPES:
             return self._of_complex("ComplexAbs", arguments[0])
+        if function in composite_functions.EDGE_CASES:
+            return composite_functions.EDGE_CASES[function](self, arguments[0])
         if function in UNARY:
             return self.elementwise(UNARY[function], [self.numeric(arguments[0])], function)
         if function in BINARY:
@@ -247,10 +258,7 @@ class Lowering:
         self.require(dtype, row.domain, function)
         tensors = [coerce(value, dtype, self.builder) for value in values]
         sources = broadcast_sources(values)
-        if row.wide and dtype == Dt.DT_BFLOAT16:
-            tensors = [self._recast(tensor, dtype, Dt.DT_FLOAT) for tensor in tensors]
-            tensor = self._recast(self.builder.add(row.op, *tensors, T=Dt.DT_FLOAT), Dt.DT_FLOAT, dtype)
-        elif row.op in ("Equal", "NotEqual"):
+        if row.op in ("Equal", "NotEqual"):
             tensor = self.builder.add(row.op, *tensors, T=dtype, incompatible_shape_error=True)
         else:
             tensor = self.builder.add(row.op, *tensors, T=dtype)
@@ -307,7 +315,7 @@ class Lowering:
         dtype = Dt.DT_DOUBLE if common is None else common
         # A choice between two literals gets the type of x here: float64 would not be more precise.
         weak = common is None
-        if weak and any(not source.startswith("param/") for source in condition.sources):
+        if weak and depends_on_variables(condition):
             dtype, weak = self.x_dtype, False
         tensors = [coerce(branch, dtype, self.builder) for branch in branches]
         tensor = self.builder.add("SelectV2", *self._bools([condition]), *tensors, T=dtype)
@@ -330,10 +338,7 @@ class Lowering:
             )
         if value.constant is not None:
             return Value(dtype, coerce(value, dtype, self.builder))
-        tensor = value.tensor or ""
-        if value.dtype != dtype:
-            tensor = self._recast(tensor, value.dtype, dtype)
-        return Value(dtype, tensor, sources=value.sources)
+        return Value(dtype, self.builder.cast(value.tensor or "", value.dtype, dtype), sources=value.sources)
 
     def _type_like(self, like: Expression) -> int:
         """Returns the type of `like`, without adding nodes if it is a variable."""
@@ -342,12 +347,9 @@ class Lowering:
         value = self.value(like)
         return self.x_dtype if value.weak else value.dtype
 
-    def _recast(self, tensor: str, source: int, target: int) -> str:
-        return self.builder.add("Cast", tensor, SrcT=source, DstT=target, Truncate=False)
-
     def _like(self, op: str, value: Value) -> Value:
-        tensor, dtype = self.strong(self.numeric(value))
-        return Value(dtype, self.builder.add(op, tensor, T=dtype), sources=value.sources)
+        tensor, dtype = self.own_type(self.numeric(value))
+        return Value(dtype, self.builder.add(op, tensor, T=dtype), weak=value.weak, sources=value.sources)
 
     def _stop_gradient(self, value: Value) -> Value:
         if value.tensor is None:
@@ -375,6 +377,7 @@ class Lowering:
 
 _SPECIAL: Mapping[str, Callable[[Lowering, list[Value]], Value]] = {
     "+v": lambda lowering, values: lowering.numeric(values[0]),
+    IGNORE_DY: lambda lowering, values: values[0],
     "where": Lowering._where,
     "clip": Lowering._clip,
     "zeros_like": lambda lowering, values: lowering._like("ZerosLike", values[0]),

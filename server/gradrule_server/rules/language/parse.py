@@ -11,13 +11,22 @@ from gradrule_server.errors import GradruleError, did_you_mean, error
 from gradrule_server.rules.language.functions import (
     CONSTANTS,
     FUNCTIONS,
+    IGNORE_DY,
     LOGIC,
     RANDOM,
     SPELLINGS,
     UNARY,
     Function,
 )
-from gradrule_server.rules.language.source import ALLOWED, MAX_DEPTH, Source, invalid_expression, quoted, read
+from gradrule_server.rules.language.source import (
+    ALLOWED,
+    MAX_DEPTH,
+    Source,
+    invalid_expression,
+    quoted,
+    read,
+    with_caret,
+)
 from gradrule_server.rules.language.syntax_tree import (
     EVERYTHING,
     FAMILIES,
@@ -34,6 +43,10 @@ from gradrule_server.rules.language.syntax_tree import (
     Single,
     Variable,
     declared_params_text,
+    depends_on_dy,
+    expressions_of,
+    is_zero,
+    param_name_problem,
     split_variable,
     walk,
 )
@@ -60,14 +73,19 @@ _LAST_AXIS = Axes("list", (-1,))
 _AXES = 'an axis is None, an integer, a tuple of integers, "sample" or "channel"'
 
 
-def parse(expression: str, params: Sequence[str] = ()) -> Formula:
+def parse(expression: str, params: Sequence[str] = (), *, stored: bool = False) -> Formula:
     """Parses and checks an expression over the variables and `params`.
+
+    Args:
+        expression: The text.
+        params: The names of the declared params.
+        stored: Whether the expression was accepted before, maybe by a version that refused less.
 
     Raises:
         GradruleError: INVALID_EXPRESSION for a syntax error, or a number in place of a truth value; INVALID_RULE for an
-            expression that is only a constant.
+            expression that is only a constant, or has a gradient that drops the upstream gradient without saying so.
     """
-    source = read(expression)
+    source = read(expression, stored=stored)
     text = source.text
     formula = Formula(text, _Reader(source, params).form(source.body), tuple(params))
     for part in formula._parts:
@@ -81,7 +99,30 @@ def parse(expression: str, params: Sequence[str] = ()) -> Formula:
             "A gradient of zeros is zeros_like(x), one of ones is ones_like(x)",
             field="expression",
         )
+    for gradient in expressions_of(formula.form):
+        _check_dy(text, gradient, stored=stored)
     return formula
+
+
+def _check_dy(text: str, gradient: Expression, *, stored: bool) -> None:
+    """Refuses a gradient that drops the upstream gradient, unless it is zero or says `ignore_dy`."""
+    uses_dy = depends_on_dy(gradient)
+    if isinstance(gradient, Call) and gradient.function == IGNORE_DY:
+        if uses_dy:
+            raise invalid_expression(
+                text, gradient.offset, f"{IGNORE_DY}(…) is for a formula without dy and default, and this one uses them"
+            )
+    elif not (uses_dy or is_zero(gradient) or stored):
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_RULE,
+            with_caret(
+                text,
+                gradient.offset,
+                "this gradient depends on neither dy nor default, so nothing of the upstream gradient gets through: "
+                f"multiply by dy, dy * (…), or write {IGNORE_DY}(…) if that is meant",
+            ),
+            field="expression",
+        )
 
 
 def _check_truth_values(text: str, call: Call) -> None:
@@ -148,14 +189,20 @@ class _Reader:
                 raise self._error(
                     body, "an empty tuple has no gradient: write one entry per input, an expression or None"
                 )
-            return PerInput(tuple(None if _is_none(entry) else self._read(entry, 1) for entry in body.elts))
+            return PerInput(tuple(None if _is_none(entry) else self._gradient(entry, 1) for entry in body.elts))
         if isinstance(body, ast.Call) and isinstance(body.func, ast.Name) and body.func.id in ("each", "first"):
             _, (argument,) = self._signature(body, FUNCTIONS[body.func.id])
-            expression = self._read(argument, 1)
+            expression = self._gradient(argument, 1)
             return Each(expression) if body.func.id == "each" else First(expression)
         if _is_none(body):
             raise self._error(body, "None is not a gradient: write zeros_like(x) for a gradient of zeros")
-        return Single(self._read(body, 0))
+        return Single(self._gradient(body, 0))
+
+    def _gradient(self, node: ast.expr, depth: int) -> Expression:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == IGNORE_DY:
+            _, (argument,) = self._signature(node, FUNCTIONS[IGNORE_DY])
+            return Call(IGNORE_DY, (self._read(argument, depth + 1),), self._source.start(node))
+        return self._read(node, depth)
 
     def _read(self, node: ast.expr, depth: int) -> Expression:
         if depth > MAX_DEPTH:
@@ -167,6 +214,8 @@ class _Reader:
                 return self._name(node)
             case ast.Call():
                 return self._call(node, depth)
+            case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as op, right=right):
+                return self._bitwise(left, "&" if isinstance(op, ast.BitAnd) else "|", right, depth)
             case ast.BinOp(left=left, op=op, right=right):
                 symbol = _BINARY.get(type(op))
                 if symbol is None:
@@ -177,7 +226,7 @@ class _Reader:
                 return Call("-v", (self._read(operand, depth + 1),), self._source.start(node))
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
                 return Call("+v", (self._read(operand, depth + 1),), self._source.start(node))
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
+            case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=operand):
                 return Call("not", (self._read(operand, depth + 1),), self._source.start(node))
             case ast.BoolOp(op=op, values=values):
                 word = "and" if isinstance(op, ast.And) else "or"
@@ -194,6 +243,19 @@ class _Reader:
                 raise self._error(node, f"there are no attributes in the language: {ALLOWED}")
             case _:
                 raise self._error(node, f"this is not in the language: {ALLOWED}")
+
+    def _bitwise(self, left: ast.expr, symbol: str, right: ast.expr, depth: int) -> Call:
+        """Reads `&` or `|` of truth values; both mean the same as `and` and `or`."""
+        parts = (self._read(left, depth + 1), self._read(right, depth + 1))
+        offset = self._between(left, symbol)
+        if any(_is_number(part) for part in parts):
+            raise invalid_expression(
+                self._source.text,
+                offset,
+                f"{symbol} joins truth values, and binds more tightly than comparisons: write "
+                f"(x > 0) {symbol} (dy > 0), or use `and`, `or`",
+            )
+        return Call("and" if symbol == "&" else "or", parts, offset)
 
     def _constant(self, node: ast.Constant) -> Constant:
         value = node.value
@@ -235,12 +297,13 @@ class _Reader:
             return Constant(CONSTANTS[name], offset)
         if name in FUNCTIONS:
             raise self._error(node, f"{name!r} is a function and needs arguments: {FUNCTIONS[name].usage}")
-        known = [*FAMILIES, "x0", "x1", "y0", "dy0", "default0", *self._params, *CONSTANTS, *FUNCTIONS]
+        known = [*FAMILIES, "x0", "x1", "y0", "dy0", "default0", *self._params, *CONSTANTS]
+        example = name if param_name_problem(name) is None else "alpha"
         raise self._error(
             node,
             f"unknown name {quoted(name)}.{did_you_mean(name, known)} "
             "Names are x, y, dy, default, with or without an index, "
-            f"pi, inf, nan, and {declared_params_text(self._params)}",
+            f"pi, inf, nan, and {declared_params_text(self._params)}; declare a param: params={{{example!r}: 1.0}}",
         )
 
     def _compare(self, node: ast.Compare, depth: int) -> Call:
@@ -267,8 +330,9 @@ class _Reader:
                 node,
                 f"unknown function {quoted(name)}.{did_you_mean(name, FUNCTIONS)} Functions: {', '.join(FUNCTIONS)}",
             )
-        if name in ("each", "first"):
-            raise self._error(node, f"{name}(…) is allowed only around the whole expression")
+        if name in ("each", "first", IGNORE_DY):
+            whole = "formula of a gradient" if name == IGNORE_DY else "expression"
+            raise self._error(node, f"{name}(…) is allowed only around the whole {whole}")
         axes, positional = self._signature(node, function)
         offset = self._source.start(node)
         if name == "cast" and isinstance(positional[1], ast.Constant) and isinstance(positional[1].value, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+import unicodedata
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
@@ -33,12 +34,13 @@ _HINTS = {
     "{": "there are no braces in the language",
     ";": "an expression is one formula, without ;",
     "@": "there is no matrix product in the language",
-    "~": "write `not` for ~",
-    "&": "write `and` for &",
-    "|": "write `or` for |",
     "^": "write ** for a power",
     "!": "write `not` for !",
     "?": "write `a if c else b` or where(c, a, b)",
+    **{
+        typed: f"write {meant} for {typed}"
+        for typed, meant in zip("×·÷−≤≥≠²π", ("*", "*", "/", "-", "<=", ">=", "!=", "** 2", "pi"), strict=True)
+    },
 }
 
 
@@ -63,8 +65,8 @@ class Source:
         return self._shift + len(self._parsed[: node.end_col_offset].decode())
 
 
-def read(expression: str) -> Source:
-    """Parses an expression. Raises INVALID_EXPRESSION."""
+def read(expression: str, *, stored: bool = False) -> Source:
+    """Parses an expression. Raises INVALID_EXPRESSION. `stored`: it was accepted before, maybe by an older version."""
     if len(expression) > MAX_LENGTH:
         raise invalid_expression(
             expression,
@@ -76,7 +78,7 @@ def read(expression: str) -> Source:
     stripped = text.strip(" ")
     if not stripped:
         raise invalid_expression(text, 0, f"the expression is empty: {ALLOWED}")
-    _check_characters(text)
+    _check_characters(text, ascii_only=not stored)
     shift = len(text) - len(text.lstrip(" "))
     try:
         with _PARSER_LOCK:
@@ -92,7 +94,7 @@ def read(expression: str) -> Source:
         raise invalid_expression(text, shift, f"the expression cannot be read: {cause}") from None
 
 
-def _check_characters(text: str) -> None:
+def _check_characters(text: str, *, ascii_only: bool) -> None:
     """Refuses characters that the language does not use, also in strings, and deep nesting, before Python parses it."""
     depth = 0
     for offset, character in enumerate(text):
@@ -102,6 +104,11 @@ def _check_characters(text: str) -> None:
             raise invalid_expression(text, offset, _HINTS[character])
         if "\ud800" <= character <= "\udfff":
             raise invalid_expression(text, offset, "half of a surrogate pair is not a character")
+        if ascii_only and not character.isascii():
+            # Python would take letters such as a full-width x for the plain ones.
+            plain = unicodedata.normalize("NFKC", character)
+            instead = f": write {plain}" if plain.isascii() and plain.strip() else ""
+            raise invalid_expression(text, offset, f"{character!r} is no ASCII character{instead}")
         depth += (character == "(") - (character == ")")
         if depth > MAX_DEPTH:
             raise invalid_expression(text, offset, f"parentheses are nested more than {MAX_DEPTH} deep")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, MIXING
+from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, MIXING, SHAPE_ONLY
 from gradrule_server.rules.language.source import quoted
 
 FAMILIES = ("x", "y", "dy", "default")
@@ -173,6 +173,26 @@ def walk(expression: Expression) -> Iterator[Expression]:
         yield current
         if isinstance(current, Call):
             pending.extend(current.arguments)
+
+
+def depends_on_dy(expression: Expression) -> bool:
+    """Returns whether the value depends on the values of dy or default, not only on their shape or type."""
+    pending = [expression]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, Variable) and current.family in ("dy", "default"):
+            return True
+        if isinstance(current, Call):
+            unused = SHAPE_ONLY.get(current.function, ())
+            pending.extend(part for index, part in enumerate(current.arguments) if index not in unused)
+    return False
+
+
+def is_zero(expression: Expression) -> bool:
+    """Returns whether an expression is written as zero: 0 or zeros_like(v)."""
+    if isinstance(expression, Constant):
+        return expression.value == 0
+    return isinstance(expression, Call) and expression.function == "zeros_like"
 
 
 @dataclass(frozen=True)

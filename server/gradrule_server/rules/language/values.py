@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from gradrule.common.dtypes import as_dt, dtype_name
 from gradrule.common.op_inference import type_attr
 from gradrule.v1 import graph_pb2, tensor_pb2
 from gradrule.v1.tensor_pb2 import Dt
-from gradrule_server.rules.signature import DIFFERENTIABLE, INTEGER_TYPES, NUMPY_TYPES
+from gradrule_server.rules.signature import COMPUTED_IN, DIFFERENTIABLE, INTEGER_TYPES, NUMPY_TYPES
 
 # Version of TensorFlow's graph format, which all supported releases of TensorFlow read.
 _PRODUCER = 1087
@@ -20,12 +20,17 @@ Attr = int | bool | graph_pb2.AttrValue
 
 
 class GraphBuilder:
-    """Builds a graph. Every method returns the name of a node, which is the name of its first output."""
+    """Builds a graph. Every method returns the name of a node, which is the name of its first output.
+
+    Values of a 16-bit type are computed in float32 (`COMPUTED_IN`): `variable` converts them when they enter, `add` and
+    `constant` use float32 for a 16-bit type, and `result` rounds to the 16-bit type.
+    """
 
     def __init__(self) -> None:
         self.graph = graph_pb2.Graph(versions=graph_pb2.Versions(producer=_PRODUCER))
         self._added: dict[tuple[object, ...], str] = {}
         self._counts: dict[str, int] = {}
+        self._variables: dict[str, str] = {}
 
     def placeholder(self, name: str, dtype: int, *, scalar: bool = False) -> str:
         """Adds a placeholder of any shape, or of rank 0 (`scalar`)."""
@@ -35,8 +40,41 @@ class GraphBuilder:
             self._added["placeholder", name] = name
         return name
 
+    def variable(self, placeholder: str, dtype: int) -> str:
+        """Adds the value of a placeholder in the type that it is computed in."""
+        if dtype not in COMPUTED_IN:
+            return placeholder
+        computed = self._cast(placeholder, dtype, COMPUTED_IN[dtype])
+        self._variables[computed] = placeholder
+        return computed
+
+    def result(self, tensor: str, dtype: int) -> str:
+        """Adds a value in its own type, rounded if that has 16 bits."""
+        if dtype not in COMPUTED_IN:
+            return tensor
+        # A rule such as `dy` needs no casts at all.
+        return self._variables.get(tensor) or self._cast(tensor, COMPUTED_IN[dtype], dtype)
+
+    def cast(self, tensor: str, source: int, target: int) -> str:
+        """Adds a conversion of element types. It does not round to 16 bits; see `rounded`."""
+        source, target = COMPUTED_IN.get(source, source), COMPUTED_IN.get(target, target)
+        return tensor if source == target else self._cast(tensor, source, target)
+
+    def rounded(self, tensor: str, dtype: int) -> str:
+        """Rounds a value of a 16-bit type to its bits; other values do not change."""
+        if dtype not in COMPUTED_IN:
+            return tensor
+        return self._cast(self._cast(tensor, COMPUTED_IN[dtype], dtype), dtype, COMPUTED_IN[dtype])
+
+    def _cast(self, tensor: str, source: int, target: int) -> str:
+        no = graph_pb2.AttrValue(b=False)
+        return self._add(
+            "Cast", (tensor,), "Cast", {"SrcT": type_attr(source), "DstT": type_attr(target), "Truncate": no}
+        )
+
     def constant(self, value: float | bool | list[int], dtype: int) -> str:
         """Adds a constant of rank 0, or a vector of ints."""
+        dtype = COMPUTED_IN.get(dtype, dtype)
         content = np.asarray(value).astype(NUMPY_TYPES[dtype])
         raw = content.tobytes()
         key = ("constant", raw, content.ndim, dtype)
@@ -59,10 +97,12 @@ class GraphBuilder:
             name: Its name, to which a number may be appended; None: the op type.
             attrs: Its attributes. An int is an element type.
         """
-        values = {key: _attr(value) for key, value in attrs.items()}
+        return self._add(op, inputs, name or op, {key: _attr(value) for key, value in attrs.items()})
+
+    def _add(self, op: str, inputs: tuple[str, ...], name: str, values: Mapping[str, graph_pb2.AttrValue]) -> str:
         node_key = (op, inputs, tuple((key, value.SerializeToString()) for key, value in sorted(values.items())))
         if node_key not in self._added:
-            unique = self._unique_name(name or op)
+            unique = self._unique_name(name)
             self.graph.node.add(name=unique, op=op, input=inputs, attr=values)
             self._added[node_key] = unique
         return self._added[node_key]
@@ -76,7 +116,7 @@ class GraphBuilder:
 def _attr(value: Attr) -> graph_pb2.AttrValue:
     if isinstance(value, graph_pb2.AttrValue):
         return value
-    return graph_pb2.AttrValue(b=value) if isinstance(value, bool) else type_attr(value)
+    return graph_pb2.AttrValue(b=value) if isinstance(value, bool) else type_attr(COMPUTED_IN.get(value, value))
 
 
 _REDUCED = "reduced/"
@@ -87,7 +127,7 @@ class Value:
     """A constant, or a tensor of the graph.
 
     Attributes:
-        dtype: Its element type.
+        dtype: Its element type. The tensor of a value of a 16-bit type is float32.
         tensor: The tensor; None for a constant.
         constant: The constant.
         weak: Whether it consists of literals and params only, so that it gets the type of values it is combined with.
@@ -130,6 +170,11 @@ def broadcast_sources(values: Iterable[Value]) -> frozenset[str]:
     )
 
 
+def depends_on_variables(value: Value) -> bool:
+    """Returns whether the shape of a value depends on more than params."""
+    return any(not source.removeprefix(_REDUCED).startswith("param/") for source in value.sources)
+
+
 def reduced_sources(value: Value) -> frozenset[str]:
     """Returns the sources of the shape of `value` with some axes reduced to size 1."""
     return frozenset(source if source.startswith(_REDUCED) else _REDUCED + source for source in value.sources)
@@ -170,7 +215,7 @@ def coerce(value: Value, dtype: int, builder: GraphBuilder) -> str:
         raise TypeConflictError(
             f"a param has a float type and is combined with {dtype_name(dtype)}: cast the integers, cast(v, dy)"
         )
-    return builder.add("Cast", value.tensor, SrcT=value.dtype, DstT=dtype, Truncate=False)
+    return builder.cast(value.tensor, value.dtype, dtype)
 
 
 def _require_integral(constant: float | bool, dtype: int) -> None:

@@ -94,4 +94,4 @@ def test_unknown_transfer_options_are_refused() -> None:
     with pytest.raises(gr.errors.InvalidParamError, match="'bfloat16' or None"):
         gr.Transfer(wire_dtype="float16")
     with pytest.raises(gr.errors.InvalidParamError, match="give it to connect"):
-        gr.Transfer(compression="gzip").of_call()
+        gr.Transfer(compression="gzip").checked_for_call()

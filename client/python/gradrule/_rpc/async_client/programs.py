@@ -202,7 +202,7 @@ class AsyncProgram(ProgramBase):
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
-        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
     async def forward(
@@ -231,7 +231,7 @@ class AsyncProgram(ProgramBase):
             QuotaExceededError: The server keeps too many handles, or too many bytes for them.
             GradruleError: As in `evaluate`.
         """
-        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         handle = AsyncForwardHandle(self._client, self, feeds, params, ttl, timeout, chosen)
         await handle._run_forward(timeout)
         return handle
@@ -263,7 +263,7 @@ class AsyncProgram(ProgramBase):
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
-        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         pipeline: AsyncPipeline[call_results.Result] = AsyncPipeline(self._client, timeout)
         try:
             async for one in iterate(feeds):

@@ -105,7 +105,7 @@ class EvaluationMethods(ClientBase):
             batching=batching,
             jit=jit,
         )
-        chosen = self._transfer if transfer is None else transfer.of_call()
+        chosen = self._transfer if transfer is None else transfer.checked_for_call()
         call = rpc_calls.evaluate(graph, feeds, params, arguments, stacked_grad_ys, chosen)
         return self._run(call, timeout)
 

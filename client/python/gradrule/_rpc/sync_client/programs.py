@@ -201,7 +201,7 @@ class Program(ProgramBase):
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
-        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
     def forward(
@@ -230,7 +230,7 @@ class Program(ProgramBase):
             QuotaExceededError: The server keeps too many handles, or too many bytes for them.
             GradruleError: As in `evaluate`.
         """
-        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         handle = ForwardHandle(self._client, self, feeds, params, ttl, timeout, chosen)
         handle._run_forward(timeout)
         return handle
@@ -262,7 +262,7 @@ class Program(ProgramBase):
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
-        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         pipeline: Pipeline[call_results.Result] = Pipeline(self._client, timeout)
         try:
             for one in iterate(feeds):

@@ -155,7 +155,7 @@ class RuleMethods(ClientBase):
         Lists of numbers become float32, except for inputs that the op takes as integers only; arrays keep their dtype.
 
         Args:
-            rule: Name of a rule, or a `Rule`.
+            rule: Name of a rule, a formula such as `"dy * x"`, or a `Rule`.
             x: Value of the first input, of any shape.
             y: Value of the first output; default: computed by `op_type`.
             dy: Upstream gradient, of y's shape; default: ones.

@@ -126,7 +126,7 @@ class Sampler:
         if setup.y:
             import gradrule as gr
 
-            y = self._client.sample_rule(gr.Rule(f"{setup.y} + 0 * x"), x=x).gradients["dx"]
+            y = self._client.sample_rule(gr.Rule(f"ignore_dy({setup.y} + 0 * x)"), x=x).gradients["dx"]
         try:
             sampled = self._client.sample_rule(
                 self._rule, x=x, y=y, dy=dy, params=self._params or None, op_type=setup.op_type, **values

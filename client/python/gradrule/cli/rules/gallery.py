@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "straight_through": "Straight-through: quantisation and rounding",
     "surrogate": "Surrogate gradients: spiking networks",
-    "attribution": "Attribution: what a model looks at",
+    "attribution": "Attribution: which inputs a result depends on",
     "flow": "Flow: domain adaptation, optimisation, hygiene",
     "stable": "Numerically stable gradients",
 }

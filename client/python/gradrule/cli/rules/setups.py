@@ -231,7 +231,7 @@ class RuleRunner:
         further = self._further(x, others)
         if self._formula is not None:
             # The formula runs as a rule, whose gradient is the value.
-            rule = gr.Rule(f"({self._formula}) + 0 * dy")
+            rule = gr.Rule(f"ignore_dy({self._formula})")
             value = self.client.sample_rule(rule, x=x, **further).gradients["dx"]
             assert value is not None
             return value

@@ -18,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/override.proto.
  */
 export const file_gradrule_v1_override: GenFile = /*@__PURE__*/
-  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIpYDCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJEhMKC3JlZ2lvbl9uYW1lGAwgASgJEg0KBW5vZGVzGA0gAygJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIoQDChBHcmFkaWVudE92ZXJyaWRlEicKCHNlbGVjdG9yGAEgASgLMhUuZ3JhZHJ1bGUudjEuU2VsZWN0b3ISDgoEcnVsZRgCIAEoCUgAEjEKCmRlZmluaXRpb24YAyABKAsyGy5ncmFkcnVsZS52MS5SdWxlRGVmaW5pdGlvbkgAEisKBnByZXNldBgHIAEoCzIZLmdyYWRydWxlLnYxLlByZXNldENob2ljZUgAEjkKBnBhcmFtcxgEIAMoCzIpLmdyYWRydWxlLnYxLkdyYWRpZW50T3ZlcnJpZGUuUGFyYW1zRW50cnkSDQoFbGFiZWwYBSABKAkSEAoIb3B0aW9uYWwYBiABKAgSKQoFb3JkZXIYCCABKA4yGi5ncmFkcnVsZS52MS5PdmVycmlkZU9yZGVyGkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBQggKBmNob2ljZSKYAQoKUmVzb2x1dGlvbhIMCgRub2RlGAEgASgJEg8KB29wX3R5cGUYAiABKAkSDAoEcnVsZRgDIAEoCRINCgVsYWJlbBgEIAEoCRItCgZzdGF0dXMYBSABKA4yHS5ncmFkcnVsZS52MS5SZXNvbHV0aW9uU3RhdHVzEhAKCGZ1bmN0aW9uGAYgASgJEg0KBW5vZGVzGAcgAygJKmUKD1Bvc2l0aW9uTmVhcmVzdBIgChxQT1NJVElPTl9ORUFSRVNUX1VOU1BFQ0lGSUVEEAASFwoTUE9TSVRJT05fTkVBUkVTVF9YUxABEhcKE1BPU0lUSU9OX05FQVJFU1RfWVMQAiphCg1PdmVycmlkZU9yZGVyEh4KGk9WRVJSSURFX09SREVSX1VOU1BFQ0lGSUVEEAASGAoUT1ZFUlJJREVfT1JERVJfRklSU1QQARIWChJPVkVSUklERV9PUkRFUl9BTEwQAiqdAQoQUmVzb2x1dGlvblN0YXR1cxIhCh1SRVNPTFVUSU9OX1NUQVRVU19VTlNQRUNJRklFRBAAEhwKGFJFU09MVVRJT05fU1RBVFVTX0FDVElWRRABEh4KGlJFU09MVVRJT05fU1RBVFVTX09GRl9QQVRIEAISKAokUkVTT0xVVElPTl9TVEFUVVNfTk9UX0RJRkZFUkVOVElBQkxFEANCVwoPY29tLmdyYWRydWxlLnYxQg1PdmVycmlkZVByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIqUDCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJEhMKC3JlZ2lvbl9uYW1lGAwgASgJEg0KBWxheWVyGA0gASgJEg0KBW5vZGVzGA4gAygJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIoQDChBHcmFkaWVudE92ZXJyaWRlEicKCHNlbGVjdG9yGAEgASgLMhUuZ3JhZHJ1bGUudjEuU2VsZWN0b3ISDgoEcnVsZRgCIAEoCUgAEjEKCmRlZmluaXRpb24YAyABKAsyGy5ncmFkcnVsZS52MS5SdWxlRGVmaW5pdGlvbkgAEisKBnByZXNldBgHIAEoCzIZLmdyYWRydWxlLnYxLlByZXNldENob2ljZUgAEjkKBnBhcmFtcxgEIAMoCzIpLmdyYWRydWxlLnYxLkdyYWRpZW50T3ZlcnJpZGUuUGFyYW1zRW50cnkSDQoFbGFiZWwYBSABKAkSEAoIb3B0aW9uYWwYBiABKAgSKQoFb3JkZXIYCCABKA4yGi5ncmFkcnVsZS52MS5PdmVycmlkZU9yZGVyGkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBQggKBmNob2ljZSKYAQoKUmVzb2x1dGlvbhIMCgRub2RlGAEgASgJEg8KB29wX3R5cGUYAiABKAkSDAoEcnVsZRgDIAEoCRINCgVsYWJlbBgEIAEoCRItCgZzdGF0dXMYBSABKA4yHS5ncmFkcnVsZS52MS5SZXNvbHV0aW9uU3RhdHVzEhAKCGZ1bmN0aW9uGAYgASgJEg0KBW5vZGVzGAcgAygJKmUKD1Bvc2l0aW9uTmVhcmVzdBIgChxQT1NJVElPTl9ORUFSRVNUX1VOU1BFQ0lGSUVEEAASFwoTUE9TSVRJT05fTkVBUkVTVF9YUxABEhcKE1BPU0lUSU9OX05FQVJFU1RfWVMQAiphCg1PdmVycmlkZU9yZGVyEh4KGk9WRVJSSURFX09SREVSX1VOU1BFQ0lGSUVEEAASGAoUT1ZFUlJJREVfT1JERVJfRklSU1QQARIWChJPVkVSUklERV9PUkRFUl9BTEwQAiqdAQoQUmVzb2x1dGlvblN0YXR1cxIhCh1SRVNPTFVUSU9OX1NUQVRVU19VTlNQRUNJRklFRBAAEhwKGFJFU09MVVRJT05fU1RBVFVTX0FDVElWRRABEh4KGlJFU09MVVRJT05fU1RBVFVTX09GRl9QQVRIEAISKAokUkVTT0xVVElPTl9TVEFUVVNfTk9UX0RJRkZFUkVOVElBQkxFEANCVwoPY29tLmdyYWRydWxlLnYxQg1PdmVycmlkZVByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * A position on the path from xs to ys, among the candidates: the nodes that meet all other conditions of the selector.
@@ -95,9 +95,11 @@ export const RegionSchema: GenMessage<Region> = /*@__PURE__*/
 /**
  * Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
  *
- * Nodes in functions, loop bodies and branches have names such as `call/inner`. A call, a loop or a branch is a node too: if a
- * selector matches it, the rule applies to it as a whole, and overrides of nodes inside it have no effect. Only op_type, node, nodes,
- * node_regex and scope can select a call itself; the other conditions apply to the nodes inside it.
+ * Nodes in functions, loop bodies and branches have names such as `call/inner`. Two branches of a conditional can have nodes of
+ * the same name; the name then stands for the nodes and tensors of both. A call, a loop or a branch is a node too: if a selector
+ * matches it, the rule applies to it as a whole, and later overrides of nodes inside it have no effect. Earlier overrides of nodes
+ * inside it apply where the rule uses the op's own gradients. Only op_type, node, nodes, node_regex and scope can select a call
+ * itself; the other conditions apply to the nodes inside it.
  *
  * A node with the attribute `_gradrule_added` was added when a Python function was traced. Only its exact name selects it.
  *
@@ -198,10 +200,26 @@ export type Selector = Message<"gradrule.v1.Selector"> & {
   regionName: string;
 
   /**
+   * A kind of layer: ops that together do what a layer of a framework does, found by structure. The layer gets one rule. Nodes inside
+   * the layer whose tensors are used elsewhere make no layer. The other conditions apply to the last node. op_type, pattern and rank
+   * cannot be set as well. INVALID_OVERRIDE for other words than these:
+   * - `@linear`, `@convolution` (transposed too), `@dense` (products of matrices, Einsum): a linear op, one of whose operands depends
+   *   on the xs, and the addition of its bias, even if ops that only move elements (Reshape, Squeeze, BatchToSpaceND) stand between
+   *   them. In its rule, `x, x1, x2` are data, weights and bias.
+   * - `@activation`: an elementwise function of one tensor, for example Relu or x * sigmoid(x). Its rule has one input.
+   * - `@batch_norm`: a batch-normalisation op, or a multiplication and an addition of numbers per channel. Its rule has one input.
+   * - `@normalization`: a function of one tensor with means or sums of that tensor, for example layer normalization. Its rule has one
+   *   input.
+   *
+   * @generated from field: string layer = 13;
+   */
+  layer: string;
+
+  /**
    * Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs. `node` cannot be set
    * as well; INVALID_OVERRIDE otherwise.
    *
-   * @generated from field: repeated string nodes = 13;
+   * @generated from field: repeated string nodes = 14;
    */
   nodes: string[];
 };
@@ -296,7 +314,8 @@ export type GradientOverride = Message<"gradrule.v1.GradientOverride"> & {
 
   /**
    * Name of the override in param values of calls and in answers. Default: the first that is set of op type, node, scope, regular
-   * expression, pattern (joined with `+`), name of the preset, the region's first output, and the first of `nodes`.
+   * expression, pattern (joined with `+`), layer, name of the preset, the region's first output, and the first of `nodes`. Param
+   * values of calls for a default label that several overrides share are UNKNOWN_PARAM.
    *
    * @generated from field: string label = 5;
    */

@@ -181,7 +181,8 @@ export type Jacobian = Message<"gradrule.v1.Jacobian"> & {
 
   /**
    * True: axis 0 of each y and x counts independent examples. The Jacobian then has the shape (examples, rest of y's shape, rest of
-   * x's shape).
+   * x's shape). Overrides need not be independent: with a rule whose `per_sample` is not true, the result is the same part of the
+   * whole Jacobian, at the cost of the whole.
    *
    * @generated from field: bool batched = 5;
    */

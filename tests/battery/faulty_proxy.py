@@ -1,4 +1,4 @@
-"""A proxy in front of a real server that lies now and then, or keeps silent: what the battery must notice."""
+"""Runs a proxy before a real server that sometimes changes or drops answers: faults that the battery must notice."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Lie = Callable[[bytes], bytes]
 
 
 def honest(answer: bytes) -> bytes:
-    """The same."""
+    """Returns the answer unchanged."""
     return answer
 
 
-def another_callers() -> Lie:
-    """Every third answer of its form goes to whoever asks next for the like as well."""
+def swap_answers() -> Lie:
+    """Gives every third answer of a kind to the next caller of that kind too."""
     numbers: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(lambda: itertools.count(1))
     kept: dict[tuple[str, ...], bytes] = {}
 
@@ -42,8 +42,8 @@ def another_callers() -> Lie:
     return lie
 
 
-def a_little_off(answer: bytes) -> bytes:
-    """A thousandth is added to all that was computed in float32."""
+def add_a_thousandth(answer: bytes) -> bytes:
+    """Adds a thousandth to all float32 results."""
     message = evaluate_pb2.EvaluateResponse.FromString(answer)
     tensors = [output.value.inline_tensor for output in message.outputs] + [
         gradient.dense for gradient in message.gradients
@@ -56,13 +56,13 @@ def a_little_off(answer: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def lying(
+async def running_proxy(
     target: str, lie: Lie = honest, *, typed: bool = True, muted: Collection[str] = (), hung: Collection[str] = ()
 ) -> AsyncIterator[str]:
-    """A proxy's address.
+    """Starts a proxy and returns its address.
 
-    typed: whether errors keep what says their reasons. muted: names of RPCs whose answers are swallowed; hung: of those
-    that never end.
+    typed: whether errors keep their reasons. muted: names of RPCs whose answers are dropped; hung: of those that never
+    end.
     """
     async with grpc.aio.insecure_channel(target, options=[*_OPTIONS, ("grpc.enable_retries", 0)]) as channel:
         proxy = grpc.aio.server(options=_OPTIONS)
@@ -76,7 +76,7 @@ async def lying(
 
 
 class _Relay(grpc.GenericRpcHandler):
-    """Takes any call as one of streams, which on the wire all calls are."""
+    """Forwards any call as a stream, which all calls are on the wire."""
 
     def __init__(
         self, channel: grpc.aio.Channel, lie: Lie, typed: bool, muted: Collection[str], hung: Collection[str]

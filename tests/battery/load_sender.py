@@ -1,6 +1,6 @@
-"""Sends one request again and again and times what comes back; a process of its own, so that its figures are its own.
+"""Sends one request repeatedly and times the answers, as a separate process, so that the times are its own.
 
-`--callers N`: each waits for its answer (closed loop). `--rate R`: so many per second, whatever becomes of them (open
+`--callers N`: each waits for its answer (closed loop). `--rate R`: that many per second, whatever the answers (open
 loop).
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from gradrule.v1 import evaluate_pb2
-from tests.battery import judging
+from tests.battery import answer_checks
 
 _EVALUATE = "/gradrule.v1.GradientService/Evaluate"
 _OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
@@ -26,7 +26,7 @@ _WARM_UP_S = 1.0
 
 
 class Sender:
-    """Counts and times."""
+    """Counts and times requests."""
 
     def __init__(self, channel: grpc.aio.Channel, request: bytes) -> None:
         self._call: Any = channel.unary_unary(_EVALUATE)
@@ -38,21 +38,21 @@ class Sender:
         self._begins_at = self._ends_at = 0.0
         self._first: list[bytes] | None = None
 
-    async def ask(self) -> None:
-        """One request."""
+    async def send(self) -> None:
+        """Sends one request."""
         self.sent += 1
         started = time.perf_counter()
         try:
             answer = await self._call(self._request, timeout=_DEADLINE_S)
         except grpc.RpcError as failure:
             taken = time.perf_counter() - started
-            judged = judging.of_failure(failure)
+            judged = answer_checks.check_failure(failure)
             if judged.reason == "OVERLOADED":
                 self.refusals.append(taken)
             else:
                 self.other[f"{judged.reason} {judged.what}"[:200]] += 1
         else:
-            # What comes earlier or later is no part of the rate during the run.
+            # Answers before or after the run do not count in its rate.
             if not self._is_like_the_first(answer):
                 self.other["another answer"] += 1
             elif self._begins_at <= time.perf_counter() <= self._ends_at:
@@ -65,25 +65,25 @@ class Sender:
             self._first = found
         return bool(found) and found == self._first
 
-    async def wait_each(self, callers: int, seconds: float) -> None:
-        """Closed loop. It counts once as many calls are under way as will be at the end: those are not counted."""
+    async def closed_loop(self, callers: int, seconds: float) -> None:
+        """Waits for each answer. Counting starts once as many calls run as at the end; those are not counted."""
         self._begins_at = time.perf_counter() + _WARM_UP_S
         self._ends_at = self._begins_at + seconds
 
         async def caller() -> None:
             while time.perf_counter() < self._ends_at:
-                await self.ask()
+                await self.send()
 
         await asyncio.gather(*(caller() for _ in range(callers)))
 
-    async def at_rate(self, rate: float, seconds: float) -> None:
-        """Open loop: a request's time does not depend on what became of those before it."""
+    async def open_loop(self, rate: float, seconds: float) -> None:
+        """Sends at a fixed rate, whatever the answers."""
         self._begins_at = begin = time.perf_counter()
         self._ends_at = begin + seconds
         under_way: set[asyncio.Task[None]] = set()
         for number in range(int(rate * seconds)):
             await asyncio.sleep(max(0.0, begin + number / rate - time.perf_counter()))
-            task = asyncio.ensure_future(self.ask())
+            task = asyncio.ensure_future(self.send())
             under_way.add(task)
             task.add_done_callback(under_way.discard)
         await asyncio.gather(*under_way)
@@ -102,9 +102,9 @@ async def main() -> None:
         await channel.channel_ready()
         sender = Sender(channel, options.request.read_bytes())
         if options.callers is not None:
-            await sender.wait_each(options.callers, options.seconds)
+            await sender.closed_loop(options.callers, options.seconds)
         else:
-            await sender.at_rate(options.rate, options.seconds)
+            await sender.open_loop(options.rate, options.seconds)
     print(json.dumps({"sent": sender.sent, "good": sender.good, "refusals": sender.refusals, "other": sender.other}))
 
 

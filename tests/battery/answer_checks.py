@@ -1,4 +1,4 @@
-"""Whether an answer is one that the contract allows: a message, or an error with a reason that errors.proto knows."""
+"""Checks that an answer is a valid message, or an error with a reason that errors.proto defines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOST = "Internal error from Core"
 
 
 class Verdict(enum.Enum):
-    """What an answer is worth."""
+    """Classifies an answer."""
 
     GOOD = "good"
     REFUSED = "refused"
@@ -38,7 +38,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """One answer, judged. reason: of the error; what: why it is a fault; is_bare: no server said why, only gRPC did."""
+    """Holds the verdict on one answer. reason: of the error; what: of the fault; is_bare: only gRPC reported it."""
 
     verdict: Verdict
     reason: str = ""
@@ -50,8 +50,8 @@ class Judgement:
 GOOD = Judgement(Verdict.GOOD)
 
 
-def of_answer(kind: type[Message], data: bytes) -> Judgement:
-    """Judges the bytes of an answer that came with OK, or one message of a stream."""
+def check_answer(kind: type[Message], data: bytes) -> Judgement:
+    """Checks the bytes of an answer with status OK, or one message of a stream."""
     try:
         message = kind.FromString(data)
     except DecodeError:
@@ -61,17 +61,17 @@ def of_answer(kind: type[Message], data: bytes) -> Judgement:
         if kind_of_answer is None:
             return _fault("an answer of a stream that holds nothing")
         if kind_of_answer == "status":
-            return of_status(message.status.SerializeToString(), None)
+            return check_status(message.status.SerializeToString(), None)
     return GOOD
 
 
-def of_failure(failure: grpc.RpcError) -> Judgement:
-    """Judges a call that failed."""
+def check_failure(failure: grpc.RpcError) -> Judgement:
+    """Checks a failed call."""
     call: Any = failure
     details = dict(call.trailing_metadata() or ()).get(_DETAILS_KEY)
     code: grpc.StatusCode = call.code()
     if details is not None:
-        return of_status(details, code)
+        return check_status(details, code)
     if code in _MADE_BY_GRPC:
         return Judgement(Verdict.REFUSED, reason=code.name, what=f"{call.details()!r:.300}", is_bare=True)
     if code is grpc.StatusCode.INTERNAL and call.details() == _LOST:
@@ -79,8 +79,8 @@ def of_failure(failure: grpc.RpcError) -> Judgement:
     return _fault(f"{code.name} without details: {call.details()!r:.300}")
 
 
-def of_status(data: bytes, code: grpc.StatusCode | None) -> Judgement:
-    """Judges the bytes of a `google.rpc.Status`. `code`: what the call itself ended with."""
+def check_status(data: bytes, code: grpc.StatusCode | None) -> Judgement:
+    """Checks the bytes of a `google.rpc.Status`. `code`: the status code of the call itself."""
     try:
         status = status_pb2.Status.FromString(data)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""Declares the case of a rule: its reference computation in NumPy, and the inputs that it is defined for."""
+"""Defines the case of an expression rule: its reference computation in NumPy, and its inputs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Results = tuple[Array | None, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A rule that is data has `element`, the gradient of one element, or `whole`, one gradient per input.
+    """Describes the expected gradients: `element` returns that of one element, `whole` one gradient per input.
 
-    `whole` gets all values in float64, and the params with `dtype`, the name of the type that noise is drawn in.
-    `primitive`: the function whose slope a surrogate is. `true`: the op itself, from its inputs, where the rule is its
-    true gradient; `domain` makes any inputs ones that it takes.
+    `whole` gets all values in float64, and the params with `dtype`, the name of the dtype in which noise is drawn.
+    `primitive`: the function whose slope a surrogate is. `true`: the op itself, computed from its inputs, where the
+    rule is its true gradient; `domain` moves any inputs into the domain of the op.
     `other`: values of params that differ from the defaults; params without a default must be here.
     `inputs`, `output`: shapes of the inputs and the output: that of x (`same`) or rank 0 (`scalar`).
-    `mixing`: the same for the inputs with which one sample reaches another, where a rule is not per sample.
-    `prepare` makes the values fit each other. `half`: the 16-bit types give these numbers, too, but for rounding.
+    `mixing`: the same for inputs through which one sample affects another, where a rule is not per sample.
+    `prepare` adjusts the values to each other.
     """
 
     element: Callable[[float, float, float, float, Any], float] | None = None
@@ -38,7 +38,6 @@ class Case:
     mixing: Sequence[str] | None = None
     prepare: Callable[[Values], None] | None = None
     least_rank: int = 0
-    half: bool = True
     random: bool = False
 
 

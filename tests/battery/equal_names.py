@@ -1,4 +1,4 @@
-"""Graphs that are alike in every name and differ only in numbers: what they compute tells whose they are."""
+"""Makes graphs that are equal in every name and differ in numbers: their results identify their caller."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ _SCALAR = graph_pb2.AttrValue(shape=tensor_pb2.TensorShape())
 
 @dataclass(frozen=True)
 class Caller:
-    """One caller: three numbers that no other caller has, and the token that it shows, if any."""
+    """Holds three numbers that no other caller has, and an optional token."""
 
     number: int
     token: str | None = None
 
     @property
     def factor(self) -> float:
-        """What its function multiplies by."""
+        """Returns the factor of its function."""
         return 1.0 + self.number
 
     @property
     def weight(self) -> float:
-        """Its variable's first value."""
+        """Returns its variable's initial value."""
         return 1000.0 + self.number
 
     @property
     def slope(self) -> float:
-        """What its rule multiplies upstream gradients by."""
+        """Returns the factor of its rule."""
         return 3.0 + 2.0 * self.number
 
     @property
     def expression(self) -> str:
-        """Its rule."""
+        """Returns its rule."""
         return f"{self.slope} * dy"
 
     def output(self, value: float, weight: float | None = None) -> float:
-        """y for x = value."""
+        """Returns y for x = value."""
         return value * self.factor * (self.weight if weight is None else weight)
 
     def gradient(self, grad_y: float = 1.0) -> float:
-        """dy/dx under the caller's rule."""
+        """Returns dy/dx under the caller's rule."""
         return grad_y * self.slope * self.factor * self.weight
 
 
 @cache
 def graph(caller: Caller) -> gr.Graph:
-    """y = shared(identity(x)) · w, where `shared` multiplies by the caller's factor; `more` adds 1 to w."""
+    """Makes y = shared(identity(x)) · w, where `shared` multiplies by the caller's factor; `more` adds 1 to w."""
     function = graph_pb2.Function(
         signature=graph_pb2.OpSignature(
             name="shared",
@@ -94,7 +94,7 @@ def _constant(name: str, value: float) -> graph_pb2.Node:
 
 
 def difference(what: str, caller: Caller, got: Any, wanted: float, callers: int) -> str:
-    """Empty where they agree; else what is wrong, and whose number it is, if it is one of the others'."""
+    """Returns what is wrong and whose number it is; empty if the values agree."""
     value = float(np.asarray(got).ravel()[0])
     if np.isclose(value, wanted, rtol=1e-5):
         return ""

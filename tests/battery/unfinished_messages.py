@@ -1,4 +1,4 @@
-"""A client that sends messages as fast as flow control allows, and does not finish them."""
+"""Sends messages as fast as flow control allows, without finishing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEFAULT_WINDOW = 65_535
 
 
 class Windows:
-    """How much the server lets a connection send, as its frames say."""
+    """Tracks how much the server lets a connection send, from its frames."""
 
     def __init__(self) -> None:
         self._connection = _DEFAULT_WINDOW
@@ -41,18 +41,18 @@ class Windows:
                     else:
                         self._connection += more
                 self._changed.set()
-        # Whoever waits for a change learns that there will be none.
+        # Wake up waiting tasks: no change will follow.
         self._changed.set()
 
     def take(self, stream: int, most: int) -> int:
-        """Bytes that may be sent on a stream now."""
+        """Returns how many bytes may be sent on a stream now, and reserves them."""
         size = max(0, min(most, self._connection, self._initial + self._streams[stream]))
         self._connection -= size
         self._streams[stream] -= size
         return size
 
     def expect_change(self) -> None:
-        """From now on `change` waits for the server's next frame."""
+        """Lets `change` wait for the server's next frame from now on."""
         self._changed.clear()
 
     async def change(self) -> None:
@@ -81,7 +81,7 @@ async def send_unfinished(
             async with asyncio.timeout(hold_s):
                 while not following.done():
                     before = sent
-                    # Before the windows are read, so that no frame is missed that comes meanwhile.
+                    # Before reading the windows, so that no frame in between is missed.
                     windows.expect_change()
                     for stream, unsent in left.items():
                         part = windows.take(stream, min(unsent, _CHUNK))

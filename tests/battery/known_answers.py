@@ -1,4 +1,4 @@
-"""A request whose right answer is known, sent beside everything else: the healthy client."""
+"""Runs a healthy client beside an attack: its requests have known answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 
 from gradrule.v1 import evaluate_pb2
-from tests.battery import judging
+from tests.battery import answer_checks
 from tests.service import raw
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
@@ -19,7 +19,7 @@ _DEADLINE_S = 60.0
 
 
 def request(number: int) -> bytes:
-    """y = sign(x) and its gradient under a rule, on values that tell the request from all others."""
+    """Makes y = sign(x) and its gradient under a rule, with values unique to the request."""
     spec = {"fetches": ["y"], "vjp": raw.vjp()}
     message = raw.request(raw.sign_graph(), {"x": raw.tensor(_values(number))}, **spec)
     override = message.spec.overrides.add()
@@ -29,7 +29,7 @@ def request(number: int) -> bytes:
 
 
 def wrong(number: int, answer: bytes) -> str:
-    """What is wrong with the answer to `request(number)`; empty where nothing is."""
+    """Returns what is wrong with the answer to `request(number)`; empty if nothing."""
     message = evaluate_pb2.EvaluateResponse.FromString(answer)
     values = np.asarray(_values(number), np.float32)
     got = [message.outputs[0].value.inline_tensor, message.gradients[0].dense] if message.gradients else []
@@ -47,8 +47,8 @@ def _values(number: int) -> list[float]:
 
 
 @dataclass
-class Healthy:
-    """What a healthy client saw. errors: by reason, those that a second try cured included."""
+class HealthyCalls:
+    """Counts what a healthy client saw. errors: by reason, including those that a retry cured."""
 
     asked: int = 0
     answered: int = 0
@@ -58,22 +58,22 @@ class Healthy:
     seconds: list[float] = field(default_factory=list)
 
     def quantile(self, share: float) -> float:
-        """Seconds that this share of the answers took at most."""
+        """Returns the seconds within which this share of the answers came."""
         return float(np.quantile(self.seconds, share)) if self.seconds else 0.0
 
 
 class HealthyClient:
-    """Asks every so often until it is stopped; what a caller may retry is retried until the deadline."""
+    """Sends a request at every interval until it is stopped; retries until the deadline where the server allows it."""
 
     def __init__(self, target: str, every_s: float = 0.05, *, token: str | None = None) -> None:
         self._target = target
         self._every_s = every_s
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._stopping = asyncio.Event()
-        self.seen = Healthy()
+        self.seen = HealthyCalls()
 
     async def run(self) -> None:
-        """Until `stop`."""
+        """Works until `stop`."""
         async with grpc.aio.insecure_channel(self._target, options=_OPTIONS) as channel:
             while not self._stopping.is_set():
                 await self._ask(channel)
@@ -84,7 +84,7 @@ class HealthyClient:
                     continue
 
     def stop(self) -> None:
-        """After the request that is under way."""
+        """Stops after the current request."""
         self._stopping.set()
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
@@ -98,7 +98,7 @@ class HealthyClient:
                     request(number), timeout=_DEADLINE_S, metadata=self._metadata
                 )
             except grpc.RpcError as failure:
-                judged = judging.of_failure(failure)
+                judged = answer_checks.check_failure(failure)
                 reason = judged.reason or judged.what
                 seen.errors[reason] = seen.errors.get(reason, 0) + 1
                 if judged.retry_after_s is not None and time.monotonic() - started < _DEADLINE_S:

@@ -1,0 +1,403 @@
+"""Finds layers: ops that a framework made of one layer, wherever it put them.
+
+- `@linear`, `@convolution`, `@dense`: a linear op and the addition of its bias. Ops that only move elements (Reshape,
+  Squeeze, BatchToSpaceND, …) may stand between them. The inputs are data, weights and bias.
+- `@activation`: an elementwise function of one tensor: an op such as Relu, or several, as in x * sigmoid(x).
+- `@batch_norm`: the multiplication and the addition of numbers per channel, or a batch-normalisation op.
+- `@normalization`: a function of one tensor that divides it by, or subtracts, its own means or sums, such as layer
+  normalization.
+
+Inner tensors of a layer are used in the layer only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, read_custom_gradient
+from gradrule_server.graphs.paths import consumers_of
+from gradrule_server.graphs.resolution_context import ResolutionContext
+from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
+from gradrule_server.graphs.static_shapes import output_channels, static_shape
+from gradrule_server.graphs.subgraphs import Subgraph
+from gradrule_server.policy.op_tables import input_numbers, ops_with, trait_values
+
+LINEAR, CONVOLUTION, DENSE = "@linear", "@convolution", "@dense"
+ACTIVATION, BATCH_NORM, NORMALIZATION = "@activation", "@batch_norm", "@normalization"
+
+_OPERANDS = input_numbers("linear_operands")
+_MATRIX_PRODUCTS = ops_with("matrix_product")
+_PARAMETERISED = frozenset(_OPERANDS) | ops_with("parameterised")
+# Numbers of the inputs that hold the data of ops which only move elements.
+_MOVES = input_numbers("moves_elements")
+_READS_SHAPE = ops_with("reads_shape")
+_ELEMENTWISE = frozenset(trait_values("elementwise"))
+_REDUCTIONS = ops_with("reduction")
+_BATCH_NORMS = ops_with("batch_norm")
+# Linear in the operand that depends on the xs if the other operands do not; a division only in its first operand.
+_AFFINE = PLAIN_ADDS | frozenset({"Sub", "Mul", "MulNoNan", "Neg", "BiasAdd", "Identity", "Snapshot"})
+_DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
+_SCALES = _DIVISIONS | {"Mul", "MulNoNan"}
+# Elementwise functions of their own that groups of op types do not count as activations.
+_CLIPS = frozenset({"Maximum", "Minimum", "ClipByValue"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """A layer of one body.
+
+    Attributes:
+        kinds: The words that select it.
+        members: Indices of its nodes in the body, producers before consumers.
+        inputs: Data, then weights and bias of a linear layer.
+    """
+
+    kinds: frozenset[str]
+    body: Body
+    members: tuple[int, ...]
+    inputs: tuple[Ref, ...]
+
+    @property
+    def subgraph(self) -> Subgraph:
+        """The nodes with their inputs and the first output of the last node."""
+        return Subgraph(self.body, self.members, self.inputs, ((self.members[-1], 0),))
+
+
+class Layers:
+    """The layers of all bodies, by candidate number of their last node. A node belongs to one layer at most."""
+
+    def __init__(self, context: ResolutionContext) -> None:
+        self._count = len(context.candidates)
+        self._by_end: dict[int, tuple[Layer, tuple[int, ...]]] = {}
+        for body in {id(candidate.body): candidate.body for candidate in context.candidates}.values():
+            for layer in _BodyLayers(body, context).find():
+                members = tuple(context.number(body, member) for member in layer.members)
+                if members[-1] >= 0:
+                    self._by_end[members[-1]] = layer, tuple(number for number in members if number >= 0)
+
+    def ends(self, kind: str) -> NDArray[np.bool_]:
+        """Returns a flag per candidate: whether a layer of this kind ends there."""
+        flags = np.zeros(self._count, np.bool_)
+        flags[[number for number, (layer, _) in self._by_end.items() if kind in layer.kinds]] = True
+        return flags
+
+    def members(self, end: int) -> tuple[int, ...]:
+        """Returns the candidate numbers of the layer that ends at a candidate."""
+        return self._by_end[end][1]
+
+    def subgraph(self, end: int) -> Subgraph:
+        """Returns the subgraph of the layer that ends at a candidate."""
+        return self._by_end[end][0].subgraph
+
+
+class _BodyLayers:
+    """Finds the layers of one body."""
+
+    def __init__(self, body: Body, context: ResolutionContext) -> None:
+        self._body = body
+        self._context = context
+        self._order = context.orders.get(body)
+        self._position = {index: place for place, index in enumerate(self._order)}
+        self._results = {producer for producer, _ in body.results}
+        self._kept = {index for owner, index in context.kept_nodes if owner == id(body)}
+        self._consumers = self._gradient_consumers()
+        self._taken: set[int] = set()
+
+    def find(self) -> Iterator[Layer]:
+        """Yields linear layers first, so that a bias is not part of a later layer."""
+        for index in self._order:
+            layer = self._linear(index) or self._batch_norm(index)
+            if layer is not None:
+                self._taken.update(layer.members)
+                yield layer
+        yield from _Functions(self).find()
+
+    # What both searches need.
+
+    def changes(self, ref: Ref) -> bool:
+        """Returns whether a tensor is one of the xs or depends on one."""
+        return self._context.changes(self._body, ref)
+
+    def consumers(self, index: int) -> Sequence[int]:
+        """Returns the nodes that use more of a node than its shape, and that the ys depend on."""
+        return self._consumers[index]
+
+    def is_inner(self, index: int) -> bool:
+        """Returns whether only nodes use the outputs of a node, and not the request or the caller of a function."""
+        return index not in self._results and index not in self._kept and self._body.nodes[index].op != ARG
+
+    def is_free(self, index: int) -> bool:
+        """Returns whether a node can be part of a further layer."""
+        return index not in self._taken and self._context.number(self._body, index) >= 0
+
+    @property
+    def body(self) -> Body:
+        """The body."""
+        return self._body
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Node indices in topological order."""
+        return self._order
+
+    def sorted(self, members: set[int]) -> tuple[int, ...]:
+        """Returns node indices in topological order."""
+        return tuple(sorted(members, key=self._position.__getitem__))
+
+    def _gradient_consumers(self) -> list[list[int]]:
+        nodes, before_ys = self._body.nodes, self._context.before_ys
+        return [
+            [index for index in found if nodes[index].op not in _READS_SHAPE and id(nodes[index]) in before_ys]
+            for found in consumers_of(self._body)
+        ]
+
+    # Linear layers.
+
+    def _linear(self, index: int) -> Layer | None:
+        node = self._body.nodes[index]
+        if node.op not in _OPERANDS or not self.is_free(index):
+            return None
+        operands = [node.inputs[number] for number in _OPERANDS[node.op] if number < len(node.inputs)]
+        if len(operands) != 2 or len(node.inputs) != max(_OPERANDS[node.op]) + 1:
+            return None
+        number = self._parameter(operands)
+        if number is None:
+            return None
+        data, weights = operands[1 - number], operands[number]
+        members, bias = [index], None
+        for last, user, place in self._moved_to(index):
+            other = self._bias(user, place, node, weights)
+            if other is not None:
+                members, bias = [*last, user], other
+                break
+        kinds = {LINEAR, DENSE if node.op in _MATRIX_PRODUCTS else CONVOLUTION}
+        return Layer(frozenset(kinds), self._body, tuple(members), (data, weights, *([] if bias is None else [bias])))
+
+    def _batch_norm(self, index: int) -> Layer | None:
+        node = self._body.nodes[index]
+        if node.op not in _BATCH_NORMS or not self.is_free(index) or not self.changes(node.inputs[0]):
+            return None
+        return Layer(frozenset({BATCH_NORM}), self._body, (index,), (node.inputs[0],))
+
+    def _moved_to(self, index: int) -> Iterator[tuple[list[int], int, int]]:
+        """Yields, from a node on, the nodes so far, their only consumer, and the number of its input.
+
+        Goes on as long as the consumer only moves elements.
+        """
+        nodes, members = self._body.nodes, [index]
+        while self.is_inner(members[-1]):
+            users = self.consumers(members[-1])
+            if len(users) != 1 or not self.is_free(users[0]):
+                return
+            user = users[0]
+            place = [ref[0] for ref in nodes[user].inputs].index(members[-1])
+            yield members, user, place
+            if _MOVES.get(nodes[user].op) != (place,):
+                return
+            members.append(user)
+
+    def _bias(self, user: int, place: int, linear: Node, weights: Ref) -> Ref | None:
+        """Returns the bias if a node adds one to its input number `place`."""
+        node = self._body.nodes[user]
+        if node.op == "BiasAdd":
+            return node.inputs[1] if place == 0 else None
+        if node.op not in PLAIN_ADDS or self._parameter(node.inputs) != 1 - place:
+            return None
+        other = node.inputs[1 - place]
+        size, channels = static_shape(self._body, other), output_channels(self._body, linear, weights)
+        # Else it is a number per position, such as an embedding of positions.
+        is_bias = size is None or channels is None or math.prod(size) in (1, channels)
+        return other if is_bias else None
+
+    def _parameter(self, operands: Sequence[Ref]) -> int | None:
+        """Returns which of two operands is a parameter: it does not depend on the xs, or is one of them itself.
+
+        Returns None if both or none are.
+        """
+        free = [number for number, ref in enumerate(operands) if not self.changes(ref)]
+        if not free:
+            free = [number for number, ref in enumerate(operands) if self._context.is_x(self._body, ref)]
+            # The first operand of a product of two xs is the data.
+            free = free[1:] if len(free) == 2 else free
+        return free[0] if len(free) == 1 else None
+
+
+class _Functions:
+    """Finds the elementwise functions of one tensor, with and without means of that tensor.
+
+    Every tensor has a dominator: the nearest tensor through which all paths to it run, as far as ops are elementwise or
+    reductions that keep the axes. A function leads from the dominator of a node to the node.
+    """
+
+    def __init__(self, found: _BodyLayers) -> None:
+        self._found = found
+        self._nodes = found.body.nodes
+        self._dominators: dict[int, Ref] = {}
+        self._depths: dict[int, int] = {}
+
+    def find(self) -> Iterator[Layer]:
+        """Yields layers; a function that contains others is one layer."""
+        steps = [step for step in map(self._step, self._found.order) if step is not None]
+        taken: set[int] = set()
+        functions: dict[int, tuple[Ref, set[int]]] = {}
+        for end, source, members in reversed(steps):
+            if taken.isdisjoint(members):
+                taken |= members
+                functions[end] = source, members
+        for chain in self._chains(functions):
+            layer = self._layer(chain, functions)
+            if layer is not None:
+                yield layer
+
+    def _step(self, index: int) -> tuple[int, Ref, set[int]] | None:
+        """Returns a node, its dominator, and the nodes after the dominator up to the node; None if there are none."""
+        node = self._nodes[index]
+        if not self._found.is_free(index) or not self._is_function(node):
+            return None
+        operands = [ref for ref in self._operands(node) if self._found.changes(ref)]
+        dominator = self._common(operands) if operands else None
+        if dominator is None:
+            return None
+        self._dominators[index] = dominator
+        self._depths[index] = self._depth(dominator) + 1
+        members = self._between(index, dominator)
+        return None if members is None else (index, dominator, members)
+
+    def _is_function(self, node: Node) -> bool:
+        if node.op in _ELEMENTWISE or node.op == "BiasAdd" or self._custom_gradient_outputs(node) == 1:
+            return True
+        keeps = node.attrs.get("keep_dims")
+        return node.op in _REDUCTIONS and keeps is not None and keeps.b
+
+    def _operands(self, node: Node) -> Sequence[Ref]:
+        return node.inputs[:1] if node.op in _REDUCTIONS else node.inputs
+
+    @staticmethod
+    def _custom_gradient_outputs(node: Node) -> int:
+        try:
+            layout = read_custom_gradient(node)
+        except ValueError:
+            # Resolution reports the invalid attributes.
+            return 0
+        return 0 if layout is None else layout.outputs
+
+    def _depth(self, ref: Ref) -> int:
+        return self._depths.get(ref[0], 0) if ref[1] == 0 else 0
+
+    def _common(self, refs: Sequence[Ref]) -> Ref | None:
+        """Returns the nearest tensor through which all paths to the tensors run; None if there is none."""
+        common = refs[0]
+        for ref in refs[1:]:
+            while common != ref:
+                deeper, other = (common, ref) if self._depth(common) >= self._depth(ref) else (ref, common)
+                if self._depth(deeper) == 0:
+                    return None
+                common, ref = self._dominators[deeper[0]], other
+        return common
+
+    def _between(self, end: int, source: Ref) -> set[int] | None:
+        """Returns the nodes after a tensor up to a node; None if a node outside uses one of the others."""
+        members, pending = {end}, [end]
+        while pending:
+            for ref in self._operands(self._nodes[pending.pop()]):
+                if ref != source and ref[0] not in members and self._found.changes(ref):
+                    members.add(ref[0])
+                    pending.append(ref[0])
+        for member in members - {end}:
+            if not self._found.is_inner(member) or not members.issuperset(self._found.consumers(member)):
+                return None
+        return members
+
+    def _chains(self, functions: Mapping[int, tuple[Ref, set[int]]]) -> Iterator[list[int]]:
+        """Yields functions, by their ends, each joined with the additions and scalings by numbers next to it.
+
+        They are joined only within a name scope, where the framework made them of one layer.
+        """
+        done: set[int] = set()
+        after: dict[Ref, list[int]] = {}
+        for end, (source, _) in functions.items():
+            after.setdefault(source, []).append(end)
+        for end in sorted(functions):
+            if end in done:
+                continue
+            chain = [end]
+            while (before := functions[chain[0]][0][0]) in functions and self._joins(before, chain[0], functions):
+                chain.insert(0, before)
+            while len(next_ends := after.get((chain[-1], 0), [])) == 1 and self._joins(
+                chain[-1], next_ends[0], functions
+            ):
+                chain.append(next_ends[0])
+            done.update(chain)
+            yield chain
+
+    def _joins(self, first: int, second: int, functions: Mapping[int, tuple[Ref, set[int]]]) -> bool:
+        """Returns whether two functions, one after the other, belong to one layer."""
+        source, members = functions[second]
+        if source != (first, 0) or not self._found.is_inner(first):
+            return False
+        if not members.issuperset(self._found.consumers(first)):
+            return False
+        names = [self._nodes[index].name for index in (first, second)]
+        scopes = [name.rpartition("/")[0] for name in names]
+        # The last node of a scope may have the name of the scope.
+        if not scopes[0] or scopes[0] not in (scopes[1], names[1]):
+            return False
+        both = [functions[first][1], members]
+        affine = [self._is_affine(item) for item in both]
+        if all(affine):
+            return True
+        return any(is_affine and self._is_scalar(item) for is_affine, item in zip(affine, both, strict=True))
+
+    def _layer(self, chain: Sequence[int], functions: Mapping[int, tuple[Ref, set[int]]]) -> Layer | None:
+        members = set().union(*(functions[end][1] for end in chain))
+        kind = self._kind(chain, functions)
+        if kind is None:
+            return None
+        source = functions[chain[0]][0]
+        return Layer(frozenset({kind}), self._found.body, self._found.sorted(members), (source,))
+
+    def _kind(self, chain: Sequence[int], functions: Mapping[int, tuple[Ref, set[int]]]) -> str | None:
+        parts = [functions[end][1] for end in chain]
+        nodes = [self._nodes[index] for part in parts for index in part]
+        if any(node.op in _REDUCTIONS for node in nodes):
+            return NORMALIZATION if len(nodes) > 1 else None
+        if all(self._is_affine(part) for part in parts):
+            scaled = any(node.op in _SCALES for node in nodes)
+            moved = any(node.op not in _SCALES and node.op != "Neg" for node in nodes)
+            return BATCH_NORM if scaled and moved and not all(map(self._is_scalar, parts)) else None
+        curved = [part for part in parts if not self._is_affine(part)]
+        is_activation = any(
+            len(part) > 1 or self._nodes[next(iter(part))].op in GROUPS[ACTIVATION] | _CLIPS for part in curved
+        )
+        return ACTIVATION if is_activation else None
+
+    def _is_affine(self, members: set[int]) -> bool:
+        """Returns whether a function is one op that is affine in the operand that depends on the xs."""
+        if len(members) != 1:
+            return False
+        (node,) = (self._nodes[index] for index in members)
+        return node.op in _AFFINE or (node.op in _DIVISIONS and not self._found.changes(node.inputs[1]))
+
+    def _is_scalar(self, members: set[int]) -> bool:
+        """Returns whether the operands of an affine op that do not depend on the xs are single numbers."""
+        (node,) = (self._nodes[index] for index in members)
+        shapes = (static_shape(self._found.body, ref) for ref in node.inputs if not self._found.changes(ref))
+        return all(shape is not None and math.prod(shape) == 1 for shape in shapes)
+
+
+def applies_parameters(candidate: CandidateNode, context: ResolutionContext) -> bool:
+    """Returns whether a node on the path applies parameters, which do not depend on the xs, to what does."""
+    node, body = candidate.node, candidate.body
+    if node.op not in _PARAMETERISED or id(node) not in context.path:
+        return False
+    floats = [
+        context.changes(body, ref)
+        for ref, dtype in zip(node.inputs, candidate.input_types, strict=True)
+        if dtype in DIFFERENTIABLE
+    ]
+    return any(floats) and not all(floats)

@@ -1,0 +1,116 @@
+"""Which nodes depend on which, in an expanded graph. All outputs of a loop or a branch depend on all of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from tests.generated.expanded import FLOATS, Body, Node, Ref
+
+Seeds = Mapping[int, Collection[Ref]]
+"""Tensors by id() of their body."""
+
+
+def passes(node: Node) -> bool:
+    """Whether gradients can pass through a node."""
+    return node.op != "StopGradient" and any(dtype in FLOATS for dtype in node.dtypes)
+
+
+class Dependents:
+    """The nodes with an input that is a seed or depends on one. differentiable: as far as gradients can pass."""
+
+    def __init__(self, top: Body, seeds: Seeds, *, differentiable: bool = False, stopped: Collection[Ref] = ()) -> None:
+        self._top, self._seeds, self._differentiable, self._stopped = top, seeds, differentiable, stopped
+        self.nodes: set[Node] = set()
+        self._walk(top, ())
+
+    def depends(self, body: Body, ref: Ref) -> bool:
+        """Whether a tensor is a seed or depends on one."""
+        return body.nodes[ref[0]] in self.nodes or ref in self._seeds.get(id(body), ())
+
+    def _walk(self, body: Body, args: Sequence[bool]) -> None:
+        self.nodes.update(node for node, given in zip(body.nodes, args, strict=False) if given)
+        stopped = self._stopped if body is self._top else ()
+        for node in body.nodes[body.arguments :]:
+            if self._differentiable and not passes(node):
+                continue
+            given = [ref not in stopped and self.depends(body, ref) for ref in node.inputs]
+            inner = [self._enter(node, held, given) for held in node.bodies]
+            if any(given) or any(inner):
+                self.nodes.add(node)
+
+    def _enter(self, node: Node, body: Body, given: Sequence[bool]) -> bool:
+        args = [given[node.argument_of(body, arg)] for arg in range(body.arguments)]
+        self._walk(body, args)
+        if node.is_loop and body is node.bodies[1]:
+            # What one turn gives the next one takes. Each walk reaches one argument more, if any.
+            for _ in body.results:
+                args = [arg or self.depends(body, ref) for arg, ref in zip(args, body.results, strict=True)]
+                self._walk(body, args)
+        return any(self.depends(body, ref) for ref in body.results)
+
+
+def needed(
+    top: Body, targets: Collection[Ref], *, differentiable: bool = False, stopped: Collection[Ref] = ()
+) -> set[Node]:
+    """The nodes that targets of the top level depend on, with those that compute the targets."""
+    found: set[Node] = set()
+
+    def walk(body: Body, roots: Collection[Ref]) -> None:
+        wanted = {ref[0] for ref in roots}
+        cut = stopped if body is top else ()
+        for node in reversed(body.nodes):
+            if node.index in wanted and (not differentiable or passes(node)):
+                found.add(node)
+                wanted.update(ref[0] for ref in node.inputs if ref not in cut)
+                for held in node.bodies:
+                    walk(held, held.results)
+
+    walk(top, targets)
+    return found
+
+
+def ranks(top: Body, members: Collection[Node], path: Collection[Node]) -> dict[Node, int]:
+    """For each member the largest number of other members before it on one path from the xs."""
+    found: dict[Node, int] = {}
+
+    def walk(body: Body, args: Sequence[int]) -> int:
+        behind = [*args, *[0] * (len(body.nodes) - len(args))]
+        for node in body.nodes[body.arguments :]:
+            if node not in path:
+                continue
+            before = [behind[ref[0]] for ref in node.inputs]
+            after = max(before, default=0)
+            if node in members:
+                found[node] = after
+                after += 1
+            for held in node.bodies:
+                inner = [before[node.argument_of(held, arg)] for arg in range(held.arguments)]
+                after = max(after, walk(held, inner))
+            behind[node.index] = after
+        return max((behind[ref[0]] for ref in body.results), default=0)
+
+    walk(top, ())
+    return found
+
+
+def ranks_from_ys(top: Body, members: Collection[Node], path: Collection[Node]) -> dict[Node, int]:
+    """For each member the largest number of other members after it on one path to the ys."""
+    found: dict[Node, int] = {}
+
+    def walk(body: Body, base: int) -> int:
+        ahead = [base] * len(body.nodes)
+        for node in reversed(body.nodes[body.arguments :]):
+            if node not in path:
+                continue
+            before = count = ahead[node.index]
+            if node in members:
+                found[node] = count
+                before += 1
+            for held in node.bodies:
+                before = max(before, walk(held, count))
+            for ref in node.inputs:
+                ahead[ref[0]] = max(ahead[ref[0]], before)
+        return max(ahead[: body.arguments], default=base)
+
+    walk(top, 0)
+    return found
