@@ -213,7 +213,7 @@ def index_by_name(entries: Iterable[RuleEntry]) -> dict[str, RuleEntry]:
 
 
 def preset_message(preset: Preset) -> rule_pb2.Preset:
-    """Returns the message, with a line of text for each override: `@convolution+@bias → lrp_zplus(eps=1e-06)`."""
+    """Returns the message, with a line of text for each override: `@convolution → lrp_zplus(eps=1e-06)`."""
     return rule_pb2.Preset(
         name=preset.name,
         description=preset.description,

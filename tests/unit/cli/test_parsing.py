@@ -31,6 +31,7 @@ SELECTORS: dict[str, dict[str, object]] = {
     "Relu&position:-2": {"op_type": "Relu", "position": -2},
     "Relu&dtype:float32&rank:4": {"op_type": "Relu", "dtype": "float32", "rank": 4},
     "Relu&depends_on:x,w:1": {"op_type": "Relu", "depends_on": ["x", "w:1"]},
+    "layer:@convolution": {"layer": "@convolution"},
     "Sign&order:all": {"op_type": "Sign", "order": "all"},
     "Conv2D&attr:padding:SAME&attr:explicit_paddings:[]": {
         "op_type": "Conv2D",

@@ -145,8 +145,8 @@ def rule_example(rule: RuleInfo) -> Example:
     op_type = rule.op_types[0] if rule.op_types else _ANY_OP
     if op_type == _LAYERS:
         return Example(
-            f'[gr.Override("{rule.name}", pattern=("@linear", "@bias"){python_params})]',
-            _flag("--override", f"pattern:@linear+@bias={named}"),
+            f'[gr.Override("{rule.name}", layer="@linear"{python_params})]',
+            _flag("--override", f"layer:@linear={named}"),
         )
     value = f'("{rule.name}", {_python(params)})' if params else f'"{rule.name}"'
     return Example(f'{{"{op_type}": {value}}}', _flag("--override", f"{op_type}={named}"))
