@@ -261,7 +261,7 @@ class _Cases:
         arities = self._arities(expanded, given)
         rules = [rule for rule in RULES if rule.arity in arities and not rule.is_default]
         if kind == "batched":
-            rules = [rule for rule in rules if rule.per_sample and item.op != "StatelessWhile"]
+            rules = [rule for rule in rules if rule.per_sample or self._rng.random() < 0.5]
         chosen = rng.choice([rule.arity for rule in rules])
         return rng.choice([rule for rule in rules if rule.arity == chosen])
 

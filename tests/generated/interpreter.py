@@ -199,7 +199,8 @@ class Interpreter:
         if node.op == "Const":
             return [Value(_array(node.attrs["value"].tensor))]
         unit = self._node_units.get(node)
-        record = Record(inputs, lambda dys, stage: (), origin=unit, blocks=node.op == "StopGradient")
+        has_rule = unit is not None and not unit.rule.is_default
+        record = Record(inputs, lambda dys, stage: (), origin=unit, blocks=node.op == "StopGradient" and not has_rule)
         if node.op == "Cast":
             dtype = NUMPY[node.dtypes[0]]
             results: list[Any] = [inputs[0].data.astype(dtype)]

@@ -307,7 +307,8 @@ class Resolver:
             if (isinstance(item, Node) and item.index in members)
             or (isinstance(item, Call) and item.members and members.issuperset(item.members))
         ]
-        invalid |= any(item in self._taken for item in items)
+        held = [one for item in items if isinstance(item, Node) and item.bodies for one in inside(item)]
+        invalid |= any(item in self._taken for item in [*items, *held])
         if invalid or not items:
             self.found.refusals.append(("INVALID_OVERRIDE", number))
             return
@@ -318,14 +319,14 @@ class Resolver:
         """Tells units whose gradients can reach the xs; rules of subgraphs pass gradients on, whatever is in them."""
         seeds: dict[int, set[Ref]] = {id(self._top): set(self.xs)}
         for unit in self.found.units:
-            if not unit.is_node and any(self._behind_xs.depends(unit.body, ref) for ref in unit.inputs):
+            passes_on = not unit.is_node or (unit.shown.op == "StopGradient" and not unit.rule.is_default)
+            if passes_on and any(self._behind_xs.depends(unit.body, ref) for ref in unit.inputs):
                 seeds.setdefault(id(unit.body), set()).update(unit.outputs)
         reached = Dependents(self._top, seeds, differentiable=True)
         for unit in self.found.units:
-            unit.depends_on_xs = (
-                unit.item in reached.nodes
-                if isinstance(unit.item, Node)
-                else any(reached.depends(unit.body, ref) for ref in unit.inputs)
+            unit.depends_on_xs = unit.item in reached.nodes or (
+                not (unit.is_node and unit.rule.is_default)
+                and any(reached.depends(unit.body, ref) for ref in unit.inputs)
             )
 
     def _check_straddling(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gradrule as gr
 from tests.generated.cases import case
 from tests.generated.comparing import Answer, compare_cases, differences, expected, registered
 from tests.generated.expanded import Call, Node, expand
@@ -182,3 +183,19 @@ def test_shrinking_keeps_the_fault() -> None:
     small = shrink(case(number), fails)
     assert [override.op_type for override in small.overrides] == ["Tanh"]
     assert len(small.graph.node) < len(case(number).graph.node)
+
+
+@pytest.mark.xfail(strict=True, reason="`position` follows gradients by element type, which end at a comparison")
+def test_positions_count_through_a_step_with_a_rule(client: Any) -> None:
+    """Spiking code: the first layer lies before a step, through which gradients pass only by the override."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float64", [2, 2])
+    first = g.op("MatMul", x, g.constant(np.eye(2)), name="first")
+    fired = g.op("Cast", g.op("Greater", first, g.constant(np.zeros((2, 2)))), DstT="float64")
+    g.op("MatMul", fired, g.constant(np.eye(2)), name="y")
+    overrides = [
+        gr.Override(gr.Rule("dy"), op_type="@step"),
+        gr.Override(gr.Rule("each(default * 3)"), op_type="MatMul", position="nearest_xs", label="first layer"),
+    ]
+    r = client.evaluate(g, {"x": np.ones((2, 2))}, ys="y", xs="x", overrides=overrides)
+    assert [one.node for one in r.overrides if one.label == "first layer"] == ["first"]

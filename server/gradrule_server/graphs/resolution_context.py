@@ -126,8 +126,8 @@ class ResolutionContext:
         self.flows: dict[int, range] = {}
         # Matches of nodes and of subgraphs, with candidate numbers.
         self._matches: list[tuple[int, Match]] = []
-        # The same matches of nodes, with id() of the nodes that carry them.
-        self._matched_nodes: list[tuple[list[int], Match]] = []
+        # The same matches of nodes and calls, with id() of the nodes that carry them.
+        self._matched_nodes: list[tuple[int, list[int], Match]] = []
         self._requested = requested
         self.look_up = look_up
         self._find = find
@@ -183,7 +183,7 @@ class ResolutionContext:
         candidate = self.candidates[number]
         if isinstance(what, Match):
             self._matches.append((number, what))
-            self._matched_nodes.append(([id(node) for node in candidate.marked_nodes()], what))
+            self._matched_nodes.append((number, [id(node) for node in candidate.marked_nodes()], what))
         for node in candidate.marked_nodes():
             self.resolved.setdefault(id(node), []).append(what)
 
@@ -202,13 +202,24 @@ class ResolutionContext:
         to, and of what depends on other inputs of a loop or branch than the xs.
         """
         seeds: dict[int, dict[Ref, int]] = {id(self.top): dict.fromkeys(self._requested.xs, 1)}
-        # The rule of a subgraph passes gradients on, also where the types between its nodes do not.
-        for subgraph, _ in self.subgraphs:
-            if any(self.changes(subgraph.body, ref) for ref in subgraph.inputs):
-                seeds.setdefault(id(subgraph.body), {}).update(dict.fromkeys(subgraph.outputs, 1))
+        # Rules pass gradients on where their nodes do not: a comparison in a subgraph, a StopGradient.
+        passing = [(one.body, one.inputs, one.outputs) for one, _ in self.subgraphs]
+        for number, match in self._matches:
+            candidate = self.candidates[number]
+            if match.rule != OWN_GRADIENT and candidate.call is None and candidate.node.op == "StopGradient":
+                passing.append((candidate.body, tuple(candidate.node.inputs), ((candidate.index, 0),)))
+        for body, inputs, outputs in passing:
+            if any(self.changes(body, ref) for ref in inputs):
+                seeds.setdefault(id(body), {}).update(dict.fromkeys(outputs, 1))
         reached = paths.reached(self.top, seeds, paths.Cut(), self.orders)
-        for nodes, match in self._matched_nodes:
-            match.depends_on_xs = not reached.isdisjoint(nodes)
+        for number, nodes, match in self._matched_nodes:
+            candidate = self.candidates[number]
+            own = seeds.get(id(candidate.body), {})
+            match.depends_on_xs = not reached.isdisjoint(nodes) or (
+                match.rule != OWN_GRADIENT
+                and candidate.call is None
+                and any(ref in own or id(candidate.body.nodes[ref[0]]) in reached for ref in candidate.node.inputs)
+            )
         for subgraph, match in self.subgraphs:
             inner, own = subgraph.body.nodes, seeds.get(id(subgraph.body), {})
             match.depends_on_xs = any(ref in own or id(inner[ref[0]]) in reached for ref in subgraph.inputs)

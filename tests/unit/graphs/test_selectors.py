@@ -289,6 +289,15 @@ def test_what_follows_a_branch_depends_on_its_results() -> None:
     assert found == {"y": "behind"}
 
 
+def test_a_rule_lets_gradients_through_a_stop() -> None:
+    made = graph(placeholder(), node("s", "Sign", "x"), node("stop", "StopGradient", "s"), node("y", "Tanh", "stop"))
+    specs = [spec("stop", node="stop"), spec("behind", node="y", index=1)]
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=specs)
+    assert [(mark.node, mark.rule) for mark in expanded.marks] == [("stop", 7), ("y", 7)]
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=specs[1:])
+    assert [(mark.node, mark.rule) for mark in expanded.marks] == [("y", -3)]
+
+
 def test_a_carve_out_by_region_is_a_match_with_a_mark() -> None:
     carve = OverrideSpec(Selector(region=Region(inputs=["a/s"], outputs=["a/b/r"])), label="carve")
     expanded = expand(
