@@ -13,6 +13,7 @@ Inner tensors of a layer are used in the layer only.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ _BATCH_NORMS = ops_with("batch_norm")
 _AFFINE = PLAIN_ADDS | frozenset({"Sub", "Mul", "MulNoNan", "Neg", "BiasAdd", "Identity", "Snapshot"})
 _DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _SCALES = _DIVISIONS | {"Mul", "MulNoNan"}
+# Most ops of a function of one tensor. It keeps the search linear in the size of the graph.
+_MAX_OPS = 64
 # Elementwise functions of their own that groups of op types do not count as activations.
 _CLIPS = frozenset({"Maximum", "Minimum", "ClipByValue"})
 
@@ -291,9 +294,12 @@ class _Functions:
 
     def _common(self, refs: Sequence[Ref]) -> Ref | None:
         """Returns the nearest tensor through which all paths to the tensors run; None if there is none."""
-        common = refs[0]
+        common, steps = refs[0], 0
         for ref in refs[1:]:
             while common != ref:
+                steps += 1
+                if steps > 2 * _MAX_OPS:
+                    return None
                 deeper, other = (common, ref) if self._depth(common) >= self._depth(ref) else (ref, common)
                 if self._depth(deeper) == 0:
                     return None
@@ -308,6 +314,8 @@ class _Functions:
                 if ref != source and ref[0] not in members and self._found.changes(ref):
                     members.add(ref[0])
                     pending.append(ref[0])
+                    if len(members) > _MAX_OPS:
+                        return None
         for member in members - {end}:
             if not self._found.is_inner(member) or not members.issuperset(self._found.consumers(member)):
                 return None
@@ -325,15 +333,17 @@ class _Functions:
         for end in sorted(functions):
             if end in done:
                 continue
-            chain = [end]
-            while (before := functions[chain[0]][0][0]) in functions and self._joins(before, chain[0], functions):
-                chain.insert(0, before)
-            while len(next_ends := after.get((chain[-1], 0), [])) == 1 and self._joins(
-                chain[-1], next_ends[0], functions
-            ):
-                chain.append(next_ends[0])
+            chain = deque([end])
+            while (before := functions[chain[0]][0][0]) in functions and before not in done and len(chain) < _MAX_OPS:
+                if not self._joins(before, chain[0], functions):
+                    break
+                chain.appendleft(before)
+            while len(following := after.get((chain[-1], 0), [])) == 1 and len(chain) < _MAX_OPS:
+                if following[0] in done or not self._joins(chain[-1], following[0], functions):
+                    break
+                chain.append(following[0])
             done.update(chain)
-            yield chain
+            yield list(chain)
 
     def _joins(self, first: int, second: int, functions: Mapping[int, tuple[Ref, set[int]]]) -> bool:
         """Returns whether two functions, one after the other, belong to one layer."""

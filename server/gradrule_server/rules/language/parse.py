@@ -113,16 +113,12 @@ def _check_dy(text: str, gradient: Expression, *, stored: bool) -> None:
                 text, gradient.offset, f"{IGNORE_DY}(…) is for a formula without dy and default, and this one uses them"
             )
     elif not (uses_dy or is_zero(gradient) or stored):
-        raise error(
-            errors_pb2.ERROR_REASON_INVALID_RULE,
-            with_caret(
-                text,
-                gradient.offset,
-                "this gradient depends on neither dy nor default, so nothing of the upstream gradient gets through: "
-                f"multiply by dy, dy * (…), or write {IGNORE_DY}(…) if that is meant",
-            ),
-            field="expression",
+        problem = (
+            "this gradient depends on neither dy nor default, so nothing of the upstream gradient gets through: "
+            f"multiply by dy, dy * (…), or write {IGNORE_DY}(…) if that is meant"
         )
+        message = with_caret(text, gradient.offset, problem)
+        raise error(errors_pb2.ERROR_REASON_INVALID_RULE, message, field="expression")
 
 
 def _check_truth_values(text: str, call: Call) -> None:
