@@ -359,3 +359,23 @@ def test_variables_without_keras_are_refused_while_fitting(client: Any) -> None:
     model.compile("sgd", "mse")
     with pytest.raises(gr.errors.UnsupportedError, match="scale"):
         model.fit(np.ones((4, 3), np.float32), np.ones((4, 1), np.float32), verbose=0)
+
+
+def test_random_numbers_without_a_seed_have_no_wrong_gradient(client: Any) -> None:
+    """The backward pass runs the part again, and would use other numbers than the forward pass."""
+
+    class Noise(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            return x * tf.random.uniform([3])
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return shape
+
+    layer = gr.keras.RemoteLayer(Noise(), client)
+    x = tf.ones((2, 3))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = layer(x)
+    assert y.shape == x.shape
+    with pytest.raises(gr.errors.UnsupportedError, match=r"RandomUniform node .* keras\.random\.SeedGenerator"):
+        tape.gradient(y, x)

@@ -23,6 +23,14 @@ from gradrule._tracing import functions
 from gradrule._tracing.keras_models import layer_scopes
 from gradrule.errors import GradruleError, ProgramNotFoundError, UnsupportedError
 from gradrule.keras._selection import Keyed, overrides_of
+from gradrule.v1 import graph_pb2
+
+_RANDOM_OPS = frozenset(
+    {"Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle"}
+    | {"RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "LogUniformCandidateSampler"}
+    | {"UniformCandidateSampler", "LearnedUnigramCandidateSampler", "FixedUnigramCandidateSampler"}
+)
+"""Ops that draw numbers from a state of the process."""
 
 Spec: TypeAlias = "tuple[str, tuple[int | None, ...] | None]"
 
@@ -272,6 +280,7 @@ class RemotePart:
         if not differentiates:
             fetches = [slot.name for slot in self.traced.outputs]
             return options.client().compile(graph, fetches=fetches, timeout=options.timeout)
+        _refuse_random_ops(graph)
         return options.client().compile(
             graph,
             ys=[slot.name for slot in self._ys()],
@@ -281,6 +290,19 @@ class RemotePart:
             no_gradient=options.no_gradient,
             timeout=options.timeout,
         )
+
+
+def _refuse_random_ops(graph: Graph) -> None:
+    """Raises `UnsupportedError` for ops that draw other numbers in the backward pass, which runs the part again."""
+    message = graph_pb2.Graph.FromString(graph.to_bytes_without_overrides())
+    for nodes in [message.node, *(function.node_def for function in message.library.function)]:
+        for node in nodes:
+            if node.op in _RANDOM_OPS:
+                raise UnsupportedError(
+                    f"{node.op} node {node.name!r} would draw other random numbers in the backward pass than in the "
+                    "forward pass; draw them with keras.random and a keras.random.SeedGenerator of the layer, as "
+                    "keras.layers.Dropout does, or with tf.random.stateless_uniform and a seed that is an input"
+                )
 
 
 def _run(function: Callable[..., list[Any]], tensors: Sequence[Any], slots: Sequence[Slot]) -> list[Any]:

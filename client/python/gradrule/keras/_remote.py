@@ -47,7 +47,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
             raises an error of its own with the same message; `last_error` is the original error.
         InvalidGraphError: `part` is not a layer, model or list of layers.
         UnsupportedError: the part uses variables that are not Keras variables, Keras runs on another backend, or the
-            configuration cannot be saved.
+            configuration cannot be saved; in the backward pass, the part draws random numbers without a Keras seed.
     """
 
     def __init__(
