@@ -116,12 +116,16 @@ test("a step of Greater and Cast gets a surrogate gradient", async () => {
 test("text that cannot be a rule's name is a formula", async () => {
   const g = tower();
   const feeds = { x: X };
-  const found = async (overrides: Overrides) => dense(await client.evaluate(g, { feeds, ys: ["y"], xs: ["x"], overrides }));
+  const found = async (overrides: Overrides) =>
+    dense(await client.evaluate(g, { feeds, ys: ["y"], xs: ["x"], overrides }));
   const wanted = Array.from((await found({ Tanh: { expression: "10 * dy" } })).toFloat32());
   near(await found({ Tanh: "10 * dy" }), wanted);
   near(await found({ Tanh: ["slope * dy", { slope: 10 }] }), wanted);
   near(await found([{ rule: "10 * dy", opType: "Tanh" }]), wanted);
-  await assert.rejects(found({ Tanh: "dy" }), (thrown) => thrown instanceof errors.UnknownRuleError && /Rule/.test(thrown.message));
+  await assert.rejects(
+    found({ Tanh: "dy" }),
+    (thrown) => thrown instanceof errors.UnknownRuleError && /Rule/.test(thrown.message),
+  );
   const sample = await client.sampleRule("dy * x", { x: [3], dy: [2] });
   near(sample.gradients.dx as Tensor, [6]);
 });
