@@ -13,7 +13,6 @@ from gradrule_server.rules.catalogue import BUILTINS
 from gradrule_server.rules.catalogue.presets import PRESETS, Preset, Presets
 
 BASE = [
-    "Softmax → default",
     "@normalization → default",
     "@batch_norm → lrp_pass",
     "@activation → lrp_pass",

@@ -240,3 +240,76 @@ def test_layer_is_selected_alone(client: Any) -> None:
         with refused("INVALID_OVERRIDE") as refusal:
             client.evaluate(g, {"x": [1.0]}, ys=["y"], xs=["x"], overrides=[override])
         assert text in refusal.message
+
+
+@pytest.mark.parametrize("kind", ["SimpleRNN", "GRU", "LSTM"])
+def test_relevance_passes_through_recurrent_layers_in_loops(client: Any, kind: str) -> None:
+    make = getattr(layers, kind)
+    keras.utils.set_random_seed(0)
+    x = keras.Input((5, 3), dtype="float64")
+    rolled = make(4, unroll=False)
+    unrolled = make(4, unroll=True)
+    models = [keras.Model(x, layer(x)) for layer in (rolled, unrolled)]
+    unrolled.set_weights(rolled.get_weights())
+    found = [relevance(client, model, "epsilon_plus")[2] for model in models]
+    assert np.abs(found[0]).max() > 0
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-7, atol=1e-9)
+
+
+def test_skip_connection_of_the_input_is_no_bias(client: Any) -> None:
+    x = keras.Input((6,), dtype="float64")
+    layer = layers.Dense(6, use_bias=False)
+    model = keras.Model(x, layers.Add()([layer(x), x]))
+    value, r, found, overrides = relevance(client, model, "epsilon_plus")
+    (kernel,) = layer.get_weights()
+    z = value @ kernel
+    y = z + value
+    share = r / (y + np.where(y >= 0, EPS, -EPS))
+    wanted = value * share + value * ((z * share / (z + np.where(z >= 0, EPS, -EPS))) @ kernel.T)
+    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    assert sorted(override.rule for override in overrides) == ["lrp_epsilon", "lrp_norm"]
+
+
+def test_gradients_of_weights_change_no_relevance(client: Any) -> None:
+    x = keras.Input((6,), dtype="float64")
+    model = keras.Model(x, layers.Dense(3)(layers.Dense(5, activation="relu")(x)))
+    graph = gr.from_keras(model)
+    (x_name,), (y_name,) = graph.inputs, graph.outputs
+    feeds = {x_name: np.random.default_rng(0).normal(size=(2, 6))}
+    found = [
+        client.evaluate(graph, feeds, ys=[y_name], xs=xs, overrides=[gr.Preset("epsilon_plus")])
+        for xs in ([x_name], [x_name, *graph.variables])
+    ]
+    np.testing.assert_allclose(found[0].gradients[x_name], found[1].gradients[x_name], rtol=1e-12)
+    assert [str(item) for item in found[0].overrides] == [str(item) for item in found[1].overrides]
+
+
+def test_bias_of_a_product_with_the_weights_first(client: Any) -> None:
+    g = gr.Graph()
+    weights, bias = np.arange(1.0, 7.0).reshape(2, 3), np.array([[0.5], [-2.0]])
+    x = g.placeholder("x", "float64", [3, 4])
+    g.op("AddV2", g.matmul(g.constant(weights), x), g.constant(bias), name="y")
+    value = np.random.default_rng(0).normal(size=(3, 4))
+    z = weights @ value + bias
+    result = client.evaluate(
+        g, {"x": value}, ys=["y"], xs=["x"], overrides=[gr.Override("lrp_epsilon", layer="@dense")]
+    )
+    wanted = value * (weights.T @ (1 / (z + np.where(z >= 0, EPS, -EPS))))
+    np.testing.assert_allclose(result.gradients["x"], wanted, rtol=1e-12)
+    assert result.overrides[0].nodes[-1] == "y"
+
+
+def test_scaled_data_with_an_added_mask_is_no_batch_norm(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float64", [1, 1, 5, 5])
+    with g.name_scope("a"):
+        scaled = g.multiply(x, g.constant(0.125, "float64"))
+        masked = g.op("AddV2", scaled, g.constant(np.ones((1, 1, 5, 5))))
+    g.op("Relu", masked, name="y")
+    feeds = {"x": np.ones((1, 1, 5, 5))}
+    for extra in (False, True):
+        if extra:
+            # A node that no y needs changes no gradient.
+            g.op("Sub", scaled, g.constant(np.ones((1, 1, 5, 5))), name="unused")
+        result = client.evaluate(g, feeds, ys=["y"], xs=["x"], overrides=[gr.Preset("epsilon_plus")])
+        np.testing.assert_array_equal(result.gradients["x"], np.full((1, 1, 5, 5), 0.125))

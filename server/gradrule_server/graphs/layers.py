@@ -1,4 +1,4 @@
-"""Finds layers: ops that a framework made of one layer, wherever it put them.
+"""Finds layers: groups of ops that together do what one layer of a framework does.
 
 - `@linear`, `@convolution`, `@dense`: a linear op and the addition of its bias. Ops that only move elements (Reshape,
   Squeeze, BatchToSpaceND, …) may stand between them. The inputs are data, weights and bias.
@@ -24,7 +24,7 @@ from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, read
 from gradrule_server.graphs.paths import consumers_of
 from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
-from gradrule_server.graphs.static_shapes import output_channels, static_shape
+from gradrule_server.graphs.static_shapes import is_per_axis, output_channels, static_shape
 from gradrule_server.graphs.subgraphs import Subgraph
 from gradrule_server.policy.op_tables import input_numbers, ops_with, trait_values
 
@@ -40,10 +40,13 @@ _READS_SHAPE = ops_with("reads_shape")
 _ELEMENTWISE = frozenset(trait_values("elementwise"))
 _REDUCTIONS = ops_with("reduction")
 _BATCH_NORMS = ops_with("batch_norm")
-# Linear in the operand that depends on the xs if the other operands do not; a division only in its first operand.
+# Affine in one operand if the other is a constant. A division is affine in its first operand only.
 _AFFINE = PLAIN_ADDS | frozenset({"Sub", "Mul", "MulNoNan", "Neg", "BiasAdd", "Identity", "Snapshot"})
 _DIVISIONS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _SCALES = _DIVISIONS | {"Mul", "MulNoNan"}
+# Ops after a linear op that can be part of its layer.
+_FOLLOWERS = frozenset(_MOVES) | PLAIN_ADDS | {"BiasAdd"}
+_PASSES_ON = frozenset({"Identity", "Snapshot", "Cast", "Reshape", "ExpandDims", "Squeeze"})
 # Most ops of a function of one tensor. It keeps the search linear in the size of the graph.
 _MAX_OPS = 64
 # Elementwise functions of their own that groups of op types do not count as activations.
@@ -80,8 +83,7 @@ class Layers:
         for body in {id(candidate.body): candidate.body for candidate in context.candidates}.values():
             for layer in _BodyLayers(body, context).find():
                 members = tuple(context.number(body, member) for member in layer.members)
-                if members[-1] >= 0:
-                    self._by_end[members[-1]] = layer, tuple(number for number in members if number >= 0)
+                self._by_end[members[-1]] = layer, members
 
     def ends(self, kind: str) -> NDArray[np.bool_]:
         """Returns a flag per candidate: whether a layer of this kind ends there."""
@@ -93,9 +95,12 @@ class Layers:
         """Returns the candidate numbers of the layer that ends at a candidate."""
         return self._by_end[end][1]
 
-    def subgraph(self, end: int) -> Subgraph:
-        """Returns the subgraph of the layer that ends at a candidate."""
-        return self._by_end[end][0].subgraph
+    def subgraph(self, end: int) -> Subgraph | None:
+        """Returns the subgraph of the layer that ends at a candidate; None if it is a node with all its inputs."""
+        layer, _ = self._by_end[end]
+        node = layer.body.nodes[layer.members[0]]
+        is_node = len(layer.members) == 1 and layer.inputs == tuple(node.inputs) and len(node.outputs or ()) == 1
+        return None if is_node else layer.subgraph
 
 
 class _BodyLayers:
@@ -107,7 +112,7 @@ class _BodyLayers:
         self._order = context.orders.get(body)
         self._position = {index: place for place, index in enumerate(self._order)}
         self._results = {producer for producer, _ in body.results}
-        self._kept = {index for owner, index in context.kept_nodes if owner == id(body)}
+        self._kept = {ref[0] for ref in context.kept(body)}
         self._consumers = self._gradient_consumers()
         self._taken: set[int] = set()
 
@@ -118,7 +123,7 @@ class _BodyLayers:
             if layer is not None:
                 self._taken.update(layer.members)
                 yield layer
-        yield from _Functions(self).find()
+        yield from _ElementwiseParts(self).find()
 
     # What both searches need.
 
@@ -133,6 +138,10 @@ class _BodyLayers:
     def is_inner(self, index: int) -> bool:
         """Returns whether only nodes use the outputs of a node, and not the request or the caller of a function."""
         return index not in self._results and index not in self._kept and self._body.nodes[index].op != ARG
+
+    def is_needed(self, index: int) -> bool:
+        """Returns whether the ys depend on a node."""
+        return id(self._body.nodes[index]) in self._context.before_ys
 
     def is_free(self, index: int) -> bool:
         """Returns whether a node can be part of a further layer."""
@@ -168,13 +177,14 @@ class _BodyLayers:
         operands = [node.inputs[number] for number in _OPERANDS[node.op] if number < len(node.inputs)]
         if len(operands) != 2 or len(node.inputs) != max(_OPERANDS[node.op]) + 1:
             return None
-        number = self._parameter(operands)
+        number = self._weights(operands)
         if number is None:
             return None
         data, weights = operands[1 - number], operands[number]
+        channels = output_channels(self._body, node, _OPERANDS[node.op][number])
         members, bias = [index], None
         for last, user, place in self._moved_to(index):
-            other = self._bias(user, place, node, weights)
+            other = self._bias(user, place, channels)
             if other is not None:
                 members, bias = [*last, user], other
                 break
@@ -198,39 +208,60 @@ class _BodyLayers:
             if len(users) != 1 or not self.is_free(users[0]):
                 return
             user = users[0]
+            if nodes[user].op not in _FOLLOWERS:
+                return
             place = [ref[0] for ref in nodes[user].inputs].index(members[-1])
             yield members, user, place
             if _MOVES.get(nodes[user].op) != (place,):
                 return
             members.append(user)
 
-    def _bias(self, user: int, place: int, linear: Node, weights: Ref) -> Ref | None:
-        """Returns the bias if a node adds one to its input number `place`."""
+    def _bias(self, user: int, place: int, channels: int | None) -> Ref | None:
+        """Returns the bias if a node adds one to its input number `place`. `channels`: None if unknown."""
         node = self._body.nodes[user]
         if node.op == "BiasAdd":
             return node.inputs[1] if place == 0 else None
-        if node.op not in PLAIN_ADDS or self._parameter(node.inputs) != 1 - place:
+        if node.op not in PLAIN_ADDS or len(node.inputs) != 2:
             return None
         other = node.inputs[1 - place]
-        size, channels = static_shape(self._body, other), output_channels(self._body, linear, weights)
-        # Else it is a number per position, such as an embedding of positions.
-        is_bias = size is None or channels is None or math.prod(size) in (1, channels)
-        return other if is_bias else None
+        shape = static_shape(self._body, other)
+        if self.changes(other):
+            # Else it is data that is added, such as a skip connection.
+            return other if self._is_x(other) and shape is not None and math.prod(shape) == channels else None
+        # Else it has a number per position, such as an embedding of positions.
+        if shape is not None and channels is not None:
+            return other if math.prod(shape) in (1, channels) else None
+        return other if shape is None or is_per_axis(shape) else None
 
-    def _parameter(self, operands: Sequence[Ref]) -> int | None:
-        """Returns which of two operands is a parameter: it does not depend on the xs, or is one of them itself.
+    def _weights(self, operands: Sequence[Ref]) -> int | None:
+        """Returns which of two operands of a product holds the weights; None if none does.
 
-        Returns None if both or none are.
+        Weights do not depend on the xs, or on other xs than the data.
         """
-        free = [number for number, ref in enumerate(operands) if not self.changes(ref)]
-        if not free:
-            free = [number for number, ref in enumerate(operands) if self._context.is_x(self._body, ref)]
-            # The first operand of a product of two xs is the data.
-            free = free[1:] if len(free) == 2 else free
-        return free[0] if len(free) == 1 else None
+        changing = [self.changes(ref) for ref in operands]
+        if not all(changing):
+            return changing.index(False) if any(changing) else None
+        first, second = (self._context.xs_behind(self._body, ref) for ref in operands)
+        are_xs = [self._is_x(ref) for ref in operands]
+        if are_xs[0] != are_xs[1]:
+            number = are_xs.index(True)
+            own, other = (second, first) if number else (first, second)
+            return number if other & ~own else None
+        return None if first & second else 1
+
+    def _is_x(self, ref: Ref) -> bool:
+        """Returns whether a tensor is one of the xs, as it is, cast, or in another shape."""
+        for _ in range(_MAX_OPS):
+            if self._context.is_x(self._body, ref):
+                return True
+            node = self._body.nodes[ref[0]]
+            if node.op not in _PASSES_ON or not node.inputs:
+                return False
+            ref = node.inputs[0]
+        return False
 
 
-class _Functions:
+class _ElementwiseParts:
     """Finds the elementwise functions of one tensor, with and without means of that tensor.
 
     Every tensor has a dominator: the nearest tensor through which all paths to it run, as far as ops are elementwise or
@@ -260,7 +291,7 @@ class _Functions:
     def _step(self, index: int) -> tuple[int, Ref, set[int]] | None:
         """Returns a node, its dominator, and the nodes after the dominator up to the node; None if there are none."""
         node = self._nodes[index]
-        if not self._found.is_free(index) or not self._is_function(node):
+        if not self._found.is_free(index) or not self._found.is_needed(index) or not self._is_function(node):
             return None
         operands = [ref for ref in self._operands(node) if self._found.changes(ref)]
         dominator = self._common(operands) if operands else None
@@ -334,14 +365,23 @@ class _Functions:
             if end in done:
                 continue
             chain = deque([end])
+            curved = not self._is_affine(functions[end][1])
             while (before := functions[chain[0]][0][0]) in functions and before not in done and len(chain) < _MAX_OPS:
-                if not self._joins(before, chain[0], functions):
+                is_curved = not self._is_affine(functions[before][1])
+                if (curved and is_curved) or not self._joins(before, chain[0], functions):
                     break
                 chain.appendleft(before)
+                curved |= is_curved
             while len(following := after.get((chain[-1], 0), [])) == 1 and len(chain) < _MAX_OPS:
-                if following[0] in done or not self._joins(chain[-1], following[0], functions):
+                is_curved = not self._is_affine(functions[following[0]][1])
+                if (
+                    following[0] in done
+                    or (curved and is_curved)
+                    or not self._joins(chain[-1], following[0], functions)
+                ):
                     break
                 chain.append(following[0])
+                curved |= is_curved
             done.update(chain)
             yield list(chain)
 
@@ -377,14 +417,25 @@ class _Functions:
         if any(node.op in _REDUCTIONS for node in nodes):
             return NORMALIZATION if len(nodes) > 1 else None
         if all(self._is_affine(part) for part in parts):
-            scaled = any(node.op in _SCALES for node in nodes)
-            moved = any(node.op not in _SCALES and node.op != "Neg" for node in nodes)
-            return BATCH_NORM if scaled and moved and not all(map(self._is_scalar, parts)) else None
+            return BATCH_NORM if self._is_batch_norm(nodes) else None
         curved = [part for part in parts if not self._is_affine(part)]
         is_activation = any(
             len(part) > 1 or self._nodes[next(iter(part))].op in GROUPS[ACTIVATION] | _CLIPS for part in curved
         )
         return ACTIVATION if is_activation else None
+
+    def _is_batch_norm(self, nodes: Sequence[Node]) -> bool:
+        """Returns whether affine ops scale and shift by numbers per channel, as far as shapes are known."""
+        scales = shifts = False
+        for node in nodes:
+            for ref in node.inputs:
+                shape = None if self._found.changes(ref) else static_shape(self._found.body, ref)
+                if shape is not None and not is_per_axis(shape):
+                    return False
+                if node.op in _SCALES and not self._found.changes(ref):
+                    scales |= shape is None or math.prod(shape) > 1
+            shifts |= node.op not in _SCALES and node.op != "Neg"
+        return scales and shifts
 
     def _is_affine(self, members: set[int]) -> bool:
         """Returns whether a function is one op that is affine in the operand that depends on the xs."""
@@ -405,9 +456,9 @@ def applies_parameters(candidate: CandidateNode, context: ResolutionContext) -> 
     node, body = candidate.node, candidate.body
     if node.op not in _PARAMETERISED or id(node) not in context.path:
         return False
-    floats = [
-        context.changes(body, ref)
+    behind = [
+        context.xs_behind(body, ref)
         for ref, dtype in zip(node.inputs, candidate.input_types, strict=True)
         if dtype in DIFFERENTIABLE
     ]
-    return any(floats) and not all(floats)
+    return any(behind) and (not all(behind) or any(a & ~b for a in behind for b in behind))

@@ -323,7 +323,7 @@ class ResolutionContext:
                 borders.setdefault(id(border.body), []).append((spec, border))
         found: dict[int, list[tuple[Subgraph, str]]] = {}
         for same_body in borders.values():
-            around = RegionContext(self.changes, self.before_ys, self.flows, self._kept)
+            around = RegionContext(self.changes, self.before_ys, self.flows, self.kept)
             regions = Regions([border for _, border in same_body], around, self.orders)
             for number, (spec, _) in enumerate(same_body):
                 subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
@@ -364,20 +364,33 @@ class ResolutionContext:
             RegionBorder(bodies[key], own[:count], own[count:]) for key, own in refs.items() if len(own) == len(names)
         ]
 
-    def _kept(self, body: Body) -> AbstractSet[Ref]:
+    def kept(self, body: Body) -> AbstractSet[Ref]:
         """Returns the tensors of a body that the request names."""
         if body is not self.top:
             return frozenset()
         return self._requested.xs | self._requested.ys | self._requested.stop_gradients
 
-    @property
+    @cached_property
     def kept_nodes(self) -> AbstractSet[tuple[int, int]]:
         """The nodes whose tensors the request names, as id() of the body and index of the node."""
-        return {(id(self.top), ref[0]) for ref in self._kept(self.top)}
+        return {(id(self.top), ref[0]) for ref in self.kept(self.top)}
 
     def changes(self, body: Body, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs or depends on one."""
         return id(body.nodes[ref[0]]) in self._behind_xs or self.is_x(body, ref)
+
+    def xs_behind(self, body: Body, ref: Ref) -> int:
+        """Returns a bit for each x that a tensor is or depends on."""
+        own = self._xs_bits.get(ref, 0) if body is self.top else 0
+        return own | self._bits_behind[id(body)][ref[0]]
+
+    @cached_property
+    def _xs_bits(self) -> Mapping[Ref, int]:
+        return {ref: 1 << number for number, ref in enumerate(sorted(self._requested.xs))}
+
+    @cached_property
+    def _bits_behind(self) -> Mapping[int, Sequence[int]]:
+        return paths.dependents_of_sets(self.top, {id(self.top): self._xs_bits}, self.orders)
 
     def is_x(self, body: Body, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs."""

@@ -126,7 +126,7 @@ class _Folding:
     def _is_per_channel(self, ref: Ref, found: _FoldableNorm) -> bool:
         """Returns whether an operand certainly has exactly one number for each output channel of the linear op."""
         linear = self._body.nodes[found.linear]
-        channels, shape = output_channels(self._body, linear, linear.inputs[1]), static_shape(self._body, ref)
+        channels, shape = output_channels(self._body, linear, 1), static_shape(self._body, ref)
         data_format = linear.attrs.get("data_format")
         # Spatial axes follow the channel axis in NC formats.
         behind = len(data_format.s) - 2 if data_format is not None and data_format.s.startswith(b"NC") else 0

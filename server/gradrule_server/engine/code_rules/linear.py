@@ -149,17 +149,28 @@ def _data_and_weights(
 ) -> tuple[int, int]:
     """Returns the numbers of the inputs that hold data and weights.
 
-    Weights do not depend on what data depend on, or are one of the xs themselves. If both can be data, the first are.
+    The data are the first input of the target, unless only the other operand depends on the xs.
     """
     data, weights = operands
     values = [linear.inputs[number] for number in operands]
     on_data, on_weights = map(target.dependence.bits, values)
+    if bool(on_data) != bool(on_weights):
+        return (data, weights) if on_data else (weights, data)
+    if on_data & on_weights and not _are_weights_of(target, values, (on_data, on_weights)):
+        raise not_applicable(target, rule, f"{_MEANT_FOR}; here both operands depend on the same x")
     if on_data & on_weights:
-        first_is_x, second_is_x = map(target.dependence.is_x, values)
-        if first_is_x == second_is_x:
-            raise not_applicable(target, rule, f"{_MEANT_FOR}; here both operands depend on the same x")
-        return (weights, data) if first_is_x else (data, weights)
-    return (weights, data) if on_weights and not on_data else (data, weights)
+        return (weights, data) if target.dependence.is_x(values[0]) else (data, weights)
+    is_second = target.sources[0].ref() == values[1].ref() != values[0].ref()
+    return (weights, data) if is_second else (data, weights)
+
+
+def _are_weights_of(target: RuleTarget, values: Sequence[tf.Tensor], bits: tuple[int, int]) -> bool:
+    """Returns whether one of two operands is an x itself, and the other depends on a further x."""
+    are_xs = [target.dependence.is_x(value) for value in values]
+    if are_xs[0] == are_xs[1]:
+        return False
+    own, other = bits if are_xs[0] else bits[::-1]
+    return bool(other & ~own)
 
 
 def _place(tensors: Iterable[tf.Tensor], wanted: tf.Tensor) -> int:

@@ -18,25 +18,26 @@ OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
 
 
 class Dependence:
-    """Finds the xs that tensors depend on. In loops and branches, every floating-point argument counts as an x."""
+    """Finds the xs that tensors of the graph of the xs depend on; nothing is known inside loops and branches."""
 
     def __init__(self, xs: Sequence[tf.Tensor]) -> None:
         self._xs = {x.ref(): 1 << number for number, x in enumerate(xs)}
         self._graphs = {x.graph for x in xs}
         self._known: dict[tf.Operation, int] = {}
-        self._next_bit = len(xs)
 
     def bits(self, tensor: tf.Tensor) -> int:
-        """Returns a bit for each x that the tensor is or depends on."""
+        """Returns a bit for each x that the tensor is or depends on; 0 inside loops and branches."""
+        if tensor.graph not in self._graphs:
+            return 0
         known, pending = self._known, [tensor.op]
         while pending:
             op = pending[-1]
-            missing = [value.op for value in op.inputs if value.op not in known]
-            if op in known or not missing:
+            missing = [] if op in known else [value.op for value in op.inputs if value.op not in known]
+            if missing:
+                pending += missing
+            else:
                 pending.pop()
                 known.setdefault(op, self._of_op(op))
-            else:
-                pending += missing
         return known[tensor.op] | self._xs.get(tensor.ref(), 0)
 
     def is_x(self, tensor: tf.Tensor) -> bool:
@@ -44,9 +45,6 @@ class Dependence:
         return tensor.ref() in self._xs
 
     def _of_op(self, op: tf.Operation) -> int:
-        if op.type == "Placeholder" and op.graph not in self._graphs and op.outputs[0].dtype.is_floating:
-            self._next_bit += 1
-            return 1 << (self._next_bit - 1)
         found = 0
         for value in op.inputs:
             found |= self._known[value.op] | self._xs.get(value.ref(), 0)

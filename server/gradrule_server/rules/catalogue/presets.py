@@ -118,8 +118,6 @@ _SUMS = (_ops("@sum", "lrp_norm", eps=_EPS), _ops("@pool", "lrp_norm", eps=_EPS)
 
 # Must follow the overrides for layers, because the addition of a bias may be an op of @sum.
 _BASE = (
-    # Softmax is an @activation, but keeps its own gradient in zennit.
-    _keep(override_pb2.Selector(op_type="Softmax")),
     _NORMALIZATION,
     _layers("@batch_norm", "lrp_pass"),
     _layers("@activation", "lrp_pass"),
