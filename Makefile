@@ -55,6 +55,7 @@ test-models: $(VENV)/.installed ## compare whole models with local TensorFlow; w
 	$(VENV)/bin/python -m pytest tests/models --models-page docs/reference/model-comparison.md $(ARGS)
 
 test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the libraries that they come from; writes tests/peers/results.json
+	$(VENV)/bin/python -m tests.peers.keras_models out/peers
 	$(PEERS)/bin/python -m tests.peers.reference out/peers
 	$(VENV)/bin/python -m tests.peers.compare out/peers $(ARGS)
 

@@ -117,7 +117,8 @@ def _params(infos: Sequence[rule_infos.ParamInfo]) -> str:
 
 def _peers(results: dict[str, Any]) -> str:
     """Returns the comparison by rule and library, then each setting that does not agree, with the reason."""
-    rows: list[dict[str, Any]] = results["rows"]
+    all_rows: list[dict[str, Any]] = results["rows"]
+    rows = [row for row in all_rows if "network" not in row]
     parts = ["\n## Compared with other libraries\n\n"]
     parts.append(
         "`make test-peers` compares the rules with other libraries. A setting is a rule with values of its params, "
@@ -142,7 +143,48 @@ def _peers(results: dict[str, Any]) -> str:
         parts.append("\n### Settings that do not agree\n\n")
         lines = [[*entry, note] for entry, note in differing.items()]
         parts.append(_table(("rule", "library", "setting", "", "why"), lines))
+    return "".join([*parts, _networks([row for row in all_rows if "network" in row])])
+
+
+def _networks(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the largest difference per network, then each preset that differs from zennit's composite."""
+    if not rows:
+        return ""
+    parts = ["\n### Whole networks\n\n"]
+    parts.append(
+        "Presets on Keras models, against zennit's composites on PyTorch models that one mapping of layers made of "
+        "them, in float64, with random weights. The outputs of both agree to 1e-9. Each number is the largest "
+        "difference of an element as a share of the largest element, among the settings that agree. Folded: "
+        'with `rewrites=("fold_batch_norm",)`, against zennit\'s `SequentialMergeBatchNorm`, which merges eps too '
+        "here.\n\n"
+    )
+    table = []
+    for network, members in itertools.groupby(rows, key=lambda row: row["network"]):
+        presets = list(members)
+        agreeing = [row for row in presets if row["agrees"]]
+        own, plain, folded = (
+            _largest([row["max_rel_difference"] for row in agreeing if kind == _kind(row)])
+            for kind in ("own", "plain", "folded")
+        )
+        share = f"{len(agreeing)} of {len(presets)}" if len(agreeing) < len(presets) else f"all {len(presets)}"
+        table.append([network, share, own, plain, folded])
+    parts.append(_table(("network", "settings that agree", "true gradient", "presets", "presets, folded"), table))
+    differing = [
+        [row["what"], row["rule"], f"{float(row['max_rel_difference']):.0e}", row["note"]]
+        for row in rows
+        if not row["agrees"]
+    ]
+    if differing:
+        parts.append("\nPresets that differ:\n\n")
+        parts.append(_table(("network", "preset", "difference", "why"), differing))
     return "".join(parts)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """Returns which column of the table of networks a row counts for."""
+    if not row["rule"].startswith("preset "):
+        return "own"
+    return "folded" if row["rewrites"] else "plain"
 
 
 def _largest(values: list[float]) -> str:

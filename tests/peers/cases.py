@@ -27,7 +27,8 @@ class Case:
     """One comparison.
 
     rule, params: gradrule's. what: for people. run: how gradrule computes it, see `runs.py`. known_fault: why the peer
-    is wrong here: the case must then differ. skip: elements of the reference that are left out, and why.
+    is wrong here: the case must then differ. skip: elements of the reference that are left out, and why. explained: why
+    gradrule differs on purpose: the case must then differ too.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Case:
     floor: float
     known_fault: str = ""
     skip: str = ""
+    explained: str = ""
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Collection:
         tolerance: float | None = None,
         known_fault: str = "",
         skip: str = "",
+        explained: str = "",
         skipped: Array | None = None,
     ) -> None:
         """Adds a case. inputs: by name, as `run` tells. references: the peer's gradients, by input."""
@@ -84,6 +87,7 @@ class Collection:
                 FLOORS[dtype] if floor is None else floor,
                 known_fault,
                 skip,
+                explained,
             )
         )
         for name, value in inputs.items():

@@ -25,13 +25,15 @@ from tests.peers.runs import run
 
 AGREES, DIFFERS, KNOWN_FAULT, MISSING = "agrees", "differs", "known fault of the peer", "missing rule"
 FAULT_IS_GONE, REFUSED = "known fault is gone", "refused"
-_PASSES = (AGREES, KNOWN_FAULT)
+EXPLAINED, DIFFERENCE_IS_GONE = "explained", "explained difference is gone"
+_PASSES = (AGREES, KNOWN_FAULT, EXPLAINED)
 _HEADER = (
     "Written by `make test-peers`. max_rel_difference: the largest difference of an element relative to the peer's "
     "element, or to `floor` times the peer's largest element where that is more; it decides. A known fault is a place "
-    "where the peer contradicts its own documentation, or the paper that it cites; there the two must differ."
+    "where the peer contradicts its own documentation, or the paper that it cites; there the two must differ. "
+    "Explained: gradrule differs on purpose."
 )
-_STYLES = {AGREES: "green", KNOWN_FAULT: "yellow"}
+_STYLES = {AGREES: "green", KNOWN_FAULT: "yellow", EXPLAINED: "yellow"}
 
 
 def main() -> int:
@@ -71,8 +73,10 @@ def row_of(client: gr.Client, reference: Reference, case: Case) -> dict[str, Any
         "floor": case.floor,
         "agrees": False,
         "status": MISSING,
-        "note": case.known_fault or (f"not compared: {case.skip}" if case.skip else ""),
+        "note": case.known_fault or case.explained or (f"not compared: {case.skip}" if case.skip else ""),
     }
+    if case.run["kind"] == "keras":
+        row |= {"network": case.run["model"], "rewrites": list(case.run["rewrites"])}
     try:
         ours = run(client, reference, case)
     except gr.errors.GradruleError as error:
@@ -89,6 +93,8 @@ def row_of(client: gr.Client, reference: Reference, case: Case) -> dict[str, Any
     if case.known_fault:
         row["status"] = FAULT_IS_GONE if row["agrees"] else KNOWN_FAULT
         row["note"] += f" ({where})"
+    elif case.explained:
+        row["status"] = DIFFERENCE_IS_GONE if row["agrees"] else EXPLAINED
     else:
         row["status"] = AGREES if row["agrees"] else DIFFERS
         row["note"] = "; ".join(filter(None, [row["note"], "" if row["agrees"] else where]))

@@ -1,6 +1,7 @@
 """The peers' half of `make test-peers`: computes reference values, with the peers' Python.
 
-python -m tests.peers.reference FOLDER writes reference.json and reference.npz, which `tests.peers.compare` reads.
+python -m tests.peers.reference FOLDER reads the models that `tests.peers.keras_models` wrote there, and writes
+reference.json and reference.npz, which `tests.peers.compare` reads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tests.peers.cases import Collection
 from tests.peers.elementwise import add_elementwise, add_others
 from tests.peers.libraries import VERSIONS, torch
 from tests.peers.subgraphs import add_subgraphs
+from tests.peers.torch_models import add_models
 
 
 def main() -> None:
@@ -27,6 +29,7 @@ def main() -> None:
     add_others(collection)
     add_subgraphs(collection)
     add_attribution(collection)
+    add_models(collection, folder / "models")
     collection.save(folder)
     print(f"{len(collection.cases)} reference values from {', '.join(f'{k} {v}' for k, v in VERSIONS.items())}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ import gradrule as gr
 from tests.peers.cases import Array, Case, Reference, moments
 
 Tensor = Any
+# Seconds; the first evaluation sends a model of 200 MB and builds its gradients.
+_MODEL_TIMEOUT = 600.0
 
 
 def run(client: gr.Client, reference: Reference, case: Case) -> dict[str, Array]:
@@ -20,6 +23,8 @@ def run(client: gr.Client, reference: Reference, case: Case) -> dict[str, Array]
     kind = case.run["kind"]
     if kind == "network":
         return _network(client, reference, case, values)
+    if kind == "keras":
+        return _keras(client, case, values)
     answer = _op(client, case, values) if kind == "op" else _GRAPHS[case.run["graph"]](client, case, values)
     after = case.run.get("post")
     if after == "moments":
@@ -157,6 +162,27 @@ def _network(client: gr.Client, reference: Reference, case: Case, values: Mappin
     options = {"rewrites": tuple(case.run["rewrites"])} if case.run["rewrites"] else {}
     gradient = to_channels_first(_gradients(client, g, {"x": x}, values["dy"], overrides, **options)["x"])
     return {"x": gradient * values["times"] if "times" in values else gradient}
+
+
+@functools.lru_cache(maxsize=1)
+def _keras_model(name: str) -> tuple[gr.Graph, Array]:
+    from tests.peers.keras_models import model_and_input
+
+    model, x = model_and_input(name)
+    return gr.from_keras(model), x
+
+
+def _keras(client: gr.Client, case: Case, values: Mapping[str, Array]) -> dict[str, Array]:
+    """A preset on a whole Keras model."""
+    graph, x = _keras_model(case.run["model"])
+    (x_name,), (y_name,) = graph.inputs, graph.outputs
+    preset = case.run["preset"]
+    answer = client.evaluate(
+        graph, {x_name: x}, ys=[y_name], xs=[x_name], grad_ys={y_name: values["dy"]},
+        overrides=[gr.Preset(preset, **case.params)] if preset else [], rewrites=tuple(case.run["rewrites"]),
+        timeout=_MODEL_TIMEOUT,
+    )  # fmt: skip
+    return {"x": np.asarray(answer.gradients[x_name])}
 
 
 def _override(entry: Mapping[str, Any], values: Mapping[str, Array]) -> Any:

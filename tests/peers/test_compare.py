@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.peers.cases import Array, Collection, Reference
-from tests.peers.compare import as_json, difference
+from tests.peers.compare import as_json, difference, row_of
 from tests.peers.runs import to_channels_first, to_channels_last
 
 THEIRS = np.array([1.0, -2.0, 0.0, 1e-3])
@@ -74,6 +74,21 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert reference.cases == collection.cases
     np.testing.assert_array_equal(reference.inputs(reference.cases[0])["x"], THEIRS)
     np.testing.assert_array_equal(reference.references(reference.cases[0])["x"], THEIRS)
+
+
+@pytest.mark.parametrize(("factor", "status"), [(2.0, "explained"), (1.0, "explained difference is gone")])
+def test_an_explained_difference_must_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, status: str
+) -> None:
+    collection = Collection({"paper": "1"})
+    run = {"kind": "op", "op": "Sign"}
+    collection.add("ste", "paper", "sign", "float64", run, {"x": THEIRS}, {"x": THEIRS}, explained="on purpose")
+    collection.save(tmp_path)
+    reference = Reference.load(tmp_path)
+    monkeypatch.setattr("tests.peers.compare.run", lambda *arguments: {"x": THEIRS * factor})
+    row = row_of(None, reference, reference.cases[0])
+    assert row["status"] == status
+    assert "on purpose" in row["note"]
 
 
 def test_the_results_are_json_with_a_line_per_row() -> None:
