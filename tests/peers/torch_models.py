@@ -274,12 +274,30 @@ _MAKERS: Mapping[str, Callable[[Weights, Config, int], Any]] = {
 }
 
 
+def _with_batch_norms_first(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the steps, each followed by the batch norms that use it.
+
+    zennit merges a batch norm with the module before it, whether that is its input or not.
+    """
+    norms: dict[str, list[Mapping[str, Any]]] = {}
+    for step in steps:
+        if step["kind"] == "BatchNormalization":
+            norms.setdefault(step["inputs"][0], []).append(step)
+    found = list(norms.get("input", ()))
+    for step in steps:
+        if step["kind"] != "BatchNormalization":
+            found.append(step)
+            found += norms.get(step["name"], ())
+    return found
+
+
 class Twin(Module):  # type: ignore[misc]
-    """A Keras model in PyTorch. Its modules stand in the order of the steps."""
+    """A Keras model in PyTorch. Its modules stand in the order of the steps, but for batch norms."""
 
     def __init__(self, steps: Sequence[Mapping[str, Any]], weights: Weights, x: Any) -> None:
         super().__init__()
-        self.steps = steps
+        self.last = steps[-1]["name"]
+        self.steps = steps = _with_batch_norms_first(steps)
         self.parts = torch.nn.ModuleList()
         values = {"input": x}
         for step in steps:
@@ -296,7 +314,7 @@ class Twin(Module):  # type: ignore[misc]
         values = {"input": x}
         for step, part in zip(self.steps, self.parts, strict=True):
             values[step["name"]] = part(*(values[name] for name in step["inputs"]))
-        return values[self.steps[-1]["name"]]
+        return values[self.last]
 
 
 @dataclass
