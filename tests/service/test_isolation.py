@@ -223,7 +223,7 @@ def test_lost_session_is_reported_without_a_pending_request(
     assert error_reason(told) == "SESSION_LOST"
     message = told.status.message
     assert "SIGKILL" in message
-    assert "the last step that was completed is 0" in message
+    assert "the last complete step is 0" in message
 
 
 def test_lost_session_restarts_from_the_values_read_last(
@@ -240,7 +240,7 @@ def test_lost_session_restarts_from_the_values_read_last(
         wait_until(lambda: None if engines_of(names[0], sessions=True) else True, "the end of the engine")
         with refused("SESSION_LOST") as lost:
             step(session)
-    lost.says("the last step that was completed is 5", "SIGKILL")
+    lost.says("the last complete step is 5", "SIGKILL")
     with ada.session(graph, variables=values) as again:
         assert step(again) == 1
         assert_close(again.read()["w"], np.float32([-5, -5]))
