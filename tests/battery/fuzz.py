@@ -1,7 +1,7 @@
 """Fuzzes the server with random and structured bytes, requests, graphs, rules, tensors, streams, sessions and uploads.
 
-Target: the front end never dies, and every error is typed. An engine may die if its caller is told so. Failing cases
-are saved and can be sent again (`--replay`). The row `amplification` measures the memory of inputs.
+Target: the front end never dies, and every error is typed. An engine may crash if its caller gets an error that says
+so. Failing cases are saved and can be sent again (`--replay`). The row `amplification` measures the memory of inputs.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ HANGS = (
         "num_split", _parsed(lambda: bombs.many_outputs(30_000_000)), {"x": np.ones(30, np.float32)}, told=_HUNG
     ),
 )
-"""Each takes a process's time or memory without an end, unless something refuses it before.
+"""Each takes a process's time or memory without an end, unless a check refuses it first.
 
-What is told is told by a server whose limits let it in; the front end itself would have to inline the calls.
+`told` is the error of a server whose limits accept the graph.
 """

@@ -97,7 +97,7 @@ def _ops(op_type: str, rule: str, **params: float) -> override_pb2.GradientOverr
     return _entry(override_pb2.Selector(op_type=op_type), rule, **params)
 
 
-def _layers(kind: str, rule: str, **params: float) -> override_pb2.GradientOverride:
+def _layer(kind: str, rule: str, **params: float) -> override_pb2.GradientOverride:
     return _entry(override_pb2.Selector(layer=kind), rule, **params)
 
 
@@ -107,25 +107,22 @@ def _first(kind: str, rule: str, **params: float) -> override_pb2.GradientOverri
     return _entry(override_pb2.Selector(layer=kind, position=position), rule, **params)
 
 
-def _keep(selector: override_pb2.Selector) -> override_pb2.GradientOverride:
-    """Returns an override that keeps gradients as they are."""
-    return override_pb2.GradientOverride(selector=selector, rule=OWN_GRADIENT, optional=True)
-
-
-# Layers without a counterpart in zennit, which keeps their gradients. The means in them are no average pooling.
-_NORMALIZATION = _keep(override_pb2.Selector(layer="@normalization"))
+# zennit keeps the gradients of these layers. The means in them are no average pooling.
+_NORMALIZATION = override_pb2.GradientOverride(
+    selector=override_pb2.Selector(layer="@normalization"), rule=OWN_GRADIENT, optional=True
+)
 _SUMS = (_ops("@sum", "lrp_norm", eps=_EPS), _ops("@pool", "lrp_norm", eps=_EPS))
 
 # Must follow the overrides for layers, because the addition of a bias may be an op of @sum.
 _BASE = (
     _NORMALIZATION,
-    _layers("@batch_norm", "lrp_pass"),
-    _layers("@activation", "lrp_pass"),
+    _layer("@batch_norm", "lrp_pass"),
+    _layer("@activation", "lrp_pass"),
     *_SUMS,
 )
-_EPSILON = (_layers("@dense", "lrp_epsilon", eps=_EPS),)
-_PLUS = (_layers("@convolution", "lrp_zplus", eps=_EPS),)
-_ALPHA_BETA = (_layers("@convolution", "lrp_alpha_beta", alpha=2.0, beta=1.0, eps=_EPS),)
+_EPSILON = (_layer("@dense", "lrp_epsilon", eps=_EPS),)
+_PLUS = (_layer("@convolution", "lrp_zplus", eps=_EPS),)
+_ALPHA_BETA = (_layer("@convolution", "lrp_alpha_beta", alpha=2.0, beta=1.0, eps=_EPS),)
 _FLAT = _first("@linear", "lrp_flat", eps=_EPS)
 _BOX = _first("@convolution", "lrp_zbox", eps=_EPS)
 
@@ -165,14 +162,14 @@ PRESETS = Presets(
             "LRP: zbox on the first convolution, whose inputs lie within low and high, gamma on the others, epsilon on "
             f"dense layers. {_EPS_NOTE}",
             f"{_CITED}, EpsilonGammaBox",
-            (_BOX, _layers("@convolution", "lrp_gamma", gamma=0.25, eps=_EPS), *_EPSILON, *_BASE),
+            (_BOX, _layer("@convolution", "lrp_gamma", gamma=0.25, eps=_EPS), *_EPSILON, *_BASE),
             is_for_all_layers=True,
         ),
         Preset(
             "excitation_backprop",
             "zplus on convolutions and dense layers, norm on sums and average pools, own gradients elsewhere.",
             f"Zhang et al. 2016, arXiv:1608.00507; {_CITED}, ExcitationBackprop",
-            (_layers("@linear", "lrp_zplus", eps=_EPS), _NORMALIZATION, *_SUMS),
+            (_layer("@linear", "lrp_zplus", eps=_EPS), _NORMALIZATION, *_SUMS),
             is_for_all_layers=True,
         ),
         Preset(
