@@ -67,6 +67,7 @@ def connect(
 async def local(**settings: Any) -> AsyncIterator[AsyncClient]:
     """Starts a server in a separate process and stops it at the end: `async with gr.aio.local() as client`.
 
+    The server also stops, and its temporary folder is removed, if this process ends in another way, even by SIGKILL.
     Needs the extra `gradrule[server]` or `gradrule[gpu]`.
 
     Args:

@@ -67,6 +67,7 @@ def connect(
 def local(**settings: Any) -> Iterator[Client]:
     """Starts a server in a separate process and stops it at the end: `with gr.local() as client`.
 
+    The server also stops, and its temporary folder is removed, if this process ends in another way, even by SIGKILL.
     Needs the extra `gradrule[server]` or `gradrule[gpu]`.
 
     Args:
