@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
+from gradrule._builder.array_values import Cast, converted, is_array, may_need_conversion, read_array
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
 from gradrule._builder.handles import Node, TensorHandle
@@ -250,7 +250,7 @@ def add_named_tensor(
         request: The request. The value is written directly into it, because a separate message would need a copy.
         field: Name of the field.
         name: Name of the tensor.
-        value: Lists and numbers are converted to the tensor's type; arrays must have it.
+        value: Lists, numbers and arrays are converted to the tensor's type; arrays only if no value changes.
         type_of: Returns the element type of a tensor.
         what: Name of the values in errors; None: the field's name.
         large: Receives large tensors; None: the request receives them.
@@ -267,7 +267,7 @@ def add_named_tensor(
             raise FeedDtypeError(f"{where} is a blob of {dtype_name(value.number)}, the tensor is {dtype_name(number)}")
         messages.add(name=name, value=value.source())
         return
-    array = array_of(value, type_of(name, not is_array(value)), where)
+    array = array_of(value, type_of(name, may_need_conversion(value)), where)
     try:
         if large is not None and large_tensors.is_large(array):
             large.append(large_tensors.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
@@ -293,33 +293,49 @@ def array_of(value: Any, number: int, where: str) -> tensor_codec.Array:
 
     Raises `InvalidTensorError` and `FeedDtypeError`.
     """
+    cast = isinstance(value, Cast)
+    if isinstance(value, Cast):
+        value = value.value
     if value is None or isinstance(value, TensorHandle | Node):
         raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
+    if isinstance(value, Mapping | Set | Iterator):
+        raise InvalidTensorError(f"{where} is a {type(value).__name__}; expected an array, a list or a number")
+    if not is_array(value):
+        return _array_of_list(value, number, where)
     try:
-        if is_array(value):
-            array = np.asarray(value)
-            actual = tensor_codec.number_of_array(array)
-            if number and actual != number:
-                raise FeedDtypeError(
-                    f"{where} is an array of {dtype_name(actual)}, the tensor is {dtype_name(number)}; "
-                    f"convert it, or give a list, which takes the tensor's type"
-                )
-            return array
-        if not number:
-            return tensorflow_array(value)
+        array = read_array(value)
+        actual = tensor_codec.number_of_array(array)
     except ValueError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
+        raise InvalidTensorError(f"{where} {cause}") from None
+    if not number or actual == number:
+        return array
     try:
-        return tensor_codec.from_value(value, number)
-    except tensor_codec.RaggedError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
+        return converted(array, number, cast=cast)
     except ValueError as cause:
-        raise FeedDtypeError(f"{where}, whose tensor is {dtype_name(number)}: {cause}") from None
+        raise FeedDtypeError(f"{where} {cause}") from None
 
 
-def is_array(value: Any) -> bool:
-    """Returns whether a value has a dtype: NumPy arrays and scalars, tensors of other libraries."""
-    return hasattr(value, "dtype") or hasattr(value, "__array__")
+def _array_of_list(value: Any, number: int, where: str) -> tensor_codec.Array:
+    try:
+        return tensor_codec.from_value(value, number) if number else tensorflow_array(value)
+    except ValueError as cause:
+        if number and not isinstance(cause, tensor_codec.RaggedError):
+            raise FeedDtypeError(f"{where}, whose tensor is {dtype_name(number)}: {cause}") from None
+        raise InvalidTensorError(f"{where}: {cause}") from None
+
+
+def casting(values: Any) -> Any:
+    """Returns feeds or upstream gradients whose arrays are converted to their tensor's type even if that rounds them.
+
+    Values that are not arrays, such as names of tensors and blobs, remain.
+    """
+    if isinstance(values, Mapping):
+        return {key: _casting_one(value) for key, value in values.items()}
+    return [_casting_one(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def _casting_one(value: Any) -> Any:
+    return Cast(value) if is_array(value) and not isinstance(value, TensorHandle | Node | blob_values.Blob) else value
 
 
 def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:

@@ -37,7 +37,8 @@ def connect(
     """Returns a client of a server. Sends nothing yet.
 
     Args:
-        target: `host:port`, or a target with a scheme of gRPC, such as `unix:`.
+        target: `host:port`; without a port, 8470. Or a URL (`https://` means TLS), or a target with a scheme of gRPC,
+            such as `unix:`.
         credentials: What `gradrule.tls` returns, or channel credentials of gRPC; None: the connection is not encrypted.
         token: Sent as a bearer token with each call.
         timeout: Default timeout of calls, in seconds.
@@ -49,9 +50,11 @@ def connect(
             the same host and allows it, and `transfer` does not pack tensors.
 
     Raises:
-        InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
+        InvalidParamError: The target is not valid, `timeout` is not positive, or the token would be sent without
+            encryption.
     """
     timeout = call_routes.checked_timeout(timeout)
+    target, credentials = channels.endpoint(target, credentials)
     channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
