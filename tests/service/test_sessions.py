@@ -213,9 +213,17 @@ def small_model() -> keras.Model:
     )
 
 
-def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
+def normalized_model() -> keras.Model:
+    """Makes a model that assigns a normalized kernel, and reads it, in each step."""
+    keras.utils.set_random_seed(3)
+    hidden = keras.layers.SpectralNormalization(keras.layers.Dense(5, activation="tanh"))
+    return keras.Sequential([keras.layers.Input((3,)), hidden, keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("make", [small_model, normalized_model], ids=lambda make: make.__name__)
+def test_traced_keras_model_trains_as_in_keras(client: Any, make: Callable[[], keras.Model]) -> None:
     """Batch norm statistics are assigned and not trained; silu has a custom gradient."""
-    model, twin = small_model(), small_model()
+    model, twin = make(), make()
 
     def loss_of(model: keras.Model, x: Any, t: Any) -> Any:
         return tf.reduce_mean(tf.square(model(x, training=True) - t))
@@ -224,7 +232,7 @@ def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
     paths = [variable.path for variable in model.variables]
     optimizer = keras.optimizers.Adam(0.05)
     with client.session(graph) as s:
-        for _ in range(4):
+        for _ in range(50):
             with tf.GradientTape() as tape:
                 loss = loss_of(twin, X, T)
             gradients = tape.gradient(loss, [variable.value for variable in twin.trainable_variables])

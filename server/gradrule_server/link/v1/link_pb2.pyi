@@ -164,7 +164,7 @@ class MarkedNode(google.protobuf.message.Message):
     EVERY_ORDER_FIELD_NUMBER: builtins.int
     rule: builtins.int
     """Index into CompileRequest.rules; -1: the op's own gradient (`default`); -2: a gradient registered in another
-    process.
+    process; -3: no gradient; -4: the gradient of the first output goes to every input.
     """
     node: builtins.str
     """Public name of the node: `call/inner`."""
