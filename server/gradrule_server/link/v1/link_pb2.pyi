@@ -531,6 +531,7 @@ class CompileReply(google.protobuf.message.Message):
     XS_FIELD_NUMBER: builtins.int
     WITHOUT_GRADIENT_FIELD_NUMBER: builtins.int
     MADE_FIELD_NUMBER: builtins.int
+    SPARSE_GRADIENTS_FIELD_NUMBER: builtins.int
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gradrule.v1.override_pb2.ResolutionStatus.ValueType]:
         """Status of each mark, in order; unspecified if the node has another rank than the mark."""
@@ -563,6 +564,10 @@ class CompileReply(google.protobuf.message.Message):
     def made(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indices into CompileRequest.made: the rules that nodes created by gradients use."""
 
+    @property
+    def sparse_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The xs whose gradients are slices."""
+
     def __init__(
         self,
         *,
@@ -574,8 +579,9 @@ class CompileReply(google.protobuf.message.Message):
         xs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         without_gradient: collections.abc.Iterable[global___WithoutGradient] | None = ...,
         made: collections.abc.Iterable[builtins.int] | None = ...,
+        sparse_gradients: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["default_gradient_nodes", b"default_gradient_nodes", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_gradient_nodes", b"default_gradient_nodes", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "sparse_gradients", b"sparse_gradients", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileReply = CompileReply
 
