@@ -57,8 +57,8 @@ class EngineService:
         self._device = device
         self._disabled_fast_paths = disabled_fast_paths
         self._programs: dict[str, BuiltProgram] = {}
-        self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, device)
         self._forward_runs = ForwardRuns(self._reader)
+        self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, self._forward_runs, device)
         self._memories = memories or AttachedMemories(None)
         self._batches = BatchRunner(frames, self._reader, self._memories, self._find_program, self._answering)
         self._on_worker = on_worker

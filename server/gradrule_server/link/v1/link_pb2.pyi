@@ -1020,6 +1020,9 @@ class SessionRun(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """For a split program: name under which the engine keeps the tensors that pull-backs need. They do not change with the variables."""
     @property
     def run(self) -> global___RunRequest:
         """The run."""
@@ -1038,9 +1041,10 @@ class SessionRun(google.protobuf.message.Message):
         run: global___RunRequest | None = ...,
         store: collections.abc.Iterable[builtins.str] | None = ...,
         optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
+        handle: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
 
 global___SessionRun = SessionRun
 
@@ -1105,12 +1109,15 @@ class SessionReply(google.protobuf.message.Message):
     VARIABLES_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
     response: builtins.bytes
     """For a run: bytes of a `gradrule.v1.EvaluateResponse`."""
     bytes: builtins.int
     """Memory that the session uses, bytes."""
     step: builtins.int
     """Number of steps so far."""
+    kept_bytes: builtins.int
+    """For a run with a handle: size of the kept tensors on the device, bytes. Not part of `bytes`."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """For a read: the values."""
@@ -1122,8 +1129,9 @@ class SessionReply(google.protobuf.message.Message):
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         bytes: builtins.int = ...,
         step: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "kept_bytes", b"kept_bytes", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
 
 global___SessionReply = SessionReply
 
@@ -1244,6 +1252,10 @@ class RawSessionRequest(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
+    CALL_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     start: builtins.bytes
@@ -1256,6 +1268,14 @@ class RawSessionRequest(google.protobuf.message.Message):
     """A ReadRequest."""
     assign: builtins.bytes
     """An AssignRequest."""
+    call: builtins.bytes
+    """An EvaluateRequest."""
+    forward: builtins.bytes
+    """A ForwardRequest."""
+    pull_back: builtins.bytes
+    """A PullBackRequest."""
+    close_handle: builtins.bytes
+    """A CloseHandleRequest."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """As in `gradrule.v1.RunSessionRequest`."""
@@ -1272,12 +1292,16 @@ class RawSessionRequest(google.protobuf.message.Message):
         evaluate: builtins.bytes = ...,
         read: builtins.bytes = ...,
         assign: builtins.bytes = ...,
+        call: builtins.bytes = ...,
+        forward: builtins.bytes = ...,
+        pull_back: builtins.bytes = ...,
+        close_handle: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RawSessionRequest = RawSessionRequest
 
