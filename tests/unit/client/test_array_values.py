@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from gradrule._builder.array_values import Cast
-from gradrule._messages.request_messages import array_of, casting
+from gradrule._messages.feed_values import array_of, casting
 from gradrule.common.dtypes import NUMBERS
 from gradrule.common.tensor_codec import numpy_dtype
 from gradrule.errors import FeedDtypeError, GradruleError, InvalidTensorError

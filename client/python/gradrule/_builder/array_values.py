@@ -5,6 +5,7 @@ Errors are `ValueError`s whose message describes the problem; callers add the na
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,7 @@ def _readable_torch_tensor(tensor: Any) -> Any:
         return tensor
     # NumPy has no such type, so PyTorch gives no array, but it shares the bytes.
     dtype = tensor_codec.numpy_dtype(tensor_codec.dtype_number(tensor.dtype))
-    import torch
-
+    torch: Any = sys.modules["torch"]
     integers = torch.int16 if dtype.itemsize == 2 else torch.uint8
     return np.asarray(tensor.contiguous().view(integers)).view(dtype)
 

@@ -20,8 +20,8 @@ from gradrule._messages.call_arguments import (
     UnconnectedGradients,
     groups_of,
 )
+from gradrule._messages.feed_values import casting
 from gradrule._messages.program_calls import ProgramBase, merged
-from gradrule._messages.request_messages import casting
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
