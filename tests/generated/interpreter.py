@@ -247,7 +247,8 @@ class Interpreter:
         states, turns = inputs, 0
         while self._goes_on(node, states):
             states, turns = self._run(node.bodies[1], states), turns + 1
-            assert turns <= LOOP_TURNS
+            if turns > LOOP_TURNS:
+                raise ValueError("the loop does not end")
         return [states]
 
     def _goes_on(self, node: Node, states: Sequence[Value]) -> bool:

@@ -345,7 +345,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
 def _bind_variable(
     graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str, dtype: int, variable: str
 ) -> str:
-    """Gives a variable's placeholder the type of the op's tensor; returns the one to feed. Raises RULE_NOT_APPLICABLE."""
+    """Gives a variable's placeholder the type of its tensor; returns the one to feed. Raises RULE_NOT_APPLICABLE."""
     node = nodes[name]
     computed_in = COMPUTED_IN.get(dtype, dtype)
     stated = node.attr["dtype"].type if "dtype" in node.attr else computed_in
