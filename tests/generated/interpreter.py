@@ -304,7 +304,8 @@ class Exploration(Interpreter):
     def _visit(self, record: Record) -> bool:
         if not any(self._depends(value) for value in record.sources or record.inputs):
             return False
-        if record.origin is not None:
+        # Of a StopGradient that keeps its own gradient, no gradient passes.
+        if record.origin is not None and not record.blocks:
             self.reached.add(record.origin)
         return True
 
