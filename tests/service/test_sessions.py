@@ -21,7 +21,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule.v1 import session_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2, session_pb2
 from tests.processes import engines, resident_bytes
 from tests.service import raw
 from tests.service.answers import assert_close, provokes, refused
@@ -213,9 +213,17 @@ def small_model() -> keras.Model:
     )
 
 
-def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
+def normalized_model() -> keras.Model:
+    """Makes a model that assigns a normalized kernel, and reads it, in each step."""
+    keras.utils.set_random_seed(3)
+    hidden = keras.layers.SpectralNormalization(keras.layers.Dense(5, activation="tanh"))
+    return keras.Sequential([keras.layers.Input((3,)), hidden, keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("make", [small_model, normalized_model], ids=lambda make: make.__name__)
+def test_traced_keras_model_trains_as_in_keras(client: Any, make: Callable[[], keras.Model]) -> None:
     """Batch norm statistics are assigned and not trained; silu has a custom gradient."""
-    model, twin = small_model(), small_model()
+    model, twin = make(), make()
 
     def loss_of(model: keras.Model, x: Any, t: Any) -> Any:
         return tf.reduce_mean(tf.square(model(x, training=True) - t))
@@ -224,7 +232,7 @@ def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
     paths = [variable.path for variable in model.variables]
     optimizer = keras.optimizers.Adam(0.05)
     with client.session(graph) as s:
-        for _ in range(4):
+        for _ in range(50):
             with tf.GradientTape() as tape:
                 loss = loss_of(twin, X, T)
             gradients = tape.gradient(loss, [variable.value for variable in twin.trainable_variables])
@@ -393,6 +401,44 @@ def test_malformed_message_does_not_end_the_session(channel: grpc.Channel) -> No
     session.call.cancel()
 
 
+def test_calls_of_a_session_have_its_graph_and_overrides(channel: grpc.Channel) -> None:
+    def ask(**kind: Any) -> session_pb2.RunSessionResponse:
+        return session.ask(session_pb2.RunSessionRequest(**kind).SerializeToString())
+
+    session, other = RawSession(channel), RawSession(channel)
+    session.ask(start())
+    other.ask(start())
+    call = evaluate_pb2.EvaluateRequest(feeds=raw.feeds({"x": raw.tensor(X)}))
+    call.spec.fetches.append("y")
+    call.spec.vjp.ys.append("y")
+    call.spec.vjp.xs.append("b")
+    assert ask(call=call).evaluate.outputs[0].name == "y"
+    graph, override, variable = program_pb2.ProgramSpec(), program_pb2.ProgramSpec(), program_pb2.ProgramSpec()
+    graph.graph.serialized = b""
+    override.overrides.add()
+    variable.variables.add(name="b")
+    for spec in (graph, override, variable, program_pb2.ProgramSpec(no_gradient=program_pb2.NO_GRADIENT_ZERO)):
+        wrong = evaluate_pb2.EvaluateRequest(spec=spec)
+        wrong.MergeFrom(call)
+        for answer in (ask(call=wrong), ask(forward=evaluate_pb2.ForwardRequest(evaluate=wrong))):
+            assert error_reason(answer) == "MALFORMED_REQUEST"
+            assert spec.ListFields()[0][0].name in answer.status.message
+    for wrong in (evaluate_pb2.EvaluateRequest(program="programs/p"), evaluate_pb2.EvaluateRequest()):
+        assert error_reason(ask(call=wrong)) == "MALFORMED_REQUEST"
+    kept = ask(forward=evaluate_pb2.ForwardRequest(evaluate=call)).forward
+    assert [item.name for item in kept.evaluate.outputs] == ["y"]
+    pull_back = evaluate_pb2.PullBackRequest(handle=kept.handle)
+    stolen = other.ask(session_pb2.RunSessionRequest(pull_back=pull_back).SerializeToString())
+    assert error_reason(stolen) == "HANDLE_EXPIRED"
+    [gradient] = ask(pull_back=pull_back).pull_back.gradients
+    assert (gradient.x, gradient.WhichOneof("value")) == ("b", "dense")
+    close = evaluate_pb2.CloseHandleRequest(handle=kept.handle)
+    assert ask(close_handle=close).WhichOneof("response") == "close_handle"
+    assert error_reason(ask(pull_back=pull_back)) == "HANDLE_EXPIRED"
+    for opened in (session, other):
+        opened.call.cancel()
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     flags = ("--max-sessions", "2", "--max-session-bytes", "1MiB")
@@ -433,7 +479,11 @@ def test_number_and_bytes_of_sessions_are_limited(small: RunningServer) -> None:
 def test_session_is_lost_with_its_engine(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, gr.connect(server.target) as client, client.session(linear()) as s:
         s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1))
+        handle = s.forward({"x": X}, ys="y", xs="w")
         os.kill(server.session_engine_pid(), signal.SIGKILL)
+        with refused("SESSION_LOST"):
+            handle.vjp()
+        handle.close()
         for _ in range(2):
             with refused("SESSION_LOST"):
                 s.read()

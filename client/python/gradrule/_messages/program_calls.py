@@ -188,6 +188,11 @@ class ProgramBase:
         return list(self._message.default_gradient_nodes)
 
     @property
+    def sparse_gradients(self) -> list[str]:
+        """Names of the xs whose gradients are `gr.Sparse` in results of calls; with a stack of grad_ys, none is."""
+        return list(self._message.sparse_gradients)
+
+    @property
     def rewritten(self) -> list[str]:
         """Nodes that rewrites replaced."""
         return list(self._message.rewritten)

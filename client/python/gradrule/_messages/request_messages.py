@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
@@ -41,6 +42,8 @@ from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
 # Returns the element type of a tensor by name; 0: unknown. The flag: whether expensive lookups are allowed.
 TypeOf: TypeAlias = Callable[[str, bool], int]
+# A program, and the upstream gradients that each call sends as values, by y.
+Spec: TypeAlias = tuple[program_pb2.ProgramSpec, dict[str, Any]]
 
 _C = TypeVar("_C")
 
@@ -58,9 +61,26 @@ _NO_GRADIENT = {
 _JIT = {"off": program_pb2.JIT_UNSPECIFIED, "auto": program_pb2.JIT_AUTO}
 
 
-def program_spec(
-    graph: GraphLike, arguments: ProgramArguments, blobs: blob_values.Blobs | None = None
-) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
+class Source(NamedTuple):
+    """Holds what calls with equal arguments differ in: whether they send a graph, or a session has it.
+
+    Attributes:
+        graph: The graph, which resolves names.
+        type_of: Returns the element type of a tensor.
+        spec: Returns what `program_spec` returns, from arguments with flat xs and a dict that receives large data.
+    """
+
+    graph: GraphLike
+    type_of: TypeOf
+    spec: Callable[[ProgramArguments, blob_values.Blobs], Spec]
+
+
+def sent_graph(graph: GraphLike) -> Source:
+    """Returns the source of calls that send their graph."""
+    return Source(graph, types_of_graph(graph), functools.partial(program_spec, graph))
+
+
+def program_spec(graph: GraphLike, arguments: ProgramArguments, blobs: blob_values.Blobs | None = None) -> Spec:
     """Returns the message of a program, and the upstream gradients that each call sends as values, by y.
 
     Args:
@@ -72,14 +92,11 @@ def program_spec(
     Raises:
         GradruleError: An argument is not valid.
     """
-    unconnected = _chosen(arguments.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
-    spec = program_pb2.ProgramSpec(
-        fetches=names_of(arguments.fetches, graph),
-        no_gradient=_chosen(arguments.no_gradient, _NO_GRADIENT, "no_gradient"),
-        overrides=override_messages(arguments.overrides),
-        rewrites=[arguments.rewrites] if isinstance(arguments.rewrites, str) else list(arguments.rewrites),
-        aliases=aliases_of(graph),
-    )
+    spec, values = requested_spec(graph, arguments)
+    spec.no_gradient = _chosen(arguments.no_gradient, _NO_GRADIENT, "no_gradient")
+    spec.overrides.extend(override_messages(arguments.overrides))
+    spec.rewrites.extend([arguments.rewrites] if isinstance(arguments.rewrites, str) else arguments.rewrites)
+    spec.aliases.update(aliases_of(graph))
     if not arguments.batching:
         spec.batching.allowed = False
     spec.jit = _chosen(arguments.jit, _JIT, "jit")
@@ -88,6 +105,19 @@ def program_spec(
     put_graph(graph, spec.graph, blobs)
     if isinstance(graph, Graph):
         spec.variables.extend(graph.variables.messages(blobs))
+        # Send recorded overrides only with ys: the server rejects overrides without ys.
+        if spec.HasField("vjp"):
+            spec.overrides.extend(override.message() for override in graph.node_overrides)
+    return spec, values
+
+
+def requested_spec(graph: GraphLike, arguments: ProgramArguments) -> Spec:
+    """Returns the part of a program's message that says what to compute: the fetches and the derivative.
+
+    The other arguments are as for `program_spec`.
+    """
+    unconnected = _chosen(arguments.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
+    spec = program_pb2.ProgramSpec(fetches=names_of(arguments.fetches, graph))
     y_names, x_names = names_of(arguments.ys, graph), names_of(arguments.xs, graph)
     tensors, values = _split_grad_ys(arguments.grad_ys, y_names, graph)
     stops = names_of(arguments.stop_gradients, graph)
@@ -99,9 +129,6 @@ def program_spec(
         spec.vjp.dense_gradients = arguments.dense_gradients
         for y, tensor in tensors.items():
             spec.vjp.grad_ys.add(y=y, tensor=tensor)
-        # Send recorded overrides only with ys: the server rejects overrides without ys.
-        if isinstance(graph, Graph):
-            spec.overrides.extend(override.message() for override in graph.node_overrides)
     return spec, values
 
 
@@ -225,7 +252,12 @@ def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
 
 def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dict[str, Any]:
     """Returns the upstream gradients of one call of a program, by y. Raises `InvalidDerivativeError`."""
-    tensors, values = _split_grad_ys(grad_ys, [spec.name for spec in program.ys], program)
+    return upstream_values(grad_ys, [spec.name for spec in program.ys], program)
+
+
+def upstream_values(grad_ys: GradYs | None, ys: Sequence[str], graph: GraphLike) -> dict[str, Any]:
+    """Returns upstream gradients, which are no names of tensors, by y. Raises `InvalidDerivativeError`."""
+    tensors, values = _split_grad_ys(grad_ys, ys, graph)
     if tensors:
         y = next(iter(tensors))
         raise InvalidDerivativeError(

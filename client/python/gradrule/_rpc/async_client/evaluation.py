@@ -20,6 +20,7 @@ from gradrule._messages.call_arguments import (
     ProgramArguments,
     UnconnectedGradients,
 )
+from gradrule._messages.request_messages import sent_graph
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
@@ -105,7 +106,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             jit=jit,
         )
         chosen = self._transfer if transfer is None else transfer.checked_for_call()
-        call = rpc_calls.evaluate(graph, feeds, params, arguments, stacked_grad_ys, chosen)
+        call = rpc_calls.evaluate(sent_graph(graph), feeds, params, arguments, stacked_grad_ys, chosen)
         return await self._run(call, timeout)
 
     async def explain(
@@ -247,7 +248,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             (), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites
         )
         return await self._run(
-            self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, arguments)), timeout
+            self._transfer.applied(derivatives.jvp(sent_graph(graph), feeds, tangents, params, arguments)), timeout
         )
 
     async def jacobian(
@@ -296,7 +297,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
         arguments = ProgramArguments(
             (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        call = derivatives.jacobian(graph, feeds, params, arguments, batched=batched)
+        call = derivatives.jacobian(sent_graph(graph), feeds, params, arguments, batched=batched)
         return await self._run(self._transfer.applied(call), timeout)
 
     async def hvp(
@@ -344,5 +345,5 @@ class AsyncEvaluationMethods(AsyncClientBase):
             (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
         return await self._run(
-            self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, arguments)), timeout
+            self._transfer.applied(derivatives.hvp(sent_graph(graph), feeds, vectors, params, arguments)), timeout
         )

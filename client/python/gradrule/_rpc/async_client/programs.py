@@ -7,7 +7,7 @@ from typing import Any
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
-from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages import derivatives, forward_calls, rpc_calls
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
@@ -232,7 +232,8 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `evaluate`.
         """
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        handle = AsyncForwardHandle(self._client, self, feeds, params, ttl, timeout, chosen)
+        forward = forward_calls.of_program(self, feeds, params, chosen)
+        handle = AsyncForwardHandle(self._client, forward, ttl, timeout, chosen)
         await handle._run_forward(timeout)
         return handle
 

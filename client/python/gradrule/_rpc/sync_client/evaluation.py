@@ -21,6 +21,7 @@ from gradrule._messages.call_arguments import (
     ProgramArguments,
     UnconnectedGradients,
 )
+from gradrule._messages.request_messages import sent_graph
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
@@ -106,7 +107,7 @@ class EvaluationMethods(ClientBase):
             jit=jit,
         )
         chosen = self._transfer if transfer is None else transfer.checked_for_call()
-        call = rpc_calls.evaluate(graph, feeds, params, arguments, stacked_grad_ys, chosen)
+        call = rpc_calls.evaluate(sent_graph(graph), feeds, params, arguments, stacked_grad_ys, chosen)
         return self._run(call, timeout)
 
     def explain(
@@ -247,7 +248,9 @@ class EvaluationMethods(ClientBase):
         arguments = ProgramArguments(
             (), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites
         )
-        return self._run(self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, arguments)), timeout)
+        return self._run(
+            self._transfer.applied(derivatives.jvp(sent_graph(graph), feeds, tangents, params, arguments)), timeout
+        )
 
     def jacobian(
         self,
@@ -295,7 +298,7 @@ class EvaluationMethods(ClientBase):
         arguments = ProgramArguments(
             (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        call = derivatives.jacobian(graph, feeds, params, arguments, batched=batched)
+        call = derivatives.jacobian(sent_graph(graph), feeds, params, arguments, batched=batched)
         return self._run(self._transfer.applied(call), timeout)
 
     def hvp(
@@ -342,4 +345,6 @@ class EvaluationMethods(ClientBase):
         arguments = ProgramArguments(
             (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return self._run(self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, arguments)), timeout)
+        return self._run(
+            self._transfer.applied(derivatives.hvp(sent_graph(graph), feeds, vectors, params, arguments)), timeout
+        )

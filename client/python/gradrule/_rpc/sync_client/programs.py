@@ -8,7 +8,7 @@ from typing import Any
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
-from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages import derivatives, forward_calls, rpc_calls
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
@@ -231,7 +231,8 @@ class Program(ProgramBase):
             GradruleError: As in `evaluate`.
         """
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        handle = ForwardHandle(self._client, self, feeds, params, ttl, timeout, chosen)
+        forward = forward_calls.of_program(self, feeds, params, chosen)
+        handle = ForwardHandle(self._client, forward, ttl, timeout, chosen)
         handle._run_forward(timeout)
         return handle
 
