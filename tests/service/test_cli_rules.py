@@ -62,6 +62,21 @@ def test_rules_of_a_family(shell: Shell) -> None:
     assert shell("rules", "list", "--family", "stabel").out == "no rules of family stabel\n"
 
 
+def test_rules_are_searched_and_counted(shell: Shell) -> None:
+    listed = shell("rules", "list")
+    assert not listed.rows("MatMul")
+    assert re.search(r"and \d{3} gradients of TensorFlow's ops: --kind op", listed.out)
+    found = shell("rules", "list", "--search", "STABLE log").out
+    assert "log1pexp" not in found
+    found = shell("rules", "list", "--search", "LOG1PEXP exp").out
+    assert found.startswith("1 rule\n")
+    assert "log1pexp" in found
+    assert [rule["name"] for rule in shell("rules", "list", "--search", "matmul", "--kind", "op", "--json").json] == [
+        "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul", "SparseMatMul", "SparseTensorDenseMatMul"
+    ]  # fmt: skip
+    assert shell("rules", "list", "--search", "nothing-has-this").out == "no rules with nothing-has-this\n"
+
+
 def test_presets(shell: Shell) -> None:
     done = shell("rules", "presets")
     assert done.rows("epsilon_plus", "eps=1e-06", "@convolution → lrp_zplus(eps=1e-06)")

@@ -150,6 +150,18 @@ def test_layers_with_several_outputs_are_refused(layer: str) -> None:
         spec(layered(), fetches=[layer])
 
 
+class Variable:
+    """Looks like a variable of Keras."""
+
+    dtype, path = "float32", "encoder/conv/kernel"
+
+
+@pytest.mark.parametrize("xs", [Variable(), [Variable()]])
+def test_variables_are_named_as_in_the_graph(xs: Any) -> None:
+    with pytest.raises(gr.errors.UnknownTensorError, match=r"as in graph.variables, perhaps 'encoder/conv/kernel'"):
+        spec(layered(), ys="score", xs=xs)
+
+
 def test_unknown_tensors_suggest_layers() -> None:
     with pytest.raises(gr.errors.UnknownTensorError, match="Did you mean 'encoder/conv'"):
         layered().tensor("encoder/con")
