@@ -66,14 +66,12 @@ def test_rules_are_searched_and_counted(shell: Shell) -> None:
     listed = shell("rules", "list")
     assert not listed.rows("MatMul")
     assert re.search(r"and \d{3} gradients of TensorFlow's ops: --kind op", listed.out)
-    found = shell("rules", "list", "--search", "STABLE log").out
-    assert "log1pexp" not in found
-    found = shell("rules", "list", "--search", "LOG1PEXP exp").out
-    assert found.startswith("1 rule\n")
-    assert "log1pexp" in found
-    assert [rule["name"] for rule in shell("rules", "list", "--search", "matmul", "--kind", "op", "--json").json] == [
-        "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul", "SparseMatMul", "SparseTensorDenseMatMul"
-    ]  # fmt: skip
+    found = shell("rules", "list", "--search", "LOG1PEXP exp")
+    assert found.out.splitlines()[0].strip() == "1 rule"
+    assert found.rows("log1pexp", "dy * sigmoid(x)")
+    found = shell("rules", "list", "--search", "matmul", "--kind", "op", "--json").json
+    assert {"MatMul", "BatchMatMul"} <= {rule["name"] for rule in found}
+    assert all("matmul" in rule["name"].lower() for rule in found)
     assert shell("rules", "list", "--search", "nothing-has-this").out == "no rules with nothing-has-this\n"
 
 
