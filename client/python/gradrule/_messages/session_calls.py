@@ -112,7 +112,7 @@ class SessionBase:
             start.overrides.extend(override.message() for override in self._graph.node_overrides)
         start.variables.extend(item for item in spec.variables if item.name not in self._given)
         self._add_variables(start, self._given, "variables")
-        return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs)
+        return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs, may_compile=True)
 
     def _started(self, answer: session_pb2.SessionStarted) -> None:
         self._specs = call_results.specs(answer.variables)
@@ -155,7 +155,8 @@ class SessionBase:
                 call_results.resolutions(answer.overrides),
             )
 
-        return Call("step", request, self._read_as(session_pb2.StepResponse), decode, blob_values.blobs_in(feeds))
+        blobs = blob_values.blobs_in(feeds)
+        return Call("step", request, self._read_as(session_pb2.StepResponse), decode, blobs, may_compile=True)
 
     def _trainable(self) -> list[str]:
         """Returns the variables to train; empty if the graph marks none as not trainable."""
@@ -247,9 +248,11 @@ class SessionBase:
 
         return read
 
-    def _message(self, call: Call[Any], timeout: float) -> bytes:
+    def _message(self, call: Call[Any], timeout: float, run_timeout: float | None) -> bytes:
         rest = session_pb2.RunSessionRequest()
         rest.timeout.FromNanoseconds(int(timeout * 1e9))
+        if run_timeout is not None and call.may_compile:
+            rest.run_timeout.FromNanoseconds(int(run_timeout * 1e9))
         packing = self._transfer.packing
         if packing is not None:
             # In place: the request may be sent again.
