@@ -118,6 +118,100 @@ def test_learning_rate_may_change_between_steps(client: Any) -> None:
         assert_close(s.read("w")["w"], before)
 
 
+SCHEDULES: dict[str, tuple[Any, Any]] = {
+    name: (getattr(gr.schedules, name)(**settings), getattr(keras.optimizers.schedules, name)(**settings))
+    for name, settings in {
+        "ExponentialDecay": {"initial_learning_rate": 0.1, "decay_steps": 7, "decay_rate": 0.8},
+        "InverseTimeDecay": {"initial_learning_rate": 0.1, "decay_steps": 7, "decay_rate": 0.8, "staircase": True},
+        "PiecewiseConstantDecay": {"boundaries": [10, 20], "values": [0.1, 0.05, 0.01]},
+        "PolynomialDecay": {"initial_learning_rate": 0.1, "decay_steps": 9, "power": 2.0, "cycle": True},
+        "CosineDecay": {
+            "initial_learning_rate": 0.0,
+            "decay_steps": 30,
+            "alpha": 0.1,
+            "warmup_target": 0.1,
+            "warmup_steps": 6,
+        },
+        "CosineDecayRestarts": {"initial_learning_rate": 0.1, "first_decay_steps": 8, "m_mul": 0.7, "alpha": 0.05},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_with_a_schedule_equal_those_of_keras(client: Any, name: str) -> None:
+    ours, theirs = SCHEDULES[name]
+    losses, variables = train_with_keras(keras.optimizers.Adam(theirs), 50)
+    for schedule in (ours, theirs):
+        with client.session(linear()) as s:
+            got = [s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(schedule)).loss for _ in range(50)]
+            assert_close(np.array(got), np.float32(losses), rtol=1e-4)
+            assert_close(s.read("w")["w"], variables["w"], rtol=1e-3)
+
+
+def test_learning_rate_is_any_function_of_completed_steps(either: Any) -> None:
+    seen = []
+
+    def rate(step: int) -> float:
+        seen.append(step)
+        return 0.1 / (1 + step)
+
+    feeds = {"x": X, "t": T}
+    with either.session(linear()) as s:
+        s.step(feeds, "loss", gr.optimizers.SGD(rate))
+        with refused("MISSING_FEED"):
+            s.step({"x": X}, "loss", gr.optimizers.SGD(rate))
+        before = s.read("b")["b"]
+        slope = s.evaluate(feeds, ys="loss", xs="b").gradients["b"]
+        s.step(feeds, "loss", gr.optimizers.SGD(rate))
+        assert_close(s.read("b")["b"], before - np.float32(0.05) * slope, rtol=1e-5)
+    assert seen == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (gr.optimizers.SGD(-1.0), ["SGD: learning_rate is -1", ">= 0"]),
+        (gr.optimizers.Adam(beta_1=2.0), ["Adam: beta_1 is 2", ">= 0 and <= 1"]),
+        (gr.optimizers.Adam("fast"), ["learning_rate is 'fast'", "a function"]),
+        (gr.optimizers.Adam(lambda step: None), ["returned None for step 0"]),
+        (gr.optimizers.Adam(lambda step: 1 // step), ["failed at step 0", "division"]),
+        (gr.optimizers.Adam(float("nan")), ["learning_rate is nan", "finite"]),
+        (gr.optimizers.Adam(epsilon="small"), ["epsilon is 'small'"]),
+        (keras.optimizers.Adam(), ["gradrule.optimizers", "gr.optimizers.Adam(...)"]),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(client: Any, optimizer: Any, words: list[str]) -> None:
+    with client.session(linear()) as s:
+        before = s.read()
+        with refused("INVALID_OPTIMIZER") as refusal:
+            s.step({"x": X, "t": T}, "loss", optimizer)
+        refusal.says(*words)
+        assert all((s.read(name)[name] == before[name]).all() for name in before)
+
+
+def test_settings_of_schedules_are_checked() -> None:
+    for make, words in (
+        (lambda: gr.schedules.CosineDecay(0.1, 0), "decay_steps is 0"),
+        (lambda: gr.schedules.CosineDecayRestarts(0.1, 5, t_mul=0.5), "t_mul is 0.5"),
+        (lambda: gr.schedules.PiecewiseConstantDecay([3, 2], [1.0, 2.0, 3.0]), "increasing"),
+        (lambda: gr.schedules.PiecewiseConstantDecay([3], [1.0]), "one value more"),
+    ):
+        with pytest.raises(gr.errors.InvalidOptimizerError, match=words):
+            make()
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "restarts of equal length"])
+def test_schedules_equal_those_of_keras(name: str) -> None:
+    equal = {"initial_learning_rate": 0.1, "first_decay_steps": 5, "t_mul": 1.0, "m_mul": 0.9}
+    ours, theirs = SCHEDULES.get(name) or (
+        gr.schedules.CosineDecayRestarts(**equal),
+        keras.optimizers.schedules.CosineDecayRestarts(**equal),
+    )
+    steps = [*range(40), 1000]
+    np.testing.assert_allclose([ours(step) for step in steps], [float(theirs(step)) for step in steps], rtol=2e-5)
+
+
 def test_step_of_some_variables_with_a_loss_that_is_no_scalar(client: Any) -> None:
     with client.session(linear()) as s:
         s.step({"x": X, "t": T}, "y", gr.optimizers.SGD(1.0), variables=["b"])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
+from gradrule import optimizers
 from gradrule._builder import blob_values, graph_sources
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike
@@ -91,6 +92,8 @@ class SessionBase:
         self._source = request_messages.Source(self._graph, self._type_of, spec)
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers: dict[str, int] = {}
+        # Number of completed steps.
+        self._steps = 0
         # Hashes of the blobs that were sent to the server.
         self._uploaded: set[str] = set()
 
@@ -128,7 +131,9 @@ class SessionBase:
         params: CallParams | None,
     ) -> Call[StepResult]:
         if not isinstance(optimizer, Optimizer):
-            raise InvalidOptimizerError(f"an optimiser is one of gradrule.optimizers, not {type(optimizer).__name__}")
+            kind = type(optimizer).__name__
+            known = f"; write gr.optimizers.{kind}(...)" if kind in optimizers.__all__ else ""
+            raise InvalidOptimizerError(f"an optimizer is one of gradrule.optimizers, not {kind}{known}")
         names_given = call_arguments.names_of(variables, self._graph) or self._trainable()
         loss_name = call_arguments.name_of_tensor(loss, self._graph)
         given = call_arguments.flat_list(fetches)
@@ -139,13 +144,14 @@ class SessionBase:
         request = session_pb2.StepRequest(
             feeds=call.feeds,
             loss=loss_name,
-            optimizer=optimizer.message(),
+            optimizer=optimizer.message(self._steps),
             variables=names_given,
             fetches=[loss_name, *tensors],
             params=call.params,
         )
 
         def decode(answer: session_pb2.StepResponse) -> StepResult:
+            self._steps = answer.step
             loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
             return StepResult(
                 loss_value,
