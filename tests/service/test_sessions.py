@@ -395,7 +395,7 @@ def test_failed_requests_change_no_variable(client: Any) -> None:
         with refused("FEED_SHAPE"):
             s.assign({"b": [1.0, 2.0], "w": np.ones((2, 2), np.float32)})
         with refused("FEED_DTYPE"):
-            s.assign({"w": W.astype(np.float64)})
+            s.assign({"w": W.astype(np.float64) + 0.1})
         with refused("UNKNOWN_TENSOR"):
             s.read("q")
         after = s.read()
