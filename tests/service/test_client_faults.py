@@ -286,7 +286,7 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
         program = client.compile(linear(), ys="y", xs="x")
         with client.session(linear()) as s:
             with stopped_workers(own_server):
-                calls = [
+                calls: list[futures.Future[Any]] = [
                     pool.submit(client.evaluate, squares(), {"x": [3.0]}, "y"),
                     pool.submit(client.compile, squares(), fetches="y"),
                     pool.submit(program.jacobian, {"x": X}),

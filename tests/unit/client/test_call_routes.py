@@ -64,7 +64,7 @@ def test_only_compiling_may_use_the_time_for_compiling() -> None:
     g = gr.Graph()
     g.placeholder("x", "float32", [None])
     source, arguments = request_messages.sent_graph(g), call_arguments.ProgramArguments(fetches="x")
-    call = rpc_calls.evaluate(source, {"x": [1.0]}, None, arguments)
+    call: Any = rpc_calls.evaluate(source, {"x": [1.0]}, None, arguments)
     assert limited(call, timeout=5.0) == 5
     assert limited(call, compile_s=0.0) == 30
     assert not call.request.HasField("run_timeout")
@@ -72,9 +72,9 @@ def test_only_compiling_may_use_the_time_for_compiling() -> None:
     assert call.request.run_timeout.seconds == 30
     assert limited(rpc_calls.compile_program(g, None, arguments)) == 330
     program = ProgramBase(program_pb2.Program(name="programs/p"))
-    plain = program._call({}, None, None)
+    plain: Any = program._call({}, None, None)
     assert limited(plain) == 30
-    first = program._compiling("grad_ys", plain)
+    first: Any = program._compiling("grad_ys", plain)
     assert limited(first) == 330
     assert first.request.run_timeout.seconds == 30
     assert not plain.request.HasField("run_timeout")

@@ -14,7 +14,8 @@ from gradrule._builder.names import ByName, bare
 from gradrule._builder.notebook_text import names_text, short_repr
 from gradrule._messages import rpc_calls
 from gradrule._messages.call_arguments import Feeds, GradYs, ProgramArguments, name_of_tensor
-from gradrule._messages.request_messages import sent_graph, tensor_message, types_of_graph
+from gradrule._messages.feed_values import tensor_message
+from gradrule._messages.request_messages import sent_graph, types_of_graph
 from gradrule._results import call_results
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name, without_ref

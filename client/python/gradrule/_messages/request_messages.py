@@ -6,15 +6,14 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
+from gradrule._builder.array_values import may_need_conversion
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
 from gradrule._builder.handles import Node, TensorHandle
 from gradrule._builder.names import bare, did_you_mean
-from gradrule._builder.node_arguments import tensorflow_array
 from gradrule._builder.overrides import label_of, override_messages
 from gradrule._builder.rules import param_value
 from gradrule._messages.call_arguments import (
@@ -26,6 +25,7 @@ from gradrule._messages.call_arguments import (
     name_of_tensor,
     names_of,
 )
+from gradrule._messages.feed_values import array_of
 from gradrule.common import large_tensors, tensor_codec, wire_format
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import (
@@ -282,7 +282,7 @@ def add_named_tensor(
         request: The request. The value is written directly into it, because a separate message would need a copy.
         field: Name of the field.
         name: Name of the tensor.
-        value: Lists and numbers are converted to the tensor's type; arrays must have it.
+        value: Lists, numbers and arrays are converted to the tensor's type; arrays only if no value changes.
         type_of: Returns the element type of a tensor.
         what: Name of the values in errors; None: the field's name.
         large: Receives large tensors; None: the request receives them.
@@ -299,7 +299,7 @@ def add_named_tensor(
             raise FeedDtypeError(f"{where} is a blob of {dtype_name(value.number)}, the tensor is {dtype_name(number)}")
         messages.add(name=name, value=value.source())
         return
-    array = array_of(value, type_of(name, not is_array(value)), where)
+    array = array_of(value, type_of(name, may_need_conversion(value)), where)
     try:
         if large is not None and large_tensors.is_large(array):
             large.append(large_tensors.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
@@ -307,51 +307,6 @@ def add_named_tensor(
             tensor_codec.write_message(messages.add(name=name).value.inline_tensor, array)
     except ValueError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
-
-
-def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
-    """Converts a value to a tensor message of an element type (0: the value's own type).
-
-    Raises `InvalidTensorError` and `FeedDtypeError`.
-    """
-    try:
-        return tensor_codec.to_message(array_of(value, number, where))
-    except ValueError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
-
-
-def array_of(value: Any, number: int, where: str) -> tensor_codec.Array:
-    """Converts a value to an array of an element type (0: the value's own type).
-
-    Raises `InvalidTensorError` and `FeedDtypeError`.
-    """
-    if value is None or isinstance(value, TensorHandle | Node):
-        raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
-    try:
-        if is_array(value):
-            array = np.asarray(value)
-            actual = tensor_codec.number_of_array(array)
-            if number and actual != number:
-                raise FeedDtypeError(
-                    f"{where} is an array of {dtype_name(actual)}, the tensor is {dtype_name(number)}; "
-                    f"convert it, or give a list, which takes the tensor's type"
-                )
-            return array
-        if not number:
-            return tensorflow_array(value)
-    except ValueError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
-    try:
-        return tensor_codec.from_value(value, number)
-    except tensor_codec.RaggedError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
-    except ValueError as cause:
-        raise FeedDtypeError(f"{where}, whose tensor is {dtype_name(number)}: {cause}") from None
-
-
-def is_array(value: Any) -> bool:
-    """Returns whether a value has a dtype: NumPy arrays and scalars, tensors of other libraries."""
-    return hasattr(value, "dtype") or hasattr(value, "__array__")
 
 
 def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:
