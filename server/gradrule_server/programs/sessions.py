@@ -12,7 +12,14 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tens
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import release_payload, session_assign, session_payload, session_read, session_run
+from gradrule_server.link.messages import (
+    release_payload,
+    session_assign,
+    session_payload,
+    session_read,
+    session_restore,
+    session_run,
+)
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import SMALL_BYTES
 from gradrule_server.programs.cache import SessionKey
@@ -87,6 +94,8 @@ class Session:
             async with self._reporting_loss():
                 await self._manager.program_service.run_inline(call, received_ns, mode)
             reply = mode.reply or reply
+        if request.HasField("optimizer_state"):
+            reply = await self._restore(request.optimizer_state, ends_at)
         specs = [
             tensor_pb2.TensorSpec(
                 name=item.names[0],
@@ -96,7 +105,7 @@ class Session:
             )
             for item in self._variables.items
         ]
-        return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes)
+        return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes, step=reply.step)
 
     async def step(
         self, request: session_pb2.StepRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
@@ -207,7 +216,11 @@ class Session:
         names = [
             self._variables.find(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)
         ]
-        action = session_read(names or [item.names[0] for item in self._variables.items], packing)
+        action = session_read(
+            names or [item.names[0] for item in self._variables.items],
+            packing,
+            optimizer_state=request.optimizer_state,
+        )
         async with self._reporting_loss():
             reply = await self._send(action, 0, ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
@@ -215,7 +228,8 @@ class Session:
             variables=[
                 tensor_pb2.NamedTensor(name=name, value=item.value)
                 for name, item in zip(asked, reply.variables, strict=True)
-            ]
+            ],
+            optimizer_state=reply.optimizer_state if reply.HasField("optimizer_state") else None,
         )
 
     async def assign(self, request: session_pb2.AssignRequest, ends_at: float) -> session_pb2.AssignResponse:
@@ -341,6 +355,21 @@ class Session:
             growth = self._variables.known_bytes({item.spec.name for item in given})
             async with self._reporting_loss():
                 return await self._send(session_assign(given, opens=opens), growth, ends_at)
+
+    async def _restore(self, state: session_pb2.OptimizerState, ends_at: float) -> link_pb2.SessionReply:
+        """Creates the optimizer with the slots of an earlier session."""
+        field = "start.optimizer_state"
+        names = [
+            self._variables.find(name, f"{field}.variables[{number}]") for number, name in enumerate(state.variables)
+        ]
+        slots = await asyncio.to_thread(self._variables.check_slots, state, field)
+        held = [item.value.blob.sha256 for item in slots if item.value.HasField("blob")]
+        with self._manager.blobs.pinned(held):
+            growth = _MAX_SLOTS * self._variables.known_bytes(set(names))
+            async with self._reporting_loss():
+                reply = await self._send(session_restore(state, names, slots), growth, ends_at)
+        self._used_optimizers.add(state.optimizer.name)
+        return reply
 
     async def _read_spec(self, call: link_pb2.RawEvaluateRequest) -> program_pb2.ProgramSpec:
         if len(call.spec) <= SMALL_BYTES:

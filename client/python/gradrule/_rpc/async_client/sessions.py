@@ -306,13 +306,16 @@ class AsyncSession(SessionBase):
         """
         await self._run(self._assign(values), timeout)
 
-    async def save(self, *, timeout: float | None = None) -> Graph:
+    async def save(self, *, optimizer_state: bool = True, timeout: float | None = None) -> Graph:
         """Returns the graph with the current values of the variables.
 
+        A session of this graph continues with them, and with the optimizer's slots and number of steps.
+
         Args:
+            optimizer_state: Whether to add the state of the optimizer, `Graph.optimizer_state`.
             timeout: Seconds; default: that of `connect`.
         """
-        return self._saved(await self.read(timeout=timeout))
+        return await self._run(self._save(optimizer_state), timeout)
 
     async def _run(self, call: Call[R], timeout: float | None) -> R:
         if self._stream is None and call.method != "start":
