@@ -219,6 +219,8 @@ def test_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[gr.R
         assert (rule.name in cards.curves) != ("no curve: " in text), rule.name
         example = rule_text.rule_example(rule)
         assert example.python in text and example.shell in text
+    page = Path("page/index.html").read_text(encoding="utf-8")
+    assert page.count("<button>copy</button>") == 2 * (len(builtins) + len(client.list_presets()))
     assert {f"preset-{preset.name}" for preset in client.list_presets()} <= cards.texts.keys()
     drawable = [
         rule.name for rule in builtins if rule.per_sample and rule.family == "surrogate" and "seed" not in rule.params

@@ -153,7 +153,10 @@ class GraphLookup(ABC):
         return handles[index]
 
     def resolved(self, name: str) -> str:
-        """Returns the tensor that an alias, or the path of a Keras layer, stands for; other names unchanged.
+        """Returns the name of the tensor that an alias, or the path of a Keras layer, stands for.
+
+        Args:
+            name: an alias, a path, or any other name, which is returned unchanged.
 
         Raises:
             UnknownTensorError: A layer has several outputs, or is called several times.
