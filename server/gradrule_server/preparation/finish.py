@@ -52,6 +52,7 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
         matches=[
             link_pb2.PlannedMatch(
                 node=match.node,
+                qualified_name="" if match.qualified_name == match.node else match.qualified_name,
                 op_type=match.op_type,
                 function=match.function,
                 rule_name=match.rule_name,
@@ -91,6 +92,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
     resolutions = [
         override_pb2.Resolution(
             node=match.node,
+            qualified_name=match.qualified_name,
             op_type=match.op_type,
             rule=match.rule_name,
             label=match.label,

@@ -166,7 +166,10 @@ class Selector(google.protobuf.message.Message):
     """Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
 
     Nodes in functions, loop bodies and branches have names such as `call/inner`. Two branches of a conditional can have nodes of
-    the same name; the name then stands for the nodes and tensors of both. A call, a loop or a branch is a node too: if a selector
+    the same name; the name then stands for the nodes and tensors of both. With the branch in brackets, as in `cond[then]/inner`, a
+    name, glob, scope or tensor stands for nodes of that branch alone: `[then]` and `[else]` of an If, `[0]`, `[1]`, … of a Case,
+    `[cond]` and `[body]` of a While. In node_regex the brackets are escaped: `cond\\[then\\]/.*`. A loop or conditional without
+    brackets stands for all of its branches. A call, a loop or a branch is a node too: if a selector
     matches it, the rule applies to it as a whole, and later overrides of nodes inside it have no effect. Earlier overrides of nodes
     inside it apply where the rule uses the op's own gradients. Only op_type, node, nodes, node_regex and scope can select a call
     itself; the other conditions apply to the nodes inside it.
@@ -269,8 +272,8 @@ class Selector(google.protobuf.message.Message):
 
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs. `node` cannot be set
-        as well; INVALID_OVERRIDE otherwise.
+        """Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs or name a branch.
+        `node` cannot be set as well; INVALID_OVERRIDE otherwise.
         """
 
     def __init__(
@@ -432,6 +435,7 @@ class Resolution(google.protobuf.message.Message):
     STATUS_FIELD_NUMBER: builtins.int
     FUNCTION_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
+    QUALIFIED_NAME_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Name of the node; inner nodes as `call/inner`."""
     op_type: builtins.str
@@ -446,6 +450,10 @@ class Resolution(google.protobuf.message.Message):
     """Whether the rule is used."""
     function: builtins.str
     """Name of the graph's function that contains the node; empty at the top level."""
+    qualified_name: builtins.str
+    """Name that selects this node alone, if nodes of other branches share `node`: the branch stands in brackets behind each loop
+    and conditional, as in `cond[then]/inner`. Empty if the node lies in no loop and no branch.
+    """
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """All nodes of a pattern or a region, including `node`; empty for a single node."""
@@ -460,7 +468,8 @@ class Resolution(google.protobuf.message.Message):
         status: global___ResolutionStatus.ValueType = ...,
         function: builtins.str = ...,
         nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        qualified_name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["function", b"function", "label", b"label", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "rule", b"rule", "status", b"status"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["function", b"function", "label", b"label", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "qualified_name", b"qualified_name", "rule", b"rule", "status", b"status"]) -> None: ...
 
 global___Resolution = Resolution

@@ -1722,6 +1722,7 @@ class PlannedMatch(google.protobuf.message.Message):
     DIFFERENTIABLE_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     MARK_FIELD_NUMBER: builtins.int
+    QUALIFIED_NAME_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Public name of the node."""
     op_type: builtins.str
@@ -1738,6 +1739,8 @@ class PlannedMatch(google.protobuf.message.Message):
     """Whether its element types have gradients."""
     mark: builtins.int
     """Index into CompileRequest.marks. Not set: no gradient reaches the node."""
+    qualified_name: builtins.str
+    """As in Resolution."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of all nodes of a subgraph; empty for a single node."""
@@ -1754,9 +1757,10 @@ class PlannedMatch(google.protobuf.message.Message):
         differentiable: builtins.bool = ...,
         nodes: collections.abc.Iterable[builtins.str] | None = ...,
         mark: builtins.int | None = ...,
+        qualified_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_mark", b"_mark", "mark", b"mark"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "function", b"function", "label", b"label", "mark", b"mark", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "override", b"override", "rule_name", b"rule_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "function", b"function", "label", b"label", "mark", b"mark", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "override", b"override", "qualified_name", b"qualified_name", "rule_name", b"rule_name"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_mark", b"_mark"]) -> typing.Literal["mark"] | None: ...
 
 global___PlannedMatch = PlannedMatch

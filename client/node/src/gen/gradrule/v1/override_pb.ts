@@ -18,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/override.proto.
  */
 export const file_gradrule_v1_override: GenFile = /*@__PURE__*/
-  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIqUDCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJEhMKC3JlZ2lvbl9uYW1lGAwgASgJEg0KBWxheWVyGA0gASgJEg0KBW5vZGVzGA4gAygJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIoQDChBHcmFkaWVudE92ZXJyaWRlEicKCHNlbGVjdG9yGAEgASgLMhUuZ3JhZHJ1bGUudjEuU2VsZWN0b3ISDgoEcnVsZRgCIAEoCUgAEjEKCmRlZmluaXRpb24YAyABKAsyGy5ncmFkcnVsZS52MS5SdWxlRGVmaW5pdGlvbkgAEisKBnByZXNldBgHIAEoCzIZLmdyYWRydWxlLnYxLlByZXNldENob2ljZUgAEjkKBnBhcmFtcxgEIAMoCzIpLmdyYWRydWxlLnYxLkdyYWRpZW50T3ZlcnJpZGUuUGFyYW1zRW50cnkSDQoFbGFiZWwYBSABKAkSEAoIb3B0aW9uYWwYBiABKAgSKQoFb3JkZXIYCCABKA4yGi5ncmFkcnVsZS52MS5PdmVycmlkZU9yZGVyGkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBQggKBmNob2ljZSKYAQoKUmVzb2x1dGlvbhIMCgRub2RlGAEgASgJEg8KB29wX3R5cGUYAiABKAkSDAoEcnVsZRgDIAEoCRINCgVsYWJlbBgEIAEoCRItCgZzdGF0dXMYBSABKA4yHS5ncmFkcnVsZS52MS5SZXNvbHV0aW9uU3RhdHVzEhAKCGZ1bmN0aW9uGAYgASgJEg0KBW5vZGVzGAcgAygJKmUKD1Bvc2l0aW9uTmVhcmVzdBIgChxQT1NJVElPTl9ORUFSRVNUX1VOU1BFQ0lGSUVEEAASFwoTUE9TSVRJT05fTkVBUkVTVF9YUxABEhcKE1BPU0lUSU9OX05FQVJFU1RfWVMQAiphCg1PdmVycmlkZU9yZGVyEh4KGk9WRVJSSURFX09SREVSX1VOU1BFQ0lGSUVEEAASGAoUT1ZFUlJJREVfT1JERVJfRklSU1QQARIWChJPVkVSUklERV9PUkRFUl9BTEwQAiqdAQoQUmVzb2x1dGlvblN0YXR1cxIhCh1SRVNPTFVUSU9OX1NUQVRVU19VTlNQRUNJRklFRBAAEhwKGFJFU09MVVRJT05fU1RBVFVTX0FDVElWRRABEh4KGlJFU09MVVRJT05fU1RBVFVTX09GRl9QQVRIEAISKAokUkVTT0xVVElPTl9TVEFUVVNfTk9UX0RJRkZFUkVOVElBQkxFEANCVwoPY29tLmdyYWRydWxlLnYxQg1PdmVycmlkZVByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIqUDCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJEhMKC3JlZ2lvbl9uYW1lGAwgASgJEg0KBWxheWVyGA0gASgJEg0KBW5vZGVzGA4gAygJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIoQDChBHcmFkaWVudE92ZXJyaWRlEicKCHNlbGVjdG9yGAEgASgLMhUuZ3JhZHJ1bGUudjEuU2VsZWN0b3ISDgoEcnVsZRgCIAEoCUgAEjEKCmRlZmluaXRpb24YAyABKAsyGy5ncmFkcnVsZS52MS5SdWxlRGVmaW5pdGlvbkgAEisKBnByZXNldBgHIAEoCzIZLmdyYWRydWxlLnYxLlByZXNldENob2ljZUgAEjkKBnBhcmFtcxgEIAMoCzIpLmdyYWRydWxlLnYxLkdyYWRpZW50T3ZlcnJpZGUuUGFyYW1zRW50cnkSDQoFbGFiZWwYBSABKAkSEAoIb3B0aW9uYWwYBiABKAgSKQoFb3JkZXIYCCABKA4yGi5ncmFkcnVsZS52MS5PdmVycmlkZU9yZGVyGkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBQggKBmNob2ljZSKwAQoKUmVzb2x1dGlvbhIMCgRub2RlGAEgASgJEg8KB29wX3R5cGUYAiABKAkSDAoEcnVsZRgDIAEoCRINCgVsYWJlbBgEIAEoCRItCgZzdGF0dXMYBSABKA4yHS5ncmFkcnVsZS52MS5SZXNvbHV0aW9uU3RhdHVzEhAKCGZ1bmN0aW9uGAYgASgJEg0KBW5vZGVzGAcgAygJEhYKDnF1YWxpZmllZF9uYW1lGAggASgJKmUKD1Bvc2l0aW9uTmVhcmVzdBIgChxQT1NJVElPTl9ORUFSRVNUX1VOU1BFQ0lGSUVEEAASFwoTUE9TSVRJT05fTkVBUkVTVF9YUxABEhcKE1BPU0lUSU9OX05FQVJFU1RfWVMQAiphCg1PdmVycmlkZU9yZGVyEh4KGk9WRVJSSURFX09SREVSX1VOU1BFQ0lGSUVEEAASGAoUT1ZFUlJJREVfT1JERVJfRklSU1QQARIWChJPVkVSUklERV9PUkRFUl9BTEwQAiqdAQoQUmVzb2x1dGlvblN0YXR1cxIhCh1SRVNPTFVUSU9OX1NUQVRVU19VTlNQRUNJRklFRBAAEhwKGFJFU09MVVRJT05fU1RBVFVTX0FDVElWRRABEh4KGlJFU09MVVRJT05fU1RBVFVTX09GRl9QQVRIEAISKAokUkVTT0xVVElPTl9TVEFUVVNfTk9UX0RJRkZFUkVOVElBQkxFEANCVwoPY29tLmdyYWRydWxlLnYxQg1PdmVycmlkZVByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * A position on the path from xs to ys, among the candidates: the nodes that meet all other conditions of the selector.
@@ -96,7 +96,10 @@ export const RegionSchema: GenMessage<Region> = /*@__PURE__*/
  * Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
  *
  * Nodes in functions, loop bodies and branches have names such as `call/inner`. Two branches of a conditional can have nodes of
- * the same name; the name then stands for the nodes and tensors of both. A call, a loop or a branch is a node too: if a selector
+ * the same name; the name then stands for the nodes and tensors of both. With the branch in brackets, as in `cond[then]/inner`, a
+ * name, glob, scope or tensor stands for nodes of that branch alone: `[then]` and `[else]` of an If, `[0]`, `[1]`, … of a Case,
+ * `[cond]` and `[body]` of a While. In node_regex the brackets are escaped: `cond\[then\]/.*`. A loop or conditional without
+ * brackets stands for all of its branches. A call, a loop or a branch is a node too: if a selector
  * matches it, the rule applies to it as a whole, and later overrides of nodes inside it have no effect. Earlier overrides of nodes
  * inside it apply where the rule uses the op's own gradients. Only op_type, node, nodes, node_regex and scope can select a call
  * itself; the other conditions apply to the nodes inside it.
@@ -216,8 +219,8 @@ export type Selector = Message<"gradrule.v1.Selector"> & {
   layer: string;
 
   /**
-   * Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs. `node` cannot be set
-   * as well; INVALID_OVERRIDE otherwise.
+   * Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs or name a branch.
+   * `node` cannot be set as well; INVALID_OVERRIDE otherwise.
    *
    * @generated from field: repeated string nodes = 14;
    */
@@ -398,6 +401,14 @@ export type Resolution = Message<"gradrule.v1.Resolution"> & {
    * @generated from field: repeated string nodes = 7;
    */
   nodes: string[];
+
+  /**
+   * Name that selects this node alone, if nodes of other branches share `node`: the branch stands in brackets behind each loop
+   * and conditional, as in `cond[then]/inner`. Empty if the node lies in no loop and no branch.
+   *
+   * @generated from field: string qualified_name = 8;
+   */
+  qualifiedName: string;
 };
 
 /**
