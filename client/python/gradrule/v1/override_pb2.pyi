@@ -107,7 +107,8 @@ class Position(google.protobuf.message.Message):
     """A position on the path from xs to ys, among the candidates: the nodes that meet all other conditions of the selector.
 
     The index of a candidate is the largest number of other candidates before it on any path from the xs. Several nodes on parallel
-    branches can have the same index. Nodes that are not on the path have no index.
+    branches can have the same index. Nodes that are not on the path have no index. The path leads through an op without a gradient,
+    such as the comparison of `@step`, where a group, pattern, region, call or StopGradient has a rule.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
