@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, CustomGradientNode, Node, is_call, read_custom_gradient
+from gradrule_server.graphs.ir import (
+    GRADIENT_ATTR,
+    OPTIONAL_ATTR,
+    Body,
+    CustomGradientNode,
+    Node,
+    is_call,
+    read_custom_gradient,
+)
 from gradrule_server.graphs.resolution_context import ForeignGradient, Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, CandidateNode
 
@@ -85,7 +93,8 @@ class NodeGradients:
                 )
                 self.findings.add(known.reason, message, name)
             return None
-        match = Match(known, *names, gradient_name, node.op, -1, differentiable)
+        required = OPTIONAL_ATTR not in node.attrs
+        match = Match(known, *names, gradient_name, node.op, -1, differentiable, required=required)
         match.set_custom_gradient(custom_gradient)
         return match
 

@@ -49,6 +49,7 @@ class Match:
         every_order: Whether the match applies to gradients of gradients too.
         depends_on_xs: Whether gradients of the node can reach one of the xs; if not, its rule does not run.
         mark: Index of the mark; None if the node was pruned.
+        required: Whether an attribute of the node names the rule, which must have an effect on one node of its op type.
     """
 
     rule: int
@@ -68,6 +69,7 @@ class Match:
     every_order: bool = False
     depends_on_xs: bool = True
     mark: int | None = None
+    required: bool = False
 
     def set_custom_gradient(self, custom_gradient: CustomGradientNode | None) -> None:
         """Applies the rule to a custom-gradient node's region; `default` uses the gradients of the inner nodes."""

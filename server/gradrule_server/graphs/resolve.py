@@ -105,6 +105,7 @@ class Resolver:
             for group in by_index.values()
             if not any(matcher.match_count or matcher.faulty for matcher in group)
             and not group[0].spec.optional
+            and not (group[0].spec.part_of_graph and group[0].shadowed_by)
             and not (self.second_order and any(matcher.spec.made_op_types for matcher in group))
         ][:MAX_FINDINGS]
         if not unused:

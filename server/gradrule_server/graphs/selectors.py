@@ -63,6 +63,7 @@ class OverrideSpec:
         label: Label of the override.
         optional: Whether it is valid if it matches no node.
         index: Its position in the request.
+        part_of_graph: Whether it is valid that earlier overrides take all of its nodes.
         is_preset: Whether it is part of a preset, so that attributes of nodes take precedence.
         every_order: Whether it applies to gradients of gradients too.
         is_for_all_layers: Whether its preset must have a rule for every op with parameters on the path.
@@ -77,6 +78,7 @@ class OverrideSpec:
     is_preset: bool = False
     every_order: bool = False
     is_for_all_layers: bool = False
+    part_of_graph: bool = False
 
     @property
     def made_op_types(self) -> frozenset[str]:

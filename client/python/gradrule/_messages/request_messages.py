@@ -101,8 +101,16 @@ def program_spec(
             spec.vjp.grad_ys.add(y=y, tensor=tensor)
         # Send recorded overrides only with ys: the server rejects overrides without ys.
         if isinstance(graph, Graph):
-            spec.overrides.extend(override.message() for override in graph.node_overrides)
+            spec.overrides.extend(overrides_of_graph(graph))
     return spec, values
+
+
+def overrides_of_graph(graph: Graph) -> list[override_pb2.GradientOverride]:
+    """Returns the messages of the overrides that `gradient_override_map` recorded."""
+    messages = [override.message() for override in graph.node_overrides]
+    for message in messages:
+        message.part_of_graph = True
+    return messages
 
 
 def _resolve_aliases(selector: override_pb2.Selector, aliases: Mapping[str, str]) -> None:

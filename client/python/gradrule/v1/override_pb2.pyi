@@ -378,6 +378,7 @@ class GradientOverride(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     OPTIONAL_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
+    PART_OF_GRAPH_FIELD_NUMBER: builtins.int
     rule: builtins.str
     """Name of a registered rule (UNKNOWN_RULE if there is none), or `default` for the op's own gradient, to make an exception."""
     label: builtins.str
@@ -389,6 +390,10 @@ class GradientOverride(google.protobuf.message.Message):
     """True: it is not an error if the override matches no node on the path."""
     order: global___OverrideOrder.ValueType
     """Default: FIRST."""
+    part_of_graph: builtins.bool
+    """True: the override belongs to the graph, like those that a builder records for the nodes of a context. It is no error if
+    earlier overrides took all nodes that it matches.
+    """
     @property
     def selector(self) -> global___Selector:
         """Nodes to override. Required, except with a preset, which has its own selectors."""
@@ -416,9 +421,10 @@ class GradientOverride(google.protobuf.message.Message):
         label: builtins.str = ...,
         optional: builtins.bool = ...,
         order: global___OverrideOrder.ValueType = ...,
+        part_of_graph: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "order", b"order", "params", b"params", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "order", b"order", "params", b"params", "part_of_graph", b"part_of_graph", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["choice", b"choice"]) -> typing.Literal["rule", "definition", "preset"] | None: ...
 
 global___GradientOverride = GradientOverride
