@@ -107,7 +107,7 @@ def program_spec(graph: GraphLike, arguments: ProgramArguments, blobs: blob_valu
         spec.variables.extend(graph.variables.messages(blobs))
         # Send recorded overrides only with ys: the server rejects overrides without ys.
         if spec.HasField("vjp"):
-            spec.overrides.extend(override.message() for override in graph.node_overrides)
+            spec.overrides.extend(overrides_of_graph(graph))
     return spec, values
 
 
@@ -129,12 +129,6 @@ def requested_spec(graph: GraphLike, arguments: ProgramArguments) -> Spec:
         spec.vjp.dense_gradients = arguments.dense_gradients
         for y, tensor in tensors.items():
             spec.vjp.grad_ys.add(y=y, tensor=tensor)
-<<<<<<< HEAD
-        # Send recorded overrides only with ys: the server rejects overrides without ys.
-        if isinstance(graph, Graph):
-            spec.overrides.extend(overrides_of_graph(graph))
-=======
->>>>>>> main
     return spec, values
 
 
