@@ -7,14 +7,16 @@ alone: there, presets give them the rule of a first layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
 
 layers = keras.layers
 
-# The layer whose output is compared in place of its input.
-EMBEDDING = "tokens"
+# The embedding, and its node whose output is compared in place of the input.
+_TOKENS = "tokens"
+EMBEDDING = f"{_TOKENS}/GatherV2"
 
 Make = Callable[[], Any]
 Shape = tuple[int, ...]
@@ -65,7 +67,7 @@ _ACTIVATIONS = (
 )
 
 _OTHERS: dict[str, tuple[Make, Shape]] = {
-    **{f"Activation, {name}": (lambda name=name: layers.Activation(name), (6,)) for name in _ACTIVATIONS},
+    **{f"Activation, {name}": (partial(layers.Activation, name), (6,)) for name in _ACTIVATIONS},
     "ELU": (layers.ELU, (6,)),
     "LeakyReLU": (layers.LeakyReLU, (6,)),
     "PReLU": (lambda: layers.PReLU(shared_axes=[1, 2]), _IMAGE),
@@ -193,7 +195,7 @@ def _merged(name: str, shape: Shape) -> Make:
 
 def _embedding() -> Any:
     x = keras.Input((5,), dtype="int32")
-    return keras.Model(x, layers.Dense(4)(layers.Embedding(7, 6, name=EMBEDDING)(x)))
+    return keras.Model(x, layers.Dense(4)(layers.Embedding(7, 6, name=_TOKENS)(x)))
 
 
 _BEFORE_BATCH_NORM = ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose", "DepthwiseConv2D", "SeparableConv2D")

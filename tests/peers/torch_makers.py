@@ -9,8 +9,24 @@ import numpy as np
 
 from tests.peers.libraries import Module, torch
 from tests.peers.torch_modules import (
-    Attention, Average, ChannelsFirst, Config, Function, Gelu, Global, GruStep, LstmStep, Recurrent, SimpleStep, Sum,
-    Weights, convolution, functional, linear, nn, tensor,
+    Attention,
+    Average,
+    ChannelsFirst,
+    Config,
+    Function,
+    Gelu,
+    Global,
+    GruStep,
+    LstmStep,
+    Recurrent,
+    SimpleStep,
+    Sum,
+    Weights,
+    convolution,
+    functional,
+    linear,
+    nn,
+    tensor,
 )  # fmt: skip
 
 # Gets the layer's weights, its configuration, and the shape of its first input.
@@ -69,11 +85,11 @@ def _depthwise(weights: Weights, config: Config, shape: Sequence[int]) -> Any:
 
 
 def _separable(weights: Weights, config: Config, shape: Sequence[int]) -> Any:
-    depthwise = _depthwise({"kernel": weights["depthwise_kernel"]}, config | {"activation": "linear"}, shape)
+    depthwise = _depthwise({"kernel": weights["depthwise_kernel"]}, {**config, "activation": "linear"}, shape)
     once = [1] * len(config["strides"])
     pointwise = {"kernel": weights["pointwise_kernel"], "bias": weights["bias"]}
     rest = {"strides": once, "dilation_rate": once, "groups": 1, "padding": "valid"}
-    return nn.Sequential(depthwise, _convolution(pointwise, config | rest, shape))
+    return nn.Sequential(depthwise, _convolution(pointwise, {**config, **rest}, shape))
 
 
 def _dense(weights: Weights, config: Config, shape: Sequence[int]) -> Any:

@@ -7,7 +7,7 @@ Keras layer that zennit has a rule for becomes the module that the rule is for; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ def convolution(kernel: Array, bias: Array | None, config: Config, groups: int =
     return ChannelsFirst(module)
 
 
-class Gelu(nn.GELU):  # type: ignore[misc]
+class Gelu(torch.nn.GELU):  # type: ignore[misc]
     """x·Φ(x) with TensorFlow's number for 1/sqrt(2), which is rounded to float32."""
 
     def forward(self, x: Any) -> Any:

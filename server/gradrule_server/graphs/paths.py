@@ -132,6 +132,7 @@ class Ranking:
         members: For each node, by id(): a flag for each set that says whether the set contains the node.
         wanted: The requested rank for each set.
         path: The nodes on the path, by id().
+        xs: The top-level tensors where paths start.
         flows: The inputs that receive gradients.
         orders: The topological orders of the bodies.
     """
@@ -139,16 +140,18 @@ class Ranking:
     members: Mapping[int, Flags]
     wanted: Counts
     path: AbstractSet[int]
+    xs: AbstractSet[Ref]
     flows: Flows
     orders: Orders
 
     def from_xs(self, top: Body) -> dict[int, Flags]:
         """Returns for each member, by id(), a flag for each set: whether its rank from the xs is the wanted rank.
 
-        The rank is the largest number of other members on one path that leads to the node.
+        The rank is the largest number of other members on one path that leads to the node. In a loop, the first
+        iteration counts in which such a path leads to it.
         """
         found: dict[int, Flags] = {}
-        self._forward(top, (), found)
+        self._forward(top, (), self.xs, found, is_loop_body=False)
         return found
 
     def from_ys(self, top: Body) -> dict[int, Flags]:
@@ -157,29 +160,75 @@ class Ranking:
         self._backward(top, np.zeros_like(self.wanted), found)
         return found
 
-    def _forward(self, body: Body, args: Sequence[Counts], found: dict[int, Flags]) -> Counts:
-        """Ranks the members of a body; returns the largest counts at its results. Nodes share count arrays."""
+    def _forward(
+        self,
+        body: Body,
+        args: Sequence[Counts | None],
+        xs: AbstractSet[Ref],
+        found: dict[int, Flags],
+        *,
+        is_loop_body: bool,
+    ) -> Counts:
+        """Ranks the members of a body; returns the largest counts at its results. Nodes share count arrays.
+
+        `args`: the counts at the arguments; None for those that do not depend on the xs.
+        """
+        zero: Counts = np.zeros_like(self.wanted)
+        behind: list[Counts | None] = [None] * len(body.nodes)
+        behind[: len(args)] = args
+        pending = [
+            position
+            for position in self.orders.get(body)
+            if position >= len(args) and id(body.nodes[position]) in self.path
+        ]
+        pending = self._rank(body, pending, behind, xs, found)
+        if is_loop_body and pending:
+            # What depends on the xs from the second iteration on.
+            for number, (producer, _) in enumerate(body.results):
+                if number < len(args) and behind[number] is None:
+                    behind[number] = behind[producer]
+            pending = self._rank(body, pending, behind, xs, found)
+        if pending:
+            for number in range(len(args)):
+                behind[number] = zero if (count := behind[number]) is None else count
+            self._rank(body, pending, behind, xs, found, otherwise=zero)
+        return _largest((count for ref in body.results if (count := behind[ref[0]]) is not None), zero)
+
+    def _rank(
+        self,
+        body: Body,
+        positions: Iterable[int],
+        behind: list[Counts | None],
+        xs: AbstractSet[Ref],
+        found: dict[int, Flags],
+        otherwise: Counts | None = None,
+    ) -> list[int]:
+        """Ranks nodes in topological order; returns those that no path from the xs leads to so far."""
         nodes, members = body.nodes, self.members
         zero: Counts = np.zeros_like(self.wanted)
-        behind = [zero] * len(nodes)
-        behind[: len(args)] = args
-        for position in self.orders.get(body):
+        rest = []
+        for position in positions:
             node = nodes[position]
-            key = id(node)
-            if position < len(args) or key not in self.path:
-                continue
             before = [
-                behind[producer] if flows_to(node, index, self.flows) else zero
-                for index, (producer, _) in enumerate(node.inputs)
+                (zero if ref in xs and behind[ref[0]] is None else behind[ref[0]])
+                if flows_to(node, index, self.flows)
+                else None
+                for index, ref in enumerate(node.inputs)
             ]
-            count = after = _largest(before, zero)
+            counts = [count for count in before if count is not None]
+            if not counts and otherwise is None:
+                rest.append(position)
+                continue
+            key = id(node)
+            count = after = _largest(counts, zero)
             if key in members:
                 found[key] = (count == self.wanted) & members[key]
                 after = count + members[key]
-            for inner, offset, _ in _inner_bodies(node):
-                after = np.maximum(after, self._forward(inner, before[offset:], found))
+            for inner, offset, is_loop_body in _inner_bodies(node):
+                arguments = self._forward(inner, before[offset:], frozenset(), found, is_loop_body=is_loop_body)
+                after = np.maximum(after, arguments)
             behind[position] = after
-        return _largest([behind[ref[0]] for ref in body.results], zero)
+        return rest
 
     def _backward(self, body: Body, base: Counts, found: dict[int, Flags]) -> Counts:
         """Ranks the members of a body with `base` counts at its results; returns the largest at the arguments."""

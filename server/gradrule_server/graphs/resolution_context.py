@@ -392,6 +392,11 @@ class ResolutionContext:
     def _bits_behind(self) -> Mapping[int, Sequence[int]]:
         return paths.dependents_of_sets(self.top, {id(self.top): self._xs_bits}, self.orders)
 
+    @property
+    def xs(self) -> AbstractSet[Ref]:
+        """The xs."""
+        return self._requested.xs
+
     def is_x(self, body: Body, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs."""
         return body is self.top and ref in self._requested.xs

@@ -141,7 +141,7 @@ class Selection:
         by_place = np.ascontiguousarray(self._flags[rows].T)
         met = np.flatnonzero(by_place.any(axis=1)).tolist()
         members = {id(self._candidates[candidate].node): by_place[candidate] for candidate in met}
-        ranking = paths.Ranking(members, wanted, context.path, context.flows, context.orders)
+        ranking = paths.Ranking(members, wanted, context.path, context.xs, context.flows, context.orders)
         at_place = ranking.from_xs(context.top) if is_from_xs else ranking.from_ys(context.top)
         found = np.zeros_like(by_place)
         for candidate in met:
