@@ -64,6 +64,21 @@ def _application(name: str) -> Callable[[], Any]:
     return make
 
 
+def _convnext() -> Any:
+    """Returns ConvNeXtTiny; its grouped convolutions are depthwise ones, as TensorFlow has float64 gradients of these.
+
+    With a group per channel, both compute the same.
+    """
+
+    def depthwise(layer: Any) -> Any:
+        config = layer.get_config()
+        if config.get("groups", 1) == 1:
+            return type(layer).from_config(config)
+        return layers.DepthwiseConv2D(config["kernel_size"], padding=config["padding"], name=config["name"])
+
+    return keras.models.clone_model(_application("ConvNeXtTiny")(), clone_function=depthwise)
+
+
 def _vgg16() -> Any:
     """Returns VGG16 with smaller dense layers, which hold nine tenths of its weights."""
     base = keras.applications.VGG16(weights=None, input_shape=(_SIZE, _SIZE, 3), include_top=False)
@@ -96,19 +111,19 @@ def _bert() -> Any:
     return keras.Model(embeddings, layers.Dense(_CLASSES)(layers.Dense(48, activation="tanh")(FirstPosition()(x))))
 
 
-_APPLICATIONS = ("ResNet50", "MobileNetV2", "EfficientNetB0", "ConvNeXtTiny", "DenseNet121")
+_APPLICATIONS = ("ResNet50", "MobileNetV2", "EfficientNetB0", "DenseNet121")
 MODELS: dict[str, Callable[[], Any]] = {
     "VGG16": _vgg16,
     **{name: _application(name) for name in _APPLICATIONS},
+    "ConvNeXtTiny": _convnext,
     "ViT": _vision_transformer,
     "BERT": _bert,
 }
 MODELS_AND_LAYERS = MODELS | LAYERS
 # Models that normalize pixels themselves.
 _TAKE_PIXELS = ("EfficientNetB0", "ConvNeXtTiny")
-# On CPUs TensorFlow has no float64 pooling of volumes and no float64 gradients of grouped convolutions, and it resizes
-# in float32.
-_FLOAT32 = ("ConvNeXtTiny", "MaxPooling3D", "AveragePooling3D", "UpSampling2D, bilinear")
+# On CPUs TensorFlow has no float64 pooling of volumes, and it resizes in float32.
+_FLOAT32 = ("MaxPooling3D", "AveragePooling3D", "UpSampling2D, bilinear")
 
 
 def model_and_input(name: str) -> tuple[Any, Array]:

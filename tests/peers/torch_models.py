@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.peers.attribution import MergeBatchNorm
+from tests.peers.captum_models import add_captum
 from tests.peers.cases import Array, Collection
 from tests.peers.libraries import Module, torch
 from tests.peers.libraries import zennit_composites as composites
@@ -21,6 +22,7 @@ from tests.peers.torch_modules import Weights, tensor
 
 _FORWARD_TOLERANCES = {"float32": 1e-5, "float64": 1e-9}
 _TOLERANCE = 1e-4
+_NOTHING = 1e-12
 _BOX = {"low": -4.0, "high": 4.0}
 
 
@@ -155,15 +157,21 @@ def add_models(collection: Collection, folder: Path) -> None:
         modules = {type(module).__name__ for module in model.twin.modules()}
         kinds = {step["kind"] for step in model.description["steps"]}
         one_hot = model.one_hot()
+        relevance = one_hot if model.is_layer else one_hot * model.outputs
         _add(collection, model, "", composites.LayerMapComposite([]), one_hot, {})
         for preset, (composite, params) in _LRP.items():
-            _add(collection, model, preset, composite(**params), one_hot * model.outputs, params)
+            if model.is_layer and preset == "epsilon_alpha2_beta1_flat":
+                # Its parts are those of two other presets.
+                continue
+            _add(collection, model, preset, composite(**params), relevance, params)
             if "BatchNormalization" in kinds:
                 merged = composite(**params, canonizers=[MergeBatchNorm()])
-                _add(collection, model, preset, merged, one_hot * model.outputs, params, ("fold_batch_norm",))
+                _add(collection, model, preset, merged, relevance, params, ("fold_batch_norm",))
         if "ReLU" in modules:
             for preset, (composite, params) in _OF_RELU.items():
                 _add(collection, model, preset, composite(**params), one_hot, params)
+        if not model.is_layer:
+            add_captum(collection, model)
 
 
 def _add(
@@ -176,6 +184,9 @@ def _add(
     rewrites: Sequence[str] = (),
 ) -> None:
     reference = model.relevance(composite, upstream)
+    if np.abs(reference).max() < _NOTHING * np.abs(upstream).max():
+        # What flows back through a layer normalization sums to 0; a flat first layer spreads the sum.
+        return
     if not np.isfinite(reference).all() or not reference.any():
         raise ValueError(f"zennit's {preset} on {model.name} gives nothing to compare")
     folded = ", batch norms folded" if rewrites else ""
@@ -183,7 +194,7 @@ def _add(
         "kind": "keras",
         "model": model.name,
         "is_layer": model.is_layer,
-        "preset": preset,
+        "overrides": [{"preset": preset, "params": dict(params)}] if preset else [],
         "rewrites": list(rewrites),
     }
     collection.add(
