@@ -1,4 +1,4 @@
-"""Says why relevances of whole networks and layers differ from zennit's, by model, preset, and whether norms are folded."""
+"""Says why relevances of networks and layers differ from zennit's, by model, preset, and whether norms are folded."""
 
 from __future__ import annotations
 
