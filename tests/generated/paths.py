@@ -69,27 +69,54 @@ def needed(
     return found
 
 
-def ranks(top: Body, members: Collection[Node], path: Collection[Node]) -> dict[Node, int]:
-    """For each member the largest number of other members before it on one path from the xs."""
+def ranks(top: Body, members: Collection[Node], path: Collection[Node], xs: Collection[Ref]) -> dict[Node, int]:
+    """For each member the largest number of other members before it on one path from the xs.
+
+    In a loop, in the first turn in which such a path leads to it.
+    """
     found: dict[Node, int] = {}
 
-    def walk(body: Body, args: Sequence[int]) -> int:
-        behind = [*args, *[0] * (len(body.nodes) - len(args))]
-        for node in body.nodes[body.arguments :]:
-            if node not in path:
-                continue
-            before = [behind[ref[0]] for ref in node.inputs]
-            after = max(before, default=0)
-            if node in members:
-                found[node] = after
-                after += 1
-            for held in node.bodies:
-                inner = [before[node.argument_of(held, arg)] for arg in range(held.arguments)]
-                after = max(after, walk(held, inner))
-            behind[node.index] = after
-        return max((behind[ref[0]] for ref in body.results), default=0)
+    def walk(body: Body, args: Sequence[int | None], turns: int) -> int:
+        behind = [*args, *[None] * (len(body.nodes) - len(args))]
+        reached: set[Node] = set()
 
-    walk(top, ())
+        def visit(anywhere: bool) -> None:
+            for node in body.nodes[body.arguments :]:
+                if node not in path or node in reached:
+                    continue
+                before = [behind[ref[0]] for ref in node.inputs]
+                if body is top:
+                    before = [
+                        0 if count is None and ref in xs else count
+                        for count, ref in zip(before, node.inputs, strict=True)
+                    ]
+                counts = [count for count in before if count is not None]
+                if not counts and not anywhere:
+                    continue
+                reached.add(node)
+                after = max(counts, default=0)
+                if node in members:
+                    found[node] = after
+                    after += 1
+                for held in node.bodies:
+                    inner = [before[node.argument_of(held, arg)] for arg in range(held.arguments)]
+                    is_repeated = node.is_loop and held is node.bodies[1]
+                    after = max(after, walk(held, inner, held.arguments if is_repeated else 0))
+                behind[node.index] = after
+
+        visit(anywhere=False)
+        for _ in range(turns):
+            following = [behind[ref[0]] for ref in body.results]
+            behind[: len(args)] = [
+                after if before is None else before
+                for before, after in zip(behind[: len(args)], following, strict=True)
+            ]
+            visit(anywhere=False)
+        behind[: body.arguments] = [0 if count is None else count for count in behind[: body.arguments]]
+        visit(anywhere=True)
+        return max((count for ref in body.results if (count := behind[ref[0]]) is not None), default=0)
+
+    walk(top, (), 0)
     return found
 
 

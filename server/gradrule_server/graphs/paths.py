@@ -24,6 +24,9 @@ Seeds = Mapping[int, Mapping[Ref, int]]
 Flags = NDArray[np.bool_]
 Counts = NDArray[np.int32]
 
+# Iterations of a loop after the first in which ranks look for paths; more would take too long on large loops.
+_MAX_ITERATIONS = 8
+
 
 def topological_order(body: Body) -> list[int]:
     """Returns the node indices in topological order. Ignores control inputs, which carry no gradients."""
@@ -182,11 +185,14 @@ class Ranking:
             if position >= len(args) and id(body.nodes[position]) in self.path
         ]
         pending = self._rank(body, pending, behind, xs, found)
-        if is_loop_body and pending:
-            # What depends on the xs from the second iteration on.
-            for number, (producer, _) in enumerate(body.results):
-                if number < len(args) and behind[number] is None:
-                    behind[number] = behind[producer]
+        for _ in range(_MAX_ITERATIONS if is_loop_body else 0):
+            if not pending:
+                break
+            # What depends on the xs from the next iteration on.
+            following = [behind[producer] for producer, _ in body.results][: len(args)]
+            for number, count in enumerate(following):
+                if behind[number] is None:
+                    behind[number] = count
             pending = self._rank(body, pending, behind, xs, found)
         if pending:
             for number in range(len(args)):
