@@ -166,7 +166,10 @@ class GradientServicer:
             return await handles.forward(call.request, call.received_ns, call.ends_at)
 
         async def pull_back(call: Call[evaluate_pb2.PullBackRequest]) -> bytes:
-            return await handles.pull_back(call.raw, call.request.handle, call.received_ns, call.ends_at)
+            request = call.request
+            return await handles.pull_back(
+                call.raw, request.handle, call.received_ns, call.ends_at, closes=request.close_handle
+            )
 
         async def close(call: Call[evaluate_pb2.CloseHandleRequest]) -> evaluate_pb2.CloseHandleResponse:
             handles.close(call.request.handle)

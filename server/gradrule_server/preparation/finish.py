@@ -79,6 +79,7 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
         has_ys=bool(request.ys),
         no_gradient=request.no_gradient,
         rewritten=expanded.rewritten,
+        repeatable=expanded.repeatable,
     )
 
 
@@ -121,6 +122,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         device=device,
         rewritten=plan.rewritten,
         aliases=dict(plan.aliases),
+        repeatable=plan.repeatable,
     )
     tail = evaluate_pb2.EvaluateResponse(
         overrides=resolutions, default_gradient_nodes=reply.default_gradient_nodes, rewritten=plan.rewritten

@@ -53,6 +53,11 @@ class AsyncClientBase:
         self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, self._closed)
         self.target = target
 
+    @property
+    def default_timeout(self) -> float:
+        """Timeout of calls that give none, in seconds."""
+        return self._timeout
+
     async def find_missing_blobs(self, names: Iterable[str], *, timeout: float | None = None) -> list[str]:
         """Lists the blobs that the server does not have.
 

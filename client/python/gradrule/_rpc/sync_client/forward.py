@@ -12,13 +12,14 @@ from gradrule._messages.forward_calls import LOST, ForwardBase
 from gradrule._messages.program_calls import ProgramBase
 from gradrule._messages.transfer_options import Transfer
 from gradrule._rpc.sync_client.base import ClientBase
+from gradrule.errors import GradruleError
 
 
 class ForwardHandle(ForwardBase):
     """Refers to a forward run that the server keeps. Made by `Program.forward`.
 
     Close it, or use it in a `with` block. If the server no longer has the run (it expired, or the engine or the
-    connection was lost), the next `vjp` repeats the forward pass.
+    connection was lost), the next `vjp` repeats the forward pass, unless the program draws random numbers.
     """
 
     def __init__(
@@ -30,39 +31,51 @@ class ForwardHandle(ForwardBase):
         ttl: float | None,
         timeout: float | None,
         transfer: Transfer,
+        *,
+        repeat_if_lost: bool = True,
     ) -> None:
-        super().__init__(program, feeds, params, ttl, transfer)
+        super().__init__(program, feeds, params, ttl, transfer, repeat_if_lost=repeat_if_lost)
         self._client = client
         self._timeout = timeout
 
     def vjp(
-        self, grad_ys: GradYs | None = None, *, stacked_grad_ys: bool = False, timeout: float | None = None
+        self,
+        grad_ys: GradYs | None = None,
+        *,
+        stacked_grad_ys: bool = False,
+        close: bool = False,
+        timeout: float | None = None,
     ) -> Mapping[str, Any]:
         """Pulls upstream gradients back through the forward run.
 
         Args:
             grad_ys: As in `Program.evaluate`; a y without one gets ones.
             stacked_grad_ys: As in `Program.evaluate`.
+            close: Release the run once the gradients are computed; saves the request of `close`.
             timeout: Seconds; default: that of `Program.forward`.
 
         Returns:
             By x an array of x's dtype and shape, a `Sparse`, or None if no y depends on x.
 
         Raises:
+            HandleExpiredError: The server no longer has the run, and it cannot be repeated: the program draws random
+                numbers, or `repeat_if_lost` was False.
             GradruleError: As in `Program.evaluate`.
         """
         seconds = self._timeout if timeout is None else timeout
-        request = self._pull_back(grad_ys, stacked_grad_ys)
+        request = self._pull_back(grad_ys, stacked=stacked_grad_ys, close=close)
+        lost: GradruleError | None = None
         if self._handle:
             try:
                 return self._client._run(self._pulled_back(request), seconds)
-            except LOST:
-                self._handle = ""
+            except LOST as cause:
+                lost = cause
+        self._must_repeat(lost)
         self._run_forward(seconds)
         return self._client._run(self._pulled_back(request), seconds)
 
     def close(self) -> None:
-        """Releases the run on the server. A later `vjp` repeats the forward pass."""
+        """Releases the run on the server. A later `vjp` repeats the forward pass, if it can be repeated."""
         if self._handle:
             try:
                 self._client._run(self._closing(), self._timeout)
