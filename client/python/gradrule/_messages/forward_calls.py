@@ -13,7 +13,7 @@ from gradrule._messages.program_calls import ProgramBase
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
-from gradrule._results.answers import Answer, AnswerReader
+from gradrule._results.answers import Answer, AnswerReader, labeller, read_gradients
 from gradrule.common import wire_format
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError, HandleExpiredError, InternalError, InvalidParamError, UnavailableError
@@ -120,20 +120,27 @@ class ForwardBase:
         values = request_messages.program_grad_ys(grad_ys, self._message)
         type_of = request_messages.types_of_specs(self._message.ys)
         request = request_messages.evaluate_request(None, type_of, grad_ys=values)
-        return evaluate_pb2.PullBackRequest(grad_ys=request.grad_ys, stacked_grad_ys=stacked, close_handle=close)
+        pull_back = evaluate_pb2.PullBackRequest(grad_ys=request.grad_ys, stacked_grad_ys=stacked, close_handle=close)
+        self._transfer.prepare(pull_back)
+        return pull_back
 
     def _pulled_back(self, request: evaluate_pb2.PullBackRequest) -> Call[Gradients]:
         request.handle = self._handle
 
-        def decode(answer: evaluate_pb2.PullBackResponse) -> Gradients:
+        label_of, keep_bfloat16 = labeller(self._message.aliases), self._transfer.keep_wire_dtype
+
+        def decode(answer: Answer) -> Gradients:
             if request.close_handle:
                 self._handle = ""
-            return call_results.regrouped(
-                call_results.gradients_by_x(answer.gradients, self._message.aliases), self._groups
-            )
+            return self._program._decode(answer).gradients
 
-        call = Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode, on_stream=True)
-        return self._transfer.applied(call)
+        return Call(
+            "pull_back",
+            request,
+            lambda data: read_gradients(data, label_of, keep_bfloat16=keep_bfloat16),
+            decode,
+            on_stream=True,
+        )
 
     def _closing(self) -> Call[None]:
         request = evaluate_pb2.CloseHandleRequest(handle=self._handle)

@@ -19,6 +19,7 @@ from gradrule._builder.graph import Graph
 from gradrule._builder.overrides import Override, Overrides
 from gradrule._messages.call_arguments import CallParams, NoGradient
 from gradrule._results.call_results import Sparse
+from gradrule._rpc.shared_memory import MIN_SHARED_BYTES
 from gradrule._rpc.sync_client.client import Client
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_client.programs import Program
@@ -141,6 +142,8 @@ class PartCalls:
         self._lock = threading.Lock()
         self._programs: dict[_Kind, _Compiled] = {}
         self._keeps_after = 0.0
+        # Bytes of the outputs of the last forward pass.
+        self._output_bytes = 0
         self.x_indices = [
             index
             for index, slot in enumerate(traced.inputs)
@@ -170,7 +173,7 @@ class PartCalls:
                 # The gradient may never be requested.
                 run.refusal = refusal
                 return self.forward(*arrays)
-            if time.monotonic() < self._keeps_after and self._is_repeatable("kept"):
+            if self._is_repeatable("kept") and self._is_slower_to_keep(arrays):
                 return self.forward(*arrays)
             feeds = self._feeds(arrays)
 
@@ -240,6 +243,17 @@ class PartCalls:
         except GradruleError:
             # The part has no gradient. A pull-back raises this error; the forward pass does not need it.
             return True
+
+    def _is_slower_to_keep(self, arrays: Sequence[Any]) -> bool:
+        """Returns whether running forward twice is the better choice.
+
+        Requests of handles send large tensors inline, which takes longer than a second forward pass through memory that
+        is shared with the server (docs/design/decisions.md has the figures).
+        """
+        if time.monotonic() < self._keeps_after:
+            return True
+        size = sum(getattr(array, "nbytes", 0) for array in arrays) + self._output_bytes
+        return size >= MIN_SHARED_BYTES and self._options.client().may_share_memory
 
     def release(self) -> None:
         """Deletes the programs on the server; the next call compiles them again."""
@@ -337,7 +351,9 @@ class PartCalls:
         return self._feeds(arrays[:inputs]), dict(upstream), dict(vectors)
 
     def _outputs(self, values: Mapping[str, Any]) -> list[Any]:
-        return self._by_slot(values, self._traced.outputs)
+        outputs = self._by_slot(values, self._traced.outputs)
+        self._output_bytes = sum(output.nbytes for output in outputs)
+        return outputs
 
     @staticmethod
     def _by_slot(values: Mapping[str, Any], slots: Sequence[Slot]) -> list[Any]:

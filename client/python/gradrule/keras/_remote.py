@@ -29,8 +29,8 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
     seeds, states of recurrent layers, losses that layers add, masks and mixed precision work as in a local layer. A
     call works eagerly and within `tf.function`, but not under XLA: Keras drops `jit_compile`.
 
-    Second derivatives (a tape within a tape, forward accumulators) work too; the server then runs the part again, so the
-    part must not draw random numbers without a Keras seed. The same holds for a gradient after the server lost the
+    Second derivatives (a tape within a tape, forward accumulators) work too; the server then runs the part again, so
+    the part must not draw random numbers without a Keras seed. The same holds for a gradient after the server lost the
     forward run.
 
     Saving the model's weights saves the part's weights. Saving the model saves the part, the server's address, and
