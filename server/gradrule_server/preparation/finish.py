@@ -122,6 +122,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         device=device,
         rewritten=plan.rewritten,
         aliases=dict(plan.aliases),
+        sparse_gradients=reply.sparse_gradients,
         repeatable=plan.repeatable,
     )
     tail = evaluate_pb2.EvaluateResponse(

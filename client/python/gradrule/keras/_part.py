@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,7 +41,7 @@ class TracedPart:
         outputs: the part's outputs, new values of `updated`, losses that layers add, masks, in this order.
         structure: structure of the part's outputs.
         n_outputs: number of the part's outputs.
-        updated: indices of the state variables that a call changes.
+        updated: indices of the variables (weights, then state) that a call changes.
         n_losses: number of losses.
         masked: indices of the outputs with a mask.
         state: variables that are not trained, in the order of the inputs; more than the part's
@@ -57,26 +57,6 @@ class TracedPart:
     n_losses: int
     masked: tuple[int, ...]
     state: tuple[Any, ...]
-
-
-class _Scope(keras.StatelessScope):  # type: ignore[misc]
-    """Also collects the variables that are used but have no value in the scope."""
-
-    def __init__(self, mapping: Sequence[tuple[Any, Any]]) -> None:
-        super().__init__(state_mapping=mapping, collect_losses=True)
-        self.others: dict[int, Any] = {}
-
-    def get_current_value(self, variable: Any) -> Any:
-        value = super().get_current_value(variable)
-        if value is None:
-            self.others[id(variable)] = variable
-        return value
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, _ = update
-        if id(variable) not in self.state_mapping:
-            self.others[id(variable)] = variable
-        super().add_update(update)
 
 
 def traced(
@@ -103,6 +83,7 @@ def traced(
     """
     weights = part.trainable_variables
     state = part.non_trainable_variables if state is None else state
+    variables = [*weights, *state]
     seen: dict[str, Any] = {}
 
     def run(weights_: Any, state_: Any, inputs: Any, input_masks: Any) -> Any:
@@ -111,10 +92,10 @@ def traced(
             if mask is not None:
                 tensor._keras_mask = next(given)
         mapping = [*zip(weights, weights_, strict=True), *zip(state, state_, strict=True)]
-        with _Scope(mapping) as scope:
-            old = [scope.get_current_value(variable) for variable in state]
+        with _VariableScope(mapping) as scope:
+            old = [scope.get_current_value(variable) for variable in variables]
             outputs = part(keras.tree.pack_sequence_as(structure, inputs), training=training)
-            new = [scope.get_current_value(variable) for variable in state]
+            new = [scope.get_current_value(variable) for variable in variables]
             losses = list(scope.losses)
         flat = [tf.convert_to_tensor(output) for output in keras.tree.flatten(outputs)]
         output_masks = [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)]
@@ -124,7 +105,7 @@ def traced(
         seen["masked"] = tuple(i for i, mask in enumerate(output_masks) if mask is not None)
         return [
             flat,
-            [tf.cast(new[index], state[index].dtype) for index in seen["updated"]],
+            [tf.cast(new[index], variables[index].dtype) for index in seen["updated"]],
             losses,
             [output_masks[index] for index in seen["masked"]],
         ]
@@ -163,6 +144,43 @@ def traced(
         seen["masked"],
         tuple(state),
     )
+
+
+class _VariableScope(keras.StatelessScope):  # type: ignore[misc]
+    """Holds the values of variables during a trace; gradients treat them as TensorFlow treats variables.
+
+    `others`: variables that are used but have no value here, by id.
+    """
+
+    def __init__(self, mapping: Sequence[tuple[Any, Any]]) -> None:
+        super().__init__(state_mapping=mapping, collect_losses=True)
+        self.others: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        if value is None:
+            self.others[id(variable)] = variable
+        return value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        old = self.get_current_value(variable)
+        super().add_update((variable, value if old is None else _assigned(old, tf.cast(value, variable.dtype))))
+
+
+def _assigned(old: Any, new: Any) -> Any:
+    """Returns the new value of a variable, whose gradient is the variable's: it does not flow through the new value."""
+    if not (new.dtype.is_floating or new.dtype.is_complex):
+        return new
+
+    @tf.custom_gradient
+    def assigned(old: Any, new: Any) -> tuple[Any, Callable[..., Any]]:
+        def to_variable(upstream: Any) -> tuple[Any, None]:
+            return upstream, None
+
+        return tf.identity(new), to_variable
+
+    return assigned(old, new)
 
 
 def _spec(dtype: str, shape: Any) -> Any:

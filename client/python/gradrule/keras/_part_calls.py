@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
+import tensorflow as tf
 
 from gradrule._builder.graph import Graph
 from gradrule._builder.overrides import Override, Overrides
@@ -213,7 +214,7 @@ class PartCalls:
                         raise
                 else:
                     run.compiled.called.add("pull_back")
-                    return self._by_slot(gradients, self.xs)
+                    return self._gradients(gradients)
             self._require_repeatable("gradient", "the forward run was not kept")
             params = self._options.params
             result = self._call(
@@ -221,7 +222,7 @@ class PartCalls:
                 "evaluate",
                 lambda p, timeout: p.evaluate(feeds, grad_ys=grad_ys, params=params, timeout=timeout),
             )
-            return self._by_slot(result.gradients, self.xs)
+            return self._gradients(result.gradients)
 
     def second_derivatives(self, *arrays: Any) -> list[Any]:
         """Returns the gradients, by the xs and the upstream gradients, of the sum over the xs of gradient times vector.
@@ -235,6 +236,20 @@ class PartCalls:
             params = self._options.params
             found = self._call("second", "hvp", lambda p, timeout: p.hvp(fed, vectors, params=params, timeout=timeout))
             return self._by_slot(found, [*self.xs, *(_upstream_slot(slot) for slot in self.ys)])
+
+    def sparse_gradients(self) -> frozenset[str]:
+        """Returns the names of the xs whose gradients are slices."""
+        with self._lock:
+            compiled = self._programs.get("gradient") or self._programs.get("kept")
+        if compiled is None:
+            with self._recording():
+                compiled = self._compiled("kept")
+        return frozenset(compiled.program.sparse_gradients)
+
+    def gradient_slots(self) -> list[Slot]:
+        """Returns the tensors of the gradients: one if dense, otherwise values, indices and shape of slices."""
+        sparse = self.sparse_gradients()
+        return [part for slot in self.xs for part in (_slices(slot) if slot.name in sparse else [slot])]
 
     def is_repeatable(self) -> bool:
         """Returns whether a gradient may run the part again: it draws no random numbers without a seed."""
@@ -350,6 +365,18 @@ class PartCalls:
         vectors = zip((slot.name for slot in self.xs), arrays[inputs + ys :], strict=False)
         return self._feeds(arrays[:inputs]), dict(upstream), dict(vectors)
 
+    def _gradients(self, values: Mapping[str, Any]) -> list[Any]:
+        """Returns the tensors of the gradients, see `gradient_slots`."""
+        found = []
+        for slot in self.xs:
+            value = values[slot.name]
+            if slot.name in self.sparse_gradients():
+                found += [np.asarray(value.values, slot.dtype.as_numpy_dtype), np.asarray(value.indices, np.int64)]
+                found.append(np.asarray(value.dense_shape, np.int64))
+            else:
+                found.append(np.asarray(value, slot.dtype.as_numpy_dtype))
+        return found
+
     def _outputs(self, values: Mapping[str, Any]) -> list[Any]:
         outputs = self._by_slot(values, self._traced.outputs)
         self._output_bytes = sum(output.nbytes for output in outputs)
@@ -408,6 +435,15 @@ def _upstream_name(y: str) -> str:
 
 def _upstream_slot(slot: Slot) -> Slot:
     return Slot(_upstream_name(slot.name), slot.dtype, slot.shape)
+
+
+def _slices(slot: Slot) -> list[Slot]:
+    """Returns values, indices and shape of slices of a tensor."""
+    return [
+        Slot(slot.name, slot.dtype, tf.TensorShape([None]).concatenate(slot.shape[1:])),
+        Slot(slot.name, tf.int64, tf.TensorShape([None])),
+        Slot(slot.name, tf.int64, tf.TensorShape([slot.shape.rank])),
+    ]
 
 
 def _dense(gradient: Any) -> Any:

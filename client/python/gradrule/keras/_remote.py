@@ -24,10 +24,11 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
 
     The weights are Keras variables of the local part: optimizers, checkpoints and summaries see them. Each call sends
     the weights and inputs. If a gradient may follow, the server keeps the forward run; the backward pass sends only the
-    upstream gradients, and gets dense gradients of the trainable weights and of the inputs (zeros if the outputs do not
-    depend on them). The part runs once, so its random numbers are those of the forward pass. Moving averages, dropout
-    seeds, states of recurrent layers, losses that layers add, masks and mixed precision work as in a local layer. A
-    call works eagerly and within `tf.function`, but not under XLA: Keras drops `jit_compile`.
+    upstream gradients, and gets gradients of the trainable weights and of the inputs (zeros if the outputs do not
+    depend on them; `tf.IndexedSlices` of weights that are only gathered, such as embeddings). The part runs once, so
+    its random numbers are those of the forward pass. Moving averages, weights that the part assigns, dropout seeds,
+    states of recurrent layers, losses that layers add, masks and mixed precision work as in a local layer. A call works
+    eagerly and within `tf.function`, but not under XLA: Keras drops `jit_compile`.
 
     Second derivatives (a tape within a tape, forward accumulators) work too; the server then runs the part again, so
     the part must not draw random numbers without a Keras seed. The same holds for a gradient after the server lost the
@@ -50,8 +51,8 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         trainable: whether the part's weights are trained.
 
     Raises:
-        GradruleError: a call failed, as in `client.evaluate`. Within `tf.function`, and so in `model.fit`, TensorFlow
-            raises an error of its own with the same message; `last_error` is the original error.
+        GradruleError: a call failed, as in `client.evaluate`. When a step of `tf.function`, and so of `model.fit`,
+            runs, TensorFlow raises an error of its own with the same message; `last_error` is the original error.
         InvalidGraphError: `part` is not a layer, model or list of layers.
         HandleExpiredError: the server lost the forward run, and the part draws random numbers without a Keras seed.
         UnsupportedError: the part uses variables that are not Keras variables, or contains a RemoteLayer; Keras runs on
@@ -139,18 +140,17 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         masks = [None] * len(tensors) if mask is None else keras.tree.flatten(mask)
         remote = self._remote.part_for(self.part, inputs, tensors, masks, bool(training))
         found = remote.traced
-        state = found.state
+        variables = [*self.part.trainable_variables, *found.state]
         outputs = remote(
             [
-                *(tf.convert_to_tensor(variable.value) for variable in self.part.trainable_variables),
-                *(tf.convert_to_tensor(variable.value) for variable in state),
+                *(tf.convert_to_tensor(variable.value) for variable in variables),
                 *tensors,
                 *(tf.convert_to_tensor(given) for given in masks if given is not None),
             ]
         )
         rest = iter(outputs[found.n_outputs :])
         for index in found.updated:
-            state[index].assign(next(rest))
+            variables[index].assign(next(rest))
         for _ in range(found.n_losses):
             self.add_loss(next(rest))
         for index in found.masked:

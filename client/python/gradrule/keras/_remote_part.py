@@ -98,7 +98,7 @@ class RemotePart:
         function = self.calls.forward if keep is None else functools.partial(keep, run)
 
         def pull_back(tensors: Sequence[Any]) -> list[Any]:
-            return _run(functools.partial(self.calls.pull_back, run), tensors, self.calls.xs)
+            return _run(functools.partial(self.calls.pull_back, run), tensors, self.calls.gradient_slots())
 
         return _run(function, given, self.traced.outputs), pull_back
 
@@ -112,7 +112,9 @@ class RemotePart:
 
         def pull_back(tensors: Sequence[Any]) -> list[Any]:
             call.add_pull_back()
-            return _run(functools.partial(self._pull_back_in_graph, call), [number, *tensors], self.calls.xs)
+            function = functools.partial(self._pull_back_in_graph, call)
+            # A node has a fixed number of results, so the program must be compiled before.
+            return _run(function, [number, *tensors], self.calls.gradient_slots())
 
         return results, pull_back
 
@@ -148,20 +150,37 @@ class RemotePart:
 
         @tf.custom_gradient
         def first(*tensors: Any) -> tuple[list[Any], Callable[..., Any]]:
-            gradients = pull_back(tensors)
+            parts = pull_back(tensors)
 
             def second(*directions: Any) -> list[Any]:
-                vectors = [
-                    tf.zeros_like(gradient) if direction is None else direction
-                    for gradient, direction in zip(gradients, directions, strict=True)
-                ]
+                vectors = self._grouped(parts, directions, _dense_vector, _slices_vector)
                 found = self._second_derivatives([*tensors, *vectors])
                 count = len(self.calls.xs)
                 return [*self._by_input(found[:count]), *found[count:]]
 
-            return gradients, second
+            return parts, second
 
-        return _as_list(first(*given, *dys))
+        parts = _as_list(first(*given, *dys))
+        return self._grouped(parts, parts, lambda part, _: part, lambda slices, _: tf.IndexedSlices(*slices))
+
+    def _grouped(
+        self,
+        parts: Sequence[Any],
+        others: Sequence[Any],
+        of_dense: Callable[[Any, Any], Any],
+        of_slices: Callable[[Sequence[Any], Sequence[Any]], Any],
+    ) -> list[Any]:
+        """Returns what the functions make of the tensors of each gradient and of as many other values."""
+        sparse = self.calls.sparse_gradients()
+        pairs = zip(parts, others, strict=True)
+        found = []
+        for slot in self.calls.xs:
+            if slot.name in sparse:
+                slices, values = zip(*(next(pairs) for _ in range(3)), strict=True)
+                found.append(of_slices(slices, values))
+            else:
+                found.append(of_dense(*next(pairs)))
+        return found
 
     def _second_derivatives(self, tensors: Sequence[Any]) -> list[Any]:
         @tf.custom_gradient
@@ -179,6 +198,31 @@ class RemotePart:
         """Returns one gradient per input; None for those that are not differentiated."""
         by_index = dict(zip(self.calls.x_indices, gradients, strict=True))
         return [by_index.get(index) for index in range(len(self.traced.inputs))]
+
+
+def _dense_vector(gradient: Any, direction: Any) -> Any:
+    """Returns the vector of an x with a dense gradient."""
+    return tf.zeros_like(gradient) if direction is None else direction
+
+
+def _slices_vector(slices: Sequence[Any], directions: Sequence[Any]) -> Any:
+    """Returns the vector of an x whose gradient is slices: a tensor with the directions of the values as its rows.
+
+    Several slices of one row must have the same direction, as they have after the slices were made a tensor.
+    """
+    values, indices, shape = slices
+    direction = directions[0]
+    if direction is None:
+        return tf.zeros(shape, values.dtype)
+    vector = tf.tensor_scatter_nd_update(tf.zeros(shape, values.dtype), indices[:, None], direction)
+    check = tf.debugging.assert_equal(
+        tf.gather(vector, indices),
+        direction,
+        "second derivatives of a RemoteLayer by slices of a gradient: make the gradient a tensor first, with "
+        "tf.convert_to_tensor",
+    )
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(vector)
 
 
 def _run(function: Callable[..., list[Any]], tensors: Sequence[Any], slots: Sequence[Slot]) -> list[Any]:

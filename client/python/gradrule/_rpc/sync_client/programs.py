@@ -8,7 +8,7 @@ from typing import Any
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
-from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages import derivatives, forward_calls, rpc_calls
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
@@ -21,6 +21,7 @@ from gradrule._messages.call_arguments import (
     UnconnectedGradients,
     groups_of,
 )
+from gradrule._messages.feed_values import casting
 from gradrule._messages.program_calls import ProgramBase, merged
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
@@ -178,16 +179,18 @@ class Program(ProgramBase):
         grad_ys: GradYs | None = None,
         params: CallParams | None = None,
         stacked_grad_ys: bool = False,
+        cast: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> call_results.Result:
         """Runs the program.
 
         Args:
-            feeds: Values by tensor. Lists take the tensor's dtype; arrays must have it.
+            feeds: Values by tensor, as in `Client.evaluate`.
             grad_ys: Upstream gradients, by y or in the order of ys: arrays of y's dtype and shape.
             params: Values of rules' params, by the override's label, then by param.
             stacked_grad_ys: As in `Client.evaluate`.
+            cast: As in `Client.evaluate`.
             transfer: As in `Client.evaluate`.
             timeout: Seconds; default: that of `connect`.
 
@@ -197,10 +200,12 @@ class Program(ProgramBase):
         Raises:
             MissingFeedError: A placeholder has no value.
             UnknownFeedError: A name is no placeholder of the program.
-            FeedDtypeError: An array has another dtype than its placeholder.
+            FeedDtypeError: An array has another dtype than its placeholder, and cannot be converted without a loss.
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
+        if cast:
+            feeds, grad_ys = casting(feeds), casting(grad_ys)
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
@@ -234,7 +239,8 @@ class Program(ProgramBase):
             GradruleError: As in `evaluate`.
         """
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        handle = ForwardHandle(self._client, self, feeds, params, ttl, timeout, chosen, repeat_if_lost=repeat_if_lost)
+        forward = forward_calls.of_program(self, feeds, params, chosen, repeat_if_lost=repeat_if_lost)
+        handle = ForwardHandle(self._client, forward, ttl, timeout, chosen)
         handle._run_forward(timeout)
         return handle
 
@@ -244,6 +250,7 @@ class Program(ProgramBase):
         in_flight: int = 16,
         *,
         params: CallParams | None = None,
+        cast: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> Iterator[call_results.Result]:
@@ -253,6 +260,7 @@ class Program(ProgramBase):
             feeds: Feeds of each call, as in `evaluate`.
             in_flight: Maximum number of calls that run at the same time.
             params: As in `evaluate`.
+            cast: As in `evaluate`.
             transfer: As in `evaluate`.
             timeout: Seconds for each call; default: that of `connect`.
 
@@ -271,7 +279,8 @@ class Program(ProgramBase):
             for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
                     yield pipeline.next_result()
-                pipeline.start(rpc_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
+                values = casting(one) if cast else one
+                pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, None, transfer=chosen)))
             while len(pipeline):
                 yield pipeline.next_result()
         finally:
