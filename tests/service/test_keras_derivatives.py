@@ -317,6 +317,36 @@ def test_derivatives_that_cannot_be_computed_are_refused(client: Any) -> None:
         tape.gradient(third, x)
 
 
+def penalty_of_embedding(layer: Any, words: Any) -> list[Any]:
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            loss = tf.reduce_sum(layer(words) ** 3)
+        slices = inner.gradient(loss, layer.trainable_variables[0].value)
+        assert isinstance(slices, tf.IndexedSlices)
+        penalty = tf.reduce_sum(tf.convert_to_tensor(slices) ** 2)
+    return [penalty, tf.convert_to_tensor(outer.gradient(penalty, layer.trainable_variables[0].value))]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])
+def test_second_derivatives_of_slices_equal_those_of_the_local_layer(client: Any, wrap: Callable[..., Any]) -> None:
+    part, words = layers.Embedding(5, 3), tf.constant([1, 3, 1])
+    part.build(())
+    found = wrap(penalty_of_embedding)(gr.keras.RemoteLayer(part, client), words)
+    for one, other in zip(found, penalty_of_embedding(part, words), strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+def test_second_derivatives_by_different_slices_of_a_row_are_refused(client: Any) -> None:
+    part, words = layers.Embedding(5, 3, embeddings_initializer="ones"), tf.constant([1, 1])
+    part.build(())
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            loss = tf.reduce_sum(gr.keras.RemoteLayer(part, client)(words) ** 2 * [[1.0], [2.0]])
+        penalty = tf.reduce_sum(inner.gradient(loss, part.embeddings.value).values ** 2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"make the gradient a tensor first"):
+        outer.gradient(penalty, part.embeddings.value)
+
+
 def hessian_parts_by_input(layer: Any, x: Any) -> Any:
     with tf.GradientTape() as outer:
         outer.watch(x)

@@ -48,6 +48,7 @@ class Forward(NamedTuple):
         aliases: Names of tensors by alias.
         groups: Groups of the xs; None if the xs were given as a list.
         why_unique: Why another run, if the server has lost this one, gives other gradients; empty if it does not.
+        in_session: Whether a session runs it.
     """
 
     call: Call[Any]
@@ -57,6 +58,7 @@ class Forward(NamedTuple):
     aliases: Mapping[str, str]
     groups: call_results.Groups
     why_unique: str
+    in_session: bool = False
 
 
 def of_program(
@@ -136,7 +138,7 @@ class ForwardBase:
         )
 
     def _forget_lost_run(self, lost: GradruleError | None) -> None:
-        """Raises `HandleExpiredError` if the forward run must not be repeated, or the error of a lost session.
+        """Raises `HandleExpiredError` if the forward run must not be repeated; in a session, the error of the call.
 
         lost: why the server does not have it; None: it was closed.
         """
@@ -144,7 +146,7 @@ class ForwardBase:
         why_unique = self._what.why_unique
         if not why_unique:
             return
-        if isinstance(lost, SessionLostError):
+        if lost is not None and self._what.in_session:
             raise lost
         raise HandleExpiredError(
             f"the server no longer has the forward run ({'it was closed' if lost is None else lost.message}). "

@@ -211,6 +211,7 @@ class SessionBase:
             call_arguments.given_aliases(graph, arguments),
             call_arguments.groups_of(arguments.xs, graph),
             "the session's variables may have other values by then",
+            in_session=True,
         )
 
     def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:
