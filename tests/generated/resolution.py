@@ -102,6 +102,7 @@ class Resolver:
                 rule = CARRIED[item.attrs["_gradient_op_type"].s.decode()]
                 self._take([item], self._node(item, Override(rule, op_type=item.op), -1))
         self._check_straddling()
+        self._check_borders()
         self._find_dependence()
         return self.found
 
@@ -291,7 +292,6 @@ class Resolver:
 
     def _region_in(self, body: Body, inputs: list[Ref], outputs: list[Ref], number: int, override: Override) -> None:
         members = _between(body, inputs, outputs)
-        self._check_calls_that_are_xs(body, members, inputs)
         invalid = any(ref[0] not in members for ref in outputs)
         for index in members:
             for ref in body.nodes[index].inputs:
@@ -315,14 +315,6 @@ class Resolver:
             return
         unit = self._unit(body, members, inputs, outputs, override, number, body.nodes[outputs[0][0]])
         self._take(items, unit)
-
-    def _check_calls_that_are_xs(self, body: Body, members: set[int], inputs: list[Ref]) -> None:
-        """Refuses to judge a region that begins inside a call which is an x, and ends outside it."""
-        for item in body.items:
-            if isinstance(item, Call) and not item.around and item.name in self._request.xs:
-                begins_inside = any(ref[0] in item.members for ref in inputs)
-                if begins_inside and not members.issubset(item.members):
-                    raise Unclear("a region crosses the result of a call that is an x")
 
     def _find_dependence(self) -> None:
         """Tells units whose gradients can reach the xs; rules of subgraphs pass gradients on, whatever is in them."""
@@ -350,6 +342,24 @@ class Resolver:
                     and not (one.members <= other.members or other.members <= one.members)
                 ):
                     raise Unclear("two subgraphs overlap in part")
+
+    def _check_borders(self) -> None:
+        """Refuses to judge a region that begins inside a call and ends outside it, if an override selects the call.
+
+        The same for a call that is an x. The results of such a call are not the tensors of the nodes inside.
+        """
+        selecting = [override for override in self._request.overrides if not override.region and not override.pattern]
+        numbers = {number for number, override in enumerate(self._request.overrides) if override.region}
+        regions = [unit for unit in self.found.units if unit.override in numbers]
+        for item in self._graph.items:
+            if not isinstance(item, Call):
+                continue
+            is_x = not item.around and item.name in self._request.xs
+            if is_x or any(self._fits(one.op_type, item) and self._meets(one, item) for one in selecting):
+                for region in regions:
+                    begins_inside = item.body is region.body and any(ref[0] in item.members for ref in region.inputs)
+                    if begins_inside and not region.members.issubset(item.members):
+                        raise Unclear("a region crosses the results of a call")
 
 
 def _between(body: Body, inputs: list[Ref], outputs: list[Ref]) -> set[int]:

@@ -13,7 +13,6 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from tests.service.servers import RunningServer
 
 layers = keras.layers
 
@@ -414,13 +413,3 @@ def test_remote_layer_in_a_remote_layer_is_refused(client: Any) -> None:
     inner = gr.keras.RemoteLayer(layers.Dense(2), client, name="inner")
     with pytest.raises(gr.errors.UnsupportedError, match=r"contains the RemoteLayer 'inner'.*inner layer's `part`"):
         gr.keras.RemoteLayer([layers.Dense(3), inner], client)
-
-
-def test_compilation_may_take_longer_than_other_requests(server: RunningServer) -> None:
-    with gr.connect(server.target, timeout=1e-3) as client:
-        remote = gr.keras.RemoteLayer(layers.Dense(2, name=f"dense_{RANDOM.integers(1 << 40)}"), client)
-        x = tf.constant(X)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = remote(x)
-        np.testing.assert_allclose(tape.gradient(y, x), tf.ones_like(y) @ tf.transpose(remote.part.kernel), **CLOSE)

@@ -124,6 +124,17 @@ def read_spec(call: link_pb2.RawEvaluateRequest, limits: Limits) -> program_pb2.
     )
 
 
+def with_settings(
+    call: link_pb2.RawEvaluateRequest, settings: link_pb2.RawSessionRequest
+) -> link_pb2.RawEvaluateRequest:
+    """Returns the call with the settings of the message that holds it."""
+    if settings.HasField("answer_packing"):
+        call.answer_packing.CopyFrom(settings.answer_packing)
+    if settings.HasField("run_timeout"):
+        call.run_timeout.CopyFrom(settings.run_timeout)
+    return call
+
+
 def blob_name(graph: bytes) -> str:
     """Returns the blob of a `GraphSource`, empty if it has none. Raises MALFORMED_REQUEST."""
     try:

@@ -28,7 +28,7 @@ from gradrule_server.programs.forward_handles import HandleManager, StreamHandle
 from gradrule_server.programs.known_calls import call_shape
 from gradrule_server.programs.runner import ForwardRun, ProcessRef, RunInSession
 from gradrule_server.programs.session_limits import SessionManager
-from gradrule_server.programs.session_requests import SessionVariables, blob_name, read_spec
+from gradrule_server.programs.session_requests import SessionVariables, blob_name, read_spec, with_settings
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
 
@@ -108,9 +108,13 @@ class Session:
         return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes, step=reply.step)
 
     async def step(
-        self, request: session_pb2.StepRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
+        self,
+        request: session_pb2.StepRequest,
+        received_ns: int,
+        ends_at: float,
+        settings: link_pb2.RawSessionRequest,
     ) -> session_pb2.StepResponse:
-        """Minimizes a loss by one update. `packing`: How tensors of the answer are encoded."""
+        """Minimizes a loss by one update. `settings`: The message, for the packing and the time limit of the run."""
         if not request.loss:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "a step minimises a loss: name one", field="step.loss"
@@ -134,10 +138,9 @@ class Session:
             spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
             feeds=request.feeds,
             params=request.params,
-            answer_packing=packing,
         )
         mode = RunInSession(self, ends_at, optimizer=request.optimizer)
-        answer, program, is_new = await self._run(call, received_ns, mode)
+        answer, program, is_new = await self._run(with_settings(call, settings), received_ns, mode)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
             outputs=done.outputs,
@@ -151,9 +154,9 @@ class Session:
         request: session_pb2.SessionEvaluateRequest,
         received_ns: int,
         ends_at: float,
-        packing: tensor_pb2.Packing | None,
+        settings: link_pb2.RawSessionRequest,
     ) -> evaluate_pb2.EvaluateResponse:
-        """Evaluates, and stores the values that the graph assigns. `packing`: How tensors of the answer are encoded."""
+        """Evaluates, and stores the values that the graph assigns. `settings`: As in `step`."""
         vjp = request.vjp if request.HasField("vjp") else None
         call = link_pb2.RawEvaluateRequest(
             spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
@@ -161,28 +164,32 @@ class Session:
             grad_ys=request.grad_ys,
             params=request.params,
         )
-        return evaluate_pb2.EvaluateResponse.FromString(await self.call(call, received_ns, ends_at, packing))
+        return evaluate_pb2.EvaluateResponse.FromString(await self.call(call, received_ns, ends_at, settings))
 
     async def call(
         self,
         request: link_pb2.RawEvaluateRequest,
         received_ns: int,
         ends_at: float,
-        packing: tensor_pb2.Packing | None,
+        settings: link_pb2.RawSessionRequest,
     ) -> bytes:
         """Evaluates and differentiates, and stores the values that the graph assigns.
 
-        Returns the bytes of an `EvaluateResponse`. `packing`: How tensors of the answer are encoded.
+        Returns the bytes of an `EvaluateResponse`. `settings`: As in `step`.
         """
-        _set_packing(request, packing)
-        answer, program, _ = await self._run(request, received_ns, RunInSession(self, ends_at))
+        call = with_settings(request, settings)
+        answer, program, _ = await self._run(call, received_ns, RunInSession(self, ends_at))
         return answer + program.compiled.tail
 
     async def keep_forward(
-        self, request: link_pb2.RawForwardRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
+        self,
+        request: link_pb2.RawForwardRequest,
+        received_ns: int,
+        ends_at: float,
+        settings: link_pb2.RawSessionRequest,
     ) -> bytes:
-        """Runs forward and keeps a handle; returns the bytes of a `ForwardResponse`. `packing`: As in `call`."""
-        _set_packing(request.evaluate, packing)
+        """Runs forward and keeps a handle; returns the bytes of a `ForwardResponse`. `settings`: As in `step`."""
+        with_settings(request.evaluate, settings)
         return await self._handles.forward(request, received_ns, ends_at)
 
     async def pull_back(
@@ -193,7 +200,7 @@ class Session:
         ends_at: float,
         packing: tensor_pb2.Packing | None,
     ) -> bytes:
-        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `call`.
+        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `read`.
 
         `raw`: Bytes of the request.
         """
@@ -407,8 +414,3 @@ class Session:
                 program, call, received_ns, compile_started, mode, is_new=is_new
             )
         return result.answer, program, is_new
-
-
-def _set_packing(call: link_pb2.RawEvaluateRequest, packing: tensor_pb2.Packing | None) -> None:
-    if packing is not None:
-        call.answer_packing.CopyFrom(packing)

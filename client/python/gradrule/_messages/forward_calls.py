@@ -135,6 +135,7 @@ class ForwardBase:
             self._blobs,
             on_stream=True,
             large=self._large,
+            may_compile=True,
         )
 
     def _forget_lost_run(self, lost: GradruleError | None) -> None:

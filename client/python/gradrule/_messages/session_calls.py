@@ -118,7 +118,7 @@ class SessionBase:
         self._add_variables(start, self._given, "variables")
         if isinstance(self._graph, Graph) and self._graph.optimizer_state is not None:
             start.optimizer_state.CopyFrom(_state_message(self._graph.optimizer_state, blobs))
-        return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs)
+        return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs, may_compile=True)
 
     def _started(self, answer: session_pb2.SessionStarted) -> None:
         self._specs = call_results.specs(answer.variables)
@@ -165,7 +165,8 @@ class SessionBase:
                 call_results.resolutions(answer.overrides),
             )
 
-        return Call("step", request, self._read_as(session_pb2.StepResponse), decode, blob_values.blobs_in(feeds))
+        blobs = blob_values.blobs_in(feeds)
+        return Call("step", request, self._read_as(session_pb2.StepResponse), decode, blobs, may_compile=True)
 
     def _trainable(self) -> list[str]:
         """Returns the variables to train; empty if the graph marks none as not trainable."""
@@ -269,9 +270,11 @@ class SessionBase:
 
         return read
 
-    def _message(self, call: Call[Any], timeout: float) -> bytes:
+    def _message(self, call: Call[Any], timeout: float, run_timeout: float | None) -> bytes:
         rest = session_pb2.RunSessionRequest()
         rest.timeout.FromNanoseconds(int(timeout * 1e9))
+        if run_timeout is not None and call.may_compile:
+            rest.run_timeout.FromNanoseconds(int(run_timeout * 1e9))
         packing = self._transfer.packing
         if packing is not None:
             # In place: the request may be sent again.

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -40,8 +40,6 @@ _log = logging.getLogger(__name__)
 _Kind: TypeAlias = Literal["forward", "kept", "gradient", "second"]
 """Kinds of programs of a part: outputs; outputs and gradients, for kept forward runs; gradients; second derivatives."""
 
-# The first request of each kind includes compilation, which takes minutes for large models on a busy server.
-_COMPILATION_TIMEOUT_S = 300.0
 # Time for which forward runs are not kept after the server refused one because its quota was used up.
 _PAUSE_AFTER_REFUSAL_S = 60.0
 
@@ -55,7 +53,7 @@ class RemoteOptions:
         overrides: Overrides within the part, or rules by layer and op type.
         params: Values of the rules' params by label.
         no_gradient: Policy for ops without a gradient, as for `client.evaluate`.
-        timeout: Timeout of each request in seconds; None: the client's default, and more for compilation.
+        timeout: Timeout of each request in seconds; None: the client's default.
         error: The last failure, without TensorFlow's wrapper; None if no call has failed.
     """
 
@@ -68,25 +66,15 @@ class RemoteOptions:
 
 
 @dataclass(slots=True, eq=False)
-class _Compiled:
-    """Holds a program. `called`: The kinds of requests that were answered, which need no compilation any more."""
-
-    program: Program
-    called: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True, eq=False)
 class ForwardRun:
     """Refers to one forward run of a part. The server releases it when the object is dropped.
 
     Attributes:
-        compiled: The program that ran.
         handle: Handle of the run; None: the server keeps nothing, and a gradient runs the part again.
         refusal: Why the part has no gradient; raised when one is requested.
         pull_backs: Number of pull-backs, counted by graphs.
     """
 
-    compiled: _Compiled | None = None
     handle: ForwardHandle | None = None
     refusal: GradruleError | None = None
     pull_backs: int = 0
@@ -141,7 +129,7 @@ class PartCalls:
         self._traced = traced
         self._options = options
         self._lock = threading.Lock()
-        self._programs: dict[_Kind, _Compiled] = {}
+        self._programs: dict[_Kind, Program] = {}
         self._keeps_after = 0.0
         # Bytes of the outputs of the last forward pass.
         self._output_bytes = 0
@@ -157,8 +145,8 @@ class PartCalls:
     def forward(self, *arrays: Any) -> list[Any]:
         """Returns the outputs for the inputs."""
         with self._recording():
-            feeds = self._feeds(arrays)
-            result = self._call("forward", "evaluate", lambda p, timeout: p.evaluate(feeds, timeout=timeout))
+            feeds, timeout = self._feeds(arrays), self._options.timeout
+            result = self._call("forward", lambda program: program.evaluate(feeds, timeout=timeout))
             return self._outputs(result.outputs)
 
     def forward_and_keep(self, run: ForwardRun, *arrays: Any) -> list[Any]:
@@ -169,20 +157,20 @@ class PartCalls:
         _releaser.start()
         with self._recording():
             try:
-                self._compiled("kept")
+                self._program("kept")
             except GradruleError as refusal:
                 # The gradient may never be requested.
                 run.refusal = refusal
                 return self.forward(*arrays)
             if self._is_repeatable("kept") and self._is_slower_to_keep(arrays):
                 return self.forward(*arrays)
-            feeds = self._feeds(arrays)
+            feeds, options = self._feeds(arrays), self._options
 
-            def start(program: Program, timeout: float | None) -> ForwardHandle:
-                return program.forward(feeds, params=self._options.params, repeat_if_lost=False, timeout=timeout)
+            def start(program: Program) -> ForwardHandle:
+                return program.forward(feeds, params=options.params, repeat_if_lost=False, timeout=options.timeout)
 
             try:
-                run.handle = self._call("kept", "forward", start, run)
+                run.handle = self._call("kept", start)
             except QuotaExceededError:
                 if not self._is_repeatable("kept"):
                     raise
@@ -205,22 +193,21 @@ class PartCalls:
             if run.refusal is not None:
                 raise run.refusal
             feeds, grad_ys, _ = self._split(arrays)
-            if run.handle is not None and run.compiled is not None:
-                timeout = self._timeout(run.compiled, "pull_back")
+            options = self._options
+            if run.handle is not None:
                 try:
-                    gradients = run.handle.vjp(grad_ys, close=is_last, timeout=timeout)
+                    gradients = run.handle.vjp(grad_ys, close=is_last, timeout=options.timeout)
                 except HandleExpiredError:
                     if not self._is_repeatable("gradient"):
                         raise
                 else:
-                    run.compiled.called.add("pull_back")
                     return self._gradients(gradients)
             self._require_repeatable("gradient", "the forward run was not kept")
-            params = self._options.params
             result = self._call(
                 "gradient",
-                "evaluate",
-                lambda p, timeout: p.evaluate(feeds, grad_ys=grad_ys, params=params, timeout=timeout),
+                lambda program: program.evaluate(
+                    feeds, grad_ys=grad_ys, params=options.params, timeout=options.timeout
+                ),
             )
             return self._gradients(result.gradients)
 
@@ -233,18 +220,20 @@ class PartCalls:
             feeds, upstream, vectors = self._split(arrays)
             self._require_repeatable("second", "second derivatives run the part again")
             fed = {**feeds, **{_upstream_name(name): value for name, value in upstream.items()}}
-            params = self._options.params
-            found = self._call("second", "hvp", lambda p, timeout: p.hvp(fed, vectors, params=params, timeout=timeout))
+            options = self._options
+            found = self._call(
+                "second", lambda program: program.hvp(fed, vectors, params=options.params, timeout=options.timeout)
+            )
             return self._by_slot(found, [*self.xs, *(_upstream_slot(slot) for slot in self.ys)])
 
     def sparse_gradients(self) -> frozenset[str]:
         """Returns the names of the xs whose gradients are slices."""
         with self._lock:
-            compiled = self._programs.get("gradient") or self._programs.get("kept")
-        if compiled is None:
+            program = self._programs.get("gradient") or self._programs.get("kept")
+        if program is None:
             with self._recording():
-                compiled = self._compiled("kept")
-        return frozenset(compiled.program.sparse_gradients)
+                program = self._program("kept")
+        return frozenset(program.sparse_gradients)
 
     def gradient_slots(self) -> list[Slot]:
         """Returns the tensors of the gradients: one if dense, otherwise values, indices and shape of slices."""
@@ -274,56 +263,35 @@ class PartCalls:
         """Deletes the programs on the server; the next call compiles them again."""
         with self._lock:
             programs, self._programs = list(self._programs.values()), {}
-        for compiled in programs:
+        for program in programs:
             try:
-                compiled.program.delete(timeout=self._options.timeout)
+                program.delete(timeout=self._options.timeout)
             except ProgramNotFoundError:
                 # Another layer with the same content has deleted the program.
                 continue
 
-    def _call(
-        self,
-        kind: _Kind,
-        request: str,
-        function: Callable[[Program, float | None], _T],
-        run: ForwardRun | None = None,
-    ) -> _T:
-        """Calls a program; compiles it again if the server no longer has it. run: gets the program."""
-        for is_last in (False, True):
-            compiled = self._compiled(kind)
-            try:
-                found = function(compiled.program, self._timeout(compiled, request))
-            except ProgramNotFoundError:
-                # The server has deleted the program or was restarted.
-                if is_last:
-                    raise
-                with self._lock:
-                    if self._programs.get(kind) is compiled:
-                        del self._programs[kind]
-                continue
-            compiled.called.add(request)
-            if run is not None:
-                run.compiled = compiled
-            return found
-        raise AssertionError("the loop returns or raises")
+    def _call(self, kind: _Kind, function: Callable[[Program], _T]) -> _T:
+        """Calls a program; compiles it again if the server no longer has it."""
+        program = self._program(kind)
+        try:
+            return function(program)
+        except ProgramNotFoundError:
+            # The server has deleted the program or was restarted.
+            with self._lock:
+                if self._programs.get(kind) is program:
+                    del self._programs[kind]
+        return function(self._program(kind))
 
-    def _timeout(self, compiled: _Compiled | None, request: str) -> float | None:
-        """Returns the timeout of a request; the first request of a kind compiles."""
-        options = self._options
-        if options.timeout is not None or (compiled is not None and request in compiled.called):
-            return options.timeout
-        return max(options.client().default_timeout, _COMPILATION_TIMEOUT_S)
-
-    def _compiled(self, kind: _Kind) -> _Compiled:
+    def _program(self, kind: _Kind) -> Program:
         with self._lock:
-            compiled = self._programs.get(kind)
-            if compiled is None:
-                compiled = self._programs[kind] = _Compiled(self._compile(kind))
-            return compiled
+            program = self._programs.get(kind)
+            if program is None:
+                program = self._programs[kind] = self._compile(kind)
+            return program
 
     def _compile(self, kind: _Kind) -> Program:
         options, graph = self._options, self._traced.graph
-        client, timeout = options.client(), self._timeout(None, "compile")
+        client, timeout = options.client(), options.timeout
         outputs = [slot.name for slot in self._traced.outputs]
         if kind == "forward":
             return client.compile(graph, fetches=outputs, timeout=timeout)
@@ -345,7 +313,7 @@ class PartCalls:
         )
 
     def _is_repeatable(self, kind: _Kind) -> bool:
-        return self._compiled(kind).program.repeatable
+        return self._program(kind).repeatable
 
     def _require_repeatable(self, kind: _Kind, why: str) -> None:
         if not self._is_repeatable(kind):

@@ -447,6 +447,7 @@ class RunSessionRequest(google.protobuf.message.Message):
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     @property
     def start(self) -> global___StartSession:
@@ -494,6 +495,10 @@ class RunSessionRequest(google.protobuf.message.Message):
         """Time limit of this message. Default and maximum: settings of the server, the same as for calls."""
 
     @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in EvaluateRequest. Default: none, or what the `call` or `forward` says. Not for `start`, which may take the whole timeout."""
+
+    @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """Compression of the tensors in the answer. Default: none, or what the `call`, `forward` or `pull_back` says."""
 
@@ -510,10 +515,11 @@ class RunSessionRequest(google.protobuf.message.Message):
         pull_back: gradrule.v1.evaluate_pb2.PullBackRequest | None = ...,
         close_handle: gradrule.v1.evaluate_pb2.CloseHandleRequest | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RunSessionRequest = RunSessionRequest

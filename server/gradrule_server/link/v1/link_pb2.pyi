@@ -1311,6 +1311,7 @@ class RawSessionRequest(google.protobuf.message.Message):
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     start: builtins.bytes
     """A StartSession."""
@@ -1335,6 +1336,10 @@ class RawSessionRequest(google.protobuf.message.Message):
         """As in `gradrule.v1.RunSessionRequest`."""
 
     @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in `gradrule.v1.RunSessionRequest`."""
+
+    @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """As in `gradrule.v1.RunSessionRequest`."""
 
@@ -1351,10 +1356,11 @@ class RawSessionRequest(google.protobuf.message.Message):
         pull_back: builtins.bytes = ...,
         close_handle: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RawSessionRequest = RawSessionRequest
@@ -2176,6 +2182,7 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     BATCHING_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     program: builtins.str
     """As in `gradrule.v1.EvaluateRequest`."""
     spec: builtins.bytes
@@ -2216,6 +2223,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """As in `gradrule.v1.EvaluateRequest`."""
 
+    @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in `gradrule.v1.EvaluateRequest`."""
+
     def __init__(
         self,
         *,
@@ -2231,9 +2242,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         batching: gradrule.v1.program_pb2.Batching | None = ...,
         shared_memory: gradrule.v1.evaluate_pb2.SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___RawEvaluateRequest = RawEvaluateRequest

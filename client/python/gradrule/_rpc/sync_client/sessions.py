@@ -337,7 +337,8 @@ class Session(SessionBase):
             self._uploaded.update(blobs)
 
     def _exchange(self, call: Call[R], timeout: float | None) -> R:
-        data = self._message(call, self._client._deadline(timeout))
+        run_timeout = self._client._timeout if timeout is None else None
+        data = self._message(call, self._client._limit(call, timeout), run_timeout)
         if call.method == "start":
             # A refused start has ended its stream.
             self.close()
