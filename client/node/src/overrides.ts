@@ -39,7 +39,10 @@ export interface Region {
 export interface Conditions {
   /** Exact, or a group: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@step`. */
   readonly opType?: string;
-  /** Exact name, a glob (`*` and `?` do not match `/`, `**` does), or a handle of the node. */
+  /**
+   * Exact name, a glob (`*` and `?` do not match `/`, `**` does), or a handle of the node. `cond[then]/inner` is the node of
+   * one branch.
+   */
   readonly node?: string | Output;
   /** Exact names, globs and handles; the node must match one of them. */
   readonly nodes?: readonly (string | Output)[];

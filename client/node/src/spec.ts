@@ -143,7 +143,10 @@ export function specMessage(
   const recorded = differentiates ? graph.nodeOverrides : [];
   return {
     graph: { source: { case: "serialized", value: graph.toBytes() } },
-    overrides: [...overrideMessages(options.overrides ?? [], graph), ...overrideMessages(recorded)],
+    overrides: [
+      ...overrideMessages(options.overrides ?? [], graph),
+      ...overrideMessages(recorded).map((override) => ({ ...override, partOfGraph: true })),
+    ],
     fetches: tensorNames(options.fetches, graph),
     derivative: differentiates ? { case: "vjp", value: vjp } : { case: undefined },
     noGradient: choiceValue(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),

@@ -137,7 +137,7 @@ class Graph(GraphLookup, GraphOps):
 
     @property
     def node_overrides(self) -> tuple[Override, ...]:
-        """Overrides of single nodes that `gradient_override_map` recorded; the overrides of a request precede them."""
+        """Overrides of nodes that `gradient_override_map` recorded; the overrides of a request precede them."""
         return self._contexts.recorded
 
     # Adding nodes.
@@ -374,7 +374,7 @@ class Graph(GraphLookup, GraphOps):
 
         Args:
             overrides: op type to a rule's name, a `gr.Rule`, or either with params: `(rule, {"alpha": 2.0})`.
-            optional: raises no error if no node of an op type is added.
+            optional: raises no error if no node of an op type is added, or if no gradient of a request reaches one.
 
         Returns:
             The context manager.

@@ -113,7 +113,7 @@ class SessionBase:
         spec, _ = request_messages.program_spec(self._graph, self._words, blobs)
         start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
         if isinstance(self._graph, Graph):
-            start.overrides.extend(override.message() for override in self._graph.node_overrides)
+            start.overrides.extend(request_messages.overrides_of_graph(self._graph))
         start.variables.extend(item for item in spec.variables if item.name not in self._given)
         self._add_variables(start, self._given, "variables")
         if isinstance(self._graph, Graph) and self._graph.optimizer_state is not None:

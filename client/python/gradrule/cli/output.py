@@ -155,7 +155,9 @@ def print_json(value: object) -> None:
 
 def resolution_rows(overrides: Iterable[Resolution]) -> list[list[str]]:
     """Returns rows of `RESOLUTION_COLUMNS`."""
-    return [[item.node, item.op_type, item.rule, item.label, item.status.replace("_", " ")] for item in overrides]
+    return [
+        [item.qualified_name, item.op_type, item.rule, item.label, item.status.replace("_", " ")] for item in overrides
+    ]
 
 
 def array_row(name: str, value: tensor_codec.Array | Sparse | None, kind: str = "dense") -> list[str]:

@@ -46,7 +46,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
             They affect only the backward pass, which raises their errors.
         params: values of the rules' params by label. Setting the attribute `params` later compiles nothing.
         no_gradient: as for `client.evaluate`.
-        timeout: seconds for each request; None: those of the client.
+        timeout: seconds for each request, compiling included; default: that of the client, which gives compiling more.
         name: name of the layer.
         trainable: whether the part's weights are trained.
 
