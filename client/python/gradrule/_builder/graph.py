@@ -56,7 +56,8 @@ class Graph(GraphLookup, GraphOps):
         non_trainable: names of the variables that a session's steps do not change by default.
         aliases: more names of tensors, valid wherever a tensor's name is. If an alias equals a node's name, the node's
             first output must be written `node:0`.
-        layers: calls of Keras layers; empty if the graph was not traced from a Keras model.
+        layers: calls of Keras layers; empty if the graph was not traced from a Keras model. The path of a layer with
+            one output is valid wherever a tensor's name is, unless a node or alias has this name.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
@@ -160,6 +160,9 @@ class AsyncProgram(ProgramBase):
     def __init__(self, client: AsyncClientBase, message: Any, groups: call_results.Groups = None) -> None:
         super().__init__(message, groups)
         self._client = client
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self._client, self._message, self._groups)
 
     async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> call_results.Result:
         """Runs the program.
