@@ -82,6 +82,9 @@ def test_session_trains(client: Any) -> None:
     exec(read_example(GUIDE / "training.md", "session"), scope)
     assert scope["losses"][-1] == 0.0 < scope["losses"][0]
     assert np.sign(scope["trained"].variables["w"]).ravel().tolist() == [1.0, -1.0]
+    assert scope["slopes"].shape == (2, 1, 2, 1)
+    assert scope["slopes"].ravel().tolist() == [1.0, 2.0, 3.0, -1.0]
+    assert scope["first"].ravel().tolist() == [1.0, 2.0]
 
 
 def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +93,8 @@ def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     code = read_example(GUIDE / "models.md", "models")
     exec(code, scope)
     assert scope["r"].gradients["score/kernel"].shape == (3, 2)
+    of_words = scope["of_text"].gradients["embedding/embeddings"]
+    assert of_words.indices.tolist() == [2, 1, 3]
     loaded = gr.load("exported")
     assert (list(loaded.inputs), len(loaded.outputs), len(loaded.variables)) == (["image"], 1, 2)
     seen = 0

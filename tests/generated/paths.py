@@ -9,6 +9,9 @@ from tests.generated.expanded import FLOATS, Body, Node, Ref
 Seeds = Mapping[int, Collection[Ref]]
 """Tensors by id() of their body."""
 
+Shortcuts = Mapping[Node, Collection[Ref]]
+"""Tensors of the same body to which rules pass a node's gradients on, past the node's own inputs."""
+
 
 def passes(node: Node) -> bool:
     """Whether gradients can pass through a node."""
@@ -18,8 +21,17 @@ def passes(node: Node) -> bool:
 class Dependents:
     """The nodes with an input that is a seed or depends on one. differentiable: as far as gradients can pass."""
 
-    def __init__(self, top: Body, seeds: Seeds, *, differentiable: bool = False, stopped: Collection[Ref] = ()) -> None:
+    def __init__(
+        self,
+        top: Body,
+        seeds: Seeds,
+        *,
+        differentiable: bool = False,
+        stopped: Collection[Ref] = (),
+        shortcuts: Shortcuts | None = None,
+    ) -> None:
         self._top, self._seeds, self._differentiable, self._stopped = top, seeds, differentiable, stopped
+        self._shortcuts = shortcuts or {}
         self.nodes: set[Node] = set()
         self._walk(top, ())
 
@@ -31,6 +43,8 @@ class Dependents:
         self.nodes.update(node for node, given in zip(body.nodes, args, strict=False) if given)
         stopped = self._stopped if body is self._top else ()
         for node in body.nodes[body.arguments :]:
+            if any(ref not in stopped and self.depends(body, ref) for ref in self._shortcuts.get(node, ())):
+                self.nodes.add(node)
             if self._differentiable and not passes(node):
                 continue
             given = [ref not in stopped and self.depends(body, ref) for ref in node.inputs]
@@ -50,7 +64,12 @@ class Dependents:
 
 
 def needed(
-    top: Body, targets: Collection[Ref], *, differentiable: bool = False, stopped: Collection[Ref] = ()
+    top: Body,
+    targets: Collection[Ref],
+    *,
+    differentiable: bool = False,
+    stopped: Collection[Ref] = (),
+    shortcuts: Shortcuts | None = None,
 ) -> set[Node]:
     """The nodes that targets of the top level depend on, with those that compute the targets."""
     found: set[Node] = set()
@@ -59,6 +78,10 @@ def needed(
         wanted = {ref[0] for ref in roots}
         cut = stopped if body is top else ()
         for node in reversed(body.nodes):
+            passed = (shortcuts or {}).get(node, ()) if node.index in wanted else ()
+            if passed:
+                found.add(node)
+                wanted.update(ref[0] for ref in passed if ref not in cut)
             if node.index in wanted and (not differentiable or passes(node)):
                 found.add(node)
                 wanted.update(ref[0] for ref in node.inputs if ref not in cut)
@@ -69,58 +92,33 @@ def needed(
     return found
 
 
-def ranks(top: Body, members: Collection[Node], path: Collection[Node], xs: Collection[Ref]) -> dict[Node, int]:
-    """For each member the largest number of other members before it on one path from the xs.
-
-    In a loop, in the first turn in which such a path leads to it.
-    """
+def ranks(top: Body, members: Collection[Node], path: Collection[Node], shortcuts: Shortcuts) -> dict[Node, int]:
+    """For each member the largest number of other members before it on one path from the xs."""
     found: dict[Node, int] = {}
 
-    def walk(body: Body, args: Sequence[int | None], turns: int) -> int:
-        behind = [*args, *[None] * (len(body.nodes) - len(args))]
-        reached: set[Node] = set()
+    def walk(body: Body, args: Sequence[int]) -> int:
+        behind = [*args, *[0] * (len(body.nodes) - len(args))]
+        for node in body.nodes[body.arguments :]:
+            if node not in path:
+                continue
+            before = [behind[ref[0]] for ref in node.inputs]
+            after = max((*before, *(behind[ref[0]] for ref in shortcuts.get(node, ()))), default=0)
+            if node in members:
+                found[node] = after
+                after += 1
+            for held in node.bodies:
+                inner = [before[node.argument_of(held, arg)] for arg in range(held.arguments)]
+                after = max(after, walk(held, inner))
+            behind[node.index] = after
+        return max((behind[ref[0]] for ref in body.results), default=0)
 
-        def visit(anywhere: bool) -> None:
-            for node in body.nodes[body.arguments :]:
-                if node not in path or node in reached:
-                    continue
-                before = [behind[ref[0]] for ref in node.inputs]
-                if body is top:
-                    before = [
-                        0 if count is None and ref in xs else count
-                        for count, ref in zip(before, node.inputs, strict=True)
-                    ]
-                counts = [count for count in before if count is not None]
-                if not counts and not anywhere:
-                    continue
-                reached.add(node)
-                after = max(counts, default=0)
-                if node in members:
-                    found[node] = after
-                    after += 1
-                for held in node.bodies:
-                    inner = [before[node.argument_of(held, arg)] for arg in range(held.arguments)]
-                    is_repeated = node.is_loop and held is node.bodies[1]
-                    after = max(after, walk(held, inner, held.arguments if is_repeated else 0))
-                behind[node.index] = after
-
-        visit(anywhere=False)
-        for _ in range(turns):
-            following = [behind[ref[0]] for ref in body.results]
-            behind[: len(args)] = [
-                after if before is None else before
-                for before, after in zip(behind[: len(args)], following, strict=True)
-            ]
-            visit(anywhere=False)
-        behind[: body.arguments] = [0 if count is None else count for count in behind[: body.arguments]]
-        visit(anywhere=True)
-        return max((count for ref in body.results if (count := behind[ref[0]]) is not None), default=0)
-
-    walk(top, (), 0)
+    walk(top, ())
     return found
 
 
-def ranks_from_ys(top: Body, members: Collection[Node], path: Collection[Node]) -> dict[Node, int]:
+def ranks_from_ys(
+    top: Body, members: Collection[Node], path: Collection[Node], shortcuts: Shortcuts
+) -> dict[Node, int]:
     """For each member the largest number of other members after it on one path to the ys."""
     found: dict[Node, int] = {}
 
@@ -135,7 +133,7 @@ def ranks_from_ys(top: Body, members: Collection[Node], path: Collection[Node]) 
                 before += 1
             for held in node.bodies:
                 before = max(before, walk(held, count))
-            for ref in node.inputs:
+            for ref in (*node.inputs, *shortcuts.get(node, ())):
                 ahead[ref[0]] = max(ahead[ref[0]], before)
         return max(ahead[: body.arguments], default=base)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_map_keeps_the_order(program: Any) -> None:
 
 
 def test_map_raises_an_error_at_its_position(program: Any) -> None:
-    feeds: Any = [{"x": [1.0]}, {"x": np.float64([1.0])}, {"x": [3.0]}]
+    feeds: Any = [{"x": [1.0]}, {"x": np.float64([0.1])}, {"x": [3.0]}]
     with pytest.raises(gr.errors.FeedDtypeError):
         list(program.map(feeds, in_flight=2))
     with pytest.raises(gr.errors.InvalidParamError, match="at least 1"):
@@ -88,10 +89,15 @@ def test_program_describes_itself(program: Any, either: Any) -> None:
     assert program.default_gradient_nodes == ["y"]
 
 
-def test_lists_get_the_programs_dtypes_and_arrays_must_have_them(program: Any) -> None:
+def test_values_get_the_programs_dtypes_unless_they_would_change(program: Any) -> None:
     assert program(x=[1, 2]).outputs["y"].tolist() == [1.0, 4.0]
-    with pytest.raises(gr.errors.FeedDtypeError, match=r"float64.*float32"):
-        program(x=np.float64([1]))
+    assert program(x=np.float64([1, 2])).outputs["y"].dtype == np.float32
+    with pytest.raises(gr.errors.FeedDtypeError, match=r"float64.*float32: 0.1 .*astype.*cast=True"):
+        program(x=np.float64([1, 0.1]))
+    rounded = program.evaluate({"x": np.float64([0.1])}, grad_ys=[np.float64([0.1])], cast=True)
+    assert rounded.gradients["x"] == np.float32(0.1) * 2 * np.float32(0.1)
+    (mapped,) = program.map([{"x": np.float64([0.1])}], cast=True)
+    assert mapped.outputs["y"] == rounded.outputs["y"]
     with pytest.raises(gr.errors.UnknownFeedError, match="twice"):
         program({"x": [1.0]}, x=[2.0])
     assert program.evaluate({"x": [1, 2]}, grad_ys={"y": [1, 10]}).gradients["x"].tolist() == [2.0, 40.0]
@@ -154,3 +160,21 @@ def test_explain_checks_the_params_of_a_call(either: Any) -> None:
         either.explain(squares(), {"xx": [1.0]}, **words)
     with pytest.raises(gr.errors.UnknownParamError, match=r"'Squares'.*Did you mean 'Square'"):
         either.explain(squares(), params={"Squares": {"a": 1.0}}, **words)
+
+
+def test_clients_and_programs_can_be_pickled(server: RunningServer, client: gr.Client) -> None:
+    compiled = client.compile(squares(), ys=["y"], xs=["x"], fetches=["y"])
+    with pickle.loads(pickle.dumps(client)) as other:
+        assert (other.target, other.list_rules(kind="user")) == (client.target, client.list_rules(kind="user"))
+    loaded = pickle.loads(pickle.dumps(compiled))
+    assert (loaded.name, loaded(x=[3.0]).gradients["x"].tolist()) == (compiled.name, [6.0])
+    loaded._client.close()
+    with gr.connect(server.target, token="secret", timeout=7.0, stream=False) as given:
+        loaded = pickle.loads(pickle.dumps(given))
+        assert (loaded._metadata, loaded._timeout) == (given._metadata, 7.0)
+        loaded.close()
+    with (
+        gr.connect(server.target, credentials=gr.tls()) as secret,
+        pytest.raises(gr.errors.UnsupportedError, match="credentials cannot be pickled"),
+    ):
+        pickle.dumps(secret)

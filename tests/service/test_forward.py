@@ -75,6 +75,54 @@ def test_random_op_runs_once_per_forward(client: Any) -> None:
         assert_close(handle.vjp({"y": 2 * ones})["x"], 2 * handle.outputs["y"])
 
 
+def random_graph() -> bytes:
+    def build() -> None:
+        x = placeholder("x", shape=(3,))
+        tf.multiply(x, tf.cond(x[0] > 0, lambda: tf.random.uniform((3,)), lambda: x), name="y")
+
+    return build_graph_def(build)
+
+
+def test_program_says_whether_it_is_repeatable(client: Any) -> None:
+    assert client.compile(build_graph_def(in_loop), fetches=["y"]).repeatable
+    random = client.compile(random_graph(), fetches=["y", "x"])
+    assert not random.repeatable
+    assert not client.program(random.name).repeatable
+    assert client.compile(random_graph(), fetches=["x"]).repeatable
+
+
+def test_pull_back_closes_the_handle(client: Any) -> None:
+    program = client.compile(build_graph_def(straight), fetches=["y"], ys=["y"], xs=["x"])
+    (before,) = {tenant.handles.used for tenant in client.server_status().tenants if tenant.name == "default"}
+    handle = program.forward({"x": X})
+    with refused("INVALID_DERIVATIVE"):
+        handle.vjp({"z": X}, close=True)
+    assert handle.is_open
+    assert_close(handle.vjp(close=True)["x"], 2 * np.abs(X))
+    assert not handle.is_open
+    (after,) = {tenant.handles.used for tenant in client.server_status().tenants if tenant.name == "default"}
+    assert after == before
+    assert_close(handle.vjp(close=True)["x"], 2 * np.abs(X))
+
+
+def test_lost_run_with_random_numbers_is_not_repeated(client: Any) -> None:
+    """A repeated run would give the gradient of other outputs than those that the client has."""
+    program = client.compile(random_graph(), fetches=["y"], ys=["y"], xs=["x"])
+    handle = program.forward({"x": np.abs(X)})
+    client._sender._stream.close()
+    with pytest.raises(gr.errors.HandleExpiredError, match="draws random numbers"):
+        handle.vjp()
+
+
+def test_run_is_not_repeated_on_request(client: Any) -> None:
+    program = client.compile(build_graph_def(straight), fetches=["y"], ys=["y"], xs=["x"])
+    handle = program.forward({"x": X}, repeat_if_lost=False)
+    assert_close(handle.vjp()["x"], 2 * np.abs(X))
+    client._sender._stream.close()
+    with pytest.raises(gr.errors.HandleExpiredError, match="repeat_if_lost=False"):
+        handle.vjp()
+
+
 def test_pull_back_uses_the_params_of_the_forward_run(client: Any) -> None:
     program = client.compile(
         raw.sign_graph().SerializeToString(),
@@ -187,6 +235,54 @@ def test_bytes_and_number_of_handles_are_limited(small: RunningServer) -> None:
         for handle in handles:
             handle.close()
         program.forward({"x": X}).close()
+
+
+def test_handles_of_a_session_count_and_end_with_it(small: RunningServer) -> None:
+    def program() -> None:
+        w = tf.compat.v1.get_variable("w", initializer=tf.constant(X), use_resource=True)
+        tf.multiply(placeholder("x", shape=(None,)), tf.square(w)[:1], name="y")
+
+    def forward(x: Any, **words: Any) -> gr.ForwardHandle:
+        return s.forward({"x": x}, ys="y", xs="w", **words)
+
+    graph = build_graph_def(program)
+    with gr.connect(small.target) as client, client.session(graph) as other:
+        with client.session(graph) as s:
+            with refused("QUOTA_EXCEEDED") as refusal:
+                forward(np.ones(300_000, np.float32))
+            refusal.says("bytes", "1048576")
+            handles = [forward(X) for _ in range(4)]
+            with refused("QUOTA_EXCEEDED") as refusal:
+                forward(X)
+            refusal.says("4 forward handles")
+            with refused("QUOTA_EXCEEDED"):
+                compiled(client).forward({"x": X})
+            handles[0].close()
+            short = forward(X, ttl=0.05)
+
+            def is_expired() -> bool | None:
+                # Each look starts the 50 ms anew.
+                time.sleep(0.1)
+                try:
+                    short.vjp()
+                except gr.errors.HandleExpiredError:
+                    return True
+                return None
+
+            assert wait_until(is_expired, "the handle to expire")
+
+        def free() -> bool | None:
+            try:
+                found = [other.forward({"x": X}, ys="y", xs="w") for _ in range(4)]
+            except gr.errors.QuotaExceededError:
+                return None
+            for handle in found:
+                handle.close()
+            return True
+
+        assert wait_until(free, "room for four handles", 25)
+        with refused("UNAVAILABLE"):
+            handles[1].vjp()
 
 
 def test_handles_of_a_disconnected_client_are_released(small: RunningServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import queue
@@ -21,7 +22,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule.v1 import session_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2, session_pb2
 from tests.processes import engines, resident_bytes
 from tests.service import raw
 from tests.service.answers import assert_close, provokes, refused
@@ -90,7 +91,7 @@ def test_steps_equal_those_of_keras(client: Any, name: str) -> None:
 
 def test_optimizers_have_the_defaults_of_keras() -> None:
     for name in gr.optimizers.__all__:
-        if name != "Optimizer":
+        if name not in ("Optimizer", "OptimizerState"):
             config = getattr(keras.optimizers, name)().get_config()
             settings = getattr(gr.optimizers, name)().message().settings
             assert {key: float(config[key]) for key in settings} == pytest.approx(dict(settings))
@@ -116,6 +117,188 @@ def test_learning_rate_may_change_between_steps(client: Any) -> None:
         before = s.read("w")["w"]
         s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(1e-9))
         assert_close(s.read("w")["w"], before)
+
+
+SCHEDULES: dict[str, tuple[Any, Any]] = {
+    name: (getattr(gr.schedules, name)(**settings), getattr(keras.optimizers.schedules, name)(**settings))
+    for name, settings in {
+        "ExponentialDecay": {"initial_learning_rate": 0.1, "decay_steps": 7, "decay_rate": 0.8},
+        "InverseTimeDecay": {"initial_learning_rate": 0.1, "decay_steps": 7, "decay_rate": 0.8, "staircase": True},
+        "PiecewiseConstantDecay": {"boundaries": [10, 20], "values": [0.1, 0.05, 0.01]},
+        "PolynomialDecay": {"initial_learning_rate": 0.1, "decay_steps": 9, "power": 2.0, "cycle": True},
+        "CosineDecay": {
+            "initial_learning_rate": 0.0,
+            "decay_steps": 30,
+            "alpha": 0.1,
+            "warmup_target": 0.1,
+            "warmup_steps": 6,
+        },
+        "CosineDecayRestarts": {"initial_learning_rate": 0.1, "first_decay_steps": 8, "m_mul": 0.7, "alpha": 0.05},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_with_a_schedule_equal_those_of_keras(client: Any, name: str) -> None:
+    ours, theirs = SCHEDULES[name]
+    losses, variables = train_with_keras(keras.optimizers.Adam(theirs), 50)
+    for schedule in (ours, theirs):
+        with client.session(linear()) as s:
+            got = [s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(schedule)).loss for _ in range(50)]
+            assert_close(np.array(got), np.float32(losses), rtol=1e-4)
+            assert_close(s.read("w")["w"], variables["w"], rtol=1e-3)
+
+
+def test_learning_rate_is_any_function_of_completed_steps(either: Any) -> None:
+    seen = []
+
+    def rate(step: int) -> float:
+        seen.append(step)
+        return 0.1 / (1 + step)
+
+    feeds = {"x": X, "t": T}
+    with either.session(linear()) as s:
+        s.step(feeds, "loss", gr.optimizers.SGD(rate))
+        with refused("MISSING_FEED"):
+            s.step({"x": X}, "loss", gr.optimizers.SGD(rate))
+        before = s.read("b")["b"]
+        slope = s.evaluate(feeds, ys="loss", xs="b").gradients["b"]
+        s.step(feeds, "loss", gr.optimizers.SGD(rate))
+        assert_close(s.read("b")["b"], before - np.float32(0.05) * slope, rtol=1e-5)
+    assert seen == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (gr.optimizers.SGD(-1.0), ["SGD: learning_rate is -1", ">= 0"]),
+        (gr.optimizers.Adam(beta_1=2.0), ["Adam: beta_1 is 2", ">= 0 and <= 1"]),
+        (gr.optimizers.Adam("fast"), ["learning_rate is 'fast'", "a function"]),
+        (gr.optimizers.Adam(lambda step: None), ["returned None for step 0"]),
+        (gr.optimizers.Adam(lambda step: 1 // step), ["failed at step 0", "division"]),
+        (gr.optimizers.Adam(float("nan")), ["learning_rate is nan", "finite"]),
+        (gr.optimizers.Adam(epsilon="small"), ["epsilon is 'small'"]),
+        (keras.optimizers.Adam(), ["gradrule.optimizers", "gr.optimizers.Adam(...)"]),
+    ],
+    ids=["negative rate", "beta", "text", "no number", "failure", "nan", "epsilon", "Keras"],
+)
+def test_settings_out_of_range_are_refused(client: Any, optimizer: Any, words: list[str]) -> None:
+    with client.session(linear()) as s:
+        before = s.read()
+        with refused("INVALID_OPTIMIZER") as refusal:
+            s.step({"x": X, "t": T}, "loss", optimizer)
+        refusal.says(*words)
+        assert all((s.read(name)[name] == before[name]).all() for name in before)
+
+
+def test_settings_of_schedules_are_checked() -> None:
+    for make, words in (
+        (lambda: gr.schedules.CosineDecay(0.1, 0), "decay_steps is 0"),
+        (lambda: gr.schedules.CosineDecayRestarts(0.1, 5, t_mul=0.5), "t_mul is 0.5"),
+        (lambda: gr.schedules.PiecewiseConstantDecay([3, 2], [1.0, 2.0, 3.0]), "increasing"),
+        (lambda: gr.schedules.PiecewiseConstantDecay([3], [1.0]), "one value more"),
+    ):
+        with pytest.raises(gr.errors.InvalidOptimizerError, match=words):
+            make()
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "restarts of equal length"])
+def test_schedules_equal_those_of_keras(name: str) -> None:
+    equal = {"initial_learning_rate": 0.1, "first_decay_steps": 5, "t_mul": 1.0, "m_mul": 0.9}
+    ours, theirs = SCHEDULES.get(name) or (
+        gr.schedules.CosineDecayRestarts(**equal),
+        keras.optimizers.schedules.CosineDecayRestarts(**equal),
+    )
+    steps = [*range(40), 1000]
+    np.testing.assert_allclose([ours(step) for step in steps], [float(theirs(step)) for step in steps], rtol=2e-5)
+
+
+STATEFUL = {
+    "momentum": gr.optimizers.SGD(0.1, momentum=0.9),
+    "centered": gr.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "amsgrad": gr.optimizers.Adam(gr.schedules.ExponentialDecay(0.05, 3, 0.5), amsgrad=True),
+    "Nadam": gr.optimizers.Nadam(0.02),
+    "Ftrl": gr.optimizers.Ftrl(0.02),
+    "Adafactor": gr.optimizers.Adafactor(0.02),
+    "Lamb": gr.optimizers.Lamb(0.02),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_saved_session_continues_as_if_it_had_not_ended(client: Any, tmp_path: Path, name: str) -> None:
+    feeds, optimizer = {"x": X, "t": T}, STATEFUL[name]
+    with client.session(linear()) as s:
+        whole = [s.step(feeds, "loss", optimizer) for _ in range(8)]
+        wanted = s.read()
+    with client.session(linear()) as s:
+        for _ in range(4):
+            s.step(feeds, "loss", optimizer)
+        s.save().save(tmp_path / "half.pb")
+    with client.session(gr.load(tmp_path / "half.pb")) as s:
+        rest = [s.step(feeds, "loss", optimizer) for _ in range(4)]
+        assert [one.step for one in rest] == [5, 6, 7, 8]
+        assert [one.loss for one in rest] == [one.loss for one in whole[4:]]
+        for variable, value in wanted.items():
+            np.testing.assert_array_equal(s.read(variable)[variable], value)
+
+
+def test_state_of_the_optimizer(either: Any) -> None:
+    feeds, adam = {"x": X, "t": T}, gr.optimizers.Adam(0.1)
+    with either.session(linear()) as s:
+        assert s.save().optimizer_state is None
+        s.step(feeds, "loss", adam)
+        assert s.save(optimizer_state=False).optimizer_state is None
+        graph = s.save()
+    state, shapes = graph.optimizer_state, {"w": (3, 2), "b": (2,)}
+    assert (state.name, state.step, set(state.variables)) == ("Adam", 1, {"w", "b"})
+    assert state.settings["learning_rate"] == 0.1
+    wanted = {f"{name}/{slot}": shape for name, shape in shapes.items() for slot in ("momentum", "velocity")}
+    assert {name: value.shape for name, value in state.slots.items()} == {"iteration": (), **wanted}
+    assert state.slots["iteration"] == 1
+    with either.session(graph) as s:
+        # Another setting starts with new slots, as in one session; the count of steps continues.
+        assert s.step(feeds, "loss", gr.optimizers.Adam(0.1, beta_1=0.8)).step == 2
+        assert s.save().optimizer_state.slots["iteration"] == 1
+
+
+def test_state_of_an_optimizer_with_large_slots(client: Any) -> None:
+    g = gr.Graph()
+    table = np.zeros((200, 200), np.float32)
+    g.op("Sum", g.variable("w", table), g.constant([0, 1]), name="loss")
+    optimizer = gr.optimizers.SGD(1.0, momentum=0.5)
+    with client.session(g) as s:
+        s.step({}, "loss", optimizer)
+        saved = s.save()
+    with client.session(saved) as s:
+        s.step({}, "loss", optimizer)
+        assert_close(s.read()["w"], table - 2.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"slots": {}}, "INVALID_OPTIMIZER", ["'iteration' is missing"]),
+        ({"more": {"w/speed": np.zeros(2)}}, "INVALID_OPTIMIZER", ["'w/speed' is none", "w/momentum"]),
+        ({"more": {"w/momentum": np.zeros(2, np.float32)}}, "INVALID_OPTIMIZER", ["w/momentum", "(3, 2)", "(2,)"]),
+        ({"more": {"w/momentum": np.zeros((3, 2))}}, "INVALID_OPTIMIZER", ["w/momentum", "float32", "float64"]),
+        ({"variables": ["w", "q"]}, "UNKNOWN_TENSOR", ["'q'"]),
+        ({"variables": []}, "INVALID_OPTIMIZER", ["names no variables"]),
+        ({"name": "Adma"}, "INVALID_OPTIMIZER", ["Adma"]),
+        ({"settings": {"learning_rate": -1.0}}, "INVALID_OPTIMIZER", ["learning_rate"]),
+        ({"step": -5}, "INVALID_OPTIMIZER", ["step is -5"]),
+    ],
+    ids=["missing", "unknown", "shape", "type", "variable", "no variables", "name", "rate", "step"],
+)
+def test_wrong_states_are_refused(client: Any, change: dict[str, Any], reason: str, words: list[str]) -> None:
+    with client.session(linear()) as s:
+        s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1, momentum=0.9))
+        graph = s.save()
+    state = graph.optimizer_state
+    changed = {"slots": {**state.slots, **change.pop("more", {})}, **change}
+    graph.optimizer_state = dataclasses.replace(state, **changed)
+    with refused(reason) as refusal, client.session(graph):
+        pass
+    refusal.says(*words)
 
 
 def test_step_of_some_variables_with_a_loss_that_is_no_scalar(client: Any) -> None:
@@ -213,9 +396,17 @@ def small_model() -> keras.Model:
     )
 
 
-def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
+def normalized_model() -> keras.Model:
+    """Makes a model that assigns a normalized kernel, and reads it, in each step."""
+    keras.utils.set_random_seed(3)
+    hidden = keras.layers.SpectralNormalization(keras.layers.Dense(5, activation="tanh"))
+    return keras.Sequential([keras.layers.Input((3,)), hidden, keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("make", [small_model, normalized_model], ids=lambda make: make.__name__)
+def test_traced_keras_model_trains_as_in_keras(client: Any, make: Callable[[], keras.Model]) -> None:
     """Batch norm statistics are assigned and not trained; silu has a custom gradient."""
-    model, twin = small_model(), small_model()
+    model, twin = make(), make()
 
     def loss_of(model: keras.Model, x: Any, t: Any) -> Any:
         return tf.reduce_mean(tf.square(model(x, training=True) - t))
@@ -224,7 +415,7 @@ def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
     paths = [variable.path for variable in model.variables]
     optimizer = keras.optimizers.Adam(0.05)
     with client.session(graph) as s:
-        for _ in range(4):
+        for _ in range(50):
             with tf.GradientTape() as tape:
                 loss = loss_of(twin, X, T)
             gradients = tape.gradient(loss, [variable.value for variable in twin.trainable_variables])
@@ -293,7 +484,7 @@ def test_failed_requests_change_no_variable(client: Any) -> None:
         with refused("FEED_SHAPE"):
             s.assign({"b": [1.0, 2.0], "w": np.ones((2, 2), np.float32)})
         with refused("FEED_DTYPE"):
-            s.assign({"w": W.astype(np.float64)})
+            s.assign({"w": W.astype(np.float64) + 0.1})
         with refused("UNKNOWN_TENSOR"):
             s.read("q")
         after = s.read()
@@ -393,6 +584,48 @@ def test_malformed_message_does_not_end_the_session(channel: grpc.Channel) -> No
     session.call.cancel()
 
 
+def test_calls_of_a_session_have_its_graph_and_overrides(channel: grpc.Channel) -> None:
+    def ask(**kind: Any) -> session_pb2.RunSessionResponse:
+        return session.ask(session_pb2.RunSessionRequest(**kind).SerializeToString())
+
+    session, other = RawSession(channel), RawSession(channel)
+    session.ask(start())
+    other.ask(start())
+    call = evaluate_pb2.EvaluateRequest(feeds=raw.feeds({"x": raw.tensor(X)}))
+    call.spec.fetches.append("y")
+    call.spec.vjp.ys.append("y")
+    call.spec.vjp.xs.append("b")
+    assert ask(call=call).evaluate.outputs[0].name == "y"
+    call.run_timeout.seconds = -1
+    assert error_reason(ask(call=call)) == "DEADLINE_EXCEEDED"
+    call.run_timeout.seconds = 1 << 62
+    assert ask(call=call).evaluate.outputs[0].name == "y"
+    graph, override, variable = program_pb2.ProgramSpec(), program_pb2.ProgramSpec(), program_pb2.ProgramSpec()
+    graph.graph.serialized = b""
+    override.overrides.add()
+    variable.variables.add(name="b")
+    for spec in (graph, override, variable, program_pb2.ProgramSpec(no_gradient=program_pb2.NO_GRADIENT_ZERO)):
+        wrong = evaluate_pb2.EvaluateRequest(spec=spec)
+        wrong.MergeFrom(call)
+        for answer in (ask(call=wrong), ask(forward=evaluate_pb2.ForwardRequest(evaluate=wrong))):
+            assert error_reason(answer) == "MALFORMED_REQUEST"
+            assert spec.ListFields()[0][0].name in answer.status.message
+    for wrong in (evaluate_pb2.EvaluateRequest(program="programs/p"), evaluate_pb2.EvaluateRequest()):
+        assert error_reason(ask(call=wrong)) == "MALFORMED_REQUEST"
+    kept = ask(forward=evaluate_pb2.ForwardRequest(evaluate=call)).forward
+    assert [item.name for item in kept.evaluate.outputs] == ["y"]
+    pull_back = evaluate_pb2.PullBackRequest(handle=kept.handle)
+    stolen = other.ask(session_pb2.RunSessionRequest(pull_back=pull_back).SerializeToString())
+    assert error_reason(stolen) == "HANDLE_EXPIRED"
+    [gradient] = ask(pull_back=pull_back).pull_back.gradients
+    assert (gradient.x, gradient.WhichOneof("value")) == ("b", "dense")
+    close = evaluate_pb2.CloseHandleRequest(handle=kept.handle)
+    assert ask(close_handle=close).WhichOneof("response") == "close_handle"
+    assert error_reason(ask(pull_back=pull_back)) == "HANDLE_EXPIRED"
+    for opened in (session, other):
+        opened.call.cancel()
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     flags = ("--max-sessions", "2", "--max-session-bytes", "1MiB")
@@ -433,7 +666,11 @@ def test_number_and_bytes_of_sessions_are_limited(small: RunningServer) -> None:
 def test_session_is_lost_with_its_engine(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, gr.connect(server.target) as client, client.session(linear()) as s:
         s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1))
+        handle = s.forward({"x": X}, ys="y", xs="w")
         os.kill(server.session_engine_pid(), signal.SIGKILL)
+        with refused("SESSION_LOST"):
+            handle.vjp()
+        handle.close()
         for _ in range(2):
             with refused("SESSION_LOST"):
                 s.read()

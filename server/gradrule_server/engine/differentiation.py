@@ -39,6 +39,7 @@ _EXTENDED = "_rewritten"
 _OWN_GRADIENT = -1
 _FOREIGN_GRADIENT = -2
 _NO_GRADIENT = -3
+_VARIABLE_VALUE = -4
 
 _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
@@ -150,6 +151,8 @@ class Differentiation:
         mark = self._marks[index]
         if mark.rule == _NO_GRADIENT:
             return [None] * len(op.inputs)
+        if mark.rule == _VARIABLE_VALUE:
+            return [dys[0]] * len(op.inputs)
         if first:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)
@@ -312,7 +315,7 @@ class Differentiation:
                 dys,
                 node,
                 f"node {node!r}: op type {op.type!r} has no gradient. Override it with a rule, or cut the path with "
-                f"stop_gradients=[{node!r}].",
+                f"stop_gradients=[{node!r}], or choose no_gradient='default', 'pass' or 'zero'.",
                 known=False,
             )
         if function is None:
@@ -323,7 +326,8 @@ class Differentiation:
                 dys,
                 node,
                 f"node {node!r}: TensorFlow registers {op.type!r} as not differentiable, so nothing would reach what "
-                f"lies before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
+                f"lies before it. Override it with a rule, cut the path on purpose with stop_gradients=[{node!r}], or "
+                "choose no_gradient='default', 'pass' or 'zero'.",
                 known=True,
             )
         if self._gradient_cache is not None:

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.response_writer import write_derivatives, write_tensor
-from gradrule_server.engine.run import check_size, execute, read_packing, set_timings
+from gradrule_server.engine.run import ForwardRuns, check_size, execute, read_packing, set_timings
 from gradrule_server.engine.tensor_sources import VariableCache
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
@@ -54,11 +54,13 @@ class Sessions:
         reader: ArgumentReader,
         variable_cache: VariableCache,
         find_program: Callable[[str], BuiltProgram],
+        forward_runs: ForwardRuns,
         device: str,
     ) -> None:
         self._reader = reader
         self._variable_cache = variable_cache
         self._find_program = find_program
+        self._forward_runs = forward_runs
         self._device = device
         self._sessions: dict[str, _Session] = {}
         # Names of sessions that ended before the message that opens them was read.
@@ -86,6 +88,8 @@ class Sessions:
                     session.values = self._check_size(session, {**session.values, **new}, request)
                 case "read":
                     self._read(session, request.read, reply)
+                case "restore":
+                    self._restore(session, request)
                 case _:
                     self._run(session, request.run, contents, request, reply)
             reply.bytes, reply.step = session.bytes_with(session.values), session.steps
@@ -108,17 +112,42 @@ class Sessions:
 
     def _read(self, session: _Session, request: link_pb2.SessionRead, reply: link_pb2.SessionReply) -> None:
         names, packing = request.variables, read_packing(request.packing)
-        missing = [name for name in names if name not in session.values]
-        if missing:
-            shown = ", ".join(map(repr, missing))
-            raise error(
-                errors_pb2.ERROR_REASON_MISSING_FEED,
-                f"variables without a value: {shown}; assign them, or give them values at the start",
-                field="variables",
-            )
-        check_size([session.values[name] for name in names])
+        _require_values(session, names, "variables")
+        optimizer = session.optimizer if request.optimizer_state else None
+        slots = {} if optimizer is None else optimizer.slots
+        check_size([*(session.values[name] for name in names), *slots.values()])
         for name in names:
             write_tensor(reply.variables.add(name=name).value.inline_tensor, session.values[name], packing)
+        if optimizer is not None:
+            state = reply.optimizer_state
+            state.optimizer.CopyFrom(optimizer.message)
+            state.step = session.steps
+            state.variables.extend(optimizer.variables)
+            for name, value in slots.items():
+                write_tensor(state.slots.add(name=name).value.inline_tensor, value, packing)
+
+    def _restore(self, session: _Session, message: link_pb2.SessionRequest) -> None:
+        """Creates the optimizer with slots of an earlier session."""
+        from gradrule_server.engine.session_optimizer import StepOptimizer
+
+        request = message.restore
+        if request.step < 0 or not request.variables:
+            what = f"step is {request.step}" if request.step < 0 else "it names no variables"
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_OPTIMIZER,
+                f"the optimizer's state is not valid: {what}",
+                field="start.optimizer_state",
+            )
+        _require_values(session, request.variables, "start.optimizer_state.variables")
+        slots = self._variable_cache.tensors(request.slots, message.blob_folder)
+        optimizer = StepOptimizer(request.optimizer, {name: session.values[name] for name in request.variables})
+        optimizer.restore(dict(zip((item.spec.name for item in request.slots), slots, strict=True)))
+        session.optimizer, session.steps = optimizer, request.step
+        try:
+            self._check_size(session, session.values, message)
+        except BaseException:
+            session.optimizer, session.steps = None, 0
+            raise
 
     def _run(
         self,
@@ -145,7 +174,7 @@ class Sessions:
         if request.store:
             values |= dict(zip(request.store, outputs, strict=True))
         else:
-            check_size([*outputs, *([] if request.HasField("optimizer") else derivatives)])
+            check_size([*outputs, *([] if request.HasField("optimizer") or request.handle else derivatives)])
             for name, value in zip(built.outputs, outputs, strict=True):
                 write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
         # A caller whose deadline has passed must find its session unchanged.
@@ -155,9 +184,12 @@ class Sessions:
             values = self._apply_optimizer(
                 session, built, request.optimizer, values, _gradients_by_x(built, derivatives), message
             )
-        elif not request.store:
+        elif not (request.store or request.handle):
             write_derivatives(response, built, derivatives, packing)
         session.values = self._check_size(session, values, message)
+        if request.handle:
+            # The derivatives of a program in two parts are what its forward part saved.
+            reply.kept_bytes = self._forward_runs.keep(request.handle, built, derivatives)
         session.steps += request.HasField("optimizer")
         set_timings(response.timings, request.run.received_ns, started)
         reply.response = response.SerializeToString()
@@ -204,6 +236,17 @@ class Sessions:
                 f"for it ({message.max_bytes_setting})",
             )
         return values
+
+
+def _require_values(session: _Session, names: Iterable[str], field: str) -> None:
+    missing = [name for name in names if name not in session.values]
+    if missing:
+        shown = ", ".join(map(repr, missing))
+        raise error(
+            errors_pb2.ERROR_REASON_MISSING_FEED,
+            f"variables without a value: {shown}; assign them, or give them values at the start",
+            field=field,
+        )
 
 
 def _gradients_by_x(built: BuiltProgram, derivatives: Sequence[tf.Tensor]) -> dict[str, Any]:

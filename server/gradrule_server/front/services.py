@@ -41,8 +41,13 @@ SESSION_SERVICE = "gradrule.v1.SessionService"
 MessageT = TypeVar("MessageT", bound=Message)
 
 _MAX_BLOB_NAMES = 10_000
+_SESSION_KINDS = [
+    field.name
+    for field in session_pb2.RunSessionRequest.DESCRIPTOR.oneofs_by_name["request"].fields
+    if field.name != "start"
+]
 # Name of a session's response field, where it differs from that of the request.
-_RESPONSE_FIELDS = {"start": "started"}
+_RESPONSE_FIELDS = {"start": "started", "call": "evaluate"}
 
 
 class RuleServicer:
@@ -160,13 +165,16 @@ class GradientServicer:
         return self._shared_memory.issue_keys(call.caller)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
-        handles = StreamHandles(caller.tenant.handles)
+        handles = StreamHandles(caller.tenant.handles, caller.tenant.program_service)
 
         async def forward(call: Call[link_pb2.RawForwardRequest]) -> bytes:
             return await handles.forward(call.request, call.received_ns, call.ends_at)
 
         async def pull_back(call: Call[evaluate_pb2.PullBackRequest]) -> bytes:
-            return await handles.pull_back(call.raw, call.request.handle, call.received_ns, call.ends_at)
+            request = call.request
+            return await handles.pull_back(
+                call.raw, request.handle, call.received_ns, call.ends_at, closes=request.close_handle
+            )
 
         async def close(call: Call[evaluate_pb2.CloseHandleRequest]) -> evaluate_pb2.CloseHandleResponse:
             handles.close(call.request.handle)
@@ -243,7 +251,7 @@ class SessionServicer:
 
     async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         """Serves the session of one stream. Reports a lost session once, without waiting for a request."""
-        session = Session(caller.tenant.sessions)
+        session = Session(caller.tenant.sessions, caller.tenant.handles)
         started = is_loss_reported = False
 
         async def report_loss(cause: GradruleError) -> None:
@@ -276,7 +284,7 @@ class SessionServicer:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {name}") from cause
         kind = request.WhichOneof("request")
         if kind is None or (kind == "start") == started:
-            expected = "step, evaluate, read or assign" if started else "start"
+            expected = f"one of {', '.join(_SESSION_KINDS)}" if started else "start"
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"expected {expected}, not {kind or 'nothing'}")
 
         part = getattr(request, kind)
@@ -285,15 +293,27 @@ class SessionServicer:
         async def read(request_type: type[MessageT]) -> MessageT:
             return await self._pipeline.parse(request_type, part, caller)
 
-        async def run(ends_at: float) -> Message:
+        async def run(ends_at: float) -> Message | bytes:
             match kind:
                 case "start":
                     return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at)
                 case "step":
-                    return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at, packing)
+                    return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at, request)
                 case "evaluate":
                     evaluation = await read(session_pb2.SessionEvaluateRequest)
-                    return await session.evaluate(evaluation, received_ns, ends_at, packing)
+                    return await session.evaluate(evaluation, received_ns, ends_at, request)
+                case "call":
+                    call = await read(link_pb2.RawEvaluateRequest)
+                    return await session.call(call, received_ns, ends_at, request)
+                case "forward":
+                    forward = await read(link_pb2.RawForwardRequest)
+                    return await session.keep_forward(forward, received_ns, ends_at, request)
+                case "pull_back":
+                    pull_back = await read(evaluate_pb2.PullBackRequest)
+                    return await session.pull_back(pull_back, part, received_ns, ends_at, packing)
+                case "close_handle":
+                    session.close_handle((await read(evaluate_pb2.CloseHandleRequest)).handle)
+                    return evaluate_pb2.CloseHandleResponse()
                 case "read":
                     return await session.read(await read(session_pb2.ReadRequest), ends_at, packing)
                 case _:

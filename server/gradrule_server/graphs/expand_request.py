@@ -31,7 +31,8 @@ class Mark:
     """The rule of the nodes whose attribute `_gradrule_mark` is the index of this mark.
 
     Attributes:
-        rule: Index of the rule (-1: `default`, -2: foreign gradient, -3: none, because no gradient can reach the xs).
+        rule: Index of the rule (-1: `default`, -2: foreign gradient, -3: none, because no gradient can reach the xs;
+            -4: the gradient goes to every input, as that of a written value of a variable).
         node: Public name of the node.
         foreign: Name of the foreign gradient.
         outputs: Number of outputs of a subgraph; 0 for a single node.
@@ -119,6 +120,8 @@ class Expanded:
     inputs: list[GraphInput]
     # Public names of the nodes that rewrites replaced.
     rewritten: list[str]
+    # Whether equal feeds give equal results: no node draws random numbers.
+    repeatable: bool
     # Names in the expanded graph and element types, by requested name. Pruned stop_gradients have no name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]

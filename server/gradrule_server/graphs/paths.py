@@ -18,14 +18,17 @@ from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref
 Flows = Mapping[int, range]
 """For each node, by id(): the inputs that receive gradients. In nodes that are missing here, all inputs do."""
 
+Shortcuts = Mapping[int, Sequence[Ref]]
+"""For nodes, by id(): tensors of the same body to which a rule passes the node's gradients on, past the node's inputs.
+
+The rule is that of a subgraph which ends at the node, or of a StopGradient.
+"""
+
 Seeds = Mapping[int, Mapping[Ref, int]]
 """For each body, by id(): the tensors where dependence starts, each with the bits of the sets that contain it."""
 
 Flags = NDArray[np.bool_]
 Counts = NDArray[np.int32]
-
-# Iterations of a loop after the first in which ranks look for paths; more would take too long on large loops.
-_MAX_ITERATIONS = 8
 
 
 def topological_order(body: Body) -> list[int]:
@@ -78,10 +81,12 @@ class Cut:
     Attributes:
         constants: Top-level tensors that count as constants.
         flows: The inputs that receive gradients.
+        shortcuts: The tensors that get gradients from nodes behind which rules pass them on.
     """
 
     constants: AbstractSet[Ref] = frozenset()
     flows: Flows = field(default_factory=dict)
+    shortcuts: Shortcuts = field(default_factory=dict)
 
     @staticmethod
     def passes(node: Node) -> bool:
@@ -135,26 +140,23 @@ class Ranking:
         members: For each node, by id(): a flag for each set that says whether the set contains the node.
         wanted: The requested rank for each set.
         path: The nodes on the path, by id().
-        xs: The top-level tensors where paths start.
-        flows: The inputs that receive gradients.
+        cut: Where gradients stop.
         orders: The topological orders of the bodies.
     """
 
     members: Mapping[int, Flags]
     wanted: Counts
     path: AbstractSet[int]
-    xs: AbstractSet[Ref]
-    flows: Flows
+    cut: Cut
     orders: Orders
 
     def from_xs(self, top: Body) -> dict[int, Flags]:
         """Returns for each member, by id(), a flag for each set: whether its rank from the xs is the wanted rank.
 
-        The rank is the largest number of other members on one path that leads to the node. In a loop, the first
-        iteration counts in which such a path leads to it.
+        The rank is the largest number of other members on one path that leads to the node.
         """
         found: dict[int, Flags] = {}
-        self._forward(top, (), self.xs, found, is_loop_body=False)
+        self._forward(top, (), found)
         return found
 
     def from_ys(self, top: Body) -> dict[int, Flags]:
@@ -163,78 +165,30 @@ class Ranking:
         self._backward(top, np.zeros_like(self.wanted), found)
         return found
 
-    def _forward(
-        self,
-        body: Body,
-        args: Sequence[Counts | None],
-        xs: AbstractSet[Ref],
-        found: dict[int, Flags],
-        *,
-        is_loop_body: bool,
-    ) -> Counts:
-        """Ranks the members of a body; returns the largest counts at its results. Nodes share count arrays.
-
-        `args`: the counts at the arguments; None for those that do not depend on the xs.
-        """
-        zero: Counts = np.zeros_like(self.wanted)
-        behind: list[Counts | None] = [None] * len(body.nodes)
-        behind[: len(args)] = args
-        pending = [
-            position
-            for position in self.orders.get(body)
-            if position >= len(args) and id(body.nodes[position]) in self.path
-        ]
-        pending = self._rank(body, pending, behind, xs, found)
-        for _ in range(_MAX_ITERATIONS if is_loop_body else 0):
-            if not pending:
-                break
-            # What depends on the xs from the next iteration on.
-            following = [behind[producer] for producer, _ in body.results][: len(args)]
-            for number, count in enumerate(following):
-                if behind[number] is None:
-                    behind[number] = count
-            pending = self._rank(body, pending, behind, xs, found)
-        if pending:
-            for number in range(len(args)):
-                behind[number] = zero if (count := behind[number]) is None else count
-            self._rank(body, pending, behind, xs, found, otherwise=zero)
-        return _largest((count for ref in body.results if (count := behind[ref[0]]) is not None), zero)
-
-    def _rank(
-        self,
-        body: Body,
-        positions: Iterable[int],
-        behind: list[Counts | None],
-        xs: AbstractSet[Ref],
-        found: dict[int, Flags],
-        otherwise: Counts | None = None,
-    ) -> list[int]:
-        """Ranks nodes in topological order; returns those that no path from the xs leads to so far."""
+    def _forward(self, body: Body, args: Sequence[Counts], found: dict[int, Flags]) -> Counts:
+        """Ranks the members of a body; returns the largest counts at its results. Nodes share count arrays."""
         nodes, members = body.nodes, self.members
         zero: Counts = np.zeros_like(self.wanted)
-        rest = []
-        for position in positions:
+        behind = [zero] * len(nodes)
+        behind[: len(args)] = args
+        for position in self.orders.get(body):
             node = nodes[position]
-            before = [
-                (zero if ref in xs and behind[ref[0]] is None else behind[ref[0]])
-                if flows_to(node, index, self.flows)
-                else None
-                for index, ref in enumerate(node.inputs)
-            ]
-            counts = [count for count in before if count is not None]
-            if not counts and otherwise is None:
-                rest.append(position)
-                continue
             key = id(node)
-            count = after = _largest(counts, zero)
+            if position < len(args) or key not in self.path:
+                continue
+            before = [
+                behind[producer] if flows_to(node, index, self.cut.flows) else zero
+                for index, (producer, _) in enumerate(node.inputs)
+            ]
+            passed = self.cut.shortcuts.get(key, ())
+            count = after = _largest([*before, *(behind[producer] for producer, _ in passed)], zero)
             if key in members:
                 found[key] = (count == self.wanted) & members[key]
                 after = count + members[key]
-            for inner, offset, is_loop_body in _inner_bodies(node):
-                arguments = self._forward(inner, before[offset:], frozenset(), found, is_loop_body=is_loop_body)
-                after = np.maximum(after, arguments)
+            for inner, offset, _ in _inner_bodies(node):
+                after = np.maximum(after, self._forward(inner, before[offset:], found))
             behind[position] = after
-        return rest
+        return _largest([behind[ref[0]] for ref in body.results], zero)
 
     def _backward(self, body: Body, base: Counts, found: dict[int, Flags]) -> Counts:
         """Ranks the members of a body with `base` counts at its results; returns the largest at the arguments."""
@@ -252,8 +206,10 @@ class Ranking:
             for inner, _, _ in _inner_bodies(node):
                 before = np.maximum(before, self._backward(inner, count, found))
             for index, (producer, _) in enumerate(node.inputs):
-                if flows_to(node, index, self.flows):
+                if flows_to(node, index, self.cut.flows):
                     ahead[producer] = _largest((before, ahead[producer]), base)
+            for producer, _ in self.cut.shortcuts.get(key, ()):
+                ahead[producer] = _largest((before, ahead[producer]), base)
         return _largest(ahead[: body.arg_count], base)
 
 
@@ -316,7 +272,7 @@ class _Forward:
             next_arguments = {}
         while changed:
             position = changed.popleft()
-            for consumer in reached.consumers()[position]:
+            for consumer in reached.consumers(self._cut)[position]:
                 if self._visit(reached, consumer):
                     changed.append(consumer)
             for arg in next_arguments.get(position, ()):
@@ -336,19 +292,21 @@ class _Forward:
         body = reached.body
         node, bits = body.nodes[position], reached.bits
         seeds = self._seeds.get(id(body), {})
+        own = 0
         if self._cut is None:
             inputs = [bits[ref[0]] | seeds.get(ref, 0) for ref in node.inputs]
         else:
-            if not self._cut.passes(node):
-                return False
             constants = frozenset() if body.name else self._cut.constants
+            for ref in self._cut.shortcuts.get(id(node), ()):
+                own |= 0 if ref in constants else bits[ref[0]] | seeds.get(ref, 0)
+            if not self._cut.passes(node):
+                return reached.add_bits(position, own)
             inputs = [
                 bits[ref[0]] | seeds.get(ref, 0)
                 if ref not in constants and flows_to(node, index, self._cut.flows)
                 else 0
                 for index, ref in enumerate(node.inputs)
             ]
-        own = 0
         for item in inputs:
             own |= item
         for inner, offset, is_loop_body in _inner_bodies(node) if node.functions else ():
@@ -370,10 +328,14 @@ class _Reached:
         self.bits[position] |= bits
         return changed
 
-    def consumers(self) -> list[list[int]]:
-        """Returns the consumers of each node."""
+    def consumers(self, cut: Cut | None) -> list[list[int]]:
+        """Returns the nodes that a change of each node can change: its consumers, and ends of shortcuts from it."""
         if self._consumers is None:
             self._consumers = consumers_of(self.body)
+            shortcuts = {} if cut is None else cut.shortcuts
+            for position, node in enumerate(self.body.nodes if shortcuts else ()):
+                for producer, _ in shortcuts.get(id(node), ()):
+                    self._consumers[producer].append(position)
         return self._consumers
 
     def next_arguments(self) -> dict[int, list[int]]:
@@ -387,11 +349,19 @@ class _Reached:
 def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int], orders: Orders) -> None:
     nodes, needed = body.nodes, bytearray(len(body.nodes))
     constants = cut.constants if cut is not None and not body.name else frozenset()
+    shortcuts = cut.shortcuts if cut is not None else {}
     for position in reversed(orders.get(body)):
         node = nodes[position]
-        if (not needed[position] and position not in roots) or (cut is not None and not cut.passes(node)):
+        if not needed[position] and position not in roots:
             continue
-        found.add(id(node))
+        passed = shortcuts.get(id(node), ())
+        for ref in passed:
+            needed[ref[0]] |= ref not in constants
+        passes = cut is None or cut.passes(node)
+        if passes or passed:
+            found.add(id(node))
+        if not passes:
+            continue
         for index, ref in enumerate(node.inputs):
             needed[ref[0]] |= ref not in constants and (cut is None or flows_to(node, index, cut.flows))
         for inner, _, _ in _inner_bodies(node) if node.functions else ():

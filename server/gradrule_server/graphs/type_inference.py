@@ -24,7 +24,8 @@ _REASONS = {
 
 CONTROL_FLOW_V1 = (
     "is control flow of version 1; convert by building the graph with version 2: in a tf.function, or after "
-    "tf.compat.v1.enable_control_flow_v2()"
+    "tf.compat.v1.enable_control_flow_v2(); freeze a function with convert_variables_to_constants_v2(…, "
+    "lower_control_flow=False)"
 )
 _TEMPORARY = "creates a variable that exists within one step only; use a tensor"
 _REFERENCE = "uses a reference to a variable or resource of TensorFlow 1 in a way that gradrule does not support"
@@ -33,8 +34,12 @@ _OPTIMIZER = (
     "them yourself"
 )
 _RESOURCE = (
-    "creates a resource (a table, queue, iterator, stack or lock), which exists in a process and not in a graph; feed "
+    "creates a resource (a queue, iterator, stack or lock), which exists in a process and not in a graph; feed "
     "the values that are read from it instead"
+)
+_TABLE = (
+    "uses a lookup table, which exists in a process and not in a graph; load the model with gr.load or gr.trace of the "
+    "Python client, which replace tables by constants, or feed what is looked up"
 )
 _HANDLE = "uses a resource in a way that gradrule does not support; feed its output instead"
 _DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed its output instead"
@@ -294,6 +299,8 @@ def _why_not_on_resources(node: Node, op: OpDef) -> str:
         return _OPTIMIZER
     if "Dataset" in node.op or "Iterator" in node.op:
         return _DATASET
+    if touches and ("HashTable" in node.op or node.op.startswith(("LookupTable", "InitializeTable"))):
+        return _TABLE
     if node.op.startswith(_TENSOR_ARRAYS) and not is_reference:
         return ""
     if is_reference:

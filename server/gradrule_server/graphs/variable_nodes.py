@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gradrule.common.dtypes import as_dt, dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
@@ -12,35 +12,60 @@ from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref
 from gradrule_server.graphs.selectors import CandidateNode
-from gradrule_server.graphs.variables import IS_INITIALIZED_OPS, READS, WRITES, Variable
+from gradrule_server.graphs.variables import IS_INITIALIZED_OPS, RANDOM_STATE_OPS, READS, WRITES, Variable
 
 _INT32 = AttrValue(type=Dt.DT_INT32)
+_INT64 = AttrValue(type=Dt.DT_INT64)
+
+# The state of the Philox algorithm: a counter of 128 bits, and a key.
+_STATE_SIZE = 3
+# TensorFlow skips so many numbers of the counter for each number that it draws.
+_SKIP = 256
+_NOT_PHILOX = (
+    "advances a random generator whose state is not that of the Philox algorithm, three numbers of type int64; create "
+    "the generator with alg='philox'"
+)
 
 
 class Lowering:
-    """Changes nodes in place; adds helper nodes to the body, named after the changed node."""
+    """Changes nodes in place; adds helper nodes to the body, named after the changed node.
 
-    def __init__(self, copy: Copy, findings: Findings) -> None:
+    Gradients stop at a written value, as in TensorFlow, where a read has a gradient by the variable only.
+    `differentiated`: the variables among the xs.
+    """
+
+    def __init__(self, copy: Copy, findings: Findings, differentiated: Collection[Variable]) -> None:
         self._copy = copy
         self._findings = findings
+        self._differentiated = differentiated
         self._candidates = self._by_place()
 
     def lower(self, body: Body, index: int, variable: Variable) -> list[tuple[Variable, Ref]]:
         """Replaces a node whose first input already is the variable's current value; returns the written values."""
         node, first = body.nodes[index], len(body.nodes)
+        old = node.inputs[0]
         self._check_type(body, node, variable)
         if node.op in IS_INITIALIZED_OPS:
             value = Tensor(dtype=Dt.DT_BOOL, bool_val=[True])
             attrs = {"dtype": AttrValue(type=Dt.DT_BOOL), "value": AttrValue(tensor=value)}
             self.become(node, "Const", [], attrs, (Dt.DT_BOOL,))
             return []
+        written = (index, 0)
         if node.op in READS:
             self._read(body, index, variable)
+        elif node.op in RANDOM_STATE_OPS:
+            has_size = variable.shape.unknown_rank or [dim.size for dim in variable.shape.dim] == [_STATE_SIZE]
+            if variable.dtype != Dt.DT_INT64 or not has_size:
+                node.unsupported = _NOT_PHILOX
+                return []
+            written = self._skip(body, index)
         else:
             self._write(body, index, variable)
+        if node.uploaded_op in WRITES and variable in self._differentiated and variable.dtype in DIFFERENTIABLE:
+            written = self._pass_gradient_to_variable(body, index, old, variable)
         for changed in (node, *body.nodes[first:]):
             changed.watched = bool(changed.inputs) and self.is_differentiable(changed)
-        return [(variable, (index, 0))] if node.uploaded_op in WRITES else []
+        return [(variable, written)] if node.uploaded_op in WRITES or node.uploaded_op in RANDOM_STATE_OPS else []
 
     @staticmethod
     def is_differentiable(node: Node) -> bool:
@@ -56,14 +81,18 @@ class Lowering:
         gradient = {GRADIENT_ATTR: node.attrs[GRADIENT_ATTR]} if GRADIENT_ATTR in node.attrs else {}
         node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **gradient}, outputs
 
-    def become_checked(self, node: Node, value: Ref, variable: Variable) -> None:
-        """Turns a node into an identity of a value, with a check that the value has the variable's shape."""
+    def become_written(self, body: Body, index: int, value: Ref, variable: Variable, *, is_checked: bool) -> None:
+        """Turns a node into a written value, at which gradients stop. `is_checked`: checks the variable's shape."""
         attrs = {"T": AttrValue(type=variable.dtype)}
-        if variable.shape.unknown_rank:
-            self.become(node, "Identity", [value], attrs, (variable.dtype,))
-        else:
+        if is_checked and not variable.shape.unknown_rank:
             shape = {"shape": AttrValue(shape=variable.shape)}
-            self.become(node, "EnsureShape", [value], {**attrs, **shape}, (variable.dtype,))
+            value = self._add(body, index, "checked", "EnsureShape", [value], {**attrs, **shape}, variable.dtype)
+        self.become(body.nodes[index], "StopGradient", [value], attrs, (variable.dtype,))
+
+    def without_gradient(self, body: Body, value: Ref) -> Ref:
+        """Returns the same value of a variable without a gradient by the variable."""
+        node = body.nodes[value[0]]
+        return node.inputs[0] if id(node) in self._copy.variable_values else value
 
     @staticmethod
     def retype_pass(node: Node, types: Sequence[int]) -> None:
@@ -129,13 +158,45 @@ class Lowering:
         validates = (
             "validate_shape" not in old or old["validate_shape"].b or old["validate_shape"].WhichOneof("value") is None
         )
-        if write.keeps_shape or variable.shape.unknown_rank or (not write.takes_old and not validates):
-            self.become(node, write.op, inputs, attrs, (variable.dtype,))
-            return
         value = inputs[0]
         if write.takes_old:
             value = self._add(body, index, "new", write.op, inputs, attrs, variable.dtype)
-        self.become_checked(node, value, variable)
+        is_checked = not write.keeps_shape and (write.takes_old or validates)
+        self.become_written(body, index, value, variable, is_checked=is_checked)
+
+    def _pass_gradient_to_variable(self, body: Body, index: int, old: Ref, variable: Variable) -> Ref:
+        """Adds a node with a written value, whose gradient goes to the variable, through its old value."""
+        types = AttrValue(list=AttrValue.ListValue(type=[variable.dtype] * 2))
+        name = self._copy.unique(body, f"{body.nodes[index].name}/variable")
+        outputs = (variable.dtype,) * 2
+        node = Node(name, "IdentityN", [(index, 0), old], [], {"T": types}, outputs)
+        body.nodes.append(node)
+        self._copy.variable_values[id(node)] = node
+        return len(body.nodes) - 1, 0
+
+    def _skip(self, body: Body, index: int) -> Ref:
+        """Replaces a node by the state of a random generator; returns the state after it, a counter that is higher."""
+        node = body.nodes[index]
+        state, _, drawn = node.inputs
+        self.become(node, "Identity", [state], {"T": _INT64}, (Dt.DT_INT64,))
+
+        def add(suffix: str, op: str, *inputs: Ref) -> Ref:
+            return self._add(body, index, suffix, op, inputs, {"T": _INT64}, Dt.DT_INT64)
+
+        bitcast_attrs = {"T": AttrValue(type=Dt.DT_UINT64), "type": _INT64}
+        drawn = self._add(body, index, "drawn", "Bitcast", [drawn], bitcast_attrs, Dt.DT_INT64)
+        step = self._constant(body, index, "step", [_SKIP, 0, 0], _INT64)
+        low = add("low", "AddV2", state, add("skipped", "Mul", drawn, step))
+        # As unsigned numbers, a sum is less than its part if it overflows; then the next number is one higher.
+        sign = self._constant(body, index, "sign", -(2**63), _INT64)
+        compared = [add("unsigned", "BitwiseXor", low, sign), add("unsigned_state", "BitwiseXor", state, sign)]
+        overflows = self._add(body, index, "overflows", "Less", compared, {"T": _INT64}, Dt.DT_BOOL)
+        cast_attrs = {"SrcT": AttrValue(type=Dt.DT_BOOL), "DstT": _INT64}
+        carry = self._add(body, index, "carry", "Cast", [overflows], cast_attrs, Dt.DT_INT64)
+        one, axis = self._constant(body, index, "one", 1), self._constant(body, index, "axis", 0)
+        roll_attrs = {"T": _INT64, "Tshift": _INT32, "Taxis": _INT32}
+        carried = self._add(body, index, "carried", "Roll", [carry, one, axis], roll_attrs, Dt.DT_INT64)
+        return add("new", "AddV2", low, carried)
 
     def _by_rows(self, body: Body, index: int, inputs: list[Ref], attrs: Mapping[str, AttrValue]) -> list[Ref]:
         """Converts row indices for a TensorScatter op and broadcasts a scalar update to full size."""
@@ -164,13 +225,13 @@ class Lowering:
         attrs = {"T": dtype, "out_type": _INT32}
         return self._add(body, index, suffix, "Shape", [of], attrs, Dt.DT_INT32)
 
-    def _constant(self, body: Body, index: int, suffix: str, value: int | list[int]) -> Ref:
+    def _constant(self, body: Body, index: int, suffix: str, value: int | list[int], dtype: AttrValue = _INT32) -> Ref:
         values = value if isinstance(value, list) else [value]
         shape = TensorShape(dim=[TensorShape.Dim(size=len(values))] if isinstance(value, list) else [])
-        content = struct.pack(f"<{len(values)}i", *values)
-        tensor = Tensor(dtype=Dt.DT_INT32, tensor_shape=shape, tensor_content=content)
-        attrs = {"dtype": _INT32, "value": AttrValue(tensor=tensor)}
-        return self._add(body, index, suffix, "Const", [], attrs, Dt.DT_INT32)
+        content = struct.pack(f"<{len(values)}{'i' if dtype is _INT32 else 'q'}", *values)
+        tensor = Tensor(dtype=dtype.type, tensor_shape=shape, tensor_content=content)
+        attrs = {"dtype": dtype, "value": AttrValue(tensor=tensor)}
+        return self._add(body, index, suffix, "Const", [], attrs, dtype.type)
 
     def _add(
         self,
@@ -189,7 +250,7 @@ class Lowering:
         body.nodes.append(node)
         candidate = self._candidates.get((id(body), index))
         if candidate is not None:
-            full = f"{candidate.name}/{suffix}"
-            part = CandidateNode(full, candidate.function, body, len(body.nodes) - 1, candidate.around)
+            names = f"{candidate.name}/{suffix}", f"{candidate.qualified_name}/{suffix}"
+            part = CandidateNode(*names, candidate.function, body, len(body.nodes) - 1, candidate.around)
             self._copy.candidates.append(part)
         return len(body.nodes) - 1, 0

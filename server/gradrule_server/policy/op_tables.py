@@ -53,7 +53,7 @@ REMEDIES: Mapping[str, str] = {
     "process": _REMOVE,
     "queue": _FEED,
     "resource": _FEED,
-    "table": _FEED,
+    "table": "load the model with gr.load or gr.trace of the Python client, which replace tables by constants",
     "tensor array": "use TensorArrayV3, or tensor lists",
     "test": _REMOVE,
     "training": "ask for gradients, and train with those",
@@ -169,6 +169,8 @@ TRAITS: Mapping[str, str] = MappingProxyType(
         # Gradients.
         "zero_gradient": "registered as not differentiable on purpose: it cuts the path, or its output is a constant",
         "keeps_shape": "one input and one output of the same shape",
+        # Randomness.
+        "draws_random": "draws random numbers from a state that is not one of its inputs",
         # Memory and sizes.
         "view": "outputs share the memory of an input, or a part of it. Value: the input's number; each: output n of n",
         "reads_shape": "reads nothing of its inputs but their shapes",

@@ -4,100 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-
-from google.protobuf.message import DecodeError
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import release_payload, session_assign, session_payload, session_read, session_run
+from gradrule_server.link.messages import (
+    release_payload,
+    session_assign,
+    session_payload,
+    session_read,
+    session_restore,
+    session_run,
+)
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Limits
+from gradrule_server.policy import SMALL_BYTES
 from gradrule_server.programs.cache import SessionKey
 from gradrule_server.programs.compiler import RunnableProgram
+from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
 from gradrule_server.programs.known_calls import call_shape
-from gradrule_server.programs.runner import ProcessRef, RunInSession
-from gradrule_server.programs.service import ProgramService
-from gradrule_server.programs.session_variables import SessionVariables
-from gradrule_server.quotas import Quota
+from gradrule_server.programs.runner import ForwardRun, ProcessRef, RunInSession
+from gradrule_server.programs.session_limits import SessionManager
+from gradrule_server.programs.session_requests import SessionVariables, blob_name, read_spec, with_settings
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
-from gradrule_server.registry.blobs import BlobStore
 
 # The most slots of an optimizer for each variable that it updates.
 _MAX_SLOTS = 3
-
-
-class SessionManager:
-    """Limits the number and bytes of a tenant's sessions. Belongs to one asyncio loop."""
-
-    def __init__(
-        self,
-        program_service: ProgramService,
-        blobs: BlobStore,
-        limits: Limits,
-        *,
-        quota: Quota,
-        bytes_quota: Quota,
-    ) -> None:
-        self.program_service = program_service
-        self.blobs = blobs
-        self.limits = limits
-        self._quota = quota
-        self._bytes_quota = bytes_quota
-        self._bytes: dict[str, int] = {}
-
-    def open(self) -> str:
-        """Adds a session and returns its name. Raises QUOTA_EXCEEDED if there are too many."""
-        self._quota.reserve()
-        # Engines find sessions of all tenants by these names, so no tenant may guess one.
-        name = f"s{secrets.token_hex(8)}"
-        self._bytes[name] = 0
-        return name
-
-    def available_bytes(self, name: str) -> int:
-        """Returns the most bytes that a session may have."""
-        return self._bytes_quota.available + self._bytes.get(name, 0)
-
-    @property
-    def limiting_setting(self) -> str:
-        """The flag of the setting that limits `available_bytes`."""
-        return self._bytes_quota.limiting_setting
-
-    @contextlib.contextmanager
-    def reserve_growth(self, name: str, more: int) -> Iterator[None]:
-        """Counts the bytes that a session may grow by, within this context, so that others cannot use them."""
-        before = self._bytes.get(name, 0)
-        self.set_bytes(name, before + more)
-        try:
-            yield
-        finally:
-            if self._bytes.get(name) == before + more:
-                self.set_bytes(name, before)
-
-    def set_bytes(self, name: str, size: int) -> None:
-        """Sets the size of a session."""
-        if name in self._bytes:
-            self._bytes_quota.adjust(size - self._bytes[name])
-            self._bytes[name] = size
-
-    def close(self, name: str) -> None:
-        """Removes a session."""
-        if name in self._bytes:
-            self.set_bytes(name, 0)
-            del self._bytes[name]
-            self._quota.release()
+# Errors that may mean that the engine which held the session has ended.
+_LOST_REASONS = frozenset({errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE, errors_pb2.ERROR_REASON_HANDLE_EXPIRED})
 
 
 class Session:
-    """One session. Its methods are called one after the other, but `close` at any time."""
+    """One session. Its methods are called one after the other, but `close` at any time.
 
-    def __init__(self, manager: SessionManager) -> None:
+    handles: Limits the tenant's forward handles, among them those of the session.
+    """
+
+    def __init__(self, manager: SessionManager, handles: HandleManager) -> None:
         self._manager = manager
+        self._handles = StreamHandles(handles, self)
         self._name = ""
         self._process: ProcessRef | None = None
         self._graph = b""
@@ -118,7 +67,7 @@ class Session:
         spec = link_pb2.RawProgramSpec(graph=request.graph, no_gradient=request.no_gradient)
         self._graph = spec.SerializeToString()
         self._overrides = link_pb2.RawProgramSpec(overrides=request.overrides).SerializeToString()
-        blob = _blob_name(request.graph)
+        blob = blob_name(request.graph)
         if blob:
             # Each kind of step compiles the graph again.
             await asyncio.to_thread(self._manager.blobs.verify, [blob])
@@ -145,6 +94,8 @@ class Session:
             async with self._reporting_loss():
                 await self._manager.program_service.run_inline(call, received_ns, mode)
             reply = mode.reply or reply
+        if request.HasField("optimizer_state"):
+            reply = await self._restore(request.optimizer_state, ends_at)
         specs = [
             tensor_pb2.TensorSpec(
                 name=item.names[0],
@@ -154,12 +105,16 @@ class Session:
             )
             for item in self._variables.items
         ]
-        return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes)
+        return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes, step=reply.step)
 
     async def step(
-        self, request: session_pb2.StepRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
+        self,
+        request: session_pb2.StepRequest,
+        received_ns: int,
+        ends_at: float,
+        settings: link_pb2.RawSessionRequest,
     ) -> session_pb2.StepResponse:
-        """Minimizes a loss by one update. `packing`: How tensors of the answer are encoded."""
+        """Minimizes a loss by one update. `settings`: The message, for the packing and the time limit of the run."""
         if not request.loss:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "a step minimises a loss: name one", field="step.loss"
@@ -179,9 +134,13 @@ class Session:
                 field="step.variables",
             )
         vjp = program_pb2.Vjp(ys=[request.loss], xs=dict.fromkeys(xs))
-        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params, answer_packing=packing)
+        call = link_pb2.RawEvaluateRequest(
+            spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
+            feeds=request.feeds,
+            params=request.params,
+        )
         mode = RunInSession(self, ends_at, optimizer=request.optimizer)
-        answer, program, is_new = await self._run(call, request.fetches, vjp, received_ns, mode)
+        answer, program, is_new = await self._run(with_settings(call, settings), received_ns, mode)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
             outputs=done.outputs,
@@ -195,16 +154,65 @@ class Session:
         request: session_pb2.SessionEvaluateRequest,
         received_ns: int,
         ends_at: float,
-        packing: tensor_pb2.Packing | None,
+        settings: link_pb2.RawSessionRequest,
     ) -> evaluate_pb2.EvaluateResponse:
-        """Evaluates, and stores the values that the graph assigns. `packing`: How tensors of the answer are encoded."""
-        call = link_pb2.RawEvaluateRequest(
-            feeds=request.feeds, grad_ys=request.grad_ys, params=request.params, answer_packing=packing
-        )
+        """Evaluates, and stores the values that the graph assigns. `settings`: As in `step`."""
         vjp = request.vjp if request.HasField("vjp") else None
-        mode = RunInSession(self, ends_at)
-        answer, program, _ = await self._run(call, request.fetches, vjp, received_ns, mode)
-        return evaluate_pb2.EvaluateResponse.FromString(answer + program.compiled.tail)
+        call = link_pb2.RawEvaluateRequest(
+            spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
+            feeds=request.feeds,
+            grad_ys=request.grad_ys,
+            params=request.params,
+        )
+        return evaluate_pb2.EvaluateResponse.FromString(await self.call(call, received_ns, ends_at, settings))
+
+    async def call(
+        self,
+        request: link_pb2.RawEvaluateRequest,
+        received_ns: int,
+        ends_at: float,
+        settings: link_pb2.RawSessionRequest,
+    ) -> bytes:
+        """Evaluates and differentiates, and stores the values that the graph assigns.
+
+        Returns the bytes of an `EvaluateResponse`. `settings`: As in `step`.
+        """
+        call = with_settings(request, settings)
+        answer, program, _ = await self._run(call, received_ns, RunInSession(self, ends_at))
+        return answer + program.compiled.tail
+
+    async def keep_forward(
+        self,
+        request: link_pb2.RawForwardRequest,
+        received_ns: int,
+        ends_at: float,
+        settings: link_pb2.RawSessionRequest,
+    ) -> bytes:
+        """Runs forward and keeps a handle; returns the bytes of a `ForwardResponse`. `settings`: As in `step`."""
+        with_settings(request.evaluate, settings)
+        return await self._handles.forward(request, received_ns, ends_at)
+
+    async def pull_back(
+        self,
+        request: evaluate_pb2.PullBackRequest,
+        raw: bytes,
+        received_ns: int,
+        ends_at: float,
+        packing: tensor_pb2.Packing | None,
+    ) -> bytes:
+        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `read`.
+
+        `raw`: Bytes of the request.
+        """
+        if packing is not None:
+            # Concatenating messages merges them.
+            raw += evaluate_pb2.PullBackRequest(answer_packing=packing).SerializeToString()
+        async with self._reporting_loss():
+            return await self._handles.pull_back(raw, request.handle, received_ns, ends_at, closes=request.close_handle)
+
+    def close_handle(self, handle: str) -> None:
+        """Closes a handle, if it exists."""
+        self._handles.close(handle)
 
     async def read(
         self, request: session_pb2.ReadRequest, ends_at: float, packing: tensor_pb2.Packing | None
@@ -220,7 +228,11 @@ class Session:
         names = [
             self._variables.find(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)
         ]
-        action = session_read(names or [item.names[0] for item in self._variables.items], packing)
+        action = session_read(
+            names or [item.names[0] for item in self._variables.items],
+            packing,
+            optimizer_state=request.optimizer_state,
+        )
         async with self._reporting_loss():
             reply = await self._send(action, 0, ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
@@ -228,7 +240,8 @@ class Session:
             variables=[
                 tensor_pb2.NamedTensor(name=name, value=item.value)
                 for name, item in zip(asked, reply.variables, strict=True)
-            ]
+            ],
+            optimizer_state=reply.optimizer_state if reply.HasField("optimizer_state") else None,
         )
 
     async def assign(self, request: session_pb2.AssignRequest, ends_at: float) -> session_pb2.AssignResponse:
@@ -246,6 +259,7 @@ class Session:
         """Ends the session and frees its variables."""
         if self._watching is not None:
             self._watching.cancel()
+        self._handles.close_all()
         if self._name:
             self._manager.close(self._name)
             self._manager.program_service.cache.remove_session(self._name)
@@ -262,23 +276,32 @@ class Session:
             raise AssertionError("the session has not started")
         return self._process.engine
 
-    async def run(
-        self,
-        run: Sequence[bytes],
-        store: Sequence[str],
-        optimizer: session_pb2.Optimizer | None,
-        ends_at: float,
-        recorder: OutcomeRecorder,
-    ) -> link_pb2.SessionReply:
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines that may keep forward runs: the one that holds the session."""
+        return [] if self._process is None or self._process.is_gone else [self._process.engine]
+
+    async def run(self, run: Sequence[bytes], mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
         """Runs a program; see `SessionChannel`."""
-        name = optimizer.name if optimizer is not None else ""
+        name = mode.optimizer.name if mode.optimizer is not None else ""
         if name:
             growth = 0 if name in self._used_optimizers else _MAX_SLOTS * self._variables.known_bytes()
         else:
-            growth = self._variables.known_bytes(set(store))
-        reply = await self._send(session_run(run, store, optimizer), growth, ends_at, recorder)
+            growth = self._variables.known_bytes(set(mode.store))
+        action = session_run(run, mode.store, mode.optimizer, mode.handle)
+        reply = await self._send(action, growth, mode.ends_at, recorder)
         self._used_optimizers.add(name)
         return reply
+
+    async def forward(
+        self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
+    ) -> ForwardRun:
+        """Runs the forward part of a program; the engine keeps what the backward part needs; see `ForwardRunner`."""
+        mode = RunInSession(self, ends_at, handle=handle)
+        answer, program, _ = await self._run(request, received_ns, mode)
+        assert mode.reply is not None
+        assert self._process is not None
+        return ForwardRun(answer, mode.reply.kept_bytes, self._process, program.loadable.workload)
 
     async def _send(
         self, action: Sequence[bytes], growth: int, ends_at: float, recorder: OutcomeRecorder | None = None
@@ -324,7 +347,7 @@ class Session:
         except EngineLost as lost:
             raise self._lost(str(lost.engine_end)) from lost
         except GradruleError as cause:
-            if cause.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE:
+            if cause.reason in _LOST_REASONS:
                 await self._check_process()
             raise
 
@@ -345,23 +368,43 @@ class Session:
             async with self._reporting_loss():
                 return await self._send(session_assign(given, opens=opens), growth, ends_at)
 
+    async def _restore(self, state: session_pb2.OptimizerState, ends_at: float) -> link_pb2.SessionReply:
+        """Creates the optimizer with the slots of an earlier session."""
+        field = "start.optimizer_state"
+        names = [
+            self._variables.find(name, f"{field}.variables[{number}]") for number, name in enumerate(state.variables)
+        ]
+        slots = await asyncio.to_thread(self._variables.check_slots, state, field)
+        held = [item.value.blob.sha256 for item in slots if item.value.HasField("blob")]
+        with self._manager.blobs.pinned(held):
+            growth = _MAX_SLOTS * self._variables.known_bytes(set(names))
+            async with self._reporting_loss():
+                reply = await self._send(session_restore(state, names, slots), growth, ends_at)
+        self._used_optimizers.add(state.optimizer.name)
+        return reply
+
+    async def _read_spec(self, call: link_pb2.RawEvaluateRequest) -> program_pb2.ProgramSpec:
+        if len(call.spec) <= SMALL_BYTES:
+            return read_spec(call, self._manager.limits)
+        return await asyncio.to_thread(read_spec, call, self._manager.limits)
+
     async def _run(
         self,
         call: link_pb2.RawEvaluateRequest,
-        fetches: Iterable[str],
-        vjp: program_pb2.Vjp | None,
         received_ns: int,
         mode: RunInSession,
     ) -> tuple[bytes, RunnableProgram, bool]:
-        """Returns the answer's bytes, the program, and whether it was compiled now."""
+        """Returns the answer's bytes, the program, and whether it was compiled now. The call's spec is removed."""
         await self._check_process()
         compile_started = time.monotonic_ns()
-        own_spec = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
-        key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), call_shape(call))
+        own_spec = await self._read_spec(call)
+        shape = replace(call_shape(call), split=bool(mode.handle))
+        key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), shape)
         program = self._manager.program_service.cache.get(key)
         is_new = program is None
         if program is None:
-            spec = own_spec.SerializeToString() + self._graph + (self._overrides if vjp is not None else b"")
+            overrides = self._overrides if own_spec.WhichOneof("derivative") else b""
+            spec = own_spec.SerializeToString() + self._graph + overrides
             async with self._reporting_loss():
                 program = await self._manager.program_service.compile_for_session(spec, key.call, mode)
             if self._name:
@@ -371,15 +414,3 @@ class Session:
                 program, call, received_ns, compile_started, mode, is_new=is_new
             )
         return result.answer, program, is_new
-
-
-def _blob_name(graph: bytes) -> str:
-    """Returns the blob of a `GraphSource`, empty if it has none. Raises MALFORMED_REQUEST."""
-    try:
-        return link_pb2.RawGraphSource.FromString(graph).blob_sha256
-    except DecodeError as cause:
-        raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-            "the bytes are not a valid gradrule.v1.GraphSource",
-            field="start.graph",
-        ) from cause

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
@@ -40,6 +40,9 @@ from gradrule.errors import (
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue
 
+if TYPE_CHECKING:
+    from gradrule.optimizers import OptimizerState
+
 
 class Graph(GraphLookup, GraphOps):
     """Holds a TensorFlow graph with the values of its variables, and adds nodes to it.
@@ -53,7 +56,8 @@ class Graph(GraphLookup, GraphOps):
         non_trainable: names of the variables that a session's steps do not change by default.
         aliases: more names of tensors, valid wherever a tensor's name is. If an alias equals a node's name, the node's
             first output must be written `node:0`.
-        layers: calls of Keras layers; empty if the graph was not traced from a Keras model.
+        layers: calls of Keras layers; empty if the graph was not traced from a Keras model. The path of a layer with
+            one output is valid wherever a tensor's name is, unless a node or alias has this name.
     """
 
     def __init__(self) -> None:
@@ -67,6 +71,7 @@ class Graph(GraphLookup, GraphOps):
         self.aliases: dict[str, str] = {}
         self.layers: list[LayerCall] = []
         self.non_trainable: set[str] = set()
+        self.optimizer_state: OptimizerState | None = None
         self._types = GraphTypes(message)
         self._names = UniqueNames()
         for node in message.node:
@@ -133,7 +138,7 @@ class Graph(GraphLookup, GraphOps):
 
     @property
     def node_overrides(self) -> tuple[Override, ...]:
-        """Overrides of single nodes that `gradient_override_map` recorded; the overrides of a request precede them."""
+        """Overrides of nodes that `gradient_override_map` recorded; the overrides of a request precede them."""
         return self._contexts.recorded
 
     # Adding nodes.
@@ -370,7 +375,7 @@ class Graph(GraphLookup, GraphOps):
 
         Args:
             overrides: op type to a rule's name, a `gr.Rule`, or either with params: `(rule, {"alpha": 2.0})`.
-            optional: raises no error if no node of an op type is added.
+            optional: raises no error if no node of an op type is added, or if no gradient of a request reaches one.
 
         Returns:
             The context manager.

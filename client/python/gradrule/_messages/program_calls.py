@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from gradrule._builder.notebook_text import html_table, short_repr
 from gradrule._builder.specs import TensorSpec
 from gradrule._messages import call_arguments, request_messages, rpc_calls
 from gradrule._messages.call_arguments import CallParams, Feeds, GradYs, Name
+from gradrule._messages.feed_values import array_of
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results import call_results
 from gradrule._results.answers import Answer, AnswerReader, labeller
@@ -19,6 +20,8 @@ from gradrule.common import fast_paths, large_tensors, tensor_codec, wire_format
 from gradrule.common.tensor_packing import Packing, pack
 from gradrule.errors import UnknownFeedError
 from gradrule.v1 import evaluate_pb2, program_pb2
+
+R = TypeVar("R")
 
 _FEEDS = evaluate_pb2.EvaluateRequest.FEEDS_FIELD_NUMBER
 _GRAD_YS = evaluate_pb2.EvaluateRequest.GRAD_YS_FIELD_NUMBER
@@ -90,7 +93,7 @@ class ProgramEncoder:
             blobs[value.sha256] = value.data
             return
         where = f"{_FIELD_NAMES[field]}[{name!r}]"
-        array = request_messages.array_of(value, self._type_of(name, not request_messages.is_array(value)), where)
+        array = array_of(value, self._type_of(name, True), where)
         if not (array.nbytes and tensor_codec.has_plain_bytes(array)):
             parts.append(self._message(field, name, array))
             return
@@ -136,6 +139,8 @@ class ProgramBase:
         self._encoder = ProgramEncoder(message)
         self._reader = AnswerReader(labeller(message.aliases))
         self._bfloat16_reader = AnswerReader(labeller(message.aliases), keep_bfloat16=True)
+        # Kinds of calls that the server has compiled besides the calls that `compile` compiles.
+        self._compiled: set[str] = set()
 
     @property
     def message(self) -> program_pb2.Program:
@@ -188,9 +193,19 @@ class ProgramBase:
         return list(self._message.default_gradient_nodes)
 
     @property
+    def sparse_gradients(self) -> list[str]:
+        """Names of the xs whose gradients are `gr.Sparse` in results of calls; with a stack of grad_ys, none is."""
+        return list(self._message.sparse_gradients)
+
+    @property
     def rewritten(self) -> list[str]:
         """Nodes that rewrites replaced."""
         return list(self._message.rewritten)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether calls with equal feeds give equal outputs. False if the program draws random numbers."""
+        return self._message.repeatable
 
     @property
     def digests(self) -> call_results.Digests:
@@ -224,7 +239,7 @@ class ProgramBase:
         stacked_grad_ys: bool = False,
         transfer: Transfer = PLAIN,
     ) -> rpc_calls.Call[call_results.Result]:
-        reader = self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
+        reader = self._answer_reader(transfer)
         parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
         return rpc_calls.Call(
             rpc_calls.EVALUATE,
@@ -237,13 +252,35 @@ class ProgramBase:
             may_share=transfer.packing is None,
         )
 
+    def _answer_reader(self, transfer: Transfer) -> AnswerReader:
+        return self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
+
+    def _compiling(self, kind: str, call: rpc_calls.Call[R]) -> rpc_calls.Call[R]:
+        """Returns a call of a kind that the server compiles at its first use, with time for compiling until then."""
+        if kind in self._compiled:
+            return call
+
+        def decode(answer: Any) -> R:
+            self._compiled.add(kind)
+            return call.decode(answer)
+
+        # Calls share their target.
+        request = type(call.request)()
+        request.CopyFrom(call.request)
+        return call._replace(request=request, decode=decode, may_compile=True)
+
     def _decode(self, answer: Answer) -> call_results.Result:
         return call_results.Result(answer, self._details, self._groups)
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:
-    """Returns the feeds of a call, which may be a dict, keywords or both. Raises `UnknownFeedError`."""
-    together: dict[Name, Any] = dict(feeds or {})
+    """Returns the feeds of a call, which may be a dict, keywords or both.
+
+    Raises:
+        InvalidTensorError: `feeds` is not a dict.
+        UnknownFeedError: A tensor is fed twice.
+    """
+    together: dict[Name, Any] = dict(request_messages.pairs(feeds or {}, "feeds"))
     for name, value in named.items():
         if name in together:
             raise UnknownFeedError(f"{name!r} is fed twice, in the dict and by keyword")

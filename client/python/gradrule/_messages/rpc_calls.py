@@ -43,6 +43,7 @@ class Call(NamedTuple, Generic[R]):
         large: Bytes of the request that follow those of `request`.
         reader: Reads the answer if it may be in shared memory.
         may_share: Whether its tensors may be in shared memory; packed ones may not.
+        may_compile: Whether the server may have to compile a program for it.
     """
 
     method: str
@@ -54,6 +55,7 @@ class Call(NamedTuple, Generic[R]):
     large: Sequence[wire_format.Parts] = ()
     reader: AnswerReader | None = None
     may_share: bool = True
+    may_compile: bool = False
 
 
 def with_own_arrays(call: Call[R]) -> Call[R]:
@@ -67,7 +69,7 @@ def unary(method: str, request: Message, response: type[M], decode: Callable[[M]
 
 
 def evaluate(
-    graph: GraphLike,
+    source: request_messages.Source,
     feeds: call_arguments.Feeds | None,
     params: call_arguments.CallParams | None,
     arguments: call_arguments.ProgramArguments,
@@ -75,14 +77,14 @@ def evaluate(
     transfer: Transfer = PLAIN,
 ) -> Call[call_results.Result]:
     """Returns the call of Evaluate for a graph."""
+    graph = source.graph
     groups = groups_of(arguments.xs, graph)
     blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
-    spec, grad_ys = request_messages.program_spec(graph, with_flat_xs(arguments, graph), blobs)
-    type_of = request_messages.types_of_graph(graph)
+    spec, grad_ys = source.spec(with_flat_xs(arguments, graph), blobs)
     large: list[wire_format.Parts] = []
     request = request_messages.evaluate_request(
         feeds,
-        type_of,
+        source.type_of,
         grad_ys=grad_ys,
         params=params,
         graph=graph,
@@ -104,6 +106,7 @@ def evaluate(
         large=large,
         reader=reader,
         may_share=transfer.packing is None,
+        may_compile=True,
     )
 
 
@@ -123,6 +126,7 @@ def compile_program(
         program_pb2.CompileProgramResponse.FromString,
         lambda response: response.program,
         blobs,
+        may_compile=True,
     )
 
 
@@ -146,6 +150,7 @@ def explain(
         program_pb2.CompileProgramResponse.FromString,
         lambda response: call_results.explanation(response, aliases, sent),
         blobs,
+        may_compile=True,
     )
 
 
@@ -170,7 +175,7 @@ def evaluate_call(
     answer: Callable[[bytes], Any] = evaluate_pb2.EvaluateResponse.FromString,
 ) -> Call[R]:
     """Returns a call of Evaluate for a request."""
-    return Call(EVALUATE, request, answer, decode, blobs, large=large)
+    return Call(EVALUATE, request, answer, decode, blobs, large=large, may_compile=request.HasField("spec"))
 
 
 def full_name(collection: str, name: str) -> str:

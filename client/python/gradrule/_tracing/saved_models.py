@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +12,28 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 
+from gradrule._builder.frozen_variables import needed_functions
+from gradrule._builder.functional_control_flow import with_functions
 from gradrule._builder.graph import Graph
 from gradrule._builder.names import UniqueNames, did_you_mean
 from gradrule._tracing.functions import graph_of_concrete
+from gradrule._tracing.lookup_tables import TABLE_OPS, replace_tables, session_table
 from gradrule._tracing.signatures import add_aliases
 from gradrule.errors import Detail, GradruleError, InvalidGraphError, UnsupportedError
 
 _SERVE = "serve"
+_BINARY, _TEXT = "saved_model.pb", "saved_model.pbtxt"
 _RESERVED = {"signatures", "variables", "trainable_variables", "non_trainable_variables", "regularization_losses"}
 _REFERENCES = {"Variable", "VariableV2"}
 
 
 def load(folder: Path, signature: str) -> Graph:
     """Loads the graph of a signature, or of a function of the object. Raises `InvalidGraphError`."""
-    meta = _meta_graph(folder)
+    message = _message(folder)
+    meta = _meta_graph(message, folder)
     tags = list(meta.meta_info_def.tags)
     try:
         if not meta.object_graph_def.nodes:
@@ -36,8 +43,8 @@ def load(folder: Path, signature: str) -> Graph:
             if signature not in signatures:
                 raise _unknown(signature, list(signatures), [])
             return _load_tf1(folder, tags, signatures[signature])
-        loaded = tf.saved_model.load(str(folder), tags=tags)
-        return _of_object(loaded, signature)
+        with _without_slots(message, folder) as loadable:
+            return _of_object(tf.saved_model.load(str(loadable), tags=tags), signature)
     except GradruleError as cause:
         details = cause.details if len(cause.details) > 1 else ()
         raise type(cause)(f"{folder}: {cause.message}", details=details) from cause
@@ -45,9 +52,20 @@ def load(folder: Path, signature: str) -> Graph:
         raise InvalidGraphError(f"{folder}: TensorFlow cannot load the SavedModel: {cause}") from cause
 
 
-def _meta_graph(folder: Path) -> Any:
-    """Returns the folder's graph for serving."""
-    binary, text = folder / "saved_model.pb", folder / "saved_model.pbtxt"
+def _meta_graph(message: Any, folder: Path) -> Any:
+    """Returns the model's graph for serving."""
+    for meta in message.meta_graphs:
+        if _SERVE in meta.meta_info_def.tags:
+            return meta
+    if len(message.meta_graphs) == 1:
+        return message.meta_graphs[0]
+    known = "; ".join(", ".join(meta.meta_info_def.tags) or "no tag" for meta in message.meta_graphs) or "none at all"
+    raise InvalidGraphError(f"{folder} has no graph with the tag {_SERVE!r}; there are: {known}")
+
+
+def _message(folder: Path) -> Any:
+    """Returns the content of the folder's SavedModel."""
+    binary, text = folder / _BINARY, folder / _TEXT
     message = saved_model_pb2.SavedModel()
     try:
         if binary.exists():
@@ -56,13 +74,28 @@ def _meta_graph(folder: Path) -> Any:
             text_format.Parse(text.read_text(), message)
     except (OSError, DecodeError, ValueError, text_format.ParseError) as cause:
         raise InvalidGraphError(f"{folder} holds no SavedModel: {cause}") from None
-    for meta in message.meta_graphs:
-        if _SERVE in meta.meta_info_def.tags:
-            return meta
-    if len(message.meta_graphs) == 1:
-        return message.meta_graphs[0]
-    known = "; ".join(", ".join(meta.meta_info_def.tags) or "no tag" for meta in message.meta_graphs) or "none at all"
-    raise InvalidGraphError(f"{folder} has no graph with the tag {_SERVE!r}; there are: {known}")
+    return message
+
+
+@contextlib.contextmanager
+def _without_slots(message: Any, folder: Path) -> Iterator[Path]:
+    """Yields a folder with the model, without the slots of optimizers.
+
+    TensorFlow restores slots with the optimizer's class, which Keras 3 does not register; the functions use no slots.
+    """
+    nodes = [node for meta in message.meta_graphs for node in meta.object_graph_def.nodes if node.slot_variables]
+    if not nodes:
+        yield folder
+        return
+    for node in nodes:
+        del node.slot_variables[:]
+    with tempfile.TemporaryDirectory(prefix="gradrule-") as temporary:
+        copy = Path(temporary)
+        for entry in folder.iterdir():
+            if entry.name not in (_BINARY, _TEXT):
+                (copy / entry.name).symlink_to(entry.resolve())
+        (copy / _BINARY).write_bytes(message.SerializeToString())
+        yield copy
 
 
 def _of_object(loaded: Any, signature: str) -> Graph:
@@ -123,10 +156,11 @@ def _load_tf1(folder: Path, tags: list[str], signature: Any) -> Graph:
         wanted = sorted({name.partition(":")[0] for name in [*inputs.values(), *outputs.values()]})
         definition = tf.compat.v1.graph_util.extract_sub_graph(graph.as_graph_def(), wanted)
         values = _values(session, graph, definition)
+        _replace_tables(session, graph, definition)
     _use_resources(definition)
     for node in definition.node:
         node.device = ""
-    wrapped = Graph.from_bytes(definition.SerializeToString(deterministic=True))
+    wrapped = Graph.from_bytes(with_functions(definition.SerializeToString(deterministic=True)))
     wrapped.variables.update(values)
     add_aliases(wrapped, inputs, outputs.items())
     return wrapped
@@ -144,6 +178,23 @@ def _values(session: Any, graph: Any, definition: graph_pb2.GraphDef) -> dict[st
                 reads[node.name] = tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype)
     # Scalars come back as NumPy scalars, not as arrays.
     return {name: np.asarray(value) for name, value in session.run(reads).items()}
+
+
+def _replace_tables(session: Any, graph: Any, definition: graph_pb2.GraphDef) -> None:
+    """Replaces lookup tables, which loading has initialized."""
+    tables = {
+        node.name: session_table(session, graph.get_tensor_by_name(f"{node.name}:0"), node.name)
+        for node in definition.node
+        if node.op in TABLE_OPS
+    }
+    if not tables:
+        return
+    functions = {function.signature.name: function for function in definition.library.function}
+    replace_tables(definition.node, functions, {}, tables)
+    needed = needed_functions(definition.node, functions, {})
+    kept = [function_pb2.FunctionDef.FromString(functions[name].SerializeToString()) for name in sorted(needed)]
+    del definition.library.function[:]
+    definition.library.function.extend(kept)
 
 
 def _use_resources(definition: graph_pb2.GraphDef) -> None:

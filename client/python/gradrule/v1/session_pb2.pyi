@@ -29,6 +29,7 @@ class StartSession(google.protobuf.message.Message):
     OVERRIDES_FIELD_NUMBER: builtins.int
     VARIABLES_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
     @property
@@ -45,6 +46,12 @@ class StartSession(google.protobuf.message.Message):
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Initial values of variables; they take precedence over the graph's initializers."""
 
+    @property
+    def optimizer_state(self) -> global___OptimizerState:
+        """State of the optimizer of an earlier session, which ReadRequest returns. Its variables must have values. Steps with the same
+        optimizer continue with its slots.
+        """
+
     def __init__(
         self,
         *,
@@ -52,11 +59,49 @@ class StartSession(google.protobuf.message.Message):
         overrides: collections.abc.Iterable[gradrule.v1.override_pb2.GradientOverride] | None = ...,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+        optimizer_state: global___OptimizerState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["graph", b"graph"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["graph", b"graph", "optimizer_state", b"optimizer_state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "optimizer_state", b"optimizer_state", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
 
 global___StartSession = StartSession
+
+@typing.final
+class OptimizerState(google.protobuf.message.Message):
+    """State of a session's optimizer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of steps that the session had completed; the next session continues counting."""
+    @property
+    def optimizer(self) -> global___Optimizer:
+        """Optimizer, with the settings of the last step."""
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the variables that the optimizer updates."""
+
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Name and value of each slot, for example `w/momentum`. All are required."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: global___Optimizer | None = ...,
+        step: builtins.int = ...,
+        variables: collections.abc.Iterable[builtins.str] | None = ...,
+        slots: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "slots", b"slots", "step", b"step", "variables", b"variables"]) -> None: ...
+
+global___OptimizerState = OptimizerState
 
 @typing.final
 class SessionStarted(google.protobuf.message.Message):
@@ -66,8 +111,11 @@ class SessionStarted(google.protobuf.message.Message):
 
     VARIABLES_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
     size_bytes: builtins.int
     """Memory of the variables' values, in bytes."""
+    step: builtins.int
+    """Number of completed steps: 0, or that of the optimizer's state."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
         """Name, element type and shape of each variable."""
@@ -77,8 +125,9 @@ class SessionStarted(google.protobuf.message.Message):
         *,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         size_bytes: builtins.int = ...,
+        step: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["size_bytes", b"size_bytes", "variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["size_bytes", b"size_bytes", "step", b"step", "variables", b"variables"]) -> None: ...
 
 global___SessionStarted = SessionStarted
 
@@ -236,7 +285,9 @@ global___StepResponse = StepResponse
 
 @typing.final
 class SessionEvaluateRequest(google.protobuf.message.Message):
-    """Evaluates the graph with the session's variables. Values that the graph assigns to variables are kept."""
+    """Evaluates the graph with the session's variables. Values that the graph assigns to variables are kept. A `call` can do the same,
+    and computes every kind of derivative.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -304,6 +355,9 @@ class ReadRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
+    optimizer_state: builtins.bool
+    """Whether to return the state of the optimizer too."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of variables; empty: all."""
@@ -312,8 +366,9 @@ class ReadRequest(google.protobuf.message.Message):
         self,
         *,
         variables: collections.abc.Iterable[builtins.str] | None = ...,
+        optimizer_state: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state", "variables", b"variables"]) -> None: ...
 
 global___ReadRequest = ReadRequest
 
@@ -324,16 +379,23 @@ class ReadResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Name and value of each variable."""
+
+    @property
+    def optimizer_state(self) -> global___OptimizerState:
+        """State of the optimizer, if it was requested. Not set before the first step."""
 
     def __init__(
         self,
         *,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        optimizer_state: global___OptimizerState | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state", "variables", b"variables"]) -> None: ...
 
 global___ReadResponse = ReadResponse
 
@@ -380,7 +442,12 @@ class RunSessionRequest(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
+    CALL_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     @property
     def start(self) -> global___StartSession:
@@ -403,12 +470,37 @@ class RunSessionRequest(google.protobuf.message.Message):
         """Assigns variables."""
 
     @property
+    def call(self) -> gradrule.v1.evaluate_pb2.EvaluateRequest:
+        """Evaluates and differentiates the graph with the session's variables, as GradientService.Evaluate does. The target is a `spec`
+        that has neither a graph nor overrides, variables or no_gradient, because the session has them: MALFORMED_REQUEST otherwise. A
+        feed for a variable applies to this message only. Values that the graph assigns to variables are kept.
+        """
+
+    @property
+    def forward(self) -> gradrule.v1.evaluate_pb2.ForwardRequest:
+        """Runs forward with the session's variables and keeps a handle; its program is that of a `call`. Later messages do not change
+        the values that the handle keeps. The handle is valid until it is closed or expires, or the session ends.
+        """
+
+    @property
+    def pull_back(self) -> gradrule.v1.evaluate_pb2.PullBackRequest:
+        """Computes gradients from a handle; possible any number of times."""
+
+    @property
+    def close_handle(self) -> gradrule.v1.evaluate_pb2.CloseHandleRequest:
+        """Deletes a handle."""
+
+    @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """Time limit of this message. Default and maximum: settings of the server, the same as for calls."""
 
     @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in EvaluateRequest. Default: none, or what the `call` or `forward` says. Not for `start`, which may take the whole timeout."""
+
+    @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
-        """Compression of the tensors in the answer to step, evaluate and read. Default: none."""
+        """Compression of the tensors in the answer. Default: none, or what the `call`, `forward` or `pull_back` says."""
 
     def __init__(
         self,
@@ -418,12 +510,17 @@ class RunSessionRequest(google.protobuf.message.Message):
         evaluate: global___SessionEvaluateRequest | None = ...,
         read: global___ReadRequest | None = ...,
         assign: global___AssignRequest | None = ...,
+        call: gradrule.v1.evaluate_pb2.EvaluateRequest | None = ...,
+        forward: gradrule.v1.evaluate_pb2.ForwardRequest | None = ...,
+        pull_back: gradrule.v1.evaluate_pb2.PullBackRequest | None = ...,
+        close_handle: gradrule.v1.evaluate_pb2.CloseHandleRequest | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RunSessionRequest = RunSessionRequest
 
@@ -438,6 +535,9 @@ class RunSessionResponse(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     @property
     def started(self) -> global___SessionStarted:
@@ -449,7 +549,7 @@ class RunSessionResponse(google.protobuf.message.Message):
 
     @property
     def evaluate(self) -> gradrule.v1.evaluate_pb2.EvaluateResponse:
-        """Answer to evaluate."""
+        """Answer to evaluate and to call."""
 
     @property
     def read(self) -> global___ReadResponse:
@@ -458,6 +558,18 @@ class RunSessionResponse(google.protobuf.message.Message):
     @property
     def assign(self) -> global___AssignResponse:
         """Answer to assign."""
+
+    @property
+    def forward(self) -> gradrule.v1.evaluate_pb2.ForwardResponse:
+        """Answer to forward."""
+
+    @property
+    def pull_back(self) -> gradrule.v1.evaluate_pb2.PullBackResponse:
+        """Answer to pull_back."""
+
+    @property
+    def close_handle(self) -> gradrule.v1.evaluate_pb2.CloseHandleResponse:
+        """Answer to close_handle."""
 
     @property
     def status(self) -> google.rpc.status_pb2.Status:
@@ -471,10 +583,13 @@ class RunSessionResponse(google.protobuf.message.Message):
         evaluate: gradrule.v1.evaluate_pb2.EvaluateResponse | None = ...,
         read: global___ReadResponse | None = ...,
         assign: global___AssignResponse | None = ...,
+        forward: gradrule.v1.evaluate_pb2.ForwardResponse | None = ...,
+        pull_back: gradrule.v1.evaluate_pb2.PullBackResponse | None = ...,
+        close_handle: gradrule.v1.evaluate_pb2.CloseHandleResponse | None = ...,
         status: google.rpc.status_pb2.Status | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["started", "step", "evaluate", "read", "assign", "status"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["started", "step", "evaluate", "read", "assign", "forward", "pull_back", "close_handle", "status"] | None: ...
 
 global___RunSessionResponse = RunSessionResponse

@@ -164,7 +164,7 @@ class MarkedNode(google.protobuf.message.Message):
     EVERY_ORDER_FIELD_NUMBER: builtins.int
     rule: builtins.int
     """Index into CompileRequest.rules; -1: the op's own gradient (`default`); -2: a gradient registered in another
-    process.
+    process; -3: no gradient; -4: the gradient of the first output goes to every input.
     """
     node: builtins.str
     """Public name of the node: `call/inner`."""
@@ -531,6 +531,7 @@ class CompileReply(google.protobuf.message.Message):
     XS_FIELD_NUMBER: builtins.int
     WITHOUT_GRADIENT_FIELD_NUMBER: builtins.int
     MADE_FIELD_NUMBER: builtins.int
+    SPARSE_GRADIENTS_FIELD_NUMBER: builtins.int
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gradrule.v1.override_pb2.ResolutionStatus.ValueType]:
         """Status of each mark, in order; unspecified if the node has another rank than the mark."""
@@ -563,6 +564,10 @@ class CompileReply(google.protobuf.message.Message):
     def made(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indices into CompileRequest.made: the rules that nodes created by gradients use."""
 
+    @property
+    def sparse_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The xs whose gradients are slices."""
+
     def __init__(
         self,
         *,
@@ -574,8 +579,9 @@ class CompileReply(google.protobuf.message.Message):
         xs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         without_gradient: collections.abc.Iterable[global___WithoutGradient] | None = ...,
         made: collections.abc.Iterable[builtins.int] | None = ...,
+        sparse_gradients: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["default_gradient_nodes", b"default_gradient_nodes", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_gradient_nodes", b"default_gradient_nodes", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "sparse_gradients", b"sparse_gradients", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileReply = CompileReply
 
@@ -961,6 +967,7 @@ class SessionRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
+    RESTORE_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
@@ -987,6 +994,10 @@ class SessionRequest(google.protobuf.message.Message):
     def read(self) -> global___SessionRead:
         """Reads variables."""
 
+    @property
+    def restore(self) -> global___SessionRestore:
+        """Creates the optimizer with slots of an earlier session."""
+
     def __init__(
         self,
         *,
@@ -994,14 +1005,15 @@ class SessionRequest(google.protobuf.message.Message):
         run: global___SessionRun | None = ...,
         assign: global___SessionAssign | None = ...,
         read: global___SessionRead | None = ...,
+        restore: global___SessionRestore | None = ...,
         max_bytes: builtins.int = ...,
         deadline_ns: builtins.int = ...,
         blob_folder: builtins.str = ...,
         max_bytes_setting: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "blob_folder", b"blob_folder", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "max_bytes_setting", b"max_bytes_setting", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read"] | None: ...
+    def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "restore", b"restore", "run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "blob_folder", b"blob_folder", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "max_bytes_setting", b"max_bytes_setting", "read", b"read", "restore", b"restore", "run", b"run", "session", b"session"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read", "restore"] | None: ...
 
 global___SessionRequest = SessionRequest
 
@@ -1014,6 +1026,9 @@ class SessionRun(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """For a split program: name under which the engine keeps the tensors that pull-backs need. They do not change with the variables."""
     @property
     def run(self) -> global___RunRequest:
         """The run."""
@@ -1032,9 +1047,10 @@ class SessionRun(google.protobuf.message.Message):
         run: global___RunRequest | None = ...,
         store: collections.abc.Iterable[builtins.str] | None = ...,
         optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
+        handle: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
 
 global___SessionRun = SessionRun
 
@@ -1063,13 +1079,53 @@ class SessionAssign(google.protobuf.message.Message):
 global___SessionAssign = SessionAssign
 
 @typing.final
+class SessionRestore(google.protobuf.message.Message):
+    """Creates the optimizer of a session with slots of an earlier session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of steps that the earlier session had completed."""
+    @property
+    def optimizer(self) -> gradrule.v1.session_pb2.Optimizer:
+        """The optimizer."""
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the variables that it updates."""
+
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BoundVariable]:
+        """The slots."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
+        step: builtins.int = ...,
+        variables: collections.abc.Iterable[builtins.str] | None = ...,
+        slots: collections.abc.Iterable[global___BoundVariable] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "slots", b"slots", "step", b"step", "variables", b"variables"]) -> None: ...
+
+global___SessionRestore = SessionRestore
+
+@typing.final
 class SessionRead(google.protobuf.message.Message):
     """Reads variables."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     PACKING_FIELD_NUMBER: builtins.int
+    optimizer_state: builtins.bool
+    """Whether to read the optimizer's state too."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names."""
@@ -1082,10 +1138,11 @@ class SessionRead(google.protobuf.message.Message):
         self,
         *,
         variables: collections.abc.Iterable[builtins.str] | None = ...,
+        optimizer_state: builtins.bool = ...,
         packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["packing", b"packing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["packing", b"packing", "variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state", "packing", b"packing", "variables", b"variables"]) -> None: ...
 
 global___SessionRead = SessionRead
 
@@ -1099,15 +1156,23 @@ class SessionReply(google.protobuf.message.Message):
     VARIABLES_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     response: builtins.bytes
     """For a run: bytes of a `gradrule.v1.EvaluateResponse`."""
     bytes: builtins.int
     """Memory that the session uses, bytes."""
     step: builtins.int
     """Number of steps so far."""
+    kept_bytes: builtins.int
+    """For a run with a handle: size of the kept tensors on the device, bytes. Not part of `bytes`."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """For a read: the values."""
+
+    @property
+    def optimizer_state(self) -> gradrule.v1.session_pb2.OptimizerState:
+        """For a read: state of the optimizer, if the session has one and it was requested."""
 
     def __init__(
         self,
@@ -1116,8 +1181,11 @@ class SessionReply(google.protobuf.message.Message):
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         bytes: builtins.int = ...,
         step: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+        optimizer_state: gradrule.v1.session_pb2.OptimizerState | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "kept_bytes", b"kept_bytes", "optimizer_state", b"optimizer_state", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
 
 global___SessionReply = SessionReply
 
@@ -1238,7 +1306,12 @@ class RawSessionRequest(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
+    CALL_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     start: builtins.bytes
     """A StartSession."""
@@ -1250,8 +1323,20 @@ class RawSessionRequest(google.protobuf.message.Message):
     """A ReadRequest."""
     assign: builtins.bytes
     """An AssignRequest."""
+    call: builtins.bytes
+    """An EvaluateRequest."""
+    forward: builtins.bytes
+    """A ForwardRequest."""
+    pull_back: builtins.bytes
+    """A PullBackRequest."""
+    close_handle: builtins.bytes
+    """A CloseHandleRequest."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in `gradrule.v1.RunSessionRequest`."""
+
+    @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
         """As in `gradrule.v1.RunSessionRequest`."""
 
     @property
@@ -1266,12 +1351,17 @@ class RawSessionRequest(google.protobuf.message.Message):
         evaluate: builtins.bytes = ...,
         read: builtins.bytes = ...,
         assign: builtins.bytes = ...,
+        call: builtins.bytes = ...,
+        forward: builtins.bytes = ...,
+        pull_back: builtins.bytes = ...,
+        close_handle: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RawSessionRequest = RawSessionRequest
 
@@ -1657,6 +1747,7 @@ class ProgramPlan(google.protobuf.message.Message):
     HAS_YS_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
+    REPEATABLE_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program."""
     graph_digest: builtins.str
@@ -1665,6 +1756,8 @@ class ProgramPlan(google.protobuf.message.Message):
     """Whether the program computes a derivative."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
+    repeatable: builtins.bool
+    """As in `gradrule.v1.Program`."""
     @property
     def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Aliases of the spec."""
@@ -1702,8 +1795,9 @@ class ProgramPlan(google.protobuf.message.Message):
         has_ys: builtins.bool = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
+        repeatable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "repeatable", b"repeatable", "rewritten", b"rewritten"]) -> None: ...
 
 global___ProgramPlan = ProgramPlan
 
@@ -1722,6 +1816,8 @@ class PlannedMatch(google.protobuf.message.Message):
     DIFFERENTIABLE_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     MARK_FIELD_NUMBER: builtins.int
+    QUALIFIED_NAME_FIELD_NUMBER: builtins.int
+    REQUIRED_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Public name of the node."""
     op_type: builtins.str
@@ -1738,6 +1834,10 @@ class PlannedMatch(google.protobuf.message.Message):
     """Whether its element types have gradients."""
     mark: builtins.int
     """Index into CompileRequest.marks. Not set: no gradient reaches the node."""
+    qualified_name: builtins.str
+    """As in Resolution."""
+    required: builtins.bool
+    """Whether the node's own attribute names the rule, and it is an error if that has no effect on any node of this op type."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of all nodes of a subgraph; empty for a single node."""
@@ -1754,9 +1854,11 @@ class PlannedMatch(google.protobuf.message.Message):
         differentiable: builtins.bool = ...,
         nodes: collections.abc.Iterable[builtins.str] | None = ...,
         mark: builtins.int | None = ...,
+        qualified_name: builtins.str = ...,
+        required: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_mark", b"_mark", "mark", b"mark"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "function", b"function", "label", b"label", "mark", b"mark", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "override", b"override", "rule_name", b"rule_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "function", b"function", "label", b"label", "mark", b"mark", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "override", b"override", "qualified_name", b"qualified_name", "required", b"required", "rule_name", b"rule_name"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_mark", b"_mark"]) -> typing.Literal["mark"] | None: ...
 
 global___PlannedMatch = PlannedMatch
@@ -1774,6 +1876,7 @@ class PlannedOverride(google.protobuf.message.Message):
     OPTIONAL_FIELD_NUMBER: builtins.int
     IS_PRESET_FIELD_NUMBER: builtins.int
     HAS_MADE_NODES_FIELD_NUMBER: builtins.int
+    PART_OF_GRAPH_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Index in the request."""
     label: builtins.str
@@ -1788,6 +1891,8 @@ class PlannedOverride(google.protobuf.message.Message):
     """Whether it is part of a preset."""
     has_made_nodes: builtins.bool
     """Whether it also applies to nodes that gradients create."""
+    part_of_graph: builtins.bool
+    """As in GradientOverride."""
     def __init__(
         self,
         *,
@@ -1798,8 +1903,9 @@ class PlannedOverride(google.protobuf.message.Message):
         optional: builtins.bool = ...,
         is_preset: builtins.bool = ...,
         has_made_nodes: builtins.bool = ...,
+        part_of_graph: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["has_made_nodes", b"has_made_nodes", "index", b"index", "is_preset", b"is_preset", "label", b"label", "optional", b"optional", "rule", b"rule", "rule_name", b"rule_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["has_made_nodes", b"has_made_nodes", "index", b"index", "is_preset", b"is_preset", "label", b"label", "optional", b"optional", "part_of_graph", b"part_of_graph", "rule", b"rule", "rule_name", b"rule_name"]) -> None: ...
 
 global___PlannedOverride = PlannedOverride
 
@@ -2088,6 +2194,7 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     BATCHING_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     program: builtins.str
     """As in `gradrule.v1.EvaluateRequest`."""
     spec: builtins.bytes
@@ -2128,6 +2235,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """As in `gradrule.v1.EvaluateRequest`."""
 
+    @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in `gradrule.v1.EvaluateRequest`."""
+
     def __init__(
         self,
         *,
@@ -2143,9 +2254,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         batching: gradrule.v1.program_pb2.Batching | None = ...,
         shared_memory: gradrule.v1.evaluate_pb2.SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___RawEvaluateRequest = RawEvaluateRequest
@@ -2275,6 +2387,7 @@ class RawStartSession(google.protobuf.message.Message):
     OVERRIDES_FIELD_NUMBER: builtins.int
     VARIABLES_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     graph: builtins.bytes
     """A GraphSource."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
@@ -2287,6 +2400,10 @@ class RawStartSession(google.protobuf.message.Message):
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """As in `gradrule.v1.StartSession`."""
 
+    @property
+    def optimizer_state(self) -> gradrule.v1.session_pb2.OptimizerState:
+        """As in `gradrule.v1.StartSession`."""
+
     def __init__(
         self,
         *,
@@ -2294,8 +2411,10 @@ class RawStartSession(google.protobuf.message.Message):
         overrides: collections.abc.Iterable[builtins.bytes] | None = ...,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+        optimizer_state: gradrule.v1.session_pb2.OptimizerState | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "optimizer_state", b"optimizer_state", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
 
 global___RawStartSession = RawStartSession
 

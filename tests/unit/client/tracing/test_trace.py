@@ -247,23 +247,19 @@ def test_captured_constants() -> None:
 
 
 def test_all_resources_that_cannot_be_sent_are_named_at_once() -> None:
-    tables = [
-        tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2.0]), 0.0),
-        tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, 0.0),
-    ]
+    queues = [tf.queue.FIFOQueue(2, tf.float32), tf.queue.FIFOQueue(3, tf.float32)]
     iterator = iter(tf.data.Dataset.range(3))
     weight = tf.Variable(1.0)
 
     def fn(x: Any) -> Any:
-        n = tf.cast(x, tf.int32)
-        return tables[0].lookup(n) + tables[1].lookup(n) + tf.cast(next(iterator), tf.float32) * weight
+        return x + queues[0].dequeue() + queues[1].dequeue() + tf.cast(next(iterator), tf.float32) * weight
 
     with pytest.raises(gr.errors.UnsupportedError) as refusal:
         gr.trace(fn, SPEC)
     assert len(refusal.value.details) == 3
     text = str(refusal.value)
     assert text.count("cannot be sent") == 3
-    assert "LookupTableFindV2" in text
+    assert "QueueDequeueV2" in text
     assert "IteratorGetNext" in text
 
 
@@ -274,6 +270,11 @@ def test_all_resources_that_cannot_be_sent_are_named_at_once() -> None:
         ((("flaot32", [3]),), gr.errors.InvalidTensorError, "spec 0.*flaot32"),
         ((SPEC, SPEC), gr.errors.InvalidGraphError, "cannot be traced with these specs"),
         ((("string", [3]),), gr.errors.InvalidGraphError, "cannot be traced with these specs"),
+        (("float32",), gr.errors.InvalidTensorError, r"spec 0 is the dtype 'float32'.*write \('float32', shape\)"),
+        ((np.float32,), gr.errors.InvalidTensorError, r"\('float32', shape\)"),
+        ((float,), gr.errors.InvalidTensorError, r"\('float32', shape\)"),
+        ((tf.float32,), gr.errors.InvalidTensorError, r"\('float32', shape\)"),
+        (([("float32", [3]), "int32"],), gr.errors.InvalidTensorError, r"spec 0\[1\] is the dtype 'int32'"),
     ],
 )
 def test_invalid_specs_are_refused(specs: Any, kind: type[Exception], says: str) -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from gradrule._rpc.sync_client.programs import ProgramMethods
 from gradrule._rpc.sync_client.rules import RuleMethods
 from gradrule._rpc.sync_client.sessions import Session
 from gradrule._rpc.sync_transport import run_in_thread
+from gradrule.errors import UnsupportedError
 
 
 def connect(
@@ -29,6 +31,7 @@ def connect(
     credentials: grpc.ChannelCredentials | None = None,
     token: str | None = None,
     timeout: float = 30.0,
+    compile_timeout: float = 300.0,
     insecure_token: bool = False,
     stream: bool = True,
     transfer: Transfer = PLAIN,
@@ -37,10 +40,13 @@ def connect(
     """Returns a client of a server. Sends nothing yet.
 
     Args:
-        target: `host:port`, or a target with a scheme of gRPC, such as `unix:`.
+        target: `host:port`; without a port, 8470. Or a URL (`https://` means TLS), or a target with a scheme of gRPC,
+            such as `unix:`.
         credentials: What `gradrule.tls` returns, or channel credentials of gRPC; None: the connection is not encrypted.
         token: Sent as a bearer token with each call.
         timeout: Default timeout of calls, in seconds.
+        compile_timeout: Additional seconds for compiling a program, in calls that have no timeout of their own. The
+            call of a compiled program, and of one that was just compiled, still gets `timeout` seconds.
         insecure_token: Allow to send the token to another machine without encryption.
         stream: Send repeated calls of programs over one persistent stream, which makes each call faster. Must be False
             if a proxy distributes calls over several servers.
@@ -49,24 +55,37 @@ def connect(
             the same host and allows it, and `transfer` does not pack tensors.
 
     Raises:
-        InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
+        InvalidParamError: The target is not valid, `timeout` is not positive, `compile_timeout` is negative, or the
+            token would be sent without encryption.
     """
     timeout = call_routes.checked_timeout(timeout)
+    compile_timeout = call_routes.checked_compile_timeout(compile_timeout)
+    target, credentials = channels.endpoint(target, credentials)
     channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
         channel = grpc.insecure_channel(address, options=channels.OPTIONS, compression=compression)
     else:
         channel = grpc.secure_channel(address, credentials, options=channels.OPTIONS, compression=compression)
-    return Client(
-        channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer, shared_memory=shared_memory
-    )
+    options: dict[str, Any] = {
+        "token": token,
+        "timeout": timeout,
+        "compile_timeout": compile_timeout,
+        "stream": stream,
+        "transfer": transfer,
+        "shared_memory": shared_memory,
+    }
+    client = Client(channel, target, **options)
+    if credentials is None:
+        client._reconnect = functools.partial(connect, target, insecure_token=insecure_token, **options)
+    return client
 
 
 @contextlib.contextmanager
 def local(**settings: Any) -> Iterator[Client]:
     """Starts a server in a separate process and stops it at the end: `with gr.local() as client`.
 
+    The server also stops, and its temporary folder is removed, if this process ends in another way, even by SIGKILL.
     Needs the extra `gradrule[server]` or `gradrule[gpu]`.
 
     Args:
@@ -91,9 +110,20 @@ def local(**settings: Any) -> Iterator[Client]:
 class Client(RuleMethods, EvaluationMethods, ProgramMethods):
     """Sends calls to a server. Made by `connect` or `local`; close it, or use it in a `with` block.
 
-    Safe to share between threads. Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every
-    failure is a `GradruleError`.
+    Safe to share between threads. Every call has a deadline: its `timeout` in seconds, or that of `connect`, and
+    time for compiling. Every failure is a `GradruleError`. A pickled client, or program of one, connects again where it
+    is loaded; the pickle contains the token.
     """
+
+    _reconnect: functools.partial[Client] | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], Client], tuple[()]]:
+        if self._reconnect is None:
+            raise UnsupportedError(
+                "a client with credentials cannot be pickled, because they may hold a private key; "
+                "connect in the other process"
+            )
+        return self._reconnect, ()
 
     def session(
         self,

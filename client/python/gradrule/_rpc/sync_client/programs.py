@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
-from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages import derivatives, forward_calls, rpc_calls
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
@@ -21,6 +21,7 @@ from gradrule._messages.call_arguments import (
     UnconnectedGradients,
     groups_of,
 )
+from gradrule._messages.feed_values import casting
 from gradrule._messages.program_calls import ProgramBase, merged
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
@@ -159,6 +160,9 @@ class Program(ProgramBase):
         super().__init__(message, groups)
         self._client = client
 
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self._client, self._message, self._groups)
+
     def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> call_results.Result:
         """Runs the program.
 
@@ -178,16 +182,18 @@ class Program(ProgramBase):
         grad_ys: GradYs | None = None,
         params: CallParams | None = None,
         stacked_grad_ys: bool = False,
+        cast: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> call_results.Result:
         """Runs the program.
 
         Args:
-            feeds: Values by tensor. Lists take the tensor's dtype; arrays must have it.
+            feeds: Values by tensor, as in `Client.evaluate`.
             grad_ys: Upstream gradients, by y or in the order of ys: arrays of y's dtype and shape.
             params: Values of rules' params, by the override's label, then by param.
             stacked_grad_ys: As in `Client.evaluate`.
+            cast: As in `Client.evaluate`.
             transfer: As in `Client.evaluate`.
             timeout: Seconds; default: that of `connect`.
 
@@ -197,12 +203,17 @@ class Program(ProgramBase):
         Raises:
             MissingFeedError: A placeholder has no value.
             UnknownFeedError: A name is no placeholder of the program.
-            FeedDtypeError: An array has another dtype than its placeholder.
+            FeedDtypeError: An array has another dtype than its placeholder, and cannot be converted without a loss.
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
+        if cast:
+            feeds, grad_ys = casting(feeds), casting(grad_ys)
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
+        call = self._call(feeds, params, grad_ys, stacked_grad_ys, chosen)
+        if grad_ys is not None:
+            call = self._compiling("stacked_grad_ys" if stacked_grad_ys else "grad_ys", call)
+        return self._client._run(call, timeout)
 
     def forward(
         self,
@@ -210,6 +221,7 @@ class Program(ProgramBase):
         *,
         params: CallParams | None = None,
         ttl: float | None = None,
+        repeat_if_lost: bool = True,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> ForwardHandle:
@@ -222,6 +234,8 @@ class Program(ProgramBase):
             params: As in `evaluate`.
             ttl: Seconds for which the server keeps the run after its last use; a setting of the server is the default
                 and the maximum.
+            repeat_if_lost: Whether `vjp` repeats the forward pass if the server no longer has the run. The handle then
+                keeps a copy of the feeds. A program that draws random numbers is never repeated.
             transfer: As in `evaluate`.
             timeout: Seconds, also the default of the handle's calls; default: that of `connect`.
 
@@ -231,7 +245,8 @@ class Program(ProgramBase):
             GradruleError: As in `evaluate`.
         """
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        handle = ForwardHandle(self._client, self, feeds, params, ttl, timeout, chosen)
+        forward = forward_calls.of_program(self, feeds, params, chosen, repeat_if_lost=repeat_if_lost)
+        handle = ForwardHandle(self._client, forward, ttl, timeout, chosen)
         handle._run_forward(timeout)
         return handle
 
@@ -241,6 +256,7 @@ class Program(ProgramBase):
         in_flight: int = 16,
         *,
         params: CallParams | None = None,
+        cast: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> Iterator[call_results.Result]:
@@ -250,6 +266,7 @@ class Program(ProgramBase):
             feeds: Feeds of each call, as in `evaluate`.
             in_flight: Maximum number of calls that run at the same time.
             params: As in `evaluate`.
+            cast: As in `evaluate`.
             transfer: As in `evaluate`.
             timeout: Seconds for each call; default: that of `connect`.
 
@@ -268,7 +285,8 @@ class Program(ProgramBase):
             for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
                     yield pipeline.next_result()
-                pipeline.start(rpc_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
+                values = casting(one) if cast else one
+                pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, None, transfer=chosen)))
             while len(pipeline):
                 yield pipeline.next_result()
         finally:
@@ -297,7 +315,7 @@ class Program(ProgramBase):
             GradruleError: As in `Client.jvp`.
         """
         call = derivatives.program_jvp(self._message, feeds, tangents, params)
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        return self._client._run(self._compiling("jvp", self._client._transfer.applied(call)), timeout)
 
     def jacobian(
         self,
@@ -322,7 +340,8 @@ class Program(ProgramBase):
             GradruleError: As in `Client.jacobian`.
         """
         call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        compiling = self._compiling("batch_jacobian" if batched else "jacobian", self._client._transfer.applied(call))
+        return self._client._run(compiling, timeout)
 
     def hvp(
         self,
@@ -347,7 +366,7 @@ class Program(ProgramBase):
             GradruleError: As in `Client.hvp`.
         """
         call = derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        return self._client._run(self._compiling("hvp", self._client._transfer.applied(call)), timeout)
 
     def delete(self, *, timeout: float | None = None) -> None:
         """Deletes the program from the server.
