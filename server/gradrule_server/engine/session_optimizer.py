@@ -146,7 +146,7 @@ class StepOptimizer:
         for name in gradients:
             # The client may have assigned them since the last step.
             self._variables[name].assign(values[name])
-        # Keras's functions for slices contain branches, which must not run on the calling thread; see `build._is_small`.
+        # Keras's functions for slices contain branches, which must not run on the calling thread (`build._is_small`).
         with tf_private.on_tensorflow_threads():
             self._update(tuple(gradients))(*gradients.values())
         self.message = message
