@@ -18,6 +18,8 @@ import { checkToken } from "./security.js";
 import { errorFromFailure, errorFromStatusBytes } from "./status.js";
 import { EvaluateStream, CallRouting, STREAM_PATH } from "./stream.js";
 import type { Outcome } from "./stream.js";
+import { checkOptions } from "./values.js";
+import type { OptionNames } from "./values.js";
 
 export interface ConnectOptions {
   /** The result of `tls(…)`, or credentials of `@grpc/grpc-js`. Default: no TLS. */
@@ -53,6 +55,21 @@ export interface CallOptions {
   /** Cancels the call. */
   readonly signal?: AbortSignal;
 }
+
+export const CALL_OPTIONS = {
+  timeout: true,
+  signal: true,
+} as const satisfies OptionNames<CallOptions>;
+
+const CONNECT_OPTIONS = {
+  credentials: true,
+  token: true,
+  insecureToken: true,
+  timeout: true,
+  compileTimeout: true,
+  stream: true,
+  transfer: true,
+} as const satisfies OptionNames<ConnectOptions>;
 
 const MIB = 1024 * 1024;
 // Attempts of a call in chunks if the stream breaks; the same as the maxAttempts of other calls.
@@ -102,6 +119,7 @@ export class Channel {
     readonly target: string,
     options: ConnectOptions,
   ) {
+    checkOptions(options, CONNECT_OPTIONS, "connect");
     const { transfer = {} } = options;
     checkTransfer(transfer);
     this.transfer = transfer;

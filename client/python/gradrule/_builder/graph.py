@@ -57,7 +57,8 @@ class Graph(GraphLookup, GraphOps):
         optimizer_state: slots of a session's optimizer, from `Session.save`; sessions of this graph continue with them.
         aliases: more names of tensors, valid wherever a tensor's name is. If an alias equals a node's name, the node's
             first output must be written `node:0`.
-        layers: calls of Keras layers; empty if the graph was not traced from a Keras model.
+        layers: calls of Keras layers; empty if the graph was not traced from a Keras model. The path of a layer with
+            one output is valid wherever a tensor's name is, unless a node or alias has this name.
     """
 
     def __init__(self) -> None:

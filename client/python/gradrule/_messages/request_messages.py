@@ -21,9 +21,9 @@ from gradrule._messages.call_arguments import (
     Feeds,
     GradYs,
     ProgramArguments,
-    aliases_of,
     name_of_tensor,
     names_of,
+    sent_aliases,
 )
 from gradrule._messages.feed_values import array_of
 from gradrule.common import large_tensors, tensor_codec, wire_format
@@ -96,12 +96,12 @@ def program_spec(graph: GraphLike, arguments: ProgramArguments, blobs: blob_valu
     spec.no_gradient = _chosen(arguments.no_gradient, _NO_GRADIENT, "no_gradient")
     spec.overrides.extend(override_messages(arguments.overrides))
     spec.rewrites.extend([arguments.rewrites] if isinstance(arguments.rewrites, str) else arguments.rewrites)
-    spec.aliases.update(aliases_of(graph))
+    spec.aliases.update(sent_aliases(graph, arguments))
     if not arguments.batching:
         spec.batching.allowed = False
     spec.jit = _chosen(arguments.jit, _JIT, "jit")
     for override in spec.overrides:
-        _resolve_aliases(override.selector, aliases_of(graph))
+        _resolve_aliases(override.selector, graph)
     put_graph(graph, spec.graph, blobs)
     if isinstance(graph, Graph):
         spec.variables.extend(graph.variables.messages(blobs))
@@ -140,12 +140,12 @@ def overrides_of_graph(graph: Graph) -> list[override_pb2.GradientOverride]:
     return messages
 
 
-def _resolve_aliases(selector: override_pb2.Selector, aliases: Mapping[str, str]) -> None:
-    """Replaces aliases in a selector by names of tensors."""
+def _resolve_aliases(selector: override_pb2.Selector, graph: GraphLike) -> None:
+    """Replaces aliases and names of layers in a selector by names of tensors."""
     for names in (selector.region.inputs, selector.region.outputs, selector.depends_on):
         # Reading a missing region does not create it; writing would.
         for index, name in enumerate(names):
-            names[index] = aliases.get(name, name)
+            names[index] = name_of_tensor(name, graph)
 
 
 def evaluate_request(

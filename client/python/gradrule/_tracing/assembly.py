@@ -167,7 +167,9 @@ def assembled(
     top = _Top(library, definitions)
     result = top.build(graph, arguments[: len(input_names)], input_names, variables, tables, constants)
     wrapped = Graph.from_bytes(result.SerializeToString(deterministic=True))
-    wrapped.variables.update({variable.name: variable.value for variable in variables.values()})
+    order = {node_name(path): index for index, path in enumerate((paths or {}).values())}
+    for variable in sorted(variables.values(), key=lambda variable: order.get(variable.name, len(order))):
+        wrapped.variables[variable.name] = variable.value
     wrapped.non_trainable.update(variable.name for variable in variables.values() if not variable.trainable)
     add_aliases(wrapped, top.input_aliases, zip(aliases, top.outputs, strict=True))
     wrapped.layers.extend(call.named(top.name_of) for call in calls)
