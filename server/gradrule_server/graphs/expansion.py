@@ -53,6 +53,9 @@ from gradrule_server.graphs.subgraphs import insert_custom_gradient_nodes
 from gradrule_server.graphs.variable_lowering import lower_variables
 from gradrule_server.graphs.variables import VARIABLE_OPS, Variable, VariableTable, fed_in_place
 from gradrule_server.graphs.write import mark_nodes, tensor_name, write_graph
+from gradrule_server.policy.op_tables import ops_with
+
+_DRAWS_RANDOM = ops_with("draws_random")
 
 _gc_lock = threading.Lock()
 _gc_pauses = 0
@@ -292,6 +295,7 @@ class _Expansion:
             scopes={inner.name: self._copy.scopes[inner.name] for inner in bodies_of(body) if inner.name},
             matches=self._matches,
             rewritten=self._rewritten,
+            repeatable=all(node.op not in _DRAWS_RANDOM for inner in bodies_of(body) for node in inner.nodes),
             embedded_rules=embedded_rules,
             embedded_rule_nodes={index: len(rules[name].nodes) for (name, _), index in indices.items()},
             inputs=_inputs(self._top, body, self._cut, self._fed, self._variables, set(given.values())),

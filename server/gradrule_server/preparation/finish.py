@@ -84,6 +84,7 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
         has_ys=bool(request.ys),
         no_gradient=request.no_gradient,
         rewritten=expanded.rewritten,
+        repeatable=expanded.repeatable,
     )
 
 
@@ -128,6 +129,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         rewritten=plan.rewritten,
         aliases=dict(plan.aliases),
         sparse_gradients=reply.sparse_gradients,
+        repeatable=plan.repeatable,
     )
     tail = evaluate_pb2.EvaluateResponse(
         overrides=resolutions, default_gradient_nodes=reply.default_gradient_nodes, rewritten=plan.rewritten

@@ -136,10 +136,12 @@ class StreamHandles:
         response.ttl.FromNanoseconds(int(handle.ttl_s * 1e9))
         return response.SerializeToString()
 
-    async def pull_back(self, raw: bytes, name: str, received_ns: int, ends_at: float) -> bytes:
+    async def pull_back(
+        self, raw: bytes, name: str, received_ns: int, ends_at: float, *, closes: bool = False
+    ) -> bytes:
         """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED.
 
-        `raw`: Bytes of the `PullBackRequest`.
+        `raw`: Bytes of the `PullBackRequest`. `closes`: Closes the handle after success.
         """
         handle = self._handles.get(name)
         if handle is None:
@@ -152,6 +154,8 @@ class StreamHandles:
         try:
             answer = await handle.process.engine.call(Kind.PULL_BACK, payload, ends_at, handle.recorder)
             record_pull_back(answer, received_ns)
+            if closes:
+                self.close(name)
             return answer
         except EngineLost as lost:
             handle.recorder.record_engine_loss(lost)

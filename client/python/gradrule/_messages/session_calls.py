@@ -211,8 +211,8 @@ class SessionBase:
             self._type_of,
             call_arguments.given_aliases(graph, arguments),
             call_arguments.groups_of(arguments.xs, graph),
-            # The variables may have other values by then.
-            may_repeat=False,
+            "the session's variables may have other values by then",
+            in_session=True,
         )
 
     def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:

@@ -16,6 +16,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 
 from gradrule._builder.frozen_variables import needed_functions
+from gradrule._builder.functional_control_flow import with_functions
 from gradrule._builder.graph import Graph
 from gradrule._builder.names import UniqueNames, did_you_mean
 from gradrule._tracing.functions import graph_of_concrete
@@ -159,7 +160,7 @@ def _load_tf1(folder: Path, tags: list[str], signature: Any) -> Graph:
     _use_resources(definition)
     for node in definition.node:
         node.device = ""
-    wrapped = Graph.from_bytes(definition.SerializeToString(deterministic=True))
+    wrapped = Graph.from_bytes(with_functions(definition.SerializeToString(deterministic=True)))
     wrapped.variables.update(values)
     add_aliases(wrapped, inputs, outputs.items())
     return wrapped

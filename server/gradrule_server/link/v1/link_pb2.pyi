@@ -1747,6 +1747,7 @@ class ProgramPlan(google.protobuf.message.Message):
     HAS_YS_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
+    REPEATABLE_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program."""
     graph_digest: builtins.str
@@ -1755,6 +1756,8 @@ class ProgramPlan(google.protobuf.message.Message):
     """Whether the program computes a derivative."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
+    repeatable: builtins.bool
+    """As in `gradrule.v1.Program`."""
     @property
     def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Aliases of the spec."""
@@ -1792,8 +1795,9 @@ class ProgramPlan(google.protobuf.message.Message):
         has_ys: builtins.bool = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
+        repeatable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "repeatable", b"repeatable", "rewritten", b"rewritten"]) -> None: ...
 
 global___ProgramPlan = ProgramPlan
 

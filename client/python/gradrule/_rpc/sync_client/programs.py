@@ -221,6 +221,7 @@ class Program(ProgramBase):
         *,
         params: CallParams | None = None,
         ttl: float | None = None,
+        repeat_if_lost: bool = True,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> ForwardHandle:
@@ -233,6 +234,8 @@ class Program(ProgramBase):
             params: As in `evaluate`.
             ttl: Seconds for which the server keeps the run after its last use; a setting of the server is the default
                 and the maximum.
+            repeat_if_lost: Whether `vjp` repeats the forward pass if the server no longer has the run. The handle then
+                keeps a copy of the feeds. A program that draws random numbers is never repeated.
             transfer: As in `evaluate`.
             timeout: Seconds, also the default of the handle's calls; default: that of `connect`.
 
@@ -242,7 +245,7 @@ class Program(ProgramBase):
             GradruleError: As in `evaluate`.
         """
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        forward = forward_calls.of_program(self, feeds, params, chosen)
+        forward = forward_calls.of_program(self, feeds, params, chosen, repeat_if_lost=repeat_if_lost)
         handle = ForwardHandle(self._client, forward, ttl, timeout, chosen)
         handle._run_forward(timeout)
         return handle
