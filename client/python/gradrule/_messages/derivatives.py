@@ -11,6 +11,7 @@ from gradrule._builder.names import ByName, bare
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
+    GradYs,
     ProgramArguments,
     given_aliases,
     groups_of,
@@ -21,6 +22,7 @@ from gradrule._messages.request_messages import (
     TypeOf,
     add_named_tensor,
     evaluate_request,
+    program_grad_ys,
     program_spec,
     types_of_graph,
     types_of_specs,
@@ -97,11 +99,19 @@ def program_jacobian(
 
 
 def program_hvp(
-    program: program_pb2.Program, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, groups: Groups
+    program: program_pb2.Program,
+    feeds: Feeds | None,
+    vectors: Feeds,
+    grad_ys: GradYs | None,
+    params: CallParams | None,
+    groups: Groups,
 ) -> Call[Products]:
     """Returns the call for Hessian-vector products of a program's ys and xs."""
     request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
-    _add_directions(request, vectors, types_of_specs(program.xs), "vectors", program)
+    type_of = types_of_specs([*program.xs, *program.ys])
+    _add_directions(request, vectors, type_of, "vectors", program)
+    for y, value in program_grad_ys(grad_ys, program).items():
+        add_named_tensor(request, "grad_ys", y, value, type_of)
     return evaluate_call(
         request, lambda response: _products(response, groups, program.aliases), blob_values.blobs_in(feeds, vectors)
     )
@@ -116,13 +126,17 @@ def _graph_request(
     part: str,
     blobs: blob_values.Blobs,
 ) -> evaluate_pb2.EvaluateRequest:
-    spec, _ = program_spec(graph, with_flat_xs(arguments, graph), blobs)
+    spec, upstream = program_spec(graph, with_flat_xs(arguments, graph), blobs)
     vjp = spec.vjp
+    if vjp.grad_ys:
+        raise InvalidDerivativeError(
+            f"grad_ys of {vjp.grad_ys[0].y!r} names the tensor {vjp.grad_ys[0].tensor!r}; here they are arrays"
+        )
     derivative = kind(ys=vjp.ys, xs=vjp.xs, stop_gradients=vjp.stop_gradients)
     if not isinstance(derivative, program_pb2.Jvp):
         derivative.unconnected_gradients = vjp.unconnected_gradients
     getattr(spec, part).CopyFrom(derivative)
-    request = evaluate_request(feeds, types_of_graph(graph), params=params, graph=graph)
+    request = evaluate_request(feeds, types_of_graph(graph), grad_ys=upstream, params=params, graph=graph)
     request.spec.CopyFrom(spec)
     return request
 
