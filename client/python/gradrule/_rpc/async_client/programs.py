@@ -30,7 +30,7 @@ from gradrule._rpc.async_transport import AsyncPipeline, ManyFeeds, iterate
 from gradrule.errors import InvalidDerivativeError, InvalidParamError
 from gradrule.v1 import program_pb2
 
-_NO_MORE = object()
+_NO_MORE: Any = object()
 
 
 class AsyncProgramMethods(AsyncClientBase):

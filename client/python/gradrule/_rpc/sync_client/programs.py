@@ -31,7 +31,7 @@ from gradrule._rpc.sync_transport import ManyFeeds, Pipeline, iterate
 from gradrule.errors import InvalidDerivativeError, InvalidParamError
 from gradrule.v1 import program_pb2
 
-_NO_MORE = object()
+_NO_MORE: Any = object()
 
 
 class ProgramMethods(ClientBase):
