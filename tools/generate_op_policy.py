@@ -39,8 +39,8 @@ The same table applies to ops at the top level, in functions, loops and branches
 and in rules that are graphs. The engine also checks the final graph, with its gradients, before it runs.
 
 `gradrule serve --trust full` allows all ops. The operator then trusts every caller: a caller can read and write files
-and use the network as far as the engine can. Ops that gradrule does not support (datasets, tables, queues, Python
-functions) are still refused, with `UNSUPPORTED_OP`.
+and use the network as far as the engine can. Ops that gradrule does not support (datasets, queues, Python
+functions) are still refused, with `UNSUPPORTED_OP`. The Python client replaces lookup tables by constants.
 
 In every mode, devices in a graph are ignored, and names of containers, shared names and attributes that begin with `_`
 are removed, except those that gradrule reads itself.

@@ -327,7 +327,7 @@ def _worst(work: WorkItem, index: int, results: Sequence[Any]) -> Any:
 _ERRORS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("UNKNOWN_TENSOR", {"fetches": ["nowhere"]}),
     ("MISSING_FEED", {"feeds": {}}),
-    ("FEED_DTYPE", {"feeds": {"x": np.zeros(3, np.int64)}}),
+    ("FEED_DTYPE", {"feeds": {"x": np.full(3, 0.1)}}),
     ("INVALID_EXPRESSION", {"overrides": {"Sum": gr.Rule("dy +")}}),
     ("UNMATCHED_OVERRIDE", {"overrides": {"Conv2D": gr.Rule("2 * dy")}}),
     ("UNKNOWN_RULE", {"overrides": {"Identity": "NobodyHasThisRule"}}),

@@ -82,6 +82,9 @@ def test_session_trains(client: Any) -> None:
     exec(read_example(GUIDE / "training.md", "session"), scope)
     assert scope["losses"][-1] == 0.0 < scope["losses"][0]
     assert np.sign(scope["trained"].variables["w"]).ravel().tolist() == [1.0, -1.0]
+    assert scope["slopes"].shape == (2, 1, 2, 1)
+    assert scope["slopes"].ravel().tolist() == [1.0, 2.0, 3.0, -1.0]
+    assert scope["first"].ravel().tolist() == [1.0, 2.0]
 
 
 def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,8 +136,8 @@ class _Cases:
         given = self._conditions(expanded, item, how)
         if given is None:
             return None
-        rule = self._rule(expanded, item, given, kind)
-        order = kind == "hvp" and rng.random() < 0.4 and self._may_be_all(given, item, rule)
+        rule = self._rule(expanded, given, kind)
+        order = kind == "hvp" and rng.random() < 0.4 and self._may_be_all(expanded, given)
         return Override(
             rule,
             label=f"label{rng.randint(0, 99)}" if rng.random() < 0.4 or rule.params else None,
@@ -147,10 +147,14 @@ class _Cases:
             **given,
         )
 
-    def _may_be_all(self, given: dict[str, Any], item: Item, rule: Rule) -> bool:
-        """Whether order="all" means nodes that are known here: no nodes that only TensorFlow's gradients make."""
-        single = isinstance(item, Node) and not item.bodies and not {"region", "pattern"} & given.keys()
-        if not single or given.get("op_type", "").startswith("@"):
+    def _may_be_all(self, expanded: Expanded, given: dict[str, Any]) -> bool:
+        """Whether order="all" means nodes that are known here: none that TensorFlow's gradients make or change.
+
+        TensorFlow's gradients give loops and branches more outputs, which count as theirs in a second derivative.
+        """
+        if {"region", "pattern"} & given.keys() or given.get("op_type", "").startswith("@"):
+            return False
+        if any(isinstance(item, Node) and item.bodies for item in self._selected(expanded, given)):
             return False
         return set(given) != {"op_type"} or given["op_type"] in MADE
 
@@ -239,19 +243,23 @@ class _Cases:
         if len(words) > 1:
             like = words[0] in UNARY and not {"Cast", "IdentityN"} & set(words)
             return {"any", *(["like"] if like else []), *(["one"] if set(words) <= set(UNARY) else [])}
+        selected = self._selected(expanded, given)
+        return {arity for arity in _FITTING if all(item.op in _FITTING[arity] for item in selected)} | {"any"}
+
+    def _selected(self, expanded: Expanded, given: dict[str, Any]) -> list[Item]:
+        """All items that a selector without chain and region may select."""
         conditions = {key: given[key] for key in ("op_type", "node", "node_regex", "scope") if key in given}
-        if words:
-            conditions["op_type"] = words[0]
+        if given.get("pattern"):
+            conditions["op_type"] = given["pattern"][0]
         meant = Override(DEFAULT, **conditions)
-        selected = [
+        return [
             item
             for item in expanded.items
             if name_matches(meant, item.name)
             and (meant.op_type is None or item.op in GROUPS.get(meant.op_type, {meant.op_type}) or "@" in meant.op_type)
         ]
-        return {arity for arity in _FITTING if all(item.op in _FITTING[arity] for item in selected)} | {"any"}
 
-    def _rule(self, expanded: Expanded, item: Item, given: dict[str, Any], kind: str) -> Rule:
+    def _rule(self, expanded: Expanded, given: dict[str, Any], kind: str) -> Rule:
         rng = self._rng
         draw = rng.random()
         if draw < 0.22:

@@ -247,7 +247,8 @@ class Interpreter:
         states, turns = inputs, 0
         while self._goes_on(node, states):
             states, turns = self._run(node.bodies[1], states), turns + 1
-            assert turns <= LOOP_TURNS
+            if turns > LOOP_TURNS:
+                raise ValueError("the loop does not end")
         return [states]
 
     def _goes_on(self, node: Node, states: Sequence[Value]) -> bool:
@@ -303,7 +304,8 @@ class Exploration(Interpreter):
     def _visit(self, record: Record) -> bool:
         if not any(self._depends(value) for value in record.sources or record.inputs):
             return False
-        if record.origin is not None:
+        # Of a StopGradient that keeps its own gradient, no gradient passes.
+        if record.origin is not None and not record.blocks:
             self.reached.add(record.origin)
         return True
 

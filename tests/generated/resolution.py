@@ -291,6 +291,7 @@ class Resolver:
 
     def _region_in(self, body: Body, inputs: list[Ref], outputs: list[Ref], number: int, override: Override) -> None:
         members = _between(body, inputs, outputs)
+        self._check_calls_that_are_xs(body, members, inputs)
         invalid = any(ref[0] not in members for ref in outputs)
         for index in members:
             for ref in body.nodes[index].inputs:
@@ -314,6 +315,14 @@ class Resolver:
             return
         unit = self._unit(body, members, inputs, outputs, override, number, body.nodes[outputs[0][0]])
         self._take(items, unit)
+
+    def _check_calls_that_are_xs(self, body: Body, members: set[int], inputs: list[Ref]) -> None:
+        """Refuses to judge a region that begins inside a call which is an x, and ends outside it."""
+        for item in body.items:
+            if isinstance(item, Call) and not item.around and item.name in self._request.xs:
+                begins_inside = any(ref[0] in item.members for ref in inputs)
+                if begins_inside and not members.issubset(item.members):
+                    raise Unclear("a region crosses the result of a call that is an x")
 
     def _find_dependence(self) -> None:
         """Tells units whose gradients can reach the xs; rules of subgraphs pass gradients on, whatever is in them."""

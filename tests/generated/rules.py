@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gradrule as gr
-from tests.generated.tape import Gradients, Value, absolute, as_value, cast, sum_to, total, where
+from gradrule.v1 import graph_pb2
+from tests.generated.tape import Gradients, Value, absolute, as_value, cast, cos, sum_to, total, where
 
 REGISTERED = "GeneratedHalfWindow"
 REGISTERED_EXPRESSION = "where(abs(x) <= 1.5, 0.5 * dy, 0)"
@@ -40,7 +41,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Rule:
-    """text: an expression, or a rule's name. kind: inline, name or default.
+    """text: an expression, a rule's name, or a description of a graph. kind: inline, name, graph or default.
 
     arity: "one" (one input of a float type), "two" (two of the shape of the output), "any" (any number and shapes),
     "like" (any number, the first of the output's type and shape), "same" (as many outputs as inputs, shape by shape).
@@ -57,7 +58,7 @@ class Rule:
     @property
     def name(self) -> str:
         """As resolutions name it."""
-        return "inline" if self.kind == "inline" else self.text
+        return "inline" if self.kind in ("inline", "graph") else self.text
 
     @property
     def is_default(self) -> bool:
@@ -65,7 +66,19 @@ class Rule:
 
     def served(self) -> Any:
         """As the client takes it."""
+        if self.kind == "graph":
+            return gr.Rule(graph=_cosine_graph())
         return gr.Rule(self.text, params=dict.fromkeys(self.params) or None) if self.kind == "inline" else self.text
+
+
+def _cosine_graph() -> bytes:
+    """dy * cos(x) for any element type: no node names one."""
+    graph = graph_pb2.Graph()
+    graph.node.add(name="x", op="Placeholder")
+    graph.node.add(name="dy", op="Placeholder")
+    graph.node.add(name="cos", op="Cos", input=["x"])
+    graph.node.add(name="dx", op="Mul", input=["dy", "cos"])
+    return graph.SerializeToString()
 
 
 def _one(formula: Callable[[Site, Value, Value], Value]) -> Callable[[Site], Gradients]:
@@ -121,6 +134,7 @@ RULES = [
     ),
     Rule(REGISTERED, _window(1.5, 0.5), kind="name"),
     Rule("Identity", _one(lambda site, x, dy: dy), kind="name"),
+    Rule("dy * cos(x), as a graph", _one(lambda site, x, dy: dy * cos(x)), kind="graph", per_sample=False),
     Rule("Tanh", _one(lambda site, x, dy: dy * (1 - site.ys[0] * site.ys[0])), kind="name"),
     Rule("(dy * x1, dy * x0)", lambda site: [site.dys[0] * site.xs[1], site.dys[0] * site.xs[0]], "two"),
     Rule("(None, dy * x0)", lambda site: [None, site.dys[0] * site.xs[0]], "two"),

@@ -19,29 +19,32 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1
 
 
 def site_of(build: Build, operands: Sequence[tf.Tensor]) -> RuleTarget:
-    """Returns a site of the current graph."""
+    """Returns a site of the current graph. The inputs of a single op that are no operands come last."""
     ops = build(*operands)
     *_, last = ops
+    others = [value for value in last.inputs if all(value is not x for x in operands)] if len(ops) == 1 else []
+    inputs = (*operands, *others)
 
     def reference(tensor: tf.Tensor, baseline: tf.Tensor) -> tf.Tensor:
         x0 = tf.broadcast_to(tf.cast(baseline, operands[0].dtype), tf.shape(operands[0]))
         return x0 if tensor is ops[0].inputs[0] else build(x0)[-1].outputs[0]
 
     def own(dys: Sequence[Any]) -> Sequence[Any]:
-        return tf.gradients(last.outputs, list(operands), list(dys))
+        return [*tf.gradients(last.outputs, list(operands), list(dys)), *[None] * len(others)]
 
     what = "+".join(op.type for op in ops)
     return RuleTarget(
         "layer/node",
         what,
-        inputs=tuple(operands),
+        inputs=inputs,
         outputs=tuple(last.outputs),
         find_ops=lambda: tuple(ops),
         own_gradients=own,
         reference=reference,
-        sources=tuple(operands),
+        sources=inputs,
         dependence=Dependence(operands),
         salt=SALT,
+        op=last if len(ops) == 1 else None,
     )
 
 
@@ -85,7 +88,7 @@ def _trace(
 
     def run(operands: Sequence[tf.Tensor], dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]) -> Any:
         site = site_of(case.build, operands)
-        results = CODE_RULES[case.rule](site, case.upstream(site.outputs, dys), params)
+        results = CODE_RULES[case.rule](site, case.upstream(site.outputs, dys), params)[: len(operands)]
         return list(results) if then is None else then([r for r in results if r is not None], operands)
 
     signature = [list(operands), list(dys), {name: tf.TensorSpec(None, tf.float64) for name in params}]

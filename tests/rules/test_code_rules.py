@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from gradrule_server.engine.code_rules import CODE_RULES
-from tests.rules.code_cases import CASES, CODE_CASES, LAYER_RULES, Case
+from tests.rules.code_cases import CASES, CODE_CASES, LAYER_RULES, Case, windows
 from tests.rules.code_sites import check, evaluate, forget_traces, given
 
 ON_CPU = [case for case in CASES if not case.only_xla]
@@ -42,6 +42,43 @@ def test_every_rule_has_a_case() -> None:
 def test_rule_equals_its_formula(case: Case, dtype: str) -> None:
     operands, dys = given(case, dtype)
     check(case, evaluate(case, operands, dys), operands, dys)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("label", ["add", "mean", "avgpool"])
+def test_lrp_norm_rounds_once(label: str, dtype: str) -> None:
+    """The quotient by a small output overflows float16, and it is no number of 16 bits."""
+    case = next(case for case in CASES if case.rule == "lrp_norm" and case.label == label)
+    operands, dys = given(case, dtype)
+    small = operands[0].dtype.type(2.0**-10)
+    operands = [operand * small for operand in operands]
+    found = evaluate(case, operands, dys, params={"eps": 0.0})
+    # The output of the op is rounded to 16 bits before the rule sees it.
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        y = session.run(case.build(*map(tf.constant, operands))[-1].outputs[0]).astype(np.float64)
+    ratio = dys[0].astype(np.float64) / y
+    assert np.abs(ratio).max() > 1000
+    for operand, got in zip(operands, found, strict=True):
+        assert got is not None
+        shares = _spread(label, ratio, operand.shape)
+        wanted = operand.astype(np.float64) * shares
+        np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=1.01 * _HALF_ULP[dtype])
+
+
+_HALF_ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def _spread(label: str, ratio: Any, shape: tuple[int, ...]) -> Any:
+    """The gradient of the op's inputs for a gradient of its output, as the op is linear with equal weights."""
+    if label == "add":
+        return ratio.sum(0) if len(shape) < ratio.ndim else ratio
+    if label == "mean":
+        return np.broadcast_to(ratio[:, None] / shape[1], shape)
+    result = np.zeros(shape)
+    for at, window in windows(shape, 2, 2, same=True):
+        for index in window:
+            result[index] += ratio[at] / len(window)
+    return result
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -167,6 +167,20 @@ def test_squares_of_large_and_small_gradients_do_not_overflow(name: str, dtype: 
         np.testing.assert_allclose(found, 0.25, rtol=1e-2)
 
 
+@pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("bfloat16", 3e38), ("float32", 3e38)])
+@pytest.mark.parametrize("name", ["gradient_clip_norm", "gradient_normalize"])
+def test_a_norm_may_be_too_large_for_the_type_of_its_elements(name: str, dtype: str, large: float) -> None:
+    dy = np.full(16, large).astype(numpy_type(dtype))
+    dy[0] *= dy.dtype.type(-0.5)
+    wanted = exact(dy) / np.sqrt(np.sum(exact(dy) ** 2))
+    found = exact(evaluate_default(name, {"x0": dy, "dy0": dy}, dtype))
+    np.testing.assert_allclose(found, wanted, rtol=2**-8 if dtype == "bfloat16" else 2**-11)
+    if name == "gradient_clip_norm":
+        below = dy / dy.dtype.type(8)
+        limit = exact(np.array(large))
+        np.testing.assert_array_equal(evaluate_default(name, {"x0": dy, "dy0": below}, dtype, norm=limit), below)
+
+
 def test_a_step_learned_from_no_elements_gets_zero() -> None:
     with BoundRule(BUILTINS["lsq"], CASES["lsq"], "float32") as ask:
         values = {"x0": np.zeros((0, 3), np.float32), "x1": np.float32(0.5), "dy0": np.zeros((0, 3), np.float32)}

@@ -133,7 +133,7 @@ def test_direction_of_wrong_shape_or_dtype_is_refused(client: Any) -> None:
             ask(g, {"x": X}, {"x": np.ones((2, 1), np.float32)}, ys=["y"], xs=["x"])
         refusal.says("'x'", "(2, 1)")
         with refused("FEED_DTYPE") as refusal:
-            ask(g, {"x": X}, {"x": np.ones(2)}, ys=["y"], xs=["x"])
+            ask(g, {"x": X}, {"x": np.full(2, 0.1)}, ys=["y"], xs=["x"])
         with refused("INVALID_DERIVATIVE") as refusal:
             ask(g, {"x": X, "n": 1}, {"n": 1}, ys=["y"], xs=["x", "n"])
         refusal.says("'n'", "omit it")

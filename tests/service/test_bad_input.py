@@ -218,7 +218,7 @@ def test_tensor_fed_twice_is_refused(channel: grpc.Channel) -> None:
 @keeps_engine
 def test_feed_of_wrong_dtype_is_refused(either: Any) -> None:
     with refused("FEED_DTYPE") as refusal:
-        either.evaluate(sign_graph(), feeds={"x": np.float64([1.0])}, fetches=["y"])
+        either.evaluate(sign_graph(), feeds={"x": np.float64([0.1])}, fetches=["y"])
     refusal.says("x", "float64", "float32")
 
 

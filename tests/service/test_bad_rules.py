@@ -58,6 +58,20 @@ def test_gradient_that_drops_dy_is_refused(client: Any) -> None:
     np.testing.assert_allclose(ignored, 1 - np.tanh([0.5]) ** 2, rtol=1e-6)
 
 
+def test_graph_that_drops_dy_is_refused(client: Any) -> None:
+    def slope(**attrs: Any) -> gr.Graph:
+        g = gr.Graph()
+        g.op("Square", g.placeholder("x", "float32"), name="dx", **attrs)
+        return g
+
+    with refused("INVALID_RULE") as refusal:
+        client.create_rule("Slope", graph=slope())
+    refusal.says("'dx'", "multiply by dy", "_ignore_dy=True")
+    said = gr.Rule(graph=slope(_ignore_dy=True))
+    found = client.sample_rule(said, x=np.float32([1, 2]), op_type="Identity").gradients["dx"]
+    np.testing.assert_array_equal(found, [1, 4])
+
+
 def test_name_that_is_a_variable_is_shown_as_a_formula(client: Any) -> None:
     with refused("UNKNOWN_RULE") as refusal:
         client.sample_rule("dy", x=[1.0])

@@ -35,7 +35,7 @@ def test_map_keeps_the_order(program: Any) -> None:
 
 
 def test_map_raises_an_error_at_its_position(program: Any) -> None:
-    feeds: Any = [{"x": [1.0]}, {"x": np.float64([1.0])}, {"x": [3.0]}]
+    feeds: Any = [{"x": [1.0]}, {"x": np.float64([0.1])}, {"x": [3.0]}]
     with pytest.raises(gr.errors.FeedDtypeError):
         list(program.map(feeds, in_flight=2))
     with pytest.raises(gr.errors.InvalidParamError, match="at least 1"):
@@ -88,10 +88,15 @@ def test_program_describes_itself(program: Any, either: Any) -> None:
     assert program.default_gradient_nodes == ["y"]
 
 
-def test_lists_get_the_programs_dtypes_and_arrays_must_have_them(program: Any) -> None:
+def test_values_get_the_programs_dtypes_unless_they_would_change(program: Any) -> None:
     assert program(x=[1, 2]).outputs["y"].tolist() == [1.0, 4.0]
-    with pytest.raises(gr.errors.FeedDtypeError, match=r"float64.*float32"):
-        program(x=np.float64([1]))
+    assert program(x=np.float64([1, 2])).outputs["y"].dtype == np.float32
+    with pytest.raises(gr.errors.FeedDtypeError, match=r"float64.*float32: 0.1 .*astype.*cast=True"):
+        program(x=np.float64([1, 0.1]))
+    rounded = program.evaluate({"x": np.float64([0.1])}, grad_ys=[np.float64([0.1])], cast=True)
+    assert rounded.gradients["x"] == np.float32(0.1) * 2 * np.float32(0.1)
+    (mapped,) = program.map([{"x": np.float64([0.1])}], cast=True)
+    assert mapped.outputs["y"] == rounded.outputs["y"]
     with pytest.raises(gr.errors.UnknownFeedError, match="twice"):
         program({"x": [1.0]}, x=[2.0])
     assert program.evaluate({"x": [1, 2]}, grad_ys={"y": [1, 10]}).gradients["x"].tolist() == [2.0, 40.0]

@@ -138,6 +138,25 @@ def test_batch_jacobian_with_a_rule_for_the_whole_batch_is_part_of_the_whole_jac
     np.testing.assert_allclose(found, np.stack([whole[example, :, example] for example in range(3)]), rtol=1e-12)
 
 
+def test_batch_jacobian_with_a_rule_for_the_whole_batch_keeps_only_its_blocks(client: Any) -> None:
+    """The whole Jacobian would have 2 GiB, which no answer can have; the blocks have 1 MiB."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float64", [None, 64])
+    g.op("Identity", g.op("Sum", x, 1, keep_dims=True), name="y")
+    overrides = {"Identity": gr.Rule("dy / sqrt(sum(dy * dy))")}
+    found = client.jacobian(g, {"x": np.ones((2048, 64))}, ys="y", xs="x", overrides=overrides, batched=True)["y"]["x"]
+    np.testing.assert_array_equal(found, np.ones((2048, 1, 64)))
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
+def test_empty_batch_jacobian_with_a_rule_for_the_whole_batch(client: Any, shape: tuple[int, ...]) -> None:
+    g = gr.Graph()
+    g.op("Identity", g.placeholder("x", "float64", [None, None]), name="y")
+    overrides = {"Identity": gr.Rule("dy - mean(dy)")}
+    found = client.jacobian(g, {"x": np.ones(shape)}, ys="y", xs="x", overrides=overrides, batched=True)["y"]["x"]
+    assert found.shape == (*shape, *shape[1:])
+
+
 def test_per_example_gradients_are_the_jacobian_of_a_vector_of_losses(client: Any) -> None:
     def losses(x: Any, w: Any) -> Any:
         return tf.reduce_sum(tf.square(layer(x, w)), axis=1)

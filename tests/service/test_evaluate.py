@@ -96,7 +96,7 @@ def test_grad_ys_may_be_names_of_tensors(either: Any) -> None:
 def test_grad_ys_of_wrong_shape_or_dtype_are_refused(either: Any) -> None:
     words: dict[str, Any] = {"feeds": FEEDS, "ys": ["p"], "xs": ["a"]}
     with refused("FEED_DTYPE"):
-        either.evaluate(load_graph(GRAPH), grad_ys=[np.ones(3)], **words)
+        either.evaluate(load_graph(GRAPH), grad_ys=[np.full(3, 0.1)], **words)
     with refused("FEED_SHAPE"):
         either.evaluate(load_graph(GRAPH), grad_ys=[np.ones((2, 2), np.float32)], **words)
     with refused("UNKNOWN_TENSOR"):

@@ -189,6 +189,54 @@ def test_bytes_and_number_of_handles_are_limited(small: RunningServer) -> None:
         program.forward({"x": X}).close()
 
 
+def test_handles_of_a_session_count_and_end_with_it(small: RunningServer) -> None:
+    def program() -> None:
+        w = tf.compat.v1.get_variable("w", initializer=tf.constant(X), use_resource=True)
+        tf.multiply(placeholder("x", shape=(None,)), tf.square(w)[:1], name="y")
+
+    def forward(x: Any, **words: Any) -> gr.ForwardHandle:
+        return s.forward({"x": x}, ys="y", xs="w", **words)
+
+    graph = build_graph_def(program)
+    with gr.connect(small.target) as client, client.session(graph) as other:
+        with client.session(graph) as s:
+            with refused("QUOTA_EXCEEDED") as refusal:
+                forward(np.ones(300_000, np.float32))
+            refusal.says("bytes", "1048576")
+            handles = [forward(X) for _ in range(4)]
+            with refused("QUOTA_EXCEEDED") as refusal:
+                forward(X)
+            refusal.says("4 forward handles")
+            with refused("QUOTA_EXCEEDED"):
+                compiled(client).forward({"x": X})
+            handles[0].close()
+            short = forward(X, ttl=0.05)
+
+            def is_expired() -> bool | None:
+                # Each look starts the 50 ms anew.
+                time.sleep(0.1)
+                try:
+                    short.vjp()
+                except gr.errors.HandleExpiredError:
+                    return True
+                return None
+
+            assert wait_until(is_expired, "the handle to expire")
+
+        def free() -> bool | None:
+            try:
+                found = [other.forward({"x": X}, ys="y", xs="w") for _ in range(4)]
+            except gr.errors.QuotaExceededError:
+                return None
+            for handle in found:
+                handle.close()
+            return True
+
+        assert wait_until(free, "room for four handles", 25)
+        with refused("UNAVAILABLE"):
+            handles[1].vjp()
+
+
 def test_handles_of_a_disconnected_client_are_released(small: RunningServer) -> None:
     with gr.connect(small.target) as client:
         name = compiled(client).name

@@ -99,6 +99,21 @@ def several_inputs_and_outputs(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
     return keras.Model(whole, layers.Dense(1)(layers.Concatenate()([found["sum"], found["left"], top]))), X
 
 
+def two_embeddings(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """One table is read by gathers only, the other one by a product too, so that its gradient is dense."""
+    words = keras.Input((6,), dtype="int32")
+    table, tied = layers.Embedding(12, 4, name="table"), keras.layers.ReversibleEmbedding(12, 4, name="tied")
+    scores = tied(tied(words), reverse=True)
+    part = wrap(keras.Model(words, layers.Concatenate()([table(words), scores])))
+    return keras.Sequential([keras.Input((6,), dtype="int32"), part, layers.Flatten(), layers.Dense(1)]), WORDS
+
+
+def assigned_kernel(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Assigns a normalized kernel in every training step, and reads it again."""
+    part = layers.SpectralNormalization(layers.Dense(6, activation="tanh"), power_iterations=2)
+    return keras.Sequential([keras.Input((4,)), layers.Dense(5), wrap(part), layers.Dense(1)]), X
+
+
 def subclassed(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
     class Own(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -116,16 +131,14 @@ def subclassed(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 KINDS = [
     dense_norm_dropout, single_layer, with_custom_gradient, embedding_first, mask_from_inside,
-    mask_from_outside, several_inputs_and_outputs, subclassed,
+    mask_from_outside, several_inputs_and_outputs, subclassed, two_embeddings, assigned_kernel,
 ]  # fmt: skip
 
 
 def trained(build: Any, wrap: Callable[[Any], Any], **more: Any) -> tuple[list[float], list[Any], Any, Any]:
     keras.utils.set_random_seed(3)
     model, x = build(wrap)
-    # The server returns dense gradients of embeddings; Keras's Adam treats sparse ones differently.
-    optimizer = keras.optimizers.SGD(0.05) if x is WORDS else keras.optimizers.Adam(0.01)
-    model.compile(optimizer, "mse", **more)
+    model.compile(keras.optimizers.Adam(0.01), "mse", **more)
     losses = model.fit(x, Y, epochs=3, batch_size=16, shuffle=False, verbose=0).history["loss"]
     return losses, model.get_weights(), model.predict(x, verbose=0), model.evaluate(x, Y, verbose=0)
 
@@ -140,9 +153,10 @@ def test_model_trains_as_without_a_server(client: Any, build: Any) -> None:
     assert actual[0][-1] < actual[0][0]
 
 
-def test_model_trains_eagerly(client: Any) -> None:
-    expected = trained(dense_norm_dropout, local, run_eagerly=True)
-    actual = trained(dense_norm_dropout, lambda part: gr.keras.RemoteLayer(part, client), run_eagerly=True)
+@pytest.mark.parametrize("build", [dense_norm_dropout, two_embeddings], ids=lambda build: build.__name__)
+def test_model_trains_eagerly(client: Any, build: Any) -> None:
+    expected = trained(build, local, run_eagerly=True)
+    actual = trained(build, lambda part: gr.keras.RemoteLayer(part, client), run_eagerly=True)
     np.testing.assert_allclose(actual[0], expected[0], **CLOSE)
 
 
@@ -208,6 +222,28 @@ def test_overrides_equal_tf_custom_gradient(client: Any) -> None:
             np.testing.assert_allclose(one, other, **CLOSE)
 
 
+def test_gradients_of_gathered_weights_are_slices_of_the_same_rows(client: Any) -> None:
+    here = layers.Embedding(12, 4)
+    here.build(())
+    there = gr.keras.RemoteLayer(here, client)
+    words = tf.constant(WORDS[:2])
+    for function in (lambda f: f, tf.function):
+        found = []
+        for layer in (here, there):
+
+            def gradient(layer: Any = layer) -> Any:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(layer(words) ** 2)
+                return tape.gradient(loss, here.embeddings.value)
+
+            found.append(function(gradient)())
+        local, remote = found
+        assert isinstance(remote, tf.IndexedSlices)
+        assert remote.indices.numpy().tolist() == local.indices.numpy().tolist() == WORDS[:2].reshape(-1).tolist()
+        np.testing.assert_allclose(remote.values, local.values, **CLOSE)
+        assert remote.dense_shape.numpy().tolist() == [12, 4]
+
+
 def test_slice_of_a_model_shares_its_weights(client: Any) -> None:
     model, _ = dense_norm_dropout(local)
     remote = gr.keras.RemoteLayer(model.layers[1:], client)
@@ -246,7 +282,7 @@ def test_layer_raises_the_errors_of_the_client(client: Any) -> None:
         tape.gradient(y, weights)
     model = keras.Sequential([keras.Input((4,)), remote])
     model.compile("sgd", "mse")
-    with pytest.raises(tf.errors.OpError, match="there is no rule 'no_such_rule'"):
+    with pytest.raises(gr.errors.UnknownRuleError, match="there is no rule 'no_such_rule'"):
         model.fit(X, np.zeros((48, 2)), verbose=0)
     assert isinstance(remote.last_error, gr.errors.UnknownRuleError)
     np.testing.assert_allclose(remote(x), remote.part(x), **CLOSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -132,3 +133,17 @@ def sampled(answer: gr.SampleResult) -> Any:
     """Returns the gradient of the only input."""
     (gradient,) = answer.gradients.values()
     return gradient
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_graph_for_float32_fits_16_bit_ops(client: Any, dtype: str) -> None:
+    """The rule sees float32, and its gradient is rounded once: 200 squared overflows float16."""
+    rule = gr.Graph()
+    x, dy = rule.placeholder("x", "float32"), rule.placeholder("dy", "float32")
+    rule.op("Mul", dy, rule.op("Div", rule.op("Square", x), rule.constant(30.0)), name="dx")
+    g = gr.Graph()
+    g.op("Sign", g.placeholder("x", dtype, [3]), name="y")
+    given = np.array([0.1, 1.5, 1000]).astype(getattr(ml_dtypes, dtype, dtype))
+    r = client.evaluate(g, {"x": given}, ys="y", xs="x", overrides={"Sign": gr.Rule(graph=rule)})
+    wanted = (given.astype(np.float32) ** 2 / np.float32(30)).astype(given.dtype)
+    np.testing.assert_array_equal(r.gradients["x"], wanted)

@@ -21,7 +21,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule.v1 import session_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2, session_pb2
 from tests.processes import engines, resident_bytes
 from tests.service import raw
 from tests.service.answers import assert_close, provokes, refused
@@ -116,6 +116,100 @@ def test_learning_rate_may_change_between_steps(client: Any) -> None:
         before = s.read("w")["w"]
         s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(1e-9))
         assert_close(s.read("w")["w"], before)
+
+
+SCHEDULES: dict[str, tuple[Any, Any]] = {
+    name: (getattr(gr.schedules, name)(**settings), getattr(keras.optimizers.schedules, name)(**settings))
+    for name, settings in {
+        "ExponentialDecay": {"initial_learning_rate": 0.1, "decay_steps": 7, "decay_rate": 0.8},
+        "InverseTimeDecay": {"initial_learning_rate": 0.1, "decay_steps": 7, "decay_rate": 0.8, "staircase": True},
+        "PiecewiseConstantDecay": {"boundaries": [10, 20], "values": [0.1, 0.05, 0.01]},
+        "PolynomialDecay": {"initial_learning_rate": 0.1, "decay_steps": 9, "power": 2.0, "cycle": True},
+        "CosineDecay": {
+            "initial_learning_rate": 0.0,
+            "decay_steps": 30,
+            "alpha": 0.1,
+            "warmup_target": 0.1,
+            "warmup_steps": 6,
+        },
+        "CosineDecayRestarts": {"initial_learning_rate": 0.1, "first_decay_steps": 8, "m_mul": 0.7, "alpha": 0.05},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_with_a_schedule_equal_those_of_keras(client: Any, name: str) -> None:
+    ours, theirs = SCHEDULES[name]
+    losses, variables = train_with_keras(keras.optimizers.Adam(theirs), 50)
+    for schedule in (ours, theirs):
+        with client.session(linear()) as s:
+            got = [s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(schedule)).loss for _ in range(50)]
+            assert_close(np.array(got), np.float32(losses), rtol=1e-4)
+            assert_close(s.read("w")["w"], variables["w"], rtol=1e-3)
+
+
+def test_learning_rate_is_any_function_of_completed_steps(either: Any) -> None:
+    seen = []
+
+    def rate(step: int) -> float:
+        seen.append(step)
+        return 0.1 / (1 + step)
+
+    feeds = {"x": X, "t": T}
+    with either.session(linear()) as s:
+        s.step(feeds, "loss", gr.optimizers.SGD(rate))
+        with refused("MISSING_FEED"):
+            s.step({"x": X}, "loss", gr.optimizers.SGD(rate))
+        before = s.read("b")["b"]
+        slope = s.evaluate(feeds, ys="loss", xs="b").gradients["b"]
+        s.step(feeds, "loss", gr.optimizers.SGD(rate))
+        assert_close(s.read("b")["b"], before - np.float32(0.05) * slope, rtol=1e-5)
+    assert seen == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (gr.optimizers.SGD(-1.0), ["SGD: learning_rate is -1", ">= 0"]),
+        (gr.optimizers.Adam(beta_1=2.0), ["Adam: beta_1 is 2", ">= 0 and <= 1"]),
+        (gr.optimizers.Adam("fast"), ["learning_rate is 'fast'", "a function"]),
+        (gr.optimizers.Adam(lambda step: None), ["returned None for step 0"]),
+        (gr.optimizers.Adam(lambda step: 1 // step), ["failed at step 0", "division"]),
+        (gr.optimizers.Adam(float("nan")), ["learning_rate is nan", "finite"]),
+        (gr.optimizers.Adam(epsilon="small"), ["epsilon is 'small'"]),
+        (keras.optimizers.Adam(), ["gradrule.optimizers", "gr.optimizers.Adam(...)"]),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(client: Any, optimizer: Any, words: list[str]) -> None:
+    with client.session(linear()) as s:
+        before = s.read()
+        with refused("INVALID_OPTIMIZER") as refusal:
+            s.step({"x": X, "t": T}, "loss", optimizer)
+        refusal.says(*words)
+        assert all((s.read(name)[name] == before[name]).all() for name in before)
+
+
+def test_settings_of_schedules_are_checked() -> None:
+    for make, words in (
+        (lambda: gr.schedules.CosineDecay(0.1, 0), "decay_steps is 0"),
+        (lambda: gr.schedules.CosineDecayRestarts(0.1, 5, t_mul=0.5), "t_mul is 0.5"),
+        (lambda: gr.schedules.PiecewiseConstantDecay([3, 2], [1.0, 2.0, 3.0]), "increasing"),
+        (lambda: gr.schedules.PiecewiseConstantDecay([3], [1.0]), "one value more"),
+    ):
+        with pytest.raises(gr.errors.InvalidOptimizerError, match=words):
+            make()
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "restarts of equal length"])
+def test_schedules_equal_those_of_keras(name: str) -> None:
+    equal = {"initial_learning_rate": 0.1, "first_decay_steps": 5, "t_mul": 1.0, "m_mul": 0.9}
+    ours, theirs = SCHEDULES.get(name) or (
+        gr.schedules.CosineDecayRestarts(**equal),
+        keras.optimizers.schedules.CosineDecayRestarts(**equal),
+    )
+    steps = [*range(40), 1000]
+    np.testing.assert_allclose([ours(step) for step in steps], [float(theirs(step)) for step in steps], rtol=2e-5)
 
 
 def test_step_of_some_variables_with_a_loss_that_is_no_scalar(client: Any) -> None:
@@ -213,9 +307,17 @@ def small_model() -> keras.Model:
     )
 
 
-def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
+def normalized_model() -> keras.Model:
+    """Makes a model that assigns a normalized kernel, and reads it, in each step."""
+    keras.utils.set_random_seed(3)
+    hidden = keras.layers.SpectralNormalization(keras.layers.Dense(5, activation="tanh"))
+    return keras.Sequential([keras.layers.Input((3,)), hidden, keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("make", [small_model, normalized_model], ids=lambda make: make.__name__)
+def test_traced_keras_model_trains_as_in_keras(client: Any, make: Callable[[], keras.Model]) -> None:
     """Batch norm statistics are assigned and not trained; silu has a custom gradient."""
-    model, twin = small_model(), small_model()
+    model, twin = make(), make()
 
     def loss_of(model: keras.Model, x: Any, t: Any) -> Any:
         return tf.reduce_mean(tf.square(model(x, training=True) - t))
@@ -224,7 +326,7 @@ def test_traced_keras_model_trains_as_in_keras(client: Any) -> None:
     paths = [variable.path for variable in model.variables]
     optimizer = keras.optimizers.Adam(0.05)
     with client.session(graph) as s:
-        for _ in range(4):
+        for _ in range(50):
             with tf.GradientTape() as tape:
                 loss = loss_of(twin, X, T)
             gradients = tape.gradient(loss, [variable.value for variable in twin.trainable_variables])
@@ -293,7 +395,7 @@ def test_failed_requests_change_no_variable(client: Any) -> None:
         with refused("FEED_SHAPE"):
             s.assign({"b": [1.0, 2.0], "w": np.ones((2, 2), np.float32)})
         with refused("FEED_DTYPE"):
-            s.assign({"w": W.astype(np.float64)})
+            s.assign({"w": W.astype(np.float64) + 0.1})
         with refused("UNKNOWN_TENSOR"):
             s.read("q")
         after = s.read()
@@ -393,6 +495,44 @@ def test_malformed_message_does_not_end_the_session(channel: grpc.Channel) -> No
     session.call.cancel()
 
 
+def test_calls_of_a_session_have_its_graph_and_overrides(channel: grpc.Channel) -> None:
+    def ask(**kind: Any) -> session_pb2.RunSessionResponse:
+        return session.ask(session_pb2.RunSessionRequest(**kind).SerializeToString())
+
+    session, other = RawSession(channel), RawSession(channel)
+    session.ask(start())
+    other.ask(start())
+    call = evaluate_pb2.EvaluateRequest(feeds=raw.feeds({"x": raw.tensor(X)}))
+    call.spec.fetches.append("y")
+    call.spec.vjp.ys.append("y")
+    call.spec.vjp.xs.append("b")
+    assert ask(call=call).evaluate.outputs[0].name == "y"
+    graph, override, variable = program_pb2.ProgramSpec(), program_pb2.ProgramSpec(), program_pb2.ProgramSpec()
+    graph.graph.serialized = b""
+    override.overrides.add()
+    variable.variables.add(name="b")
+    for spec in (graph, override, variable, program_pb2.ProgramSpec(no_gradient=program_pb2.NO_GRADIENT_ZERO)):
+        wrong = evaluate_pb2.EvaluateRequest(spec=spec)
+        wrong.MergeFrom(call)
+        for answer in (ask(call=wrong), ask(forward=evaluate_pb2.ForwardRequest(evaluate=wrong))):
+            assert error_reason(answer) == "MALFORMED_REQUEST"
+            assert spec.ListFields()[0][0].name in answer.status.message
+    for wrong in (evaluate_pb2.EvaluateRequest(program="programs/p"), evaluate_pb2.EvaluateRequest()):
+        assert error_reason(ask(call=wrong)) == "MALFORMED_REQUEST"
+    kept = ask(forward=evaluate_pb2.ForwardRequest(evaluate=call)).forward
+    assert [item.name for item in kept.evaluate.outputs] == ["y"]
+    pull_back = evaluate_pb2.PullBackRequest(handle=kept.handle)
+    stolen = other.ask(session_pb2.RunSessionRequest(pull_back=pull_back).SerializeToString())
+    assert error_reason(stolen) == "HANDLE_EXPIRED"
+    [gradient] = ask(pull_back=pull_back).pull_back.gradients
+    assert (gradient.x, gradient.WhichOneof("value")) == ("b", "dense")
+    close = evaluate_pb2.CloseHandleRequest(handle=kept.handle)
+    assert ask(close_handle=close).WhichOneof("response") == "close_handle"
+    assert error_reason(ask(pull_back=pull_back)) == "HANDLE_EXPIRED"
+    for opened in (session, other):
+        opened.call.cancel()
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     flags = ("--max-sessions", "2", "--max-session-bytes", "1MiB")
@@ -433,7 +573,11 @@ def test_number_and_bytes_of_sessions_are_limited(small: RunningServer) -> None:
 def test_session_is_lost_with_its_engine(tmp_path: Path) -> None:
     with running_server(tmp_path) as server, gr.connect(server.target) as client, client.session(linear()) as s:
         s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1))
+        handle = s.forward({"x": X}, ys="y", xs="w")
         os.kill(server.session_engine_pid(), signal.SIGKILL)
+        with refused("SESSION_LOST"):
+            handle.vjp()
+        handle.close()
         for _ in range(2):
             with refused("SESSION_LOST"):
                 s.read()

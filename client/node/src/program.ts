@@ -39,6 +39,8 @@ class Signature {
   readonly defaultGradientNodes: readonly string[];
   /** Nodes that rewrites replaced. */
   readonly rewritten: readonly string[];
+  /** Names of the xs whose gradients are sparse in results. */
+  readonly sparseGradients: readonly string[];
 
   constructor(message: ProgramMessage | undefined) {
     this.inputs = readSpecs(message?.inputs ?? []);
@@ -48,6 +50,7 @@ class Signature {
     this.overrides = (message?.overrides ?? []).map(readResolution);
     this.defaultGradientNodes = message?.defaultGradientNodes ?? [];
     this.rewritten = message?.rewritten ?? [];
+    this.sparseGradients = message?.sparseGradients ?? [];
   }
 }
 

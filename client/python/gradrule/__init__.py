@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradrule import aio, errors, keras, optimizers
+    from gradrule import aio, errors, keras, optimizers, schedules
     from gradrule._builder.blob_values import Blob
     from gradrule._builder.graph import Graph
     from gradrule._builder.handles import Node, TensorHandle
@@ -44,7 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "connect", "tls", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
-    "Session", "AsyncSession", "StepResult", "optimizers",
+    "Session", "AsyncSession", "StepResult", "optimizers", "schedules",
     "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
@@ -98,7 +98,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("aio", "errors", "keras", "optimizers"):
+    if name in ("aio", "errors", "keras", "optimizers", "schedules"):
         return importlib.import_module(f"gradrule.{name}")
     module = _MODULES.get(name)
     if module is None:

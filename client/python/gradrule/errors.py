@@ -277,7 +277,7 @@ class BlobMismatchError(GradruleError):
 
 
 class HandleExpiredError(GradruleError):
-    """A forward handle was closed, has expired, or its engine ended. `ForwardHandle` repeats the forward pass."""
+    """A forward handle was closed, has expired, or its engine ended. `ForwardHandle` repeats the run of a program."""
 
 
 class QuotaExceededError(GradruleError):

@@ -2,12 +2,19 @@
 
 The server runs Keras's implementation; these classes hold the settings. `learning_rate` may change from step to step.
 If another setting changes, the optimizer's slots start again from their initial values.
+
+`learning_rate` may be a schedule: an object of `gradrule.schedules` or `keras.optimizers.schedules`, or any function of
+the number of steps that the session has completed.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
+from gradrule.errors import InvalidOptimizerError
 from gradrule.v1 import session_pb2
 
 __all__ = [
@@ -27,29 +34,58 @@ __all__ = [
 ]
 
 
+LearningRate: TypeAlias = float | Callable[[int], Any]
+"""A number, or a schedule: a function of the number of completed steps."""
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """Holds the settings that all optimizers have.
 
     Attributes:
-        learning_rate: Step size, > 0.
+        learning_rate: Step size, >= 0, or a schedule.
         weight_decay: Decoupled weight decay per step, multiplied by the learning rate; None: none.
         clipnorm: Largest Euclidean norm of each gradient, > 0; set at most one of the three bounds.
         clipvalue: Largest absolute value of a gradient's elements, > 0.
         global_clipnorm: Largest Euclidean norm of all gradients together, > 0.
     """
 
-    learning_rate: float = 0.001
+    learning_rate: LearningRate = 0.001
     weight_decay: float | None = None
     clipnorm: float | None = None
     clipvalue: float | None = None
     global_clipnorm: float | None = None
 
-    def message(self) -> session_pb2.Optimizer:
-        """Returns the settings as a message; a setting that is None keeps Keras's default."""
+    def message(self, step: int = 0) -> session_pb2.Optimizer:
+        """Returns the settings as a message; a setting that is None keeps Keras's default.
+
+        Args:
+            step: Number of completed steps, for a schedule.
+
+        Raises:
+            InvalidOptimizerError: A setting is not a finite number, or a schedule does not return one.
+        """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        settings = {name: float(value) for name, value in given.items() if value is not None}
+        settings = {name: self._number(name, value, step) for name, value in given.items() if value is not None}
         return session_pb2.Optimizer(name=type(self).__name__, settings=settings)
+
+    def _number(self, name: str, value: Any, step: int) -> float:
+        where, expected = f"{type(self).__name__}: {name} is {value!r}", "a finite number"
+        if name == "learning_rate":
+            expected = "a finite number, or a function that returns one for a number of steps"
+            if callable(value):
+                try:
+                    value = value(step)
+                except Exception as cause:
+                    raise InvalidOptimizerError(f"{where}; it failed at step {step}: {cause}") from cause
+                where += f", which returned {value!r} for step {step}"
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise InvalidOptimizerError(f"{where}; expected {expected}") from None
+        if not math.isfinite(number):
+            raise InvalidOptimizerError(f"{where}; expected {expected}")
+        return number
 
 
 @dataclass(frozen=True)
@@ -61,12 +97,12 @@ class SGD(Optimizer):
     Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013).
 
     Attributes:
-        learning_rate: Step size, > 0.
+        learning_rate: Step size, >= 0, or a schedule.
         momentum: From 0 to 1.
         nesterov: Uses Nesterov's momentum.
     """
 
-    learning_rate: float = 0.01
+    learning_rate: LearningRate = 0.01
     momentum: float = 0.0
     nesterov: bool = False
 

@@ -34,6 +34,8 @@ from gradrule_server.errors import error
 
 Row = Callable[[tf.Tensor], Sequence[tf.Tensor]]
 """Makes, from its number, one upstream gradient for each fed y."""
+Part = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""Returns, from the number of a row, the part of one gradient that is kept."""
 
 
 class Backward:
@@ -75,18 +77,22 @@ class Backward:
         """Runs the backward part once; returns the tensors of `layout`."""
         return tf_private.call_with_captures(self.function, grad_ys, captures)
 
-    def run_stacked(self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def run_stacked(
+        self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor], part: Part | None = None
+    ) -> list[tf.Tensor]:
         """Runs the backward part `count` (int32) times; returns dense gradients by the xs that have one, on axis 0.
 
         `row` is called once even for a `count` of 0. The first row gives the size of the answer: MESSAGE_TOO_LARGE is
-        raised before the others run.
+        raised before the others run. `part`: keeps one example of each gradient, and frees the rest after each run.
         """
         xs = [x for x, (_, form) in zip(self.xs, self.layout, strict=True) if WIDTHS[form]]
         steps = tf.maximum(count, 1)
-        arrays = [tf.TensorArray(dtype, steps, element_shape=shape) for _, dtype, shape in xs]
+        axes = slice(None) if part is None else slice(1, None)
+        arrays = [tf.TensorArray(dtype, steps, element_shape=shape[axes]) for _, dtype, shape in xs]
 
         def step(index: tf.Tensor, *filled: tf.TensorArray) -> tuple[Any, ...]:
             rows = self._dense(self.run_once(row(index), captures))
+            rows = rows if part is None else [part(index, value) for value in rows]
             sizes = [tf.size(value, out_type=tf.int64) * value.dtype.size for value in rows]
             size = tf.cast(count, tf.int64) * tf.add_n(sizes or [tf.constant(0, tf.int64)])
             index = require_bytes(index, size, MAX_ANSWER_BYTES, "all these gradients together")
@@ -146,7 +152,8 @@ def jacobian(
     different numbers of examples.
 
     mixes_samples: a rule may compute the gradient of an example from upstream gradients of others. The upstream
-    gradients are then those of one example at a time, so that the blocks are those of the whole Jacobian.
+    gradients are then those of one example at a time, so that the blocks are those of the whole Jacobian; only the
+    blocks are kept.
     """
     derivatives = Derivatives()
     for y in request.ys:
@@ -182,9 +189,9 @@ def _add_jacobians(
     )
     backward = Backward(about_y, [0], differentiation)
     shape = tf.shape(y.tensor)
-    is_whole = mixes_samples or not batched
-    examples = tf.zeros([0], tf.int32) if is_whole else shape[:1]
-    count = tf.reduce_prod(shape if is_whole else shape[1:])
+    by_example = batched and not mixes_samples
+    examples = shape[:1] if by_example else tf.zeros([0], tf.int32)
+    count = tf.reduce_prod(shape[1:] if by_example else shape)
     # Refused before it is computed: a Jacobian is often too large to send.
     size = tf.add_n(
         [
@@ -194,7 +201,9 @@ def _add_jacobians(
         ]
         or [tf.constant(0, tf.int64)]
     )
-    count = require_bytes(count, tf.cast(count, tf.int64) * size, MAX_ANSWER_BYTES, f"the Jacobian of {y.name!r}")
+    blocks = batched and mixes_samples
+    rows = tf.reduce_prod(shape[1:]) if blocks else count
+    count = require_bytes(count, tf.cast(rows, tf.int64) * size, MAX_ANSWER_BYTES, f"the Jacobian of {y.name!r}")
 
     def row(index: tf.Tensor) -> Sequence[tf.Tensor]:
         unit = tf.one_hot(index, count, dtype=y.tensor.dtype)
@@ -202,42 +211,28 @@ def _add_jacobians(
         unit.set_shape(y.tensor.shape)
         return [unit]
 
-    stacks = iter(backward.run_stacked(count, row, backward.captures))
+    def block(index: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+        example = index // tf.maximum(rows, 1)
+        # A sum over at most one example, since there may be none.
+        return tf.reduce_sum(gradient[example : example + 1], axis=0)
+
+    stacks = iter(backward.run_stacked(count, row, backward.captures, block if blocks else None))
     for x, (_, form) in zip(request.xs, backward.layout, strict=True):
         names = (y.name, x.name)
         if WIDTHS[form]:
             stack = next(stacks)
-            if batched and is_whole:
-                stack = _blocks_of_examples(stack, y, x)
-            derivatives.add(names, DENSE, [_to_jacobian_shape(stack, y, x, batched=batched)])
+            if batched:
+                where = f"batched Jacobian of {y.name!r} by {x.name!r}: axis 0, which counts the examples of both,"
+                got = tf.shape(x.tensor)[:1]
+                stack = require_same(stack, got, shape[:1], errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, where)
+            if by_example:
+                stack = tf.transpose(stack, tf.concat([[1, 0], tf.range(2, tf.rank(stack))], 0))
+            derivatives.add(names, DENSE, [tf.reshape(stack, _jacobian_shape(y, x, batched=batched))])
         elif form == UNCONNECTED and request.unconnected_is_zero:
             zeros = tf.zeros(_jacobian_shape(y, x, batched=batched), x.tensor.dtype)
             derivatives.add(names, DENSE, [zeros])
         else:
             derivatives.add(names, form)
-
-
-def _blocks_of_examples(stack: tf.Tensor, y: NamedTensor, x: NamedTensor) -> tf.Tensor:
-    """Returns the rows of each example by the x of the same example: (rest of y's elements, x's shape)."""
-    examples = tf.shape(y.tensor)[:1]
-    where = f"batched Jacobian of {y.name!r} by {x.name!r}: axis 0, which counts the examples of both,"
-    x_shape = tf.shape(x.tensor)
-    stack = require_same(stack, x_shape[:1], examples, errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, where)
-    by_example = tf.reshape(stack, tf.concat([examples, [-1], examples, [tf.reduce_prod(x_shape[1:])]], 0))
-    blocks = tf.linalg.diag_part(tf.transpose(by_example, [1, 3, 0, 2]))
-    return tf.reshape(tf.transpose(blocks, [0, 2, 1]), tf.concat([[-1], x_shape], 0))
-
-
-def _to_jacobian_shape(stack: tf.Tensor, y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:
-    """Reshapes (elements of y, x's shape) to the shape of the Jacobian."""
-    if batched:
-        rank = tf.rank(stack)
-        stack = tf.transpose(stack, tf.concat([[1, 0], tf.range(2, rank)], 0))
-        examples = tf.shape(y.tensor)[:1]
-        where = f"batched Jacobian of {y.name!r} by {x.name!r}: axis 0, which counts the examples of both,"
-        got = tf.shape(x.tensor)[:1]
-        stack = require_same(stack, got, examples, errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, where)
-    return tf.reshape(stack, _jacobian_shape(y, x, batched=batched))
 
 
 def _jacobian_shape(y: NamedTensor, x: NamedTensor, *, batched: bool) -> tf.Tensor:

@@ -39,6 +39,7 @@ _EXTENDED = "_rewritten"
 _OWN_GRADIENT = -1
 _FOREIGN_GRADIENT = -2
 _NO_GRADIENT = -3
+_VARIABLE_VALUE = -4
 
 _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
@@ -150,6 +151,8 @@ class Differentiation:
         mark = self._marks[index]
         if mark.rule == _NO_GRADIENT:
             return [None] * len(op.inputs)
+        if mark.rule == _VARIABLE_VALUE:
+            return [dys[0]] * len(op.inputs)
         if first:
             self._requested_marks.add(index)
         holds = first or (mark.every_order and self._stage is DifferentiationStage.AGAIN)

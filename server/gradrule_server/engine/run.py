@@ -180,13 +180,19 @@ class ForwardRuns:
         for name, value in zip(built.outputs, outputs, strict=True):
             write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
         set_timings(response.timings, request.run.received_ns, started)
-        kept_bytes = saved_bytes(saved)
-        with self._lock:
-            if request.handle in self._released:
-                del self._released[request.handle]
-            else:
-                self._runs[request.handle] = _ForwardRun(built, two_parts, saved)
+        kept_bytes = self.keep(request.handle, built, saved)
         return link_pb2.ForwardReply(response=response.SerializeToString(), kept_bytes=kept_bytes)
+
+    def keep(self, handle: str, built: BuiltProgram, saved: Sequence[tf.Tensor]) -> int:
+        """Keeps what the forward part of a program saved, unless the handle is released already; returns its bytes."""
+        if built.two_parts is None:
+            raise AssertionError("the program was not built in two parts")
+        with self._lock:
+            if handle in self._released:
+                del self._released[handle]
+            else:
+                self._runs[handle] = _ForwardRun(built, built.two_parts, saved)
+        return saved_bytes(saved)
 
     def pull_back(self, request: link_pb2.PullBackRequest, contents: LargeTensors) -> evaluate_pb2.PullBackResponse:
         """Runs the backward part; returns gradients. Raises HANDLE_EXPIRED if the handle is unknown."""

@@ -14,6 +14,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.batch_runner import BatchRunner
 from gradrule_server.engine.build import build
+from gradrule_server.engine.derivatives import SPARSE
 from gradrule_server.engine.describe import describe
 from gradrule_server.engine.jit import JitCompiler
 from gradrule_server.engine.large_tensors import NO_LARGE_TENSORS, AttachedMemories, cut_large_tensors
@@ -56,8 +57,8 @@ class EngineService:
         self._device = device
         self._disabled_fast_paths = disabled_fast_paths
         self._programs: dict[str, BuiltProgram] = {}
-        self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, device)
         self._forward_runs = ForwardRuns(self._reader)
+        self._sessions = Sessions(self._reader, self._variable_cache, self._find_program, self._forward_runs, device)
         self._memories = memories or AttachedMemories(None)
         self._batches = BatchRunner(frames, self._reader, self._memories, self._find_program, self._answering)
         self._on_worker = on_worker
@@ -174,6 +175,7 @@ class EngineService:
             ys=built.specs["ys"],
             xs=built.specs["xs"],
             made=built.made,
+            sparse_gradients=[names[-1] for names, form in built.layout if form == SPARSE],
         )
 
     def _send_fault(self, request_id: int, cause: GradruleError) -> None:

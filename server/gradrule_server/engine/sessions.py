@@ -19,7 +19,7 @@ from gradrule_server.engine.large_tensors import LargeTensors
 from gradrule_server.engine.memory_estimate import saved_bytes
 from gradrule_server.engine.program import BuiltProgram
 from gradrule_server.engine.response_writer import write_derivatives, write_tensor
-from gradrule_server.engine.run import check_size, execute, read_packing, set_timings
+from gradrule_server.engine.run import ForwardRuns, check_size, execute, read_packing, set_timings
 from gradrule_server.engine.tensor_sources import VariableCache
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
@@ -54,11 +54,13 @@ class Sessions:
         reader: ArgumentReader,
         variable_cache: VariableCache,
         find_program: Callable[[str], BuiltProgram],
+        forward_runs: ForwardRuns,
         device: str,
     ) -> None:
         self._reader = reader
         self._variable_cache = variable_cache
         self._find_program = find_program
+        self._forward_runs = forward_runs
         self._device = device
         self._sessions: dict[str, _Session] = {}
         # Names of sessions that ended before the message that opens them was read.
@@ -145,7 +147,7 @@ class Sessions:
         if request.store:
             values |= dict(zip(request.store, outputs, strict=True))
         else:
-            check_size([*outputs, *([] if request.HasField("optimizer") else derivatives)])
+            check_size([*outputs, *([] if request.HasField("optimizer") or request.handle else derivatives)])
             for name, value in zip(built.outputs, outputs, strict=True):
                 write_tensor(response.outputs.add(name=name).value.inline_tensor, value, packing)
         # A caller whose deadline has passed must find its session unchanged.
@@ -155,9 +157,12 @@ class Sessions:
             values = self._apply_optimizer(
                 session, built, request.optimizer, values, _gradients_by_x(built, derivatives), message
             )
-        elif not request.store:
+        elif not (request.store or request.handle):
             write_derivatives(response, built, derivatives, packing)
         session.values = self._check_size(session, values, message)
+        if request.handle:
+            # The derivatives of a program in two parts are what its forward part saved.
+            reply.kept_bytes = self._forward_runs.keep(request.handle, built, derivatives)
         session.steps += request.HasField("optimizer")
         set_timings(response.timings, request.run.received_ns, started)
         reply.response = response.SerializeToString()

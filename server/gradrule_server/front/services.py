@@ -41,8 +41,13 @@ SESSION_SERVICE = "gradrule.v1.SessionService"
 MessageT = TypeVar("MessageT", bound=Message)
 
 _MAX_BLOB_NAMES = 10_000
+_SESSION_KINDS = [
+    field.name
+    for field in session_pb2.RunSessionRequest.DESCRIPTOR.oneofs_by_name["request"].fields
+    if field.name != "start"
+]
 # Name of a session's response field, where it differs from that of the request.
-_RESPONSE_FIELDS = {"start": "started"}
+_RESPONSE_FIELDS = {"start": "started", "call": "evaluate"}
 
 
 class RuleServicer:
@@ -160,7 +165,7 @@ class GradientServicer:
         return self._shared_memory.issue_keys(call.caller)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
-        handles = StreamHandles(caller.tenant.handles)
+        handles = StreamHandles(caller.tenant.handles, caller.tenant.program_service)
 
         async def forward(call: Call[link_pb2.RawForwardRequest]) -> bytes:
             return await handles.forward(call.request, call.received_ns, call.ends_at)
@@ -243,7 +248,7 @@ class SessionServicer:
 
     async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         """Serves the session of one stream. Reports a lost session once, without waiting for a request."""
-        session = Session(caller.tenant.sessions)
+        session = Session(caller.tenant.sessions, caller.tenant.handles)
         started = is_loss_reported = False
 
         async def report_loss(cause: GradruleError) -> None:
@@ -276,7 +281,7 @@ class SessionServicer:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {name}") from cause
         kind = request.WhichOneof("request")
         if kind is None or (kind == "start") == started:
-            expected = "step, evaluate, read or assign" if started else "start"
+            expected = f"one of {', '.join(_SESSION_KINDS)}" if started else "start"
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"expected {expected}, not {kind or 'nothing'}")
 
         part = getattr(request, kind)
@@ -285,7 +290,7 @@ class SessionServicer:
         async def read(request_type: type[MessageT]) -> MessageT:
             return await self._pipeline.parse(request_type, part, caller)
 
-        async def run(ends_at: float) -> Message:
+        async def run(ends_at: float) -> Message | bytes:
             match kind:
                 case "start":
                     return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at)
@@ -294,6 +299,18 @@ class SessionServicer:
                 case "evaluate":
                     evaluation = await read(session_pb2.SessionEvaluateRequest)
                     return await session.evaluate(evaluation, received_ns, ends_at, packing)
+                case "call":
+                    call = await read(link_pb2.RawEvaluateRequest)
+                    return await session.call(call, received_ns, ends_at, packing)
+                case "forward":
+                    forward = await read(link_pb2.RawForwardRequest)
+                    return await session.keep_forward(forward, received_ns, ends_at, packing)
+                case "pull_back":
+                    handle = (await read(evaluate_pb2.PullBackRequest)).handle
+                    return await session.pull_back(part, handle, received_ns, ends_at, packing)
+                case "close_handle":
+                    session.close_handle((await read(evaluate_pb2.CloseHandleRequest)).handle)
+                    return evaluate_pb2.CloseHandleResponse()
                 case "read":
                     return await session.read(await read(session_pb2.ReadRequest), ends_at, packing)
                 case _:

@@ -19,7 +19,7 @@ from gradrule_server.policy import Limits
 from gradrule_server.programs.forward_handles import HandleManager
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.service import ProgramService
-from gradrule_server.programs.sessions import SessionManager
+from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry

@@ -90,6 +90,8 @@ class Copy:
     candidates: list[CandidateNode]
     # Returns a free name in a body.
     unique: Callable[[Body, str], str]
+    # Nodes of written values of variables, by id(); their gradients go to both inputs: the new value and the old one.
+    variable_values: dict[int, Node] = field(default_factory=dict)
 
 
 def copy_graph(

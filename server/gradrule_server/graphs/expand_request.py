@@ -31,7 +31,8 @@ class Mark:
     """The rule of the nodes whose attribute `_gradrule_mark` is the index of this mark.
 
     Attributes:
-        rule: Index of the rule (-1: `default`, -2: foreign gradient, -3: none, because no gradient can reach the xs).
+        rule: Index of the rule (-1: `default`, -2: foreign gradient, -3: none, because no gradient can reach the xs;
+            -4: the gradient goes to every input, as that of a written value of a variable).
         node: Public name of the node.
         foreign: Name of the foreign gradient.
         outputs: Number of outputs of a subgraph; 0 for a single node.

@@ -160,7 +160,9 @@ class _Expansion:
             fed = (table.names[names.node(ref)] for ref in self._fed.values() if names.node(ref) in table.names)
             outside = {*self._given.values(), *fed, *(table.all() if self._request.stateful else ())}
             roots = [self._copy.tensors[root] for root in self._roots]
-            self._updates = lower_variables(self._copy, table, roots, outside, self._findings)
+            nodes = (names.node(self._requested[x]) for x in self._request.xs)
+            xs = {table.names[node] for node in nodes if node in table.names}
+            self._updates = lower_variables(self._copy, table, roots, outside, xs, self._findings)
         # Negative, so that no tensor of the uploaded graph has these keys.
         self._update_keys: list[Ref] = [(-1 - number, 0) for number in range(len(self._updates))]
         if self._request.with_updates:
@@ -260,7 +262,8 @@ class _Expansion:
 
     def _mark_nodes(self) -> None:
         """Numbers the nodes that have rules."""
-        self._marks = mark_nodes(self._bodies, {**self._context.resolved, **self._rules.resolved})
+        resolved = {**self._context.resolved, **self._rules.resolved}
+        self._marks = mark_nodes(self._bodies, resolved, self._copy.variable_values.values())
 
     def _write(self) -> Expanded:
         """Serializes the graph and the embedded rules, and returns the result of the expansion."""

@@ -25,6 +25,7 @@ from gradrule_server.graphs.subgraphs import Subgraph
 
 FOREIGN_GRADIENT = -2
 NO_GRADIENT = -3
+VARIABLE_VALUE = -4
 
 
 @dataclass(eq=False)

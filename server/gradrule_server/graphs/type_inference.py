@@ -33,8 +33,12 @@ _OPTIMIZER = (
     "them yourself"
 )
 _RESOURCE = (
-    "creates a resource (a table, queue, iterator, stack or lock), which exists in a process and not in a graph; feed "
+    "creates a resource (a queue, iterator, stack or lock), which exists in a process and not in a graph; feed "
     "the values that are read from it instead"
+)
+_TABLE = (
+    "uses a lookup table, which exists in a process and not in a graph; load the model with gr.load or gr.trace of the "
+    "Python client, which replace tables by constants, or feed what is looked up"
 )
 _HANDLE = "uses a resource in a way that gradrule does not support; feed its output instead"
 _DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed its output instead"
@@ -294,6 +298,8 @@ def _why_not_on_resources(node: Node, op: OpDef) -> str:
         return _OPTIMIZER
     if "Dataset" in node.op or "Iterator" in node.op:
         return _DATASET
+    if touches and ("HashTable" in node.op or node.op.startswith(("LookupTable", "InitializeTable"))):
+        return _TABLE
     if node.op.startswith(_TENSOR_ARRAYS) and not is_reference:
         return ""
     if is_reference:

@@ -34,14 +34,21 @@ _HANDLE = "uses the handle of a variable in a way that gradrule does not support
 
 
 def lower_variables(
-    copy: Copy, table: VariableTable, roots: Iterable[Ref], given: Collection[Variable], findings: Findings
+    copy: Copy,
+    table: VariableTable,
+    roots: Iterable[Ref],
+    given: Collection[Variable],
+    differentiated: Collection[Variable],
+    findings: Findings,
 ) -> dict[Variable, Ref]:
     """Lowers, in place, the nodes of the copy that the roots need.
 
     `given`: the variables whose value is an input. Other variables get the value of their initialiser; those without an
-    initialiser become inputs too. Returns the final values of written variables, as tensors of the copy's top level.
+    initialiser become inputs too. `differentiated`: the variables among the xs. Returns the final values of written
+    variables, as tensors of the copy's top level.
     """
-    return _Pass(copy, table, given, findings).run({producer for producer, _ in roots})
+    lowering = Lowering(copy, findings, differentiated)
+    return _Pass(copy, table, given, lowering, findings).run({producer for producer, _ in roots})
 
 
 class _VariableVersions:
@@ -90,11 +97,13 @@ class _VariableVersions:
 
 
 class _Pass:
-    def __init__(self, copy: Copy, table: VariableTable, given: Collection[Variable], findings: Findings) -> None:
+    def __init__(
+        self, copy: Copy, table: VariableTable, given: Collection[Variable], lowering: Lowering, findings: Findings
+    ) -> None:
         self._copy = copy
         self._findings = findings
         self._handles = VariableHandles(copy.body, table)
-        self._lowering = Lowering(copy, findings)
+        self._lowering = lowering
         nodes = copy.body.nodes
         index = {node.name: position for position, node in enumerate(nodes)}
         self._sources = {variable: index[variable.name] for variable in table.all() if variable.name in index}
@@ -209,7 +218,11 @@ class _Pass:
             if node.op not in FORWARDING_OPS and not is_value and not (number == 0 and target is not None):
                 node.unsupported = _HANDLE
                 return []
-            self._replace_handle(body, node, number, versions.at(variable, before))
+            value = versions.at(variable, before)
+            if is_value and body.nodes[node.inputs[number][0]].uploaded_op in WRITES:
+                # The output of an assignment, used as a value, has no gradient.
+                value = self._lowering.without_gradient(body, value)
+            self._replace_handle(body, node, number, value)
         if target is None:
             if node.op in FORWARDING_OPS:
                 types = zip(node.outputs or (), variables, strict=True)
@@ -291,7 +304,8 @@ class _Pass:
         if position != source:
             self._lowering.become(node, "Identity", [(source, 0)], {"T": _type(variable)}, (variable.dtype,))
         elif variable in self._computed:
-            self._lowering.become_checked(node, self._computed[variable], variable)
+            body = self._copy.body
+            self._lowering.become_written(body, position, self._computed[variable], variable, is_checked=True)
         else:
             attrs = {"dtype": _type(variable), "shape": AttrValue(shape=variable.shape)}
             self._lowering.become(node, "Placeholder", [], attrs, (variable.dtype,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gradrule.common.dtypes import as_dt, dtype_name
 from gradrule.v1.graph_pb2 import AttrValue
@@ -18,16 +18,22 @@ _INT32 = AttrValue(type=Dt.DT_INT32)
 
 
 class Lowering:
-    """Changes nodes in place; adds helper nodes to the body, named after the changed node."""
+    """Changes nodes in place; adds helper nodes to the body, named after the changed node.
 
-    def __init__(self, copy: Copy, findings: Findings) -> None:
+    Gradients stop at a written value, as in TensorFlow, where a read has a gradient by the variable only.
+    `differentiated`: the variables among the xs.
+    """
+
+    def __init__(self, copy: Copy, findings: Findings, differentiated: Collection[Variable]) -> None:
         self._copy = copy
         self._findings = findings
+        self._differentiated = differentiated
         self._candidates = self._by_place()
 
     def lower(self, body: Body, index: int, variable: Variable) -> list[tuple[Variable, Ref]]:
         """Replaces a node whose first input already is the variable's current value; returns the written values."""
         node, first = body.nodes[index], len(body.nodes)
+        old = node.inputs[0]
         self._check_type(body, node, variable)
         if node.op in IS_INITIALIZED_OPS:
             value = Tensor(dtype=Dt.DT_BOOL, bool_val=[True])
@@ -38,9 +44,12 @@ class Lowering:
             self._read(body, index, variable)
         else:
             self._write(body, index, variable)
+        written = (index, 0)
+        if node.uploaded_op in WRITES and variable in self._differentiated and variable.dtype in DIFFERENTIABLE:
+            written = self._pass_gradient_to_variable(body, index, old, variable)
         for changed in (node, *body.nodes[first:]):
             changed.watched = bool(changed.inputs) and self.is_differentiable(changed)
-        return [(variable, (index, 0))] if node.uploaded_op in WRITES else []
+        return [(variable, written)] if node.uploaded_op in WRITES else []
 
     @staticmethod
     def is_differentiable(node: Node) -> bool:
@@ -56,14 +65,18 @@ class Lowering:
         gradient = {GRADIENT_ATTR: node.attrs[GRADIENT_ATTR]} if GRADIENT_ATTR in node.attrs else {}
         node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **gradient}, outputs
 
-    def become_checked(self, node: Node, value: Ref, variable: Variable) -> None:
-        """Turns a node into an identity of a value, with a check that the value has the variable's shape."""
+    def become_written(self, body: Body, index: int, value: Ref, variable: Variable, *, is_checked: bool) -> None:
+        """Turns a node into a written value, at which gradients stop. `is_checked`: checks the variable's shape."""
         attrs = {"T": AttrValue(type=variable.dtype)}
-        if variable.shape.unknown_rank:
-            self.become(node, "Identity", [value], attrs, (variable.dtype,))
-        else:
+        if is_checked and not variable.shape.unknown_rank:
             shape = {"shape": AttrValue(shape=variable.shape)}
-            self.become(node, "EnsureShape", [value], {**attrs, **shape}, (variable.dtype,))
+            value = self._add(body, index, "checked", "EnsureShape", [value], {**attrs, **shape}, variable.dtype)
+        self.become(body.nodes[index], "StopGradient", [value], attrs, (variable.dtype,))
+
+    def without_gradient(self, body: Body, value: Ref) -> Ref:
+        """Returns the same value of a variable without a gradient by the variable."""
+        node = body.nodes[value[0]]
+        return node.inputs[0] if id(node) in self._copy.variable_values else value
 
     @staticmethod
     def retype_pass(node: Node, types: Sequence[int]) -> None:
@@ -129,13 +142,21 @@ class Lowering:
         validates = (
             "validate_shape" not in old or old["validate_shape"].b or old["validate_shape"].WhichOneof("value") is None
         )
-        if write.keeps_shape or variable.shape.unknown_rank or (not write.takes_old and not validates):
-            self.become(node, write.op, inputs, attrs, (variable.dtype,))
-            return
         value = inputs[0]
         if write.takes_old:
             value = self._add(body, index, "new", write.op, inputs, attrs, variable.dtype)
-        self.become_checked(node, value, variable)
+        is_checked = not write.keeps_shape and (write.takes_old or validates)
+        self.become_written(body, index, value, variable, is_checked=is_checked)
+
+    def _pass_gradient_to_variable(self, body: Body, index: int, old: Ref, variable: Variable) -> Ref:
+        """Adds a node with a written value, whose gradient goes to the variable, through its old value."""
+        types = AttrValue(list=AttrValue.ListValue(type=[variable.dtype] * 2))
+        name = self._copy.unique(body, f"{body.nodes[index].name}/variable")
+        outputs = (variable.dtype,) * 2
+        node = Node(name, "IdentityN", [(index, 0), old], [], {"T": types}, outputs)
+        body.nodes.append(node)
+        self._copy.variable_values[id(node)] = node
+        return len(body.nodes) - 1, 0
 
     def _by_rows(self, body: Body, index: int, inputs: list[Ref], attrs: Mapping[str, AttrValue]) -> list[Ref]:
         """Converts row indices for a TensorScatter op and broadcasts a scalar update to full size."""

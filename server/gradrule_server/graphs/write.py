@@ -6,7 +6,7 @@ The `Graph` message is wire-compatible with GraphDef.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from gradrule.common import op_definitions, op_inference
 from gradrule.common.dtypes import as_dt
@@ -26,7 +26,7 @@ from gradrule_server.graphs.ir import (
     short_tensor_name,
 )
 from gradrule_server.graphs.resolution_context import ForeignGradient, Resolved
-from gradrule_server.graphs.resolve import FOREIGN_GRADIENT, NO_GRADIENT
+from gradrule_server.graphs.resolve import FOREIGN_GRADIENT, NO_GRADIENT, VARIABLE_VALUE
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM
 
 GRADIENT_NAME = b"gradrule"
@@ -152,12 +152,21 @@ def _output_names(node: Node) -> list[str]:
     return [f"{name}:{index}" for name, (_, count) in slices.items() for index in range(count)]
 
 
-def mark_nodes(roots: Iterable[Body], resolved: Mapping[int, Resolved]) -> list[Mark]:
+def mark_nodes(
+    roots: Iterable[Body], resolved: Mapping[int, Resolved], variable_values: Collection[Node]
+) -> list[Mark]:
     """Sets `mark` of all nodes that have matches, and returns the marks. Nodes that share a match share a mark.
 
-    `resolved`: the matches, by id() of the node.
+    Args:
+        roots: The bodies.
+        resolved: The matches, by id() of the node.
+        variable_values: Nodes of written values of variables.
     """
     marks: list[Mark] = []
+    if variable_values:
+        marks.append(Mark(VARIABLE_VALUE, ""))
+    for node in variable_values:
+        node.mark = 0
     numbers: dict[int, int] = {}
     for _, node in itertools.chain.from_iterable(map(nodes_of, roots)):
         found = resolved.get(id(node))

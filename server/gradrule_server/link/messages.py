@@ -233,15 +233,18 @@ def session_read(names: Iterable[str], packing: tensor_pb2.Packing | None) -> Se
     return (link_pb2.SessionRequest(read=read).SerializeToString(),)
 
 
-def session_run(run: Sequence[bytes], store: Iterable[str], optimizer: session_pb2.Optimizer | None) -> Sequence[bytes]:
+def session_run(
+    run: Sequence[bytes], store: Iterable[str], optimizer: session_pb2.Optimizer | None, handle: str
+) -> Sequence[bytes]:
     """Returns the part of a `SessionRequest` that runs a program.
 
     Args:
         run: A `RunRequest`.
         store: Variables that are set to the outputs.
         optimizer: Applies the gradients to their variables; None: the answer holds the gradients.
+        handle: Name under which the engine keeps the tensors of a forward run; empty: it keeps none.
     """
-    rest = link_pb2.SessionRun(store=store, optimizer=optimizer).SerializeToString()
+    rest = link_pb2.SessionRun(store=store, optimizer=optimizer, handle=handle).SerializeToString()
     whole = (*_field(link_pb2.SessionRun.RUN_FIELD_NUMBER, run), rest)
     return _field(link_pb2.SessionRequest.RUN_FIELD_NUMBER, whole)
 

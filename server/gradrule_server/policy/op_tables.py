@@ -53,7 +53,7 @@ REMEDIES: Mapping[str, str] = {
     "process": _REMOVE,
     "queue": _FEED,
     "resource": _FEED,
-    "table": _FEED,
+    "table": "load the model with gr.load or gr.trace of the Python client, which replace tables by constants",
     "tensor array": "use TensorArrayV3, or tensor lists",
     "test": _REMOVE,
     "training": "ask for gradients, and train with those",

@@ -121,6 +121,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         device=device,
         rewritten=plan.rewritten,
         aliases=dict(plan.aliases),
+        sparse_gradients=reply.sparse_gradients,
     )
     tail = evaluate_pb2.EvaluateResponse(
         overrides=resolutions, default_gradient_nodes=reply.default_gradient_nodes, rewritten=plan.rewritten

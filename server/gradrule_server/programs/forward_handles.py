@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import pull_back_payload, release_payload
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_pull_back
-from gradrule_server.programs.runner import ProcessRef
+from gradrule_server.programs.runner import ForwardRun, ProcessRef
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.quotas import Quota
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
+
+
+class ForwardRunner(Protocol):
+    """Runs forward parts of programs: of any programs, or of those of one session."""
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines that may keep a run."""
+        ...
+
+    async def forward(
+        self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
+    ) -> ForwardRun:
+        """Runs the forward part; an engine keeps what the backward part needs, under the name `handle`."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -76,22 +94,13 @@ class HandleManager:
         self._bytes_quota.release(handle.kept_bytes)
         handle.process.engine.add_kept(handle.process.generation, -1)
 
-    def release(self, name: str, process: ProcessRef | None) -> None:
-        """Tells the engine to drop a forward run. `process`: None: tells all engines of the tenant."""
-        message = release_payload(name)
-        if process is None:
-            engines = self.program_service.pool.engines_for(self.program_service.owner)
-        else:
-            engines = [] if process.is_gone else [process.engine]
-        for engine in engines:
-            engine.notify(Kind.RELEASE, message)
-
 
 class StreamHandles:
-    """Manages the handles of one stream."""
+    """Manages the handles of one stream. `runner`: Runs their programs."""
 
-    def __init__(self, manager: HandleManager) -> None:
+    def __init__(self, manager: HandleManager, runner: ForwardRunner) -> None:
         self._manager = manager
+        self._runner = runner
         self._handles: dict[str, _Handle] = {}
 
     async def forward(self, request: link_pb2.RawForwardRequest, received_ns: int, ends_at: float) -> bytes:
@@ -105,24 +114,22 @@ class StreamHandles:
                     errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"ttl is more than 0 s, not {ttl_s:g}", field="ttl"
                 )
         name = manager.reserve_name()
-        process: ProcessRef | None = None
+        run: ForwardRun | None = None
         try:
-            answer, mode, process, program = await manager.program_service.forward(
-                request.evaluate, name, received_ns, ends_at
-            )
+            run = await self._runner.forward(request.evaluate, name, received_ns, ends_at)
             # The handle does not keep the program, whose bytes no quota counts.
-            recorder = manager.program_service.runner.recovery().recorder(program.workload)
-            handle = _Handle(name, process, recorder, mode.kept_bytes, min(ttl_s, manager.ttl_s))
+            recorder = manager.program_service.runner.recovery().recorder(run.workload)
+            handle = _Handle(name, run.process, recorder, run.kept_bytes, min(ttl_s, manager.ttl_s))
             manager.add(handle)
         except BaseException as cause:
             manager.release_name()
             if not isinstance(cause, GradruleError) or cause.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED:
                 # The engine keeps the run, or will: the caller cancelled, or the run has too many bytes.
-                manager.release(name, process)
+                self._release(name, None if run is None else run.process)
             raise
         self._handles[name] = handle
         self._start_timer(handle)
-        response = link_pb2.RawForwardResponse(evaluate=answer, handle=name, size_bytes=handle.kept_bytes)
+        response = link_pb2.RawForwardResponse(evaluate=run.answer, handle=name, size_bytes=handle.kept_bytes)
         response.ttl.FromNanoseconds(int(handle.ttl_s * 1e9))
         return response.SerializeToString()
 
@@ -158,12 +165,19 @@ class StreamHandles:
         if handle is not None:
             self._stop_timer(handle)
             self._manager.remove(handle)
-            self._manager.release(handle.name, handle.process)
+            self._release(handle.name, handle.process)
 
     def close_all(self) -> None:
         """Closes all handles: the stream has ended."""
         for name in list(self._handles):
             self.close(name)
+
+    def _release(self, name: str, process: ProcessRef | None) -> None:
+        """Tells the engine to drop a forward run. `process`: None: tells all engines that may keep it."""
+        if process is not None and process.is_gone:
+            return
+        for engine in self._runner.engines if process is None else (process.engine,):
+            engine.notify(Kind.RELEASE, release_payload(name))
 
     def _start_timer(self, handle: _Handle) -> None:
         self._stop_timer(handle)

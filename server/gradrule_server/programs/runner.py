@@ -20,7 +20,7 @@ from gradrule_server.operations.request_record import record_run, timing_compila
 from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
-from gradrule_server.recovery.crash_history import OutcomeRecorder
+from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
 
@@ -109,14 +109,15 @@ class RunForward:
 class RunInSession:
     """Runs with the variables of a session.
 
-    `store`: variables that get the outputs as values. `optimizer`: applies the gradients. `reply`: size and steps of
-    the session; set by `run`.
+    `store`: variables that get the outputs as values. `optimizer`: applies the gradients. `handle`: under this name the
+    engine keeps a forward run. `reply`: size and steps of the session; set by `run`.
     """
 
     channel: SessionChannel
     ends_at: float
     store: tuple[str, ...] = ()
     optimizer: session_pb2.Optimizer | None = None
+    handle: str = ""
     reply: link_pb2.SessionReply | None = None
     undo: Callable[[Engine], None] | None = None
 
@@ -125,7 +126,7 @@ class RunInSession:
         return self.channel.engine
 
     async def run(self, engine: Engine, run: Run, recorder: OutcomeRecorder) -> bytes:
-        self.reply = await self.channel.run(run.payload, self.store, self.optimizer, self.ends_at, recorder)
+        self.reply = await self.channel.run(run.payload, self, recorder)
         return self.reply.response
 
 
@@ -137,15 +138,8 @@ class SessionChannel(Protocol):
         """The engine that holds the session."""
         ...
 
-    async def run(
-        self,
-        run: Sequence[bytes],
-        store: Sequence[str],
-        optimizer: session_pb2.Optimizer | None,
-        ends_at: float,
-        recorder: OutcomeRecorder,
-    ) -> link_pb2.SessionReply:
-        """Runs a program; see `link.messages.session_run`.
+    async def run(self, run: Sequence[bytes], mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
+        """Runs a program. `run`: a `RunRequest`.
 
         Raises `EngineLost` if the engine ends meanwhile, SESSION_LOST if it had ended before.
         """
@@ -177,6 +171,22 @@ class RunResult(NamedTuple):
     answer: bytes
     process: ProcessRef
     template: RunTemplate
+
+
+class ForwardRun(NamedTuple):
+    """A forward run that an engine keeps.
+
+    Attributes:
+        answer: Bytes of an `EvaluateResponse`.
+        kept_bytes: Bytes that the engine keeps on the device.
+        process: The engine process that keeps it.
+        workload: What the program counts as in the history of crashes.
+    """
+
+    answer: bytes
+    kept_bytes: int
+    process: ProcessRef
+    workload: Workload
 
 
 class ProgramRunner:

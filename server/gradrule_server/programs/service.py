@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -37,7 +37,15 @@ from gradrule_server.programs.known_calls import (
 )
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.preparer import Preparer, RegistryLookup
-from gradrule_server.programs.runner import ProcessRef, ProgramRunner, RunForward, RunMode, RunOnce, may_batch
+from gradrule_server.programs.runner import (
+    ForwardRun,
+    ProcessRef,
+    ProgramRunner,
+    RunForward,
+    RunMode,
+    RunOnce,
+    may_batch,
+)
 from gradrule_server.programs.stored_programs import StoredPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.endings import EngineLost
@@ -146,17 +154,19 @@ class ProgramService:
         mode = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
         return (await self._evaluate(request, raw, call_shape(request), received_ns, mode, structure, done))[0]
 
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines that may keep forward runs."""
+        return self.pool.engines_for(self.owner)
+
     async def forward(
         self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
-    ) -> tuple[bytes, RunForward, ProcessRef, Loadable]:
-        """Runs the forward part; the engine keeps what the backward part needs, under the name `handle`.
-
-        Returns the bytes of an `EvaluateResponse`, the run, the engine process that keeps it, and the program.
-        """
+    ) -> ForwardRun:
+        """Runs the forward part; the engine keeps what the backward part needs, under the name `handle`."""
         call = replace(call_shape(request), split=True)
         mode = RunForward(ends_at, handle)
         answer, process, program = await self._evaluate(request, None, call, received_ns, mode)
-        return answer, mode, process, program
+        return ForwardRun(answer, mode.kept_bytes, process, program.workload)
 
     async def compile_for_session(self, spec: bytes, call: CallShape, mode: RunMode) -> RunnableProgram:
         """Returns a program for a session, loaded into the session's engine; does not add it to the cache."""

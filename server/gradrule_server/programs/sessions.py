@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-
-from google.protobuf.message import DecodeError
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error
@@ -16,88 +14,32 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import release_payload, session_assign, session_payload, session_read, session_run
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Limits
+from gradrule_server.policy import SMALL_BYTES
 from gradrule_server.programs.cache import SessionKey
 from gradrule_server.programs.compiler import RunnableProgram
+from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
 from gradrule_server.programs.known_calls import call_shape
-from gradrule_server.programs.runner import ProcessRef, RunInSession
-from gradrule_server.programs.service import ProgramService
-from gradrule_server.programs.session_variables import SessionVariables
-from gradrule_server.quotas import Quota
+from gradrule_server.programs.runner import ForwardRun, ProcessRef, RunInSession
+from gradrule_server.programs.session_limits import SessionManager
+from gradrule_server.programs.session_requests import SessionVariables, blob_name, read_spec
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
-from gradrule_server.registry.blobs import BlobStore
 
 # The most slots of an optimizer for each variable that it updates.
 _MAX_SLOTS = 3
-
-
-class SessionManager:
-    """Limits the number and bytes of a tenant's sessions. Belongs to one asyncio loop."""
-
-    def __init__(
-        self,
-        program_service: ProgramService,
-        blobs: BlobStore,
-        limits: Limits,
-        *,
-        quota: Quota,
-        bytes_quota: Quota,
-    ) -> None:
-        self.program_service = program_service
-        self.blobs = blobs
-        self.limits = limits
-        self._quota = quota
-        self._bytes_quota = bytes_quota
-        self._bytes: dict[str, int] = {}
-
-    def open(self) -> str:
-        """Adds a session and returns its name. Raises QUOTA_EXCEEDED if there are too many."""
-        self._quota.reserve()
-        # Engines find sessions of all tenants by these names, so no tenant may guess one.
-        name = f"s{secrets.token_hex(8)}"
-        self._bytes[name] = 0
-        return name
-
-    def available_bytes(self, name: str) -> int:
-        """Returns the most bytes that a session may have."""
-        return self._bytes_quota.available + self._bytes.get(name, 0)
-
-    @property
-    def limiting_setting(self) -> str:
-        """The flag of the setting that limits `available_bytes`."""
-        return self._bytes_quota.limiting_setting
-
-    @contextlib.contextmanager
-    def reserve_growth(self, name: str, more: int) -> Iterator[None]:
-        """Counts the bytes that a session may grow by, within this context, so that others cannot use them."""
-        before = self._bytes.get(name, 0)
-        self.set_bytes(name, before + more)
-        try:
-            yield
-        finally:
-            if self._bytes.get(name) == before + more:
-                self.set_bytes(name, before)
-
-    def set_bytes(self, name: str, size: int) -> None:
-        """Sets the size of a session."""
-        if name in self._bytes:
-            self._bytes_quota.adjust(size - self._bytes[name])
-            self._bytes[name] = size
-
-    def close(self, name: str) -> None:
-        """Removes a session."""
-        if name in self._bytes:
-            self.set_bytes(name, 0)
-            del self._bytes[name]
-            self._quota.release()
+# Errors that may mean that the engine which held the session has ended.
+_LOST_REASONS = frozenset({errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE, errors_pb2.ERROR_REASON_HANDLE_EXPIRED})
 
 
 class Session:
-    """One session. Its methods are called one after the other, but `close` at any time."""
+    """One session. Its methods are called one after the other, but `close` at any time.
 
-    def __init__(self, manager: SessionManager) -> None:
+    handles: Limits the tenant's forward handles, among them those of the session.
+    """
+
+    def __init__(self, manager: SessionManager, handles: HandleManager) -> None:
         self._manager = manager
+        self._handles = StreamHandles(handles, self)
         self._name = ""
         self._process: ProcessRef | None = None
         self._graph = b""
@@ -118,7 +60,7 @@ class Session:
         spec = link_pb2.RawProgramSpec(graph=request.graph, no_gradient=request.no_gradient)
         self._graph = spec.SerializeToString()
         self._overrides = link_pb2.RawProgramSpec(overrides=request.overrides).SerializeToString()
-        blob = _blob_name(request.graph)
+        blob = blob_name(request.graph)
         if blob:
             # Each kind of step compiles the graph again.
             await asyncio.to_thread(self._manager.blobs.verify, [blob])
@@ -179,9 +121,14 @@ class Session:
                 field="step.variables",
             )
         vjp = program_pb2.Vjp(ys=[request.loss], xs=dict.fromkeys(xs))
-        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params, answer_packing=packing)
+        call = link_pb2.RawEvaluateRequest(
+            spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
+            feeds=request.feeds,
+            params=request.params,
+            answer_packing=packing,
+        )
         mode = RunInSession(self, ends_at, optimizer=request.optimizer)
-        answer, program, is_new = await self._run(call, request.fetches, vjp, received_ns, mode)
+        answer, program, is_new = await self._run(call, received_ns, mode)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
             outputs=done.outputs,
@@ -198,13 +145,53 @@ class Session:
         packing: tensor_pb2.Packing | None,
     ) -> evaluate_pb2.EvaluateResponse:
         """Evaluates, and stores the values that the graph assigns. `packing`: How tensors of the answer are encoded."""
-        call = link_pb2.RawEvaluateRequest(
-            feeds=request.feeds, grad_ys=request.grad_ys, params=request.params, answer_packing=packing
-        )
         vjp = request.vjp if request.HasField("vjp") else None
-        mode = RunInSession(self, ends_at)
-        answer, program, _ = await self._run(call, request.fetches, vjp, received_ns, mode)
-        return evaluate_pb2.EvaluateResponse.FromString(answer + program.compiled.tail)
+        call = link_pb2.RawEvaluateRequest(
+            spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
+            feeds=request.feeds,
+            grad_ys=request.grad_ys,
+            params=request.params,
+        )
+        return evaluate_pb2.EvaluateResponse.FromString(await self.call(call, received_ns, ends_at, packing))
+
+    async def call(
+        self,
+        request: link_pb2.RawEvaluateRequest,
+        received_ns: int,
+        ends_at: float,
+        packing: tensor_pb2.Packing | None,
+    ) -> bytes:
+        """Evaluates and differentiates, and stores the values that the graph assigns.
+
+        Returns the bytes of an `EvaluateResponse`. `packing`: How tensors of the answer are encoded.
+        """
+        _set_packing(request, packing)
+        answer, program, _ = await self._run(request, received_ns, RunInSession(self, ends_at))
+        return answer + program.compiled.tail
+
+    async def keep_forward(
+        self, request: link_pb2.RawForwardRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
+    ) -> bytes:
+        """Runs forward and keeps a handle; returns the bytes of a `ForwardResponse`. `packing`: As in `call`."""
+        _set_packing(request.evaluate, packing)
+        return await self._handles.forward(request, received_ns, ends_at)
+
+    async def pull_back(
+        self, raw: bytes, handle: str, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
+    ) -> bytes:
+        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `call`.
+
+        `raw`: Bytes of the `PullBackRequest`.
+        """
+        if packing is not None:
+            # Concatenating messages merges them.
+            raw += evaluate_pb2.PullBackRequest(answer_packing=packing).SerializeToString()
+        async with self._reporting_loss():
+            return await self._handles.pull_back(raw, handle, received_ns, ends_at)
+
+    def close_handle(self, handle: str) -> None:
+        """Closes a handle, if it exists."""
+        self._handles.close(handle)
 
     async def read(
         self, request: session_pb2.ReadRequest, ends_at: float, packing: tensor_pb2.Packing | None
@@ -246,6 +233,7 @@ class Session:
         """Ends the session and frees its variables."""
         if self._watching is not None:
             self._watching.cancel()
+        self._handles.close_all()
         if self._name:
             self._manager.close(self._name)
             self._manager.program_service.cache.remove_session(self._name)
@@ -262,23 +250,32 @@ class Session:
             raise AssertionError("the session has not started")
         return self._process.engine
 
-    async def run(
-        self,
-        run: Sequence[bytes],
-        store: Sequence[str],
-        optimizer: session_pb2.Optimizer | None,
-        ends_at: float,
-        recorder: OutcomeRecorder,
-    ) -> link_pb2.SessionReply:
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines that may keep forward runs: the one that holds the session."""
+        return [] if self._process is None or self._process.is_gone else [self._process.engine]
+
+    async def run(self, run: Sequence[bytes], mode: RunInSession, recorder: OutcomeRecorder) -> link_pb2.SessionReply:
         """Runs a program; see `SessionChannel`."""
-        name = optimizer.name if optimizer is not None else ""
+        name = mode.optimizer.name if mode.optimizer is not None else ""
         if name:
             growth = 0 if name in self._used_optimizers else _MAX_SLOTS * self._variables.known_bytes()
         else:
-            growth = self._variables.known_bytes(set(store))
-        reply = await self._send(session_run(run, store, optimizer), growth, ends_at, recorder)
+            growth = self._variables.known_bytes(set(mode.store))
+        action = session_run(run, mode.store, mode.optimizer, mode.handle)
+        reply = await self._send(action, growth, mode.ends_at, recorder)
         self._used_optimizers.add(name)
         return reply
+
+    async def forward(
+        self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
+    ) -> ForwardRun:
+        """Runs the forward part of a program; the engine keeps what the backward part needs; see `ForwardRunner`."""
+        mode = RunInSession(self, ends_at, handle=handle)
+        answer, program, _ = await self._run(request, received_ns, mode)
+        assert mode.reply is not None
+        assert self._process is not None
+        return ForwardRun(answer, mode.reply.kept_bytes, self._process, program.loadable.workload)
 
     async def _send(
         self, action: Sequence[bytes], growth: int, ends_at: float, recorder: OutcomeRecorder | None = None
@@ -324,7 +321,7 @@ class Session:
         except EngineLost as lost:
             raise self._lost(str(lost.engine_end)) from lost
         except GradruleError as cause:
-            if cause.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE:
+            if cause.reason in _LOST_REASONS:
                 await self._check_process()
             raise
 
@@ -345,23 +342,28 @@ class Session:
             async with self._reporting_loss():
                 return await self._send(session_assign(given, opens=opens), growth, ends_at)
 
+    async def _read_spec(self, call: link_pb2.RawEvaluateRequest) -> program_pb2.ProgramSpec:
+        if len(call.spec) <= SMALL_BYTES:
+            return read_spec(call, self._manager.limits)
+        return await asyncio.to_thread(read_spec, call, self._manager.limits)
+
     async def _run(
         self,
         call: link_pb2.RawEvaluateRequest,
-        fetches: Iterable[str],
-        vjp: program_pb2.Vjp | None,
         received_ns: int,
         mode: RunInSession,
     ) -> tuple[bytes, RunnableProgram, bool]:
-        """Returns the answer's bytes, the program, and whether it was compiled now."""
+        """Returns the answer's bytes, the program, and whether it was compiled now. The call's spec is removed."""
         await self._check_process()
         compile_started = time.monotonic_ns()
-        own_spec = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
-        key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), call_shape(call))
+        own_spec = await self._read_spec(call)
+        shape = replace(call_shape(call), split=bool(mode.handle))
+        key = SessionKey(self._name, own_spec.SerializeToString(deterministic=True), shape)
         program = self._manager.program_service.cache.get(key)
         is_new = program is None
         if program is None:
-            spec = own_spec.SerializeToString() + self._graph + (self._overrides if vjp is not None else b"")
+            overrides = self._overrides if own_spec.WhichOneof("derivative") else b""
+            spec = own_spec.SerializeToString() + self._graph + overrides
             async with self._reporting_loss():
                 program = await self._manager.program_service.compile_for_session(spec, key.call, mode)
             if self._name:
@@ -373,13 +375,6 @@ class Session:
         return result.answer, program, is_new
 
 
-def _blob_name(graph: bytes) -> str:
-    """Returns the blob of a `GraphSource`, empty if it has none. Raises MALFORMED_REQUEST."""
-    try:
-        return link_pb2.RawGraphSource.FromString(graph).blob_sha256
-    except DecodeError as cause:
-        raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-            "the bytes are not a valid gradrule.v1.GraphSource",
-            field="start.graph",
-        ) from cause
+def _set_packing(call: link_pb2.RawEvaluateRequest, packing: tensor_pb2.Packing | None) -> None:
+    if packing is not None:
+        call.answer_packing.CopyFrom(packing)

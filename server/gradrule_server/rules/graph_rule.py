@@ -15,9 +15,11 @@ from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM, NodeLimits, attribute_faults, op_fault, output_count_fault
+from gradrule_server.policy.op_tables import ops_with
 from gradrule_server.rules.language.source import quoted
 from gradrule_server.rules.language.syntax_tree import FAMILIES, declared_params_text, split_variable
 from gradrule_server.rules.signature import (
+    COMPUTED_IN,
     NUMPY_TYPES,
     RuleGraph,
     Signature,
@@ -30,6 +32,14 @@ _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 _UNBOUND = ("PlaceholderV2", "PlaceholderWithDefault")
 _MAX_FINDINGS = 100
 _SHAPE_NOT_KNOWN = frozenset({"graph"})
+_FALSE = graph_pb2.AttrValue(b=False)
+_UNKNOWN_SHAPE = graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=True))
+
+IGNORE_DY = "_ignore_dy"
+"""The attribute of a result node that says that its gradient does not depend on the upstream gradient."""
+_READS_SHAPE = ops_with("reads_shape")
+# Ops whose output is zero if this input is.
+_KEEPS_ZERO = {"Identity": 0, "Cast": 0, "Reshape": 0, "BroadcastTo": 0, "Fill": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +51,14 @@ class CheckedGraph:
         variables: Names of placeholders by variable (`x0`).
         params: Names of placeholders by param.
         results: Names of result nodes by index of the op's input.
+        ignoring_dy: The result nodes that have the attribute `_ignore_dy`.
     """
 
     graph: graph_pb2.Graph
     variables: Mapping[str, str]
     params: Mapping[str, str]
     results: Mapping[int, str]
+    ignoring_dy: frozenset[str]
 
 
 def parse_graph(serialized: bytes, params: Sequence[str], *, embedded: bool = False) -> CheckedGraph:
@@ -80,6 +92,7 @@ def parse_graph(serialized: bytes, params: Sequence[str], *, embedded: bool = Fa
     order = _topological_order(nodes, results.values())
     needed = set(order)
     kept = graph_pb2.Graph(versions=graph.versions, node=[nodes[name] for name in order])
+    ignoring_dy = frozenset(name for name in results.values() if nodes[name].attr.get(IGNORE_DY, _FALSE).b)
     if not embedded:
         _check_functions(kept.node, {function.signature.name for function in graph.library.function})
         _drop_attrs(kept.node)
@@ -91,7 +104,38 @@ def parse_graph(serialized: bytes, params: Sequence[str], *, embedded: bool = Fa
             "the rule's graph is only a constant: no result depends on a placeholder x, y, dy or default. "
             "ZerosLike(x) is a gradient of zeros",
         )
-    return CheckedGraph(kept, variables, used_params, results)
+    return CheckedGraph(kept, variables, used_params, results, ignoring_dy)
+
+
+def check_dy(form: CheckedGraph) -> None:
+    """Refuses a gradient that drops the upstream gradient, unless it is zero or says `_ignore_dy`.
+
+    Raises:
+        GradruleError: INVALID_RULE.
+    """
+    carriers = {name for variable, name in form.variables.items() if variable.startswith(("dy", "default"))}
+    zeros: set[str] = set()
+    for node in form.graph.node:
+        sources = [source.partition(":")[0] for source in node.input if not source.startswith("^")]
+        if node.op not in _READS_SHAPE and not carriers.isdisjoint(sources):
+            carriers.add(node.name)
+        if _is_zero(node, sources, zeros):
+            zeros.add(node.name)
+    for name in form.results.values():
+        if name in form.ignoring_dy:
+            if name in carriers:
+                raise _refused(
+                    errors_pb2.ERROR_REASON_INVALID_RULE,
+                    f"{IGNORE_DY} is for a gradient without dy and default, and this one depends on them",
+                    name,
+                )
+        elif name not in carriers and name not in zeros:
+            raise _refused(
+                errors_pb2.ERROR_REASON_INVALID_RULE,
+                "this gradient depends on neither dy nor default, so nothing of the upstream gradient gets through: "
+                f"multiply by dy, or give the node the attribute {IGNORE_DY}=True if that is meant",
+                name,
+            )
 
 
 def check_nodes(form: CheckedGraph, bounds: NodeLimits) -> list[Finding]:
@@ -114,6 +158,9 @@ def check_nodes(form: CheckedGraph, bounds: NodeLimits) -> list[Finding]:
 def bind_graph(form: CheckedGraph, signature: Signature) -> RuleGraph:
     """Binds a rule to an op of these element types.
 
+    Tensors of a 16-bit type become float32 where the rule's placeholder is float32 or has no type; a gradient that is
+    float32 is rounded to the 16-bit type of its input. A placeholder of a 16-bit type is computed in that type.
+
     Raises:
         GradruleError: RULE_ARITY if the op lacks a variable of the rule, or an input for which the rule has a gradient;
             RULE_NOT_APPLICABLE if the type of a placeholder differs from that of the op's tensor.
@@ -124,11 +171,10 @@ def bind_graph(form: CheckedGraph, signature: Signature) -> RuleGraph:
     inputs: dict[str, str] = {}
     for variable, name in form.variables.items():
         family, index, _ = split_variable(variable) or ("x", 0, True)
-        _set_type(nodes[name], signature.dtype_of(family, index), variable)
-        inputs[variable] = name
+        inputs[variable] = _bind_variable(graph, nodes, name, signature.dtype_of(family, index), variable)
     for param, name in form.params.items():
-        inputs[f"param/{param}"] = _add_param_cast(graph, nodes, name)
-    _complete_attrs(graph)
+        inputs[f"param/{param}"] = _bind_param(graph, nodes, name)
+    types = _complete_attrs(graph)
     for index in form.results:
         if index >= len(signature.inputs):
             raise _refused(
@@ -139,7 +185,8 @@ def bind_graph(form: CheckedGraph, signature: Signature) -> RuleGraph:
         if index not in signature.differentiable:
             raise not_differentiable_error(signature, index)
     results = tuple(
-        f"{form.results[index]}:0" if index in form.results else None for index in range(len(signature.inputs))
+        _rounded(graph, nodes, form.results[index], types, wanted) if index in form.results else None
+        for index, wanted in enumerate(signature.inputs)
     )
     sources = tuple(frozenset[str]() if result is None else _SHAPE_NOT_KNOWN for result in results)
     return RuleGraph(graph, inputs, results, sources)
@@ -194,8 +241,19 @@ def _check_ops(nodes: Iterable[graph_pb2.Node]) -> None:
             raise _refused(errors_pb2.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
 
 
-def _complete_attrs(graph: graph_pb2.Graph) -> None:
-    """Adds type attributes that follow from the types of the inputs."""
+def _is_zero(node: graph_pb2.Node, sources: Sequence[str], zeros: Container[str]) -> bool:
+    """Returns whether the output of a node is zero, whatever its inputs."""
+    if node.op == "Const":
+        # Elements are bytes or a list of numbers; all other fields are messages or numbers.
+        return not any(any(value) for _, value in node.attr["value"].tensor.ListFields() if isinstance(value, Iterable))
+    if node.op == "ZerosLike":
+        return True
+    kept = _KEEPS_ZERO.get(node.op)
+    return kept is not None and kept < len(sources) and sources[kept] in zeros
+
+
+def _complete_attrs(graph: graph_pb2.Graph) -> dict[str, tuple[int, ...]]:
+    """Adds type attributes that follow from the types of the inputs; returns the types of all outputs by node."""
     outputs: dict[str, tuple[int, ...]] = {}
     # Sort the placeholders of params first: they were added last, but other nodes need them.
     for node in sorted(graph.node, key=lambda item: item.op != "Placeholder"):
@@ -216,6 +274,7 @@ def _complete_attrs(graph: graph_pb2.Graph) -> None:
         for name, value in completed.added.items():
             node.attr[name].CopyFrom(value)
         outputs[node.name] = completed.outputs
+    return outputs
 
 
 def _topological_order(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> list[str]:
@@ -283,22 +342,29 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
     return variables, used
 
 
-def _set_type(node: graph_pb2.Node, dtype: int, variable: str) -> None:
-    """Sets the missing type of a variable's placeholder; raises RULE_NOT_APPLICABLE if it has a different type."""
-    stated = node.attr["dtype"].type if "dtype" in node.attr else dtype
-    if stated != dtype:
+def _bind_variable(
+    graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str, dtype: int, variable: str
+) -> str:
+    """Gives a variable's placeholder the type of its tensor; returns the one to feed. Raises RULE_NOT_APPLICABLE."""
+    node = nodes[name]
+    computed_in = COMPUTED_IN.get(dtype, dtype)
+    stated = node.attr["dtype"].type if "dtype" in node.attr else computed_in
+    if stated not in (dtype, computed_in):
         raise _refused(
             errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
             f"the rule's placeholder {node.name!r} is {dtype_name(stated)}, but {variable} of the op is "
             f"{dtype_name(dtype)}",
-            node.name,
+            name,
         )
-    node.attr["dtype"].CopyFrom(type_attr(dtype))
     if "shape" not in node.attr:
-        node.attr["shape"].CopyFrom(graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=True)))
+        node.attr["shape"].CopyFrom(_UNKNOWN_SHAPE)
+    if stated == dtype:
+        node.attr["dtype"].CopyFrom(type_attr(dtype))
+        return name
+    return _feed_by_cast(graph, nodes, name, dtype, stated)
 
 
-def _add_param_cast(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str) -> str:
+def _bind_param(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str) -> str:
     """Adds a float64 placeholder for a param, and makes its node a cast from it; returns the placeholder's name."""
     node = nodes[name]
     dtype = node.attr["dtype"].type if "dtype" in node.attr else Dt.DT_DOUBLE
@@ -308,19 +374,45 @@ def _add_param_cast(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node],
             f"a param is no {dtype_name(dtype)}: say a float, int or bool type",
             name,
         )
-    fed = f"param/{name}"
-    while fed in nodes:
-        fed += "_"
-    shape = graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=True))
-    graph.node.add(name=fed, op="Placeholder", attr={"dtype": type_attr(Dt.DT_DOUBLE), "shape": shape})
-    node.op = "Cast"
-    del node.input[:]
-    node.input.append(fed)
-    node.attr.clear()
-    node.attr["SrcT"].CopyFrom(type_attr(Dt.DT_DOUBLE))
-    node.attr["DstT"].CopyFrom(type_attr(dtype))
-    node.attr["Truncate"].CopyFrom(graph_pb2.AttrValue(b=False))
+    node.attr["shape"].CopyFrom(_UNKNOWN_SHAPE)
+    return _feed_by_cast(graph, nodes, name, Dt.DT_DOUBLE, dtype)
+
+
+def _feed_by_cast(
+    graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str, source: int, target: int
+) -> str:
+    """Makes a placeholder a cast from a new placeholder of the type `source`; returns the name of that placeholder."""
+    fed = _unused_name(f"fed/{name}", nodes)
+    attrs = {"dtype": type_attr(source), "shape": nodes[name].attr["shape"]}
+    graph.node.append(graph_pb2.Node(name=fed, op="Placeholder", attr=attrs))
+    nodes[name].CopyFrom(_cast(name, fed, source, target))
     return fed
+
+
+def _rounded(
+    graph: graph_pb2.Graph,
+    nodes: Mapping[str, graph_pb2.Node],
+    name: str,
+    types: Mapping[str, tuple[int, ...]],
+    wanted: int,
+) -> str:
+    """Returns the tensor of a result, rounded to `wanted` if that has 16 bits and the result is float32."""
+    if not types[name] or wanted not in COMPUTED_IN or types[name][0] != COMPUTED_IN[wanted]:
+        return f"{name}:0"
+    rounded = _unused_name(f"rounded/{name}", nodes)
+    graph.node.append(_cast(rounded, name, types[name][0], wanted))
+    return f"{rounded}:0"
+
+
+def _cast(name: str, tensor: str, source: int, target: int) -> graph_pb2.Node:
+    attrs = {"SrcT": type_attr(source), "DstT": type_attr(target), "Truncate": _FALSE}
+    return graph_pb2.Node(name=name, op="Cast", input=[tensor], attr=attrs)
+
+
+def _unused_name(name: str, nodes: Container[str]) -> str:
+    while name in nodes:
+        name += "_"
+    return name
 
 
 def _refused(reason: errors_pb2.ErrorReason.ValueType, message: str, node: str = "") -> GradruleError:

@@ -10,7 +10,7 @@ from functools import cached_property
 from gradrule.v1 import errors_pb2, graph_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.policy import NodeLimits, check_parsed_size
-from gradrule_server.rules.graph_rule import CheckedGraph, bind_graph, check_nodes, parse_graph
+from gradrule_server.rules.graph_rule import CheckedGraph, bind_graph, check_dy, check_nodes, parse_graph
 from gradrule_server.rules.language import Formula, lower, parse
 from gradrule_server.rules.language.syntax_tree import is_function, param_name_problem
 from gradrule_server.rules.params import Param, read_param_value, write_param
@@ -63,8 +63,8 @@ class RuleContent:
         object.__setattr__(self, "_own_params", names)
         object.__setattr__(self, "formula", formula)
         # Parse a checked graph only when it is needed: the nodes take ten times the memory of the bytes.
-        if not checked:
-            _ = self._graph
+        if not checked and self._graph is not None and not self.embedded:
+            check_dy(self._graph)
 
     @cached_property
     def _graph(self) -> CheckedGraph | None:

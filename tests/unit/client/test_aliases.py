@@ -81,7 +81,7 @@ def response() -> bytes:
 )
 def test_results_are_named_as_in_the_request(fetches: list[str], xs: list[str], keys: Any) -> None:
     words = call_arguments.ProgramArguments(fetches=fetches, ys="score", xs=xs)
-    call = rpc_calls.evaluate(aliased(), None, None, words)
+    call = rpc_calls.evaluate(request_messages.sent_graph(aliased()), None, None, words)
     result = call.decode(call.answer(response()))
     assert (list(result.outputs), list(result.gradients)) == keys
     for name in ("z", "score", "z:0"):

@@ -86,7 +86,7 @@ def test_values_are_checked_in_later_calls_too(encoder: ProgramEncoder) -> None:
     for _ in range(2):
         sent(encoder, {"x": np.float32([1, 2])})
         with pytest.raises(gr.errors.FeedDtypeError, match=r"feeds\['x'\] is an array of float64"):
-            sent(encoder, {"x": np.float64([1, 2])})
+            sent(encoder, {"x": np.float64([1, 0.1])})
         with pytest.raises(gr.errors.FeedDtypeError, match="int64"):
             sent(encoder, {"i": np.float32([1, 2])})
         with pytest.raises(gr.errors.InvalidTensorError, match=r"feeds\['x'\] is None"):

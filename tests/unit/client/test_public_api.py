@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule import optimizers
+from gradrule import optimizers, schedules
 from gradrule._builder.notebook_text import MAX_REPR_CHARACTERS, html_table, short_repr
 from gradrule._comparison.compare import ComparedRow
 from gradrule._messages.program_calls import ProgramBase
@@ -33,6 +33,7 @@ KERAS_HOOKS = {"build", "call", "compute_mask", "compute_output_shape", "compute
 PUBLIC = {
     **{f"gr.{name}": getattr(gr, name) for name in gr.__all__ if callable(getattr(gr, name))},
     **{f"gr.optimizers.{name}": getattr(optimizers, name) for name in optimizers.__all__},
+    **{f"gr.schedules.{name}": getattr(schedules, name) for name in schedules.__all__},
     **{f"gr.keras.{name}": getattr(gr.keras, name) for name in gr.keras.__all__},
 }
 

@@ -24,7 +24,8 @@ from gradrule_server.programs.forward_handles import HandleManager, StreamHandle
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.runner import ProcessRef
 from gradrule_server.programs.service import ProgramService
-from gradrule_server.programs.sessions import Session, SessionManager
+from gradrule_server.programs.session_limits import SessionManager
+from gradrule_server.programs.sessions import Session
 from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import FakeEngine, FakePool
@@ -92,12 +93,17 @@ class Fixture:
         self.engine.answer(await sent, Kind.RAN, b"" if reply is None else reply.SerializeToString())
         return await task
 
+    def handle_manager(self) -> HandleManager:
+        """Returns a manager of handles without limits."""
+        unlimited = Quota.unlimited()
+        return HandleManager(self.service, quota=unlimited, bytes_quota=unlimited, ttl_s=60.0, blob_folder="")
+
     async def session(self) -> Session:
         """Returns a session that has started."""
         manager = SessionManager(
             self.service, self.blobs, Limits(), quota=Quota.unlimited(), bytes_quota=Quota.unlimited()
         )
-        session = Session(manager)
+        session = Session(manager, self.handle_manager())
         session._name, session._process = "s", ProcessRef(self.engine, self.engine.generation)
         return session
 
@@ -124,10 +130,7 @@ async def _forward(fixture: Fixture) -> list[bytes]:
 
 
 async def _pull_back(fixture: Fixture) -> list[bytes]:
-    manager = HandleManager(
-        fixture.service, quota=Quota.unlimited(), bytes_quota=Quota.unlimited(), ttl_s=60.0, blob_folder=""
-    )
-    handles = StreamHandles(manager)
+    handles = StreamHandles(fixture.handle_manager(), fixture.service)
     forward = link_pb2.RawForwardRequest(evaluate=link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString()))
     forward.evaluate.feeds.add(name="x")
     answer = await fixture.answered(handles.forward(forward, 0, _LATE), Kind.FORWARD, link_pb2.ForwardReply())

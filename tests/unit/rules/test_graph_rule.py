@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.rules import Param, RuleContent, Signature
-from tests.unit.rules.running import number_of, run
+from tests.unit.rules.running import exact, number_of, numpy_type, run
 
-FLOAT, DOUBLE, INT = (number_of(name) for name in ("float32", "float64", "int32"))
+FLOAT, DOUBLE, INT, HALF, BFLOAT16 = (
+    number_of(name) for name in ("float32", "float64", "int32", "float16", "bfloat16")
+)
 ONE = Signature((FLOAT,), (FLOAT,))
 TWO = Signature((FLOAT, FLOAT), (FLOAT,))
 X = np.array([-1.0, 0.5, 2.0], np.float32)
@@ -126,6 +128,105 @@ def test_placeholder_of_a_param_gets_an_unused_name() -> None:
     graph = RuleContent(graph_bytes=made(taken), params=(Param("alpha"),)).bind(ONE)
     (result,) = run(graph, {"dy0": DY, "param/alpha": np.float64(3)})
     np.testing.assert_allclose(np.asarray(result), 3 * DY)
+
+
+def squares(variable: Callable[..., tf.Tensor]) -> None:
+    named(variable("dy") * tf.square(1000.0 * variable("x")) / 1e6, "dx")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("typed", [True, False])
+def test_16_bit_types_are_computed_in_float32(dtype: str, typed: bool) -> None:
+    """The squares overflow float16, and bfloat16 would round four times."""
+    graph = graph_pb2.Graph.FromString(made(squares))
+    for node in graph.node:
+        if node.op == "Placeholder" and not typed:
+            del node.attr["dtype"]
+    content = RuleContent(graph_bytes=graph.SerializeToString())
+    number = number_of(dtype)
+    bound = content.bind(Signature((number,), (number,)))
+    x, dy = (value.astype(numpy_type(dtype)) for value in (X, DY / 3))
+    (result,) = run(bound, {"x0": x, "dy0": dy})
+    wanted = (exact(dy) * exact(x) ** 2).astype(numpy_type(dtype))
+    np.testing.assert_array_equal(np.asarray(result), wanted)
+    assert np.asarray(result).dtype == numpy_type(dtype)
+    # The same rule on float32 has no conversion.
+    assert "Cast" not in {node.op for node in content.bind(ONE).graph.node}
+
+
+def test_types_that_a_graph_states_are_kept() -> None:
+    def in_half(variable: Callable[..., tf.Tensor]) -> None:
+        named(variable("dy", tf.float16) * tf.square(tf.constant(1000.0, tf.float16) * variable("x", tf.float16)), "dx")
+
+    bound = RuleContent(graph_bytes=made(in_half)).bind(Signature((HALF,), (HALF,)))
+    (result,) = run(bound, {"x0": X.astype(np.float16), "dy0": DY.astype(np.float16)})
+    assert np.isinf(np.asarray(result)).all()
+
+
+def test_each_placeholder_is_converted_by_its_own_type() -> None:
+    def mixed(variable: Callable[..., tf.Tensor]) -> None:
+        named(tf.cast(variable("dy", tf.bfloat16), tf.float32) * variable("x1"), "dx0")
+        named(variable("default1") * variable("alpha"), "dx1")
+
+    content = RuleContent(graph_bytes=made(mixed), params=(Param("alpha"),))
+    bound = content.bind(Signature((BFLOAT16, FLOAT), (BFLOAT16,)))
+    small = DY.astype(numpy_type("bfloat16"))
+    values = {"dy0": small, "x1": X, "default1": DY, "param/alpha": np.float64(0.5)}
+    first, second = run(bound, values)
+    np.testing.assert_array_equal(np.asarray(first), (exact(small) * X).astype(numpy_type("bfloat16")))
+    np.testing.assert_array_equal(np.asarray(second), 0.5 * DY)
+
+
+def in_tuple(variable: Callable[..., tf.Tensor]) -> None:
+    named(variable("dy"), "dx0")
+    named(tf.square(variable("x1")), "dx1")
+
+
+def shape_of_dy(variable: Callable[..., tf.Tensor]) -> None:
+    dy = variable("dy")
+    named(variable("x") + tf.ones(tf.shape(dy)) + tf.raw_ops.OnesLike(x=dy), "dx")
+
+
+@pytest.mark.parametrize(
+    ("node", "build"),
+    [
+        ("dx", lambda variable: named(1 - tf.square(variable("y")), "dx")),
+        ("dx1", in_tuple),
+        ("dx", shape_of_dy),
+    ],
+)
+def test_gradient_that_drops_dy_is_refused(node: str, build: Callable[..., None]) -> None:
+    reason, error = refused(lambda: RuleContent(graph_bytes=made(build)))
+    assert reason == "INVALID_RULE"
+    assert error.findings[0].node == node
+    assert "_ignore_dy=True" in error.message
+    # It may have been stored before it was refused.
+    RuleContent(graph_bytes=made(build), checked=True).bind(TWO if node == "dx1" else ONE)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda variable: named(tf.zeros_like(variable("x")), "dx"),
+        lambda variable: named(tf.zeros(tf.shape(variable("x"))), "dx"),
+        lambda variable: named(tf.where(variable("dy") > 0, variable("x"), 0), "dx"),
+        lambda variable: named(variable("default") * 2, "dx"),
+    ],
+)
+def test_zeros_and_uses_of_dy_need_no_attribute(build: Callable[..., None]) -> None:
+    RuleContent(graph_bytes=made(build)).bind(ONE)
+
+
+def test_ignoring_dy_is_said_by_an_attribute() -> None:
+    graph = graph_pb2.Graph.FromString(made(lambda variable: named(1 - tf.square(variable("y")), "dx")))
+    next(node for node in graph.node if node.name == "dx").attr["_ignore_dy"].b = True
+    (result,) = run(RuleContent(graph_bytes=graph.SerializeToString()).bind(ONE), {"y0": X})
+    np.testing.assert_allclose(np.asarray(result), 1 - X**2)
+    graph = graph_pb2.Graph.FromString(made(quantize_grad))
+    next(node for node in graph.node if node.name == "dx").attr["_ignore_dy"].b = True
+    reason, error = refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()))
+    assert reason == "INVALID_RULE"
+    assert "without dy and default" in error.message
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ are copied, and the copies take a value instead of a handle. Works on gradrule's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gradrule._builder.graph_lookup import GRADIENT_ATTR
@@ -24,6 +25,25 @@ Function: TypeAlias = Any
 _READ = "ReadVariableOp"
 
 
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Describes what an edge carries instead of a handle.
+
+    Attributes:
+        dtype: The value's type.
+        resource: What the handle refers to, if nodes need to know it; compared by identity.
+        kind: The kind of resource in errors.
+    """
+
+    dtype: int
+    resource: Any = None
+    kind: str = "variable"
+
+
+Reader: TypeAlias = Callable[[Any, Node, Value], None]
+"""Changes a node of a body, which reads a resource, so that it takes the value as its first input instead."""
+
+
 def handles_to_values(
     definitions: dict[str, Function], gradients: dict[str, str], ordinary: list[str], unique: Callable[[str], str]
 ) -> None:
@@ -38,7 +58,7 @@ def handles_to_values(
     Raises:
         UnsupportedError: A gradient function does more with a variable than read it, or captures another resource.
     """
-    copies = _Copies(definitions, gradients, unique)
+    copies = ValueCopies(definitions, gradients, unique)
     for name in ordinary:
         copies.feed_values(definitions[name])
 
@@ -74,8 +94,8 @@ def frozen(data: bytes, variables: Mapping[str, tensor_codec.Array]) -> bytes:
             node.attr.clear()
             node.attr["dtype"].type = tensor.dtype
             node.attr["value"].tensor.CopyFrom(tensor)
-            handles[node.name] = int(tensor.dtype)
-    _Copies(definitions, gradients, names.make).take_values_in(_TopLevel(graph), handles)
+            handles[node.name] = Value(int(tensor.dtype))
+    ValueCopies(definitions, gradients, names.make).take_values_in(TopLevel(graph.node), handles)
     _keep_needed(graph, definitions, gradients)
     return graph.SerializeToString(deterministic=True)
 
@@ -105,11 +125,11 @@ def needed_functions(nodes: Any, definitions: Mapping[str, Function], gradients:
     return needed
 
 
-class _TopLevel:
+class TopLevel:
     """Gives a graph's nodes the interface of a function's body."""
 
-    def __init__(self, graph: graph_pb2.Graph) -> None:
-        self.node_def = graph.node
+    def __init__(self, nodes: Any) -> None:
+        self.node_def = nodes
         self.ret: dict[str, str] = {}
 
 
@@ -130,16 +150,28 @@ def _data_inputs(node: Node) -> list[str]:
     return [text for text in node.input if not text.startswith("^")]
 
 
-class _Copies:
-    """Copies functions so that they take values for resource arguments; caches copies by name and arguments."""
+class ValueCopies:
+    """Copies functions so that they take values for resource arguments; caches copies by name and arguments.
+
+    Args:
+        definitions: Functions by name; gets the copies.
+        gradients: Gradient functions by registered name; gets the copies.
+        unique: Returns an unused function name for a requested name.
+        readers: How ops that read a resource are changed, by op type; the default is for variables.
+    """
 
     def __init__(
-        self, definitions: dict[str, Function], gradients: dict[str, str], unique: Callable[[str], str]
+        self,
+        definitions: dict[str, Function],
+        gradients: dict[str, str],
+        unique: Callable[[str], str],
+        readers: Mapping[str, Reader] | None = None,
     ) -> None:
         self._definitions = definitions
         self._gradients = gradients
         self._unique = unique
-        self._made: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._readers = _VARIABLE_READERS if readers is None else readers
+        self._made: dict[tuple[str, tuple[tuple[str, Value], ...]], str] = {}
 
     def feed_values(self, definition: Function) -> None:
         """Adds reads of variables to a forward function and feeds the values to the nodes of regions."""
@@ -148,15 +180,15 @@ class _Copies:
             names.reserve(name)
         for node in list(definition.node_def):
             handles = self._handles(node)
-            for index, dtype in handles.items():
+            for index, value in handles.items():
                 read = definition.node_def.add(name=names.make(f"{node.name}/{_READ}"), op=_READ)
                 read.input.append(node.input[index])
-                read.attr["dtype"].type = dtype
+                read.attr["dtype"].type = value.dtype
                 node.input[index] = f"{read.name}:value:0"
             self._value_gradient(node, handles)
 
-    def _handles(self, node: Node) -> dict[int, int]:
-        """Returns the indices of handles among a region node's inputs, with the variables' dtypes."""
+    def _handles(self, node: Node) -> dict[int, Value]:
+        """Returns the variables among a region node's inputs by index."""
         gradient = self._gradients.get(node.attr[GRADIENT_ATTR].s.decode()) if GRADIENT_ATTR in node.attr else None
         if gradient is None or node.op != "IdentityN":
             return {}
@@ -166,23 +198,23 @@ class _Copies:
         for index, kind in enumerate(node.attr["T"].list.type):
             argument = arguments.get(_x(index - first))
             if kind == Dt.DT_RESOURCE and argument is not None:
-                found[index] = _pointed(argument, node)
+                found[index] = Value(_pointed(argument, node))
         return found
 
-    def _value_gradient(self, node: Node, handles: Mapping[int, int]) -> None:
+    def _value_gradient(self, node: Node, handles: Mapping[int, Value]) -> None:
         """Changes the inputs at these indices to values, in a region's node and its gradient function."""
         if not handles:
             return
         first = node.attr["_gradrule_outputs"].i
-        for index, dtype in handles.items():
-            node.attr["T"].list.type[index] = dtype
+        for index, value in handles.items():
+            node.attr["T"].list.type[index] = value.dtype
         old = self._gradients[node.attr[GRADIENT_ATTR].s.decode()]
-        new = self._copy(old, {_x(index - first): dtype for index, dtype in handles.items()})
+        new = self._copy(old, {_x(index - first): value for index, value in handles.items()})
         self._gradients[new] = new
         node.attr[GRADIENT_ATTR].s = new.encode()
 
-    def _copy(self, name: str, values: Mapping[str, int]) -> str:
-        key = (name, tuple(sorted(values)))
+    def _copy(self, name: str, values: Mapping[str, Value]) -> str:
+        key = (name, tuple(sorted(values.items(), key=lambda item: item[0])))
         if key not in self._made:
             self._made[key] = copy = self._unique(name)
             definition = type(self._definitions[name])()
@@ -192,39 +224,46 @@ class _Copies:
             self._rewrite(definition, values)
         return self._made[key]
 
-    def _rewrite(self, definition: Function, values: Mapping[str, int]) -> None:
+    def _rewrite(self, definition: Function, values: Mapping[str, Value]) -> None:
         for index, argument in enumerate(definition.signature.input_arg):
             if argument.name in values:
-                argument.type = values[argument.name]
+                argument.type = values[argument.name].dtype
                 del argument.handle_data[:]
                 _forget_shapes(definition.attr, "_input_shapes", [index])
                 if index in definition.arg_attr:
                     _forget_shapes(definition.arg_attr[index].attr, "_output_shapes", [0])
         known = self.take_values_in(definition, values)
         for output in definition.signature.output_arg:
-            output.type = known.get(definition.ret[output.name], output.type)
+            if definition.ret[output.name] in known:
+                output.type = known[definition.ret[output.name]].dtype
 
-    def take_values_in(self, body: Any, values: Mapping[str, int]) -> dict[str, int]:
-        """Changes all nodes of a body to take values for handles; returns the tensors that are values, with dtypes."""
+    def take_values_in(self, body: Any, values: Mapping[str, Value]) -> dict[str, Value]:
+        """Changes all nodes of a body to take values for handles; returns the tensors that are values."""
         known = dict(values)
-        unchanged = list(body.node_def)
+        nodes = list(body.node_def)
+        done: set[tuple[int, int]] = set()
+        changed = True
         # A node that returned a handle now returns a value, so repeat until no node changes.
-        while users := [node for node in unchanged if any(text in known for text in _data_inputs(node))]:
-            unchanged = [node for node in unchanged if not any(node is other for other in users)]
-            for node in users:
-                places = {index: known[text] for index, text in enumerate(_data_inputs(node)) if text in known}
-                for output, dtype in self._take_values(body, node, places).items():
-                    known[_reference(body, node, "output", output)] = dtype
+        while changed:
+            changed = False
+            for number, node in enumerate(nodes):
+                texts = enumerate(_data_inputs(node))
+                places = {i: known[text] for i, text in texts if text in known and (number, i) not in done}
+                if places:
+                    changed = True
+                    done.update((number, index) for index in places)
+                    for output, value in self._take_values(body, node, places).items():
+                        known[_reference(body, node, "output", output)] = value
         return known
 
-    def _take_values(self, body: Any, node: Node, places: Mapping[int, int]) -> dict[int, int]:
-        """Changes a node to take values at these input indices; returns the outputs that become values, with dtypes."""
-        simple = _SIMPLE.get(node.op)
-        if simple is not None:
-            simple(body, node, places[0])
+    def _take_values(self, body: Any, node: Node, places: Mapping[int, Value]) -> dict[int, Value]:
+        """Changes a node to take values at these input indices; returns the outputs that become values."""
+        reader = self._readers.get(node.op)
+        if reader is not None and 0 in places:
+            reader(body, node, places[0])
             return {}
         if node.op == "Identity":
-            node.attr["T"].type = places[0]
+            node.attr["T"].type = places[0].dtype
             return {0: places[0]}
         if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
             self._call(node, [node.attr["f"].func], places, 0)
@@ -240,24 +279,25 @@ class _Copies:
             _forget_shapes(node.attr, "output_shapes", places)
             return dict(places)
         if node.op == "IdentityN":
-            handles = {index: dtype for index, dtype in self._handles(node).items() if index in places}
+            handles = {index: value for index, value in self._handles(node).items() if index in places}
             if len(handles) == len(places):
                 self._value_gradient(node, handles)
                 return {}
+        kind = next(iter(places.values())).kind
+        where = "in the gradient function of a region or in a graph to freeze" if kind == "variable" else "in a graph"
         raise UnsupportedError(
-            f"{node.op} node {node.name!r} does more with a variable than read it; this is not supported in the "
-            "gradient function of a region or in a graph to freeze"
+            f"{node.op} node {node.name!r} does more with a {kind} than read it; this is not supported {where}"
         )
 
     def _call(
-        self, node: Node, functions: list[Any], places: Mapping[int, int], first: int, types: str = "Tin"
+        self, node: Node, functions: list[Any], places: Mapping[int, Value], first: int, types: str = "Tin"
     ) -> None:
         for function in functions:
             arguments = self._definitions[function.name].signature.input_arg
-            named = {arguments[index - first].name: dtype for index, dtype in places.items()}
+            named = {arguments[index - first].name: value for index, value in places.items()}
             function.name = self._copy(function.name, named)
-        for index, dtype in places.items():
-            node.attr[types].list.type[index - first] = dtype
+        for index, value in places.items():
+            node.attr[types].list.type[index - first] = value.dtype
 
 
 def _forget_shapes(attrs: Any, name: str, places: Iterable[int]) -> None:
@@ -271,7 +311,7 @@ def _forget_shapes(attrs: Any, name: str, places: Iterable[int]) -> None:
 
 def _reference(body: Any, node: Node, slot: str, index: int) -> str:
     """Returns the name by which other nodes of the body refer to a node's output."""
-    if isinstance(body, _TopLevel):
+    if isinstance(body, TopLevel):
         return f"{node.name}:{index}" if index else str(node.name)
     return f"{node.name}:{slot}:{index}"
 
@@ -289,21 +329,21 @@ def _pointed(argument: Any, node: Node) -> int:
     return int(argument.handle_data[0].dtype)
 
 
-def _read(body: Any, node: Node, dtype: int) -> None:
+def _read(body: Any, node: Node, value: Value) -> None:
     old = _reference(body, node, "value", 0)
-    _retyped(node, "Identity", {"T": dtype})
+    _retyped(node, "Identity", {"T": value.dtype})
     _rerouted(body, old, _reference(body, node, "output", 0))
 
 
-def _shape(body: Any, node: Node, dtype: int) -> None:
-    _retyped(node, "Shape", {"T": dtype, "out_type": node.attr["out_type"].type})
+def _shape(body: Any, node: Node, value: Value) -> None:
+    _retyped(node, "Shape", {"T": value.dtype, "out_type": node.attr["out_type"].type})
 
 
-def _gather_nd(body: Any, node: Node, dtype: int) -> None:
-    _retyped(node, "GatherNd", {"Tparams": dtype, "Tindices": node.attr["Tindices"].type})
+def _gather_nd(body: Any, node: Node, value: Value) -> None:
+    _retyped(node, "GatherNd", {"Tparams": value.dtype, "Tindices": node.attr["Tindices"].type})
 
 
-def _gather(body: Any, node: Node, dtype: int) -> None:
+def _gather(body: Any, node: Node, value: Value) -> None:
     batch_dims, indices = node.attr["batch_dims"].i, node.attr["Tindices"].type
     names = UniqueNames()
     for other in body.node_def:
@@ -313,7 +353,7 @@ def _gather(body: Any, node: Node, dtype: int) -> None:
     axis.attr["value"].tensor.dtype = Dt.DT_INT32
     axis.attr["value"].tensor.tensor_shape.SetInParent()
     axis.attr["value"].tensor.int_val.append(batch_dims)
-    _retyped(node, "GatherV2", {"Tparams": dtype, "Tindices": indices, "Taxis": Dt.DT_INT32})
+    _retyped(node, "GatherV2", {"Tparams": value.dtype, "Tindices": indices, "Taxis": Dt.DT_INT32})
     node.attr["batch_dims"].i = batch_dims
     node.input.insert(2, _reference(body, axis, "output", 0))
 
@@ -335,7 +375,7 @@ def _rerouted(body: Any, old: str, new: str) -> None:
             body.ret[name] = new
 
 
-_SIMPLE: dict[str, Callable[[Any, Node, int], None]] = {
+_VARIABLE_READERS: dict[str, Reader] = {
     _READ: _read,
     "ResourceGather": _gather,
     "ResourceGatherNd": _gather_nd,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradrule._builder.array_values import is_array, read_array
 from gradrule._builder.handles import Node, TensorHandle
 from gradrule._builder.names import did_you_mean
 from gradrule.common import op_definitions, tensor_codec
@@ -271,8 +272,8 @@ def array_of_type(value: Any, dtype: tensor_codec.DtypeLike, where: str) -> tens
 
 def tensorflow_array(value: Any) -> tensor_codec.Array:
     """Converts a value to an array as TensorFlow does: floats to float32, ints to int32; arrays keep their type."""
-    if hasattr(value, "dtype") or hasattr(value, "__array__"):
-        return np.asarray(value)
+    if is_array(value):
+        return read_array(value)
     array = tensor_codec.natural_array(value)
     if array.dtype == np.float64:
         return array.astype(np.float32)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-import numpy as np
-
 from gradrule._builder import blob_values
+from gradrule._builder.array_values import is_array
 from gradrule._builder.node_arguments import tensorflow_array
 from gradrule._builder.notebook_text import names_text, short_repr
 from gradrule.common import tensor_codec
@@ -32,11 +31,10 @@ class Variables(MutableMapping[str, tensor_codec.Array]):
         return self._arrays[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        is_array = hasattr(value, "dtype") or hasattr(value, "__array__")
         number = self._type_of(name)
         try:
-            if is_array or not number:
-                array = np.asarray(value) if is_array else tensorflow_array(value)
+            if is_array(value) or not number:
+                array = tensorflow_array(value)
                 tensor_codec.number_of_array(array)
             else:
                 array = tensor_codec.from_value(value, number)

@@ -19,6 +19,7 @@ from gradrule._comparison import numeric_gradients
 from gradrule._comparison.numeric_gradients import FiniteDifferences
 from gradrule._messages import rpc_calls
 from gradrule._messages.call_arguments import Feeds, GradYs, Names, ProgramArguments, names_of
+from gradrule._messages.request_messages import sent_graph
 from gradrule._results.call_results import Explanation, Resolution, Result, Sparse
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
@@ -294,7 +295,7 @@ def _gradients(
 
 
 def _evaluate(target: _Target, run: _Run, between: Sequence[str]) -> rpc_calls.Call[Result]:
-    return rpc_calls.evaluate(target.graph, target.feeds, None, target.arguments(run.overrides, between))
+    return rpc_calls.evaluate(sent_graph(target.graph), target.feeds, None, target.arguments(run.overrides, between))
 
 
 def _active(resolutions: Sequence[Resolution]) -> set[tuple[str, str, str]]:

@@ -14,7 +14,8 @@ from gradrule._builder.names import ByName, bare
 from gradrule._builder.notebook_text import names_text, short_repr
 from gradrule._messages import rpc_calls
 from gradrule._messages.call_arguments import Feeds, GradYs, ProgramArguments, name_of_tensor
-from gradrule._messages.request_messages import tensor_message, types_of_graph
+from gradrule._messages.feed_values import tensor_message
+from gradrule._messages.request_messages import sent_graph, types_of_graph
 from gradrule._results import call_results
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name, without_ref
@@ -104,7 +105,7 @@ class _Forward:
     def run(self, changed: Mapping[str, Array] | None = None) -> rpc_calls.Call[Any]:
         """Returns the call that evaluates the ys; `changed` replaces feeds."""
         feeds: dict[Any, Any] = {**self.feeds, **(changed or {})}
-        return rpc_calls.evaluate(self.graph, feeds, None, ProgramArguments(fetches=self.ys))
+        return rpc_calls.evaluate(sent_graph(self.graph), feeds, None, ProgramArguments(fetches=self.ys))
 
 
 def measure(
@@ -147,7 +148,9 @@ def _measure(
     # An x inside the graph is fed with its own value, which is fetched first.
     inner = [bare(x) for x in xs if bare(x) not in arrays]
     given: dict[Any, Any] = {**arrays}
-    first = yield rpc_calls.evaluate(graph, given, None, ProgramArguments(fetches=[*ys, *named.values(), *inner]))
+    first = yield rpc_calls.evaluate(
+        sent_graph(graph), given, None, ProgramArguments(fetches=[*ys, *named.values(), *inner])
+    )
     weights = {
         y: np.asarray(first.outputs[named[y]] if y in named else _weight(y, grad_ys, ys, first.outputs[y]), np.float64)
         for y in ys

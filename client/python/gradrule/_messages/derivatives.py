@@ -19,12 +19,11 @@ from gradrule._messages.call_arguments import (
     with_flat_xs,
 )
 from gradrule._messages.request_messages import (
+    Source,
     TypeOf,
     add_named_tensor,
     evaluate_request,
     program_grad_ys,
-    program_spec,
-    types_of_graph,
     types_of_specs,
 )
 from gradrule._messages.rpc_calls import Call, evaluate_call
@@ -45,34 +44,34 @@ Products = ByName[Any]
 
 
 def jvp(
-    graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, arguments: ProgramArguments
+    source: Source, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, arguments: ProgramArguments
 ) -> Call[Tangents]:
     """Returns the call for Jacobian-vector products of a graph."""
     blobs = blob_values.blobs_in(feeds, tangents)
-    request = _graph_request(graph, feeds, params, arguments, program_pb2.Jvp, "jvp", blobs)
-    _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
-    return evaluate_call(request, lambda response: _tangents(response, given_aliases(graph, arguments)), blobs)
+    request = _graph_request(source, feeds, params, arguments, program_pb2.Jvp, "jvp", blobs)
+    _add_directions(request, tangents, source.type_of, "tangents", source.graph)
+    return evaluate_call(request, lambda response: _tangents(response, given_aliases(source.graph, arguments)), blobs)
 
 
 def jacobian(
-    graph: GraphLike, feeds: Feeds | None, params: CallParams | None, arguments: ProgramArguments, *, batched: bool
+    source: Source, feeds: Feeds | None, params: CallParams | None, arguments: ProgramArguments, *, batched: bool
 ) -> Call[Jacobians]:
     """Returns the call for Jacobians of a graph."""
     blobs = blob_values.blobs_in(feeds)
-    request = _graph_request(graph, feeds, params, arguments, program_pb2.Jacobian, "jacobian", blobs)
+    request = _graph_request(source, feeds, params, arguments, program_pb2.Jacobian, "jacobian", blobs)
     request.spec.jacobian.batched = batched
-    groups, aliases = groups_of(arguments.xs, graph), given_aliases(graph, arguments)
+    groups, aliases = groups_of(arguments.xs, source.graph), given_aliases(source.graph, arguments)
     return evaluate_call(request, lambda response: _jacobians(response, groups, aliases), blobs)
 
 
 def hvp(
-    graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, arguments: ProgramArguments
+    source: Source, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, arguments: ProgramArguments
 ) -> Call[Products]:
     """Returns the call for Hessian-vector products of a graph."""
     blobs = blob_values.blobs_in(feeds, vectors)
-    request = _graph_request(graph, feeds, params, arguments, program_pb2.Hvp, "hvp", blobs)
-    _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
-    groups, aliases = groups_of(arguments.xs, graph), given_aliases(graph, arguments)
+    request = _graph_request(source, feeds, params, arguments, program_pb2.Hvp, "hvp", blobs)
+    _add_directions(request, vectors, source.type_of, "vectors", source.graph)
+    groups, aliases = groups_of(arguments.xs, source.graph), given_aliases(source.graph, arguments)
     return evaluate_call(request, lambda response: _products(response, groups, aliases), blobs)
 
 
@@ -118,7 +117,7 @@ def program_hvp(
 
 
 def _graph_request(
-    graph: GraphLike,
+    source: Source,
     feeds: Feeds | None,
     params: CallParams | None,
     arguments: ProgramArguments,
@@ -126,7 +125,7 @@ def _graph_request(
     part: str,
     blobs: blob_values.Blobs,
 ) -> evaluate_pb2.EvaluateRequest:
-    spec, upstream = program_spec(graph, with_flat_xs(arguments, graph), blobs)
+    spec, upstream = source.spec(with_flat_xs(arguments, source.graph), blobs)
     vjp = spec.vjp
     if vjp.grad_ys:
         raise InvalidDerivativeError(
@@ -136,7 +135,7 @@ def _graph_request(
     if not isinstance(derivative, program_pb2.Jvp):
         derivative.unconnected_gradients = vjp.unconnected_gradients
     getattr(spec, part).CopyFrom(derivative)
-    request = evaluate_request(feeds, types_of_graph(graph), grad_ys=upstream, params=params, graph=graph)
+    request = evaluate_request(feeds, source.type_of, grad_ys=upstream, params=params, graph=source.graph)
     request.spec.CopyFrom(spec)
     return request
 

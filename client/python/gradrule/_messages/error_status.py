@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, EncodeError, Message
@@ -24,6 +26,27 @@ _REQUEST_ID_KEY = "x-request-id"
 _NODE = "node:"
 # protobuf's limit.
 _MAX_MESSAGE_BYTES = 2**31 - 1
+# Starts of what gRPC says if it could not connect.
+_NOT_CONNECTED = ("connections to all backends failing", "failed to connect to all addresses", "errors resolving")
+_ADDRESS = re.compile(r"(?:ipv4:|ipv6:)?((?:%5B[0-9a-fA-F:.%]+%5D|\d[\d.]+):\d+|unix[^:]*:[^: ]+): ")
+# What the cause means, by a part of gRPC's text; {0} is the server's address.
+_CAUSES = {
+    "Connection refused": "no server listens at {0}; start one: gradrule serve",
+    "No such file or directory": "no server listens at {0}; start one: gradrule serve",
+    "WRONG_VERSION_NUMBER": "the server at {0} does not use TLS; connect without credentials",
+    "CERTIFICATE_VERIFY_FAILED": (
+        "the certificate of the server at {0} is not signed by a trusted authority; give the file of its authority: "
+        "credentials=gradrule.tls('ca.pem')"
+    ),
+    "Socket closed": (
+        "the server at {0} closed the connection; if it uses TLS, connect with credentials=gradrule.tls(…)"
+    ),
+    "Connection reset": (
+        "the server at {0} closed the connection; if it uses TLS, connect with credentials=gradrule.tls(…)"
+    ),
+    "Failed parsing HTTP/2": "the server at {0} is not a gRPC server",
+}
+_UNKNOWN_HOST = re.compile(r"lookup failed for (\S+): (.+?)\]?$")
 _R = TypeVar("_R")
 _M = TypeVar("_M", bound=Message)
 
@@ -55,9 +78,19 @@ def _error_of(call: Any) -> GradruleError:
                 break
             if (error := _from_status(status, code)) is not None:
                 return error
-    return error_for_reason(
-        _REASONS.get(code, "INTERNAL"), call.details() or f"the call failed: {code.name}", code=code.name
-    )
+    said = call.details() or f"the call failed: {code.name}"
+    return error_for_reason(_REASONS.get(code, "INTERNAL"), _connection_problem(said) or said, code=code.name)
+
+
+def _connection_problem(said: str) -> str | None:
+    """Returns why there is no connection and what to do, from the text of gRPC; None: another error."""
+    if not said.startswith(_NOT_CONNECTED):
+        return None
+    if (host := _UNKNOWN_HOST.search(said)) is not None:
+        return f"the host of {host[1]!r} is not found: {host[2]}"
+    address = _ADDRESS.search(said)
+    where = "the target" if address is None else unquote(address[1])
+    return next((meaning.format(where) for part, meaning in _CAUSES.items() if part in said), None)
 
 
 def error_from_status_bytes(data: bytes) -> GradruleError:

@@ -12,6 +12,7 @@ from gradrule._builder.notebook_text import html_table, short_repr
 from gradrule._builder.specs import TensorSpec
 from gradrule._messages import call_arguments, request_messages, rpc_calls
 from gradrule._messages.call_arguments import CallParams, Feeds, GradYs, Name
+from gradrule._messages.feed_values import array_of
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results import call_results
 from gradrule._results.answers import Answer, AnswerReader, labeller
@@ -90,7 +91,7 @@ class ProgramEncoder:
             blobs[value.sha256] = value.data
             return
         where = f"{_FIELD_NAMES[field]}[{name!r}]"
-        array = request_messages.array_of(value, self._type_of(name, not request_messages.is_array(value)), where)
+        array = array_of(value, self._type_of(name, True), where)
         if not (array.nbytes and tensor_codec.has_plain_bytes(array)):
             parts.append(self._message(field, name, array))
             return
@@ -188,6 +189,11 @@ class ProgramBase:
         return list(self._message.default_gradient_nodes)
 
     @property
+    def sparse_gradients(self) -> list[str]:
+        """Names of the xs whose gradients are `gr.Sparse` in results of calls; with a stack of grad_ys, none is."""
+        return list(self._message.sparse_gradients)
+
+    @property
     def rewritten(self) -> list[str]:
         """Nodes that rewrites replaced."""
         return list(self._message.rewritten)
@@ -242,8 +248,13 @@ class ProgramBase:
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:
-    """Returns the feeds of a call, which may be a dict, keywords or both. Raises `UnknownFeedError`."""
-    together: dict[Name, Any] = dict(feeds or {})
+    """Returns the feeds of a call, which may be a dict, keywords or both.
+
+    Raises:
+        InvalidTensorError: `feeds` is not a dict.
+        UnknownFeedError: A tensor is fed twice.
+    """
+    together: dict[Name, Any] = dict(request_messages.pairs(feeds or {}, "feeds"))
     for name, value in named.items():
         if name in together:
             raise UnknownFeedError(f"{name!r} is fed twice, in the dict and by keyword")

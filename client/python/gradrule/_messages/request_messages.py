@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
 from google.protobuf.message import Message
 
 from gradrule._builder import blob_values
+from gradrule._builder.array_values import may_need_conversion
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
 from gradrule._builder.handles import Node, TensorHandle
 from gradrule._builder.names import bare, did_you_mean
-from gradrule._builder.node_arguments import tensorflow_array
 from gradrule._builder.overrides import label_of, override_messages
 from gradrule._builder.rules import param_value
 from gradrule._messages.call_arguments import (
@@ -25,6 +25,7 @@ from gradrule._messages.call_arguments import (
     name_of_tensor,
     names_of,
 )
+from gradrule._messages.feed_values import array_of
 from gradrule.common import large_tensors, tensor_codec, wire_format
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import (
@@ -41,6 +42,8 @@ from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
 # Returns the element type of a tensor by name; 0: unknown. The flag: whether expensive lookups are allowed.
 TypeOf: TypeAlias = Callable[[str, bool], int]
+# A program, and the upstream gradients that each call sends as values, by y.
+Spec: TypeAlias = tuple[program_pb2.ProgramSpec, dict[str, Any]]
 
 _C = TypeVar("_C")
 
@@ -58,9 +61,26 @@ _NO_GRADIENT = {
 _JIT = {"off": program_pb2.JIT_UNSPECIFIED, "auto": program_pb2.JIT_AUTO}
 
 
-def program_spec(
-    graph: GraphLike, arguments: ProgramArguments, blobs: blob_values.Blobs | None = None
-) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
+class Source(NamedTuple):
+    """Holds what calls with equal arguments differ in: whether they send a graph, or a session has it.
+
+    Attributes:
+        graph: The graph, which resolves names.
+        type_of: Returns the element type of a tensor.
+        spec: Returns what `program_spec` returns, from arguments with flat xs and a dict that receives large data.
+    """
+
+    graph: GraphLike
+    type_of: TypeOf
+    spec: Callable[[ProgramArguments, blob_values.Blobs], Spec]
+
+
+def sent_graph(graph: GraphLike) -> Source:
+    """Returns the source of calls that send their graph."""
+    return Source(graph, types_of_graph(graph), functools.partial(program_spec, graph))
+
+
+def program_spec(graph: GraphLike, arguments: ProgramArguments, blobs: blob_values.Blobs | None = None) -> Spec:
     """Returns the message of a program, and the upstream gradients that each call sends as values, by y.
 
     Args:
@@ -72,14 +92,11 @@ def program_spec(
     Raises:
         GradruleError: An argument is not valid.
     """
-    unconnected = _chosen(arguments.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
-    spec = program_pb2.ProgramSpec(
-        fetches=names_of(arguments.fetches, graph),
-        no_gradient=_chosen(arguments.no_gradient, _NO_GRADIENT, "no_gradient"),
-        overrides=override_messages(arguments.overrides),
-        rewrites=[arguments.rewrites] if isinstance(arguments.rewrites, str) else list(arguments.rewrites),
-        aliases=aliases_of(graph),
-    )
+    spec, values = requested_spec(graph, arguments)
+    spec.no_gradient = _chosen(arguments.no_gradient, _NO_GRADIENT, "no_gradient")
+    spec.overrides.extend(override_messages(arguments.overrides))
+    spec.rewrites.extend([arguments.rewrites] if isinstance(arguments.rewrites, str) else arguments.rewrites)
+    spec.aliases.update(aliases_of(graph))
     if not arguments.batching:
         spec.batching.allowed = False
     spec.jit = _chosen(arguments.jit, _JIT, "jit")
@@ -88,6 +105,19 @@ def program_spec(
     put_graph(graph, spec.graph, blobs)
     if isinstance(graph, Graph):
         spec.variables.extend(graph.variables.messages(blobs))
+        # Send recorded overrides only with ys: the server rejects overrides without ys.
+        if spec.HasField("vjp"):
+            spec.overrides.extend(override.message() for override in graph.node_overrides)
+    return spec, values
+
+
+def requested_spec(graph: GraphLike, arguments: ProgramArguments) -> Spec:
+    """Returns the part of a program's message that says what to compute: the fetches and the derivative.
+
+    The other arguments are as for `program_spec`.
+    """
+    unconnected = _chosen(arguments.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
+    spec = program_pb2.ProgramSpec(fetches=names_of(arguments.fetches, graph))
     y_names, x_names = names_of(arguments.ys, graph), names_of(arguments.xs, graph)
     tensors, values = _split_grad_ys(arguments.grad_ys, y_names, graph)
     stops = names_of(arguments.stop_gradients, graph)
@@ -99,9 +129,6 @@ def program_spec(
         spec.vjp.dense_gradients = arguments.dense_gradients
         for y, tensor in tensors.items():
             spec.vjp.grad_ys.add(y=y, tensor=tensor)
-        # Send recorded overrides only with ys: the server rejects overrides without ys.
-        if isinstance(graph, Graph):
-            spec.overrides.extend(override.message() for override in graph.node_overrides)
     return spec, values
 
 
@@ -225,7 +252,12 @@ def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
 
 def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dict[str, Any]:
     """Returns the upstream gradients of one call of a program, by y. Raises `InvalidDerivativeError`."""
-    tensors, values = _split_grad_ys(grad_ys, [spec.name for spec in program.ys], program)
+    return upstream_values(grad_ys, [spec.name for spec in program.ys], program)
+
+
+def upstream_values(grad_ys: GradYs | None, ys: Sequence[str], graph: GraphLike) -> dict[str, Any]:
+    """Returns upstream gradients, which are no names of tensors, by y. Raises `InvalidDerivativeError`."""
+    tensors, values = _split_grad_ys(grad_ys, ys, graph)
     if tensors:
         y = next(iter(tensors))
         raise InvalidDerivativeError(
@@ -250,7 +282,7 @@ def add_named_tensor(
         request: The request. The value is written directly into it, because a separate message would need a copy.
         field: Name of the field.
         name: Name of the tensor.
-        value: Lists and numbers are converted to the tensor's type; arrays must have it.
+        value: Lists, numbers and arrays are converted to the tensor's type; arrays only if no value changes.
         type_of: Returns the element type of a tensor.
         what: Name of the values in errors; None: the field's name.
         large: Receives large tensors; None: the request receives them.
@@ -267,7 +299,7 @@ def add_named_tensor(
             raise FeedDtypeError(f"{where} is a blob of {dtype_name(value.number)}, the tensor is {dtype_name(number)}")
         messages.add(name=name, value=value.source())
         return
-    array = array_of(value, type_of(name, not is_array(value)), where)
+    array = array_of(value, type_of(name, may_need_conversion(value)), where)
     try:
         if large is not None and large_tensors.is_large(array):
             large.append(large_tensors.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
@@ -275,51 +307,6 @@ def add_named_tensor(
             tensor_codec.write_message(messages.add(name=name).value.inline_tensor, array)
     except ValueError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
-
-
-def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
-    """Converts a value to a tensor message of an element type (0: the value's own type).
-
-    Raises `InvalidTensorError` and `FeedDtypeError`.
-    """
-    try:
-        return tensor_codec.to_message(array_of(value, number, where))
-    except ValueError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
-
-
-def array_of(value: Any, number: int, where: str) -> tensor_codec.Array:
-    """Converts a value to an array of an element type (0: the value's own type).
-
-    Raises `InvalidTensorError` and `FeedDtypeError`.
-    """
-    if value is None or isinstance(value, TensorHandle | Node):
-        raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
-    try:
-        if is_array(value):
-            array = np.asarray(value)
-            actual = tensor_codec.number_of_array(array)
-            if number and actual != number:
-                raise FeedDtypeError(
-                    f"{where} is an array of {dtype_name(actual)}, the tensor is {dtype_name(number)}; "
-                    f"convert it, or give a list, which takes the tensor's type"
-                )
-            return array
-        if not number:
-            return tensorflow_array(value)
-    except ValueError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
-    try:
-        return tensor_codec.from_value(value, number)
-    except tensor_codec.RaggedError as cause:
-        raise InvalidTensorError(f"{where}: {cause}") from None
-    except ValueError as cause:
-        raise FeedDtypeError(f"{where}, whose tensor is {dtype_name(number)}: {cause}") from None
-
-
-def is_array(value: Any) -> bool:
-    """Returns whether a value has a dtype: NumPy arrays and scalars, tensors of other libraries."""
-    return hasattr(value, "dtype") or hasattr(value, "__array__")
 
 
 def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:

@@ -67,7 +67,7 @@ def unary(method: str, request: Message, response: type[M], decode: Callable[[M]
 
 
 def evaluate(
-    graph: GraphLike,
+    source: request_messages.Source,
     feeds: call_arguments.Feeds | None,
     params: call_arguments.CallParams | None,
     arguments: call_arguments.ProgramArguments,
@@ -75,14 +75,14 @@ def evaluate(
     transfer: Transfer = PLAIN,
 ) -> Call[call_results.Result]:
     """Returns the call of Evaluate for a graph."""
+    graph = source.graph
     groups = groups_of(arguments.xs, graph)
     blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
-    spec, grad_ys = request_messages.program_spec(graph, with_flat_xs(arguments, graph), blobs)
-    type_of = request_messages.types_of_graph(graph)
+    spec, grad_ys = source.spec(with_flat_xs(arguments, graph), blobs)
     large: list[wire_format.Parts] = []
     request = request_messages.evaluate_request(
         feeds,
-        type_of,
+        source.type_of,
         grad_ys=grad_ys,
         params=params,
         graph=graph,

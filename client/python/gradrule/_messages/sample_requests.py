@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradrule._builder.array_values import is_array
 from gradrule._builder.node_arguments import attr_of_op, tensorflow_array
 from gradrule._builder.rules import Rule, named_or_rule, param_value
-from gradrule._messages.request_messages import is_array, tensor_message
+from gradrule._messages.feed_values import tensor_message
 from gradrule.common import op_definitions
 from gradrule.common.op_definitions import ArgDef, OpDef
 from gradrule.errors import InvalidRuleError, InvalidTensorError

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from gradrule import optimizers
 from gradrule._builder import blob_values, graph_sources
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import ByName, bare
 from gradrule._builder.overrides import Overrides
 from gradrule._builder.specs import TensorSpec
-from gradrule._messages import call_arguments, request_messages
-from gradrule._messages.call_arguments import CallParams, Feeds, Name, Names, NoGradient
-from gradrule._messages.error_status import error_from_status, serialized
+from gradrule._messages import call_arguments, derivatives, request_messages, rpc_calls
+from gradrule._messages.call_arguments import CallParams, Feeds, Name, Names, NoGradient, ProgramArguments
+from gradrule._messages.error_status import error_from_status_bytes, message_parts, parsed
+from gradrule._messages.forward_calls import Forward
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._results.call_results import Resolution, Timings
+from gradrule.common import wire_format
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import InternalError, InvalidOptimizerError
 from gradrule.optimizers import Optimizer
@@ -28,8 +32,19 @@ from gradrule.v1 import evaluate_pb2, session_pb2
 from gradrule.v1.tensor_pb2 import Dt
 
 R = TypeVar("R")
+M = TypeVar("M", bound=Message)
 
 METHOD = "/gradrule.v1.SessionService/RunSession"
+
+_CALL = "call"
+_REQUESTS = {
+    field.name: field.number for field in session_pb2.RunSessionRequest.DESCRIPTOR.oneofs_by_name["request"].fields
+}
+_ANSWERS = {
+    field.number: field.name for field in session_pb2.RunSessionResponse.DESCRIPTOR.oneofs_by_name["response"].fields
+}
+# Names of answers that differ from those of their requests.
+_ANSWER_KINDS = {"start": "started", _CALL: "evaluate"}
 
 _FLOATS = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE, Dt.DT_COMPLEX64, Dt.DT_COMPLEX128})
 
@@ -69,10 +84,16 @@ class SessionBase:
     def __init__(self, options: SessionOptions) -> None:
         self._transfer = options.transfer
         self._graph = options.graph
-        self._words = call_arguments.ProgramArguments(overrides=options.overrides, no_gradient=options.no_gradient)
+        self._words = ProgramArguments(overrides=options.overrides, no_gradient=options.no_gradient)
         self._given = dict(options.variables or {})
+        self._types = request_messages.types_of_graph(self._graph)
+        # The server has the graph, so calls only say what to compute.
+        spec = functools.partial(_requested_spec, self._graph)
+        self._source = request_messages.Source(self._graph, self._type_of, spec)
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers: dict[str, int] = {}
+        # Number of completed steps.
+        self._steps = 0
         # Hashes of the blobs that were sent to the server.
         self._uploaded: set[str] = set()
 
@@ -83,7 +104,7 @@ class SessionBase:
 
     def _type_of(self, name: str, needed: bool) -> int:
         number = self._numbers.get(bare(name))
-        return request_messages.types_of_graph(self._graph)(name, needed) if number is None else number
+        return self._types(name, needed) if number is None else number
 
     def _start(self) -> Call[None]:
         blobs = blob_values.blobs_in(self._given)
@@ -110,7 +131,9 @@ class SessionBase:
         params: CallParams | None,
     ) -> Call[StepResult]:
         if not isinstance(optimizer, Optimizer):
-            raise InvalidOptimizerError(f"an optimiser is one of gradrule.optimizers, not {type(optimizer).__name__}")
+            kind = type(optimizer).__name__
+            known = f"; write gr.optimizers.{kind}(...)" if kind in optimizers.__all__ else ""
+            raise InvalidOptimizerError(f"an optimizer is one of gradrule.optimizers, not {kind}{known}")
         names_given = call_arguments.names_of(variables, self._graph) or self._trainable()
         loss_name = call_arguments.name_of_tensor(loss, self._graph)
         given = call_arguments.flat_list(fetches)
@@ -121,13 +144,14 @@ class SessionBase:
         request = session_pb2.StepRequest(
             feeds=call.feeds,
             loss=loss_name,
-            optimizer=optimizer.message(),
+            optimizer=optimizer.message(self._steps),
             variables=names_given,
             fetches=[loss_name, *tensors],
             params=call.params,
         )
 
         def decode(answer: session_pb2.StepResponse) -> StepResult:
+            self._steps = answer.step
             loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
             return StepResult(
                 loss_value,
@@ -137,7 +161,7 @@ class SessionBase:
                 call_results.resolutions(answer.overrides),
             )
 
-        return Call("step", request, session_pb2.StepResponse.FromString, decode, blob_values.blobs_in(feeds))
+        return Call("step", request, self._read_as(session_pb2.StepResponse), decode, blob_values.blobs_in(feeds))
 
     def _trainable(self) -> list[str]:
         """Returns the variables to train; empty if the graph marks none as not trainable."""
@@ -150,25 +174,41 @@ class SessionBase:
         ]
 
     def _evaluate(
-        self,
-        feeds: Feeds | None,
-        arguments: call_arguments.ProgramArguments,
-        params: CallParams | None,
+        self, feeds: Feeds | None, arguments: ProgramArguments, params: CallParams | None, stacked_grad_ys: bool
     ) -> Call[call_results.Result]:
-        spec, values = request_messages.program_spec(self._graph, arguments)
-        call = self._call(feeds, params)
-        request = session_pb2.SessionEvaluateRequest(feeds=call.feeds, fetches=spec.fetches, params=call.params)
-        if spec.WhichOneof("derivative") == "vjp":
-            request.vjp.CopyFrom(spec.vjp)
-        for y, value in values.items():
-            request_messages.add_named_tensor(request, "grad_ys", y, value, self._type_of)
-        blobs = blob_values.blobs_in(feeds, arguments.grad_ys)
-        aliases = call_arguments.given_aliases(self._graph, arguments)
+        call = rpc_calls.evaluate(self._source, feeds, params, arguments, stacked_grad_ys, self._transfer)
+        return call._replace(method=_CALL)
 
-        def decode(answer: evaluate_pb2.EvaluateResponse) -> call_results.Result:
-            return call_results.result(answer.SerializeToString(), aliases=aliases)
+    def _jvp(
+        self, feeds: Feeds | None, tangents: Feeds, arguments: ProgramArguments, params: CallParams | None
+    ) -> Call[derivatives.Tangents]:
+        call = derivatives.jvp(self._source, feeds, tangents, params, arguments)
+        return self._transfer.applied(call)._replace(method=_CALL)
 
-        return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode, blobs)
+    def _jacobian(
+        self, feeds: Feeds | None, arguments: ProgramArguments, params: CallParams | None, batched: bool
+    ) -> Call[derivatives.Jacobians]:
+        call = derivatives.jacobian(self._source, feeds, params, arguments, batched=batched)
+        return self._transfer.applied(call)._replace(method=_CALL)
+
+    def _hvp(
+        self, feeds: Feeds | None, vectors: Feeds, arguments: ProgramArguments, params: CallParams | None
+    ) -> Call[derivatives.Products]:
+        call = derivatives.hvp(self._source, feeds, vectors, params, arguments)
+        return self._transfer.applied(call)._replace(method=_CALL)
+
+    def _forward(self, feeds: Feeds | None, arguments: ProgramArguments, params: CallParams | None) -> Forward:
+        graph = self._graph
+        return Forward(
+            rpc_calls.evaluate(self._source, feeds, params, arguments, transfer=self._transfer),
+            graph,
+            call_arguments.names_of(arguments.ys, graph),
+            self._type_of,
+            call_arguments.given_aliases(graph, arguments),
+            call_arguments.groups_of(arguments.xs, graph),
+            # The variables may have other values by then.
+            may_repeat=False,
+        )
 
     def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:
         request = session_pb2.ReadRequest(variables=call_arguments.names_of(names, self._graph))
@@ -176,7 +216,7 @@ class SessionBase:
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
             return ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
 
-        return Call("read", request, session_pb2.ReadResponse.FromString, decode)
+        return Call("read", request, self._read_as(session_pb2.ReadResponse), decode)
 
     def _assign(self, values: Mapping[Name, Any]) -> Call[None]:
         request = session_pb2.AssignRequest()
@@ -203,28 +243,41 @@ class SessionBase:
     def _not_uploaded(self, call: Call[Any]) -> blob_values.Blobs:
         return {name: data for name, data in call.blobs.items() if name not in self._uploaded}
 
+    def _read_as(self, kind: type[M]) -> Callable[[bytes], M]:
+        """Returns a function that reads an answer and unpacks its tensors."""
+
+        def read(data: bytes) -> M:
+            message = kind.FromString(data)
+            self._transfer.unpack(message)
+            return message
+
+        return read
+
     def _message(self, call: Call[Any], timeout: float) -> bytes:
+        rest = session_pb2.RunSessionRequest()
+        rest.timeout.FromNanoseconds(int(timeout * 1e9))
         packing = self._transfer.packing
         if packing is not None:
             # In place: the request may be sent again.
             self._transfer.pack(call.request)
-        kind: dict[str, Any] = {call.method: call.request}
-        request = session_pb2.RunSessionRequest(**kind)
-        request.timeout.FromNanoseconds(int(timeout * 1e9))
-        if packing is not None:
-            request.answer_packing.CopyFrom(packing.message())
-        return serialized(request)
+            rest.answer_packing.CopyFrom(packing.message())
+        parts, _ = message_parts(call.request, call.large)
+        return b"".join((rest.SerializeToString(), *wire_format.wrapped(_REQUESTS[call.method], parts)))
 
     def _decoded(self, call: Call[R], data: bytes) -> R:
+        kind, start, end = "nothing", 0, 0
         try:
-            answer = session_pb2.RunSessionResponse.FromString(data)
-        except DecodeError as cause:
+            for field, begin, stop in wire_format.fields(data, 0, len(data)):
+                if field in _ANSWERS:
+                    kind, start, end = _ANSWERS[field], begin, stop
+        except wire_format.MalformedError as cause:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
-        kind = answer.WhichOneof("response")
         if kind == "status":
-            raise error_from_status(answer.status)
-        expected = "started" if call.method == "start" else call.method
-        if kind != expected:
+            raise error_from_status_bytes(data[start:end])
+        if kind != _ANSWER_KINDS.get(call.method, call.method):
             raise InternalError(f"the server answered a {call.method} with {kind}")
-        self._transfer.unpack(answer)
-        return call.decode(getattr(answer, kind))
+        return parsed(call.answer, call.decode, data[start:end])
+
+
+def _requested_spec(graph: GraphLike, arguments: ProgramArguments, _: blob_values.Blobs) -> request_messages.Spec:
+    return request_messages.requested_spec(graph, arguments)

@@ -43,6 +43,10 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+DEFAULT_PORT = 8470
+"""Port of targets without a port, and of `gradrule serve`."""
+_URL = re.compile(r"(https?|grpcs?)://")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds|passthrough):")
 
 # Encoded by hand, because the stubs of grpc.health.v1 are another package. A request is one string, an answer one enum.
@@ -54,6 +58,33 @@ Pem: TypeAlias = "str | os.PathLike[str] | bytes"
 """Path of a PEM file, or its bytes."""
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:", "vsock:")
 _ADDRESS_SCHEMES = ("dns:", "ipv4:", "ipv6:", "passthrough:")
+
+
+def endpoint(target: str, credentials: grpc.ChannelCredentials | None) -> tuple[str, grpc.ChannelCredentials | None]:
+    """Returns the target as `host:port`, and the credentials; `https://` without credentials means TLS.
+
+    Targets with a scheme of gRPC stay the same.
+
+    Raises:
+        InvalidParamError: The target is not `host:port`.
+    """
+    if not isinstance(target, str):
+        raise InvalidParamError(f"the target is a text such as 'localhost:{DEFAULT_PORT}', not {target!r}")
+    if _SCHEME.match(target):
+        return target, credentials
+    url = _URL.match(target)
+    rest = target if url is None else target[url.end() :].removesuffix("/")
+    host, port = rest.rpartition(":")[::2] if _has_port(rest) else (rest, str(DEFAULT_PORT))
+    if _is_ipv6(host):
+        host = f"[{host}]"
+    if not _HOST.fullmatch(host) or not 0 < int(port) < 65536:
+        raise InvalidParamError(
+            f"the target {target!r} is not host:port with a port from 1 to 65535, such as 'localhost:{DEFAULT_PORT}'; "
+            f"without a port, {DEFAULT_PORT} is used"
+        )
+    if credentials is None and url is not None and url[1] in ("https", "grpcs"):
+        credentials = tls()
+    return f"{host}:{port}", credentials
 
 
 def address(target: str) -> str:
@@ -113,6 +144,13 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 def _has_port(address: str) -> bool:

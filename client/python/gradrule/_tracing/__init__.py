@@ -20,7 +20,8 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
 
     Inputs become placeholders named after the arguments (`x`; `x_0`, `x_key` within structures). Outputs get aliases:
     `output`, `output_0`, … or the keys of a dict (`output_x` if `x` is an input or a variable). Variables that the
-    function uses are in `graph.variables`, by name. A `tf.custom_gradient` becomes a region with a rule, named after
+    function uses are in `graph.variables`, by name. Lookup tables become functions of constants, with the entries that
+    the tables have now. A `tf.custom_gradient` becomes a region with a rule, named after
     the Python function; so does a gradient registered in this process.
 
     Args:
@@ -35,7 +36,7 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
 
     Raises:
         UnsupportedError: TensorFlow is not installed, or the function uses resources that a graph cannot hold, such as
-            tables and iterators.
+            iterators and queues, or changes a lookup table.
         InvalidGraphError: `fn` cannot be traced with these specs.
     """
     require("trace")

@@ -17,6 +17,7 @@ from gradrule._tracing import tf_private
 from gradrule._tracing.bodies import Body, Definition, Library, output_slots
 from gradrule._tracing.function_names import name_functions_by_use
 from gradrule._tracing.gradients import attach_gradients, drop_unused
+from gradrule._tracing.lookup_tables import NotTableError, Table, eager_table, replace_tables
 from gradrule._tracing.returned import return_tensors_directly
 from gradrule._tracing.signatures import add_aliases, node_name
 from gradrule.common.tensor_codec import Array
@@ -54,8 +55,8 @@ class Variable:
 
 def split_captures(
     captured: Mapping[str, Any], library: Library, paths: Mapping[Hashable, str]
-) -> tuple[dict[str, Variable], dict[str, Any]]:
-    """Returns variables and constants by top-level argument.
+) -> tuple[dict[str, Variable], dict[str, Table], dict[str, Any]]:
+    """Returns variables, lookup tables and constants by top-level argument.
 
     Args:
         captured: Captured tensors by top-level argument.
@@ -63,11 +64,13 @@ def split_captures(
         paths: Names of variables by identity of the handle; TensorFlow's names hold for other variables.
 
     Raises:
-        UnsupportedError: A capture is neither a variable nor a constant.
+        UnsupportedError: A capture is neither a variable, nor a lookup table, nor a constant.
     """
     known = _known_variables(library)
     made: dict[Any, Variable] = {}
     variables: dict[str, Variable] = {}
+    tables: dict[str, Table] = {}
+    known_tables: dict[Any, Table] = {}
     constants: dict[str, Any] = {}
     refused: list[Detail] = []
     for argument, tensor in captured.items():
@@ -79,15 +82,20 @@ def split_captures(
         else:
             key = tf_private.identity_of(tensor)
             try:
+                if tensor.dtype == tf.resource and tf_private.handle_data(tensor) is None:
+                    if key not in known_tables:
+                        known_tables[key] = eager_table(tensor, argument)
+                    tables[argument] = known_tables[key]
+                    continue
                 if key not in made:
                     name, trainable = known.get(key, (argument, True))
                     made[key] = _variable(tensor, paths.get(key, name), trainable)
                 variables[argument] = made[key]
-            except _NotVariableError as cause:
+            except (_NotVariableError, NotTableError) as cause:
                 refused.append(Detail(UnsupportedError.REASON, _refusal(library, argument, str(cause)), node=argument))
     if refused:
         raise UnsupportedError(refused[0].message, details=refused)
-    return variables, constants
+    return variables, tables, constants
 
 
 class _NotVariableError(Exception):
@@ -151,12 +159,12 @@ def assembled(
     return_tensors_directly(library)
     externals = [external for external, _ in tf_private.captures(graph)]
     outer = dict(zip(arguments[len(input_names) :], externals, strict=True))
-    variables, constants = split_captures({**outer, **library.root_captures}, library, paths or {})
+    variables, tables, constants = split_captures({**outer, **library.root_captures}, library, paths or {})
     definitions = {name: body.definition for name, body in library.bodies.items()}
     ordinary = [name for name, body in library.bodies.items() if library.runs_forward(body)]
     handles_to_values(definitions, library.gradients, ordinary, library.unique_gradient)
     top = _Top(library, definitions)
-    result = top.build(graph, arguments[: len(input_names)], input_names, variables, constants)
+    result = top.build(graph, arguments[: len(input_names)], input_names, variables, tables, constants)
     wrapped = Graph.from_bytes(result.SerializeToString(deterministic=True))
     wrapped.variables.update({variable.name: variable.value for variable in variables.values()})
     wrapped.non_trainable.update(variable.name for variable in variables.values() if not variable.trainable)
@@ -184,6 +192,7 @@ class _Top:
         arguments: Sequence[str],
         input_names: Sequence[str],
         variables: dict[str, Variable],
+        tables: dict[str, Table],
         constants: dict[str, Any],
     ) -> graph_pb2.GraphDef:
         """Returns the GraphDef."""
@@ -202,6 +211,10 @@ class _Top:
             self._arguments[argument] = variable.name
             if all(node.name != variable.name for node in result.node):
                 variable.write(result.node.add(name=variable.name, op="VarHandleOp"))
+        handles = {table: taken.make("lookup_table") for table in dict.fromkeys(tables.values())}
+        for argument, table in tables.items():
+            self._arguments[argument] = handles[table]
+        result.node.extend(node_def_pb2.NodeDef(name=name) for name in handles.values())
         for argument, value in constants.items():
             self._arguments[argument] = taken.make("captured")
             node = result.node.add(name=self._arguments[argument], op="Const")
@@ -226,6 +239,8 @@ class _Top:
                 count = sum(number for _, number in output_slots(node, self._library))
                 _state_shapes(copy, graph.get_operation_by_name(node.name), count)
         self.outputs = [self._flat(self._root.ret[output.name]) for output in self._root.signature.output_arg]
+        by_handle = {name: table for table, name in handles.items()}
+        replace_tables(result.node, self._definitions, self._library.gradients, by_handle)
         self._write_library(result)
         return result
 

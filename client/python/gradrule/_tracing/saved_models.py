@@ -10,12 +10,14 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 
+from gradrule._builder.frozen_variables import needed_functions
 from gradrule._builder.graph import Graph
 from gradrule._builder.names import UniqueNames, did_you_mean
 from gradrule._tracing.functions import graph_of_concrete
+from gradrule._tracing.lookup_tables import TABLE_OPS, replace_tables, session_table
 from gradrule._tracing.signatures import add_aliases
 from gradrule.errors import Detail, GradruleError, InvalidGraphError, UnsupportedError
 
@@ -123,6 +125,7 @@ def _load_tf1(folder: Path, tags: list[str], signature: Any) -> Graph:
         wanted = sorted({name.partition(":")[0] for name in [*inputs.values(), *outputs.values()]})
         definition = tf.compat.v1.graph_util.extract_sub_graph(graph.as_graph_def(), wanted)
         values = _values(session, graph, definition)
+        _replace_tables(session, graph, definition)
     _use_resources(definition)
     for node in definition.node:
         node.device = ""
@@ -144,6 +147,23 @@ def _values(session: Any, graph: Any, definition: graph_pb2.GraphDef) -> dict[st
                 reads[node.name] = tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype)
     # Scalars come back as NumPy scalars, not as arrays.
     return {name: np.asarray(value) for name, value in session.run(reads).items()}
+
+
+def _replace_tables(session: Any, graph: Any, definition: graph_pb2.GraphDef) -> None:
+    """Replaces lookup tables, which loading has initialized."""
+    tables = {
+        node.name: session_table(session, graph.get_tensor_by_name(f"{node.name}:0"), node.name)
+        for node in definition.node
+        if node.op in TABLE_OPS
+    }
+    if not tables:
+        return
+    functions = {function.signature.name: function for function in definition.library.function}
+    replace_tables(definition.node, functions, {}, tables)
+    needed = needed_functions(definition.node, functions, {})
+    kept = [function_pb2.FunctionDef.FromString(functions[name].SerializeToString()) for name in sorted(needed)]
+    del definition.library.function[:]
+    definition.library.function.extend(kept)
 
 
 def _use_resources(definition: graph_pb2.GraphDef) -> None:

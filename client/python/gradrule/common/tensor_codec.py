@@ -357,7 +357,7 @@ def _fits(natural: Array, kind: str, dtype: np.dtype[Any]) -> bool:
         if kind not in "iub":
             return False
         low, high = _range_of(dtype)
-        return bool(natural.min() >= low and natural.max() <= high)
+        return int(natural.min()) >= low and int(natural.max()) <= high
     if target == "f":
         return kind in "fiub" or _numeric_kind(natural.dtype) == "f"
     return kind in "cfiub" or _numeric_kind(natural.dtype) == "f"

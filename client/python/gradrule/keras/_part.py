@@ -4,8 +4,9 @@ Weights and state are inputs of the graph, the new state is an output. Each prog
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ import tensorflow as tf
 from gradrule._builder.graph import Graph
 from gradrule._builder.overrides import Overrides
 from gradrule._messages.call_arguments import CallParams, NoGradient
-from gradrule._results.call_results import Result, Sparse
+from gradrule._results.call_results import Result
 from gradrule._rpc.sync_client.client import Client
 from gradrule._rpc.sync_client.programs import Program
 from gradrule._tracing import functions
@@ -59,7 +60,7 @@ class TracedPart:
         outputs: the part's outputs, new values of `updated`, losses that layers add, masks, in this order.
         structure: structure of the part's outputs.
         n_outputs: number of the part's outputs.
-        updated: indices of the state variables that a call changes.
+        updated: indices of the variables (weights, then state) that a call changes.
         n_losses: number of losses.
         masked: indices of the outputs with a mask.
     """
@@ -91,6 +92,7 @@ def traced(
         InvalidGraphError: the part cannot be traced.
     """
     weights, state = part.trainable_variables, part.non_trainable_variables
+    variables = [*weights, *state]
     seen: dict[str, Any] = {}
 
     def run(weights_: Any, state_: Any, inputs: Any, input_masks: Any) -> Any:
@@ -99,10 +101,10 @@ def traced(
             if mask is not None:
                 tensor._keras_mask = next(given)
         mapping = [*zip(weights, weights_, strict=True), *zip(state, state_, strict=True)]
-        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
-            old = [scope.get_current_value(variable) for variable in state]
+        with _VariableScope(state_mapping=mapping, collect_losses=True) as scope:
+            old = [scope.get_current_value(variable) for variable in variables]
             outputs = part(keras.tree.pack_sequence_as(structure, inputs), training=training)
-            new = [scope.get_current_value(variable) for variable in state]
+            new = [scope.get_current_value(variable) for variable in variables]
             losses = list(scope.losses)
         flat = [tf.convert_to_tensor(output) for output in keras.tree.flatten(outputs)]
         output_masks = [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)]
@@ -111,7 +113,7 @@ def traced(
         seen["masked"] = tuple(i for i, mask in enumerate(output_masks) if mask is not None)
         return [
             flat,
-            [tf.cast(new[index], state[index].dtype) for index in seen["updated"]],
+            [tf.cast(new[index], variables[index].dtype) for index in seen["updated"]],
             losses,
             [output_masks[index] for index in seen["masked"]],
         ]
@@ -149,6 +151,30 @@ def traced(
     )
 
 
+class _VariableScope(keras.StatelessScope):  # type: ignore[misc]
+    """Holds the values of variables during a trace; gradients treat them as TensorFlow treats variables."""
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        old = self.get_current_value(variable)
+        super().add_update((variable, value if old is None else _assigned(old, tf.cast(value, variable.dtype))))
+
+
+def _assigned(old: Any, new: Any) -> Any:
+    """Returns the new value of a variable, whose gradient is the variable's: it does not flow through the new value."""
+    if not (new.dtype.is_floating or new.dtype.is_complex):
+        return new
+
+    @tf.custom_gradient
+    def assigned(old: Any, new: Any) -> tuple[Any, Callable[..., Any]]:
+        def to_variable(upstream: Any) -> tuple[Any, None]:
+            return upstream, None
+
+        return tf.identity(new), to_variable
+
+    return assigned(old, new)
+
+
 def _spec(dtype: str, shape: Any) -> Any:
     return tf.TensorSpec(shape, tf.as_dtype(dtype))
 
@@ -184,7 +210,10 @@ class RemotePart:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns the part's outputs for its inputs; differentiable by TensorFlow."""
+        """Returns the part's outputs for its inputs; differentiable by TensorFlow.
+
+        A gradient is `tf.IndexedSlices` where the server returns slices, as of the weights of an embedding.
+        """
         traced = self.traced
         names = {slot.name for slot in self._xs()}
         wanted = {index for index, slot in enumerate(traced.inputs) if slot.name in names}
@@ -227,6 +256,16 @@ class RemotePart:
         return [slot for slot in self.traced.outputs if slot.is_differentiable]
 
     def _gradients(self, tensors: Sequence[Any]) -> list[Any]:
+        if not self._xs():
+            return []
+        # A node of tf.function has a fixed number of results, so the program must be compiled before.
+        with self._noting_errors():
+            sparse = frozenset(self._program(differentiates=True).sparse_gradients)
+        slots = [part for slot in self._xs() for part in _parts(slot, slot.name in sparse)]
+
+        def backward(*arrays: Any) -> list[Any]:
+            return self._backward(arrays, sparse)
+
         @tf.custom_gradient
         def first_order(*given: Any) -> tuple[list[Any], Callable[..., Any]]:
             def second_order(*_: Any) -> Any:
@@ -234,27 +273,39 @@ class RemotePart:
                     "a RemoteLayer gives first derivatives only; use gr.trace and the client for higher derivatives"
                 )
 
-            return _run(self._backward, given, self._xs()), second_order
+            return _run(backward, given, slots), second_order
 
-        found: list[Any] = first_order(*tensors) if self._xs() else []
-        return found if isinstance(found, list | tuple) else [found]
+        found = first_order(*tensors)
+        rest = iter(found if isinstance(found, list | tuple) else [found])
+        return [
+            tf.IndexedSlices(next(rest), next(rest), next(rest)) if slot.name in sparse else next(rest)
+            for slot in self._xs()
+        ]
 
     def _forward(self, *arrays: Any) -> list[Any]:
         feeds = dict(zip((slot.name for slot in self.traced.inputs), arrays, strict=True))
         result = self._evaluate(False, feeds, None)
         return [_as(result.outputs[slot.name], slot) for slot in self.traced.outputs]
 
-    def _backward(self, *arrays: Any) -> list[Any]:
+    def _backward(self, arrays: Sequence[Any], sparse: frozenset[str]) -> list[Any]:
         count = len(self.traced.inputs)
         feeds = dict(zip((slot.name for slot in self.traced.inputs), arrays[:count], strict=True))
         upstream = dict(zip((slot.name for slot in self._ys()), arrays[count:], strict=True))
         result = self._evaluate(True, feeds, upstream)
-        return [_as(_dense(result.gradients[slot.name]), slot) for slot in self._xs()]
+        found = []
+        for slot in self._xs():
+            gradient = result.gradients[slot.name]
+            if slot.name in sparse:
+                found += [_as(gradient.values, slot), np.asarray(gradient.indices, np.int64)]
+                found.append(np.asarray(gradient.dense_shape, np.int64))
+            else:
+                found.append(_as(gradient, slot))
+        return found
 
     def _evaluate(self, differentiates: bool, feeds: Mapping[Any, Any], grad_ys: dict[Any, Any] | None) -> Result:
         options = self.options
         params = options.params if differentiates else None
-        try:
+        with self._noting_errors():
             program = self._program(differentiates)
             try:
                 return program.evaluate(feeds, grad_ys=grad_ys, params=params, timeout=options.timeout)
@@ -264,8 +315,14 @@ class RemotePart:
                     self._programs.pop(differentiates, None)
                 program = self._program(differentiates)
                 return program.evaluate(feeds, grad_ys=grad_ys, params=params, timeout=options.timeout)
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Keeps an error of the client for `last_error`."""
+        try:
+            yield
         except GradruleError as error:
-            options.error = error
+            self.options.error = error
             raise
 
     def _program(self, differentiates: bool) -> Program:
@@ -325,5 +382,12 @@ def _as(value: Any, slot: Slot) -> Any:
     return np.asarray(value, slot.dtype.as_numpy_dtype)
 
 
-def _dense(gradient: Any) -> Any:
-    return gradient.to_dense() if isinstance(gradient, Sparse) else gradient
+def _parts(slot: Slot, is_sparse: bool) -> list[Slot]:
+    """Returns the tensors of a gradient: the dense one, or values, indices and shape of slices."""
+    if not is_sparse:
+        return [slot]
+    return [
+        Slot(slot.name, slot.dtype, tf.TensorShape([None]).concatenate(slot.shape[1:])),
+        Slot(slot.name, tf.int64, tf.TensorShape([None])),
+        Slot(slot.name, tf.int64, tf.TensorShape([slot.shape.rank])),
+    ]

@@ -21,9 +21,10 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
     """Runs part of a Keras model on a server, forward and backward; it trains like a local layer.
 
     The weights are Keras variables of the local part: optimizers, checkpoints and summaries see them. Each call sends
-    the weights and inputs; the backward pass sends both again with upstream gradients, and gets dense gradients of the
-    trainable weights and of the inputs (zeros if the outputs do not depend on them). Moving averages, dropout seeds,
-    losses that layers add, masks and mixed precision work as in a local layer. A call works eagerly and within
+    the weights and inputs; the backward pass sends both again with upstream gradients, and gets gradients of the
+    trainable weights and of the inputs (zeros if the outputs do not depend on them; `tf.IndexedSlices` of weights that
+    are only gathered, such as embeddings). Moving averages, weights that the part assigns, dropout seeds, losses that
+    layers add, masks and mixed precision work as in a local layer. A call works eagerly and within
     `tf.function`, but not under XLA: Keras drops `jit_compile`. Second derivatives raise `NotImplementedError`.
 
     Saving the model's weights saves the part's weights. Saving the model saves the part, the server's address, and
@@ -43,8 +44,8 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         trainable: whether the part's weights are trained.
 
     Raises:
-        GradruleError: a call failed, as in `client.evaluate`. Within `tf.function`, and so in `model.fit`, TensorFlow
-            raises an error of its own with the same message; `last_error` is the original error.
+        GradruleError: a call failed, as in `client.evaluate`. When a step of `tf.function`, and so of `model.fit`,
+            runs, TensorFlow raises an error of its own with the same message; `last_error` is the original error.
         InvalidGraphError: `part` is not a layer, model or list of layers.
         UnsupportedError: the part uses variables that are not Keras variables, Keras runs on another backend, or the
             configuration cannot be saved; in the backward pass, the part draws random numbers without a Keras seed.
@@ -129,18 +130,17 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         masks = [None] * len(tensors) if mask is None else keras.tree.flatten(mask)
         remote = self._remote.part_for(self.part, inputs, tensors, masks, bool(training))
         found = remote.traced
-        state = self.part.non_trainable_variables
+        variables = [*self.part.trainable_variables, *self.part.non_trainable_variables]
         outputs = remote(
             [
-                *(tf.convert_to_tensor(variable.value) for variable in self.part.trainable_variables),
-                *(tf.convert_to_tensor(variable.value) for variable in state),
+                *(tf.convert_to_tensor(variable.value) for variable in variables),
                 *tensors,
                 *(tf.convert_to_tensor(given) for given in masks if given is not None),
             ]
         )
         rest = iter(outputs[found.n_outputs :])
         for index in found.updated:
-            state[index].assign(next(rest))
+            variables[index].assign(next(rest))
         for _ in range(found.n_losses):
             self.add_loss(next(rest))
         for index in found.masked:

@@ -501,6 +501,7 @@ class Program(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
+    SPARSE_GRADIENTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`programs/{id}`. The ID is the requested one, or is derived from the content."""
     device: builtins.str
@@ -545,6 +546,10 @@ class Program(google.protobuf.message.Message):
     def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """As in ProgramSpec."""
 
+    @property
+    def sparse_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The xs whose gradients are sparse in answers to a VJP, under the requested names."""
+
     def __init__(
         self,
         *,
@@ -560,9 +565,10 @@ class Program(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
         aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        sparse_gradients: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "digests", b"digests"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "sparse_gradients", b"sparse_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___Program = Program
 

@@ -236,7 +236,9 @@ global___StepResponse = StepResponse
 
 @typing.final
 class SessionEvaluateRequest(google.protobuf.message.Message):
-    """Evaluates the graph with the session's variables. Values that the graph assigns to variables are kept."""
+    """Evaluates the graph with the session's variables. Values that the graph assigns to variables are kept. A `call` can do the same,
+    and computes every kind of derivative.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -380,6 +382,10 @@ class RunSessionRequest(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
+    CALL_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     @property
@@ -403,12 +409,33 @@ class RunSessionRequest(google.protobuf.message.Message):
         """Assigns variables."""
 
     @property
+    def call(self) -> gradrule.v1.evaluate_pb2.EvaluateRequest:
+        """Evaluates and differentiates the graph with the session's variables, as GradientService.Evaluate does. The target is a `spec`
+        that has neither a graph nor overrides, variables or no_gradient, because the session has them: MALFORMED_REQUEST otherwise. A
+        feed for a variable applies to this message only. Values that the graph assigns to variables are kept.
+        """
+
+    @property
+    def forward(self) -> gradrule.v1.evaluate_pb2.ForwardRequest:
+        """Runs forward with the session's variables and keeps a handle; its program is that of a `call`. Later messages do not change
+        the values that the handle keeps. The handle is valid until it is closed or expires, or the session ends.
+        """
+
+    @property
+    def pull_back(self) -> gradrule.v1.evaluate_pb2.PullBackRequest:
+        """Computes gradients from a handle; possible any number of times."""
+
+    @property
+    def close_handle(self) -> gradrule.v1.evaluate_pb2.CloseHandleRequest:
+        """Deletes a handle."""
+
+    @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """Time limit of this message. Default and maximum: settings of the server, the same as for calls."""
 
     @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
-        """Compression of the tensors in the answer to step, evaluate and read. Default: none."""
+        """Compression of the tensors in the answer. Default: none, or what the `call`, `forward` or `pull_back` says."""
 
     def __init__(
         self,
@@ -418,12 +445,16 @@ class RunSessionRequest(google.protobuf.message.Message):
         evaluate: global___SessionEvaluateRequest | None = ...,
         read: global___ReadRequest | None = ...,
         assign: global___AssignRequest | None = ...,
+        call: gradrule.v1.evaluate_pb2.EvaluateRequest | None = ...,
+        forward: gradrule.v1.evaluate_pb2.ForwardRequest | None = ...,
+        pull_back: gradrule.v1.evaluate_pb2.PullBackRequest | None = ...,
+        close_handle: gradrule.v1.evaluate_pb2.CloseHandleRequest | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RunSessionRequest = RunSessionRequest
 
@@ -438,6 +469,9 @@ class RunSessionResponse(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     @property
     def started(self) -> global___SessionStarted:
@@ -449,7 +483,7 @@ class RunSessionResponse(google.protobuf.message.Message):
 
     @property
     def evaluate(self) -> gradrule.v1.evaluate_pb2.EvaluateResponse:
-        """Answer to evaluate."""
+        """Answer to evaluate and to call."""
 
     @property
     def read(self) -> global___ReadResponse:
@@ -458,6 +492,18 @@ class RunSessionResponse(google.protobuf.message.Message):
     @property
     def assign(self) -> global___AssignResponse:
         """Answer to assign."""
+
+    @property
+    def forward(self) -> gradrule.v1.evaluate_pb2.ForwardResponse:
+        """Answer to forward."""
+
+    @property
+    def pull_back(self) -> gradrule.v1.evaluate_pb2.PullBackResponse:
+        """Answer to pull_back."""
+
+    @property
+    def close_handle(self) -> gradrule.v1.evaluate_pb2.CloseHandleResponse:
+        """Answer to close_handle."""
 
     @property
     def status(self) -> google.rpc.status_pb2.Status:
@@ -471,10 +517,13 @@ class RunSessionResponse(google.protobuf.message.Message):
         evaluate: gradrule.v1.evaluate_pb2.EvaluateResponse | None = ...,
         read: global___ReadResponse | None = ...,
         assign: global___AssignResponse | None = ...,
+        forward: gradrule.v1.evaluate_pb2.ForwardResponse | None = ...,
+        pull_back: gradrule.v1.evaluate_pb2.PullBackResponse | None = ...,
+        close_handle: gradrule.v1.evaluate_pb2.CloseHandleResponse | None = ...,
         status: google.rpc.status_pb2.Status | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["started", "step", "evaluate", "read", "assign", "status"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["started", "step", "evaluate", "read", "assign", "forward", "pull_back", "close_handle", "status"] | None: ...
 
 global___RunSessionResponse = RunSessionResponse

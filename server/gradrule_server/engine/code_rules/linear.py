@@ -314,14 +314,29 @@ def lrp_norm(target: RuleTarget, dys: Sequence[tf.Tensor], params: Params) -> Se
     For Add, AddV2, AddN, AvgPool, Mean, Sum: zennit, Norm. vjp is the op's own gradient.
     """
     y = target.outputs[0]
-    calculated_in = wide(y.dtype)
-    ratio = _ratio(*(tf.cast(value, calculated_in) for value in (dys[0], y, params["eps"])))
-    own = target.own_gradients([tf.cast(ratio, y.dtype)])
-    # The quotient overflows float16 where y is 0; inputs are usually 0 there, and get 0.
+    dtype = wide(y.dtype)
+    ratio = _ratio(*(tf.cast(value, dtype) for value in (dys[0], y, params["eps"])))
+    # The quotient overflows where y is 0; inputs are usually 0 there, and get 0.
     return [
-        None if gradient is None else tf.math.multiply_no_nan(dense(gradient), x)
-        for x, gradient in zip(target.inputs, own, strict=True)
+        None if gradient is None else tf.cast(tf.math.multiply_no_nan(gradient, tf.cast(x, gradient.dtype)), x.dtype)
+        for x, gradient in zip(target.inputs, _vjp(target, ratio), strict=True)
     ]
+
+
+def _vjp(target: RuleTarget, r: tf.Tensor) -> Sequence[tf.Tensor | None]:
+    """Returns the own gradients of an op for `r` at its output, in the type of `r`.
+
+    An op of a 16-bit type is repeated in float32. A subgraph keeps its types, because its ops may convert them.
+    """
+    y = target.outputs[0]
+    if r.dtype == y.dtype or target.op is None:
+        found = target.own_gradients([tf.cast(r, y.dtype)])
+    else:
+        operands = [tf.cast(x, r.dtype) if x.dtype == y.dtype else x for x in target.inputs]
+        gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(target.op.type))
+        own = gradient(_repeated(target.op, operands, r.dtype).op, r)
+        found = own if isinstance(own, (list, tuple)) else [own]
+    return [dense(gradient) for gradient in found]
 
 
 def _epsilon(linear: Linear, r: tf.Tensor, eps: tf.Tensor) -> Sequence[tf.Tensor | None]:

@@ -164,7 +164,7 @@ class MarkedNode(google.protobuf.message.Message):
     EVERY_ORDER_FIELD_NUMBER: builtins.int
     rule: builtins.int
     """Index into CompileRequest.rules; -1: the op's own gradient (`default`); -2: a gradient registered in another
-    process.
+    process; -3: no gradient; -4: the gradient of the first output goes to every input.
     """
     node: builtins.str
     """Public name of the node: `call/inner`."""
@@ -531,6 +531,7 @@ class CompileReply(google.protobuf.message.Message):
     XS_FIELD_NUMBER: builtins.int
     WITHOUT_GRADIENT_FIELD_NUMBER: builtins.int
     MADE_FIELD_NUMBER: builtins.int
+    SPARSE_GRADIENTS_FIELD_NUMBER: builtins.int
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gradrule.v1.override_pb2.ResolutionStatus.ValueType]:
         """Status of each mark, in order; unspecified if the node has another rank than the mark."""
@@ -563,6 +564,10 @@ class CompileReply(google.protobuf.message.Message):
     def made(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indices into CompileRequest.made: the rules that nodes created by gradients use."""
 
+    @property
+    def sparse_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The xs whose gradients are slices."""
+
     def __init__(
         self,
         *,
@@ -574,8 +579,9 @@ class CompileReply(google.protobuf.message.Message):
         xs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         without_gradient: collections.abc.Iterable[global___WithoutGradient] | None = ...,
         made: collections.abc.Iterable[builtins.int] | None = ...,
+        sparse_gradients: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["default_gradient_nodes", b"default_gradient_nodes", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_gradient_nodes", b"default_gradient_nodes", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "sparse_gradients", b"sparse_gradients", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileReply = CompileReply
 
@@ -1014,6 +1020,9 @@ class SessionRun(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """For a split program: name under which the engine keeps the tensors that pull-backs need. They do not change with the variables."""
     @property
     def run(self) -> global___RunRequest:
         """The run."""
@@ -1032,9 +1041,10 @@ class SessionRun(google.protobuf.message.Message):
         run: global___RunRequest | None = ...,
         store: collections.abc.Iterable[builtins.str] | None = ...,
         optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
+        handle: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
 
 global___SessionRun = SessionRun
 
@@ -1099,12 +1109,15 @@ class SessionReply(google.protobuf.message.Message):
     VARIABLES_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
     response: builtins.bytes
     """For a run: bytes of a `gradrule.v1.EvaluateResponse`."""
     bytes: builtins.int
     """Memory that the session uses, bytes."""
     step: builtins.int
     """Number of steps so far."""
+    kept_bytes: builtins.int
+    """For a run with a handle: size of the kept tensors on the device, bytes. Not part of `bytes`."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """For a read: the values."""
@@ -1116,8 +1129,9 @@ class SessionReply(google.protobuf.message.Message):
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         bytes: builtins.int = ...,
         step: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "kept_bytes", b"kept_bytes", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
 
 global___SessionReply = SessionReply
 
@@ -1238,6 +1252,10 @@ class RawSessionRequest(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
+    CALL_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     start: builtins.bytes
@@ -1250,6 +1268,14 @@ class RawSessionRequest(google.protobuf.message.Message):
     """A ReadRequest."""
     assign: builtins.bytes
     """An AssignRequest."""
+    call: builtins.bytes
+    """An EvaluateRequest."""
+    forward: builtins.bytes
+    """A ForwardRequest."""
+    pull_back: builtins.bytes
+    """A PullBackRequest."""
+    close_handle: builtins.bytes
+    """A CloseHandleRequest."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """As in `gradrule.v1.RunSessionRequest`."""
@@ -1266,12 +1292,16 @@ class RawSessionRequest(google.protobuf.message.Message):
         evaluate: builtins.bytes = ...,
         read: builtins.bytes = ...,
         assign: builtins.bytes = ...,
+        call: builtins.bytes = ...,
+        forward: builtins.bytes = ...,
+        pull_back: builtins.bytes = ...,
+        close_handle: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RawSessionRequest = RawSessionRequest
 

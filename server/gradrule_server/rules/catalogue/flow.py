@@ -40,7 +40,7 @@ RULES = (
     ),
     BuiltinRule(
         "gradient_clip_norm",
-        "dy * (norm / maximum(norm(dy), norm))",
+        'cast(cast(dy, "float64") * (norm / maximum(norm(cast(dy, "float64")), norm)), dy)',
         "Scales the gradient of the whole tensor to the given norm, if its norm is larger. Zero stays zero.",
         "the gradient clipped as by tf.clip_by_norm, tensorflow 2.21.0 python/ops/clip_ops.py:154; norm 1 is "
         "gradrule's own choice",
@@ -69,7 +69,7 @@ RULES = (
     ),
     BuiltinRule(
         "gradient_normalize",
-        "dy / (norm(dy) + eps)",
+        'cast(cast(dy, "float64") / (norm(cast(dy, "float64")) + eps), dy)',
         "Scales the gradient of the whole tensor to norm 1.",
         "lucid 0.3.10 optvis/transform.py:110, there per sample; eps is gradrule's own choice",
         params=(Param("eps", 1e-6, "added to the norm, so that a gradient of zeros stays zero", "> 0"),),

@@ -20,6 +20,8 @@ from gradrule._messages.call_arguments import (
     ProgramArguments,
     UnconnectedGradients,
 )
+from gradrule._messages.feed_values import casting
+from gradrule._messages.request_messages import sent_graph
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
@@ -47,6 +49,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
         stacked_grad_ys: bool = False,
         batching: bool = True,
         jit: Jit = "off",
+        cast: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> call_results.Result:
@@ -54,7 +57,8 @@ class AsyncEvaluationMethods(AsyncClientBase):
 
         Args:
             graph: A `Graph`, a GraphDef, or its bytes.
-            feeds: Values by tensor. Lists take the tensor's dtype; arrays must have it.
+            feeds: Values by tensor: lists, numbers, arrays of NumPy, tensors of TensorFlow, PyTorch and JAX, data
+                frames. Lists take the tensor's dtype, and so do arrays of which no value changes thereby.
             fetches: Tensors to return.
             ys: Tensors to differentiate.
             xs: Tensors with respect to which to differentiate. A dict of group names to tensors groups the gradients
@@ -75,6 +79,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             batching: Let the server run calls of one program together if it has proved that no result changes.
             jit: `"auto"` lets XLA compute calls of a program that runs often, if it is faster and its results are
                 equal up to rounding; `"off"`.
+            cast: Convert arrays in `feeds` and `grad_ys` even if that rounds values.
             transfer: How tensors are transferred in this call; default: as `connect` says.
             timeout: Seconds; default: that of `connect`.
 
@@ -84,12 +89,15 @@ class AsyncEvaluationMethods(AsyncClientBase):
         Raises:
             InvalidGraphError: The graph cannot be read or is not valid.
             UnknownTensorError: A name is no tensor of the graph.
+            FeedDtypeError: An array does not have the tensor's dtype, and cannot be converted without a loss.
             UnmatchedOverrideError: An override matches no node.
             InactiveOverrideError: An override matches only nodes that are not differentiated.
             NoGradientError: An op on the path has no gradient and `no_gradient` is `"error"`.
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
+        if cast:
+            feeds, grad_ys = casting(feeds), casting(grad_ys)
         arguments = ProgramArguments(
             fetches,
             ys,
@@ -105,7 +113,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             jit=jit,
         )
         chosen = self._transfer if transfer is None else transfer.checked_for_call()
-        call = rpc_calls.evaluate(graph, feeds, params, arguments, stacked_grad_ys, chosen)
+        call = rpc_calls.evaluate(sent_graph(graph), feeds, params, arguments, stacked_grad_ys, chosen)
         return await self._run(call, timeout)
 
     async def explain(
@@ -247,7 +255,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
             (), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites
         )
         return await self._run(
-            self._transfer.applied(derivatives.jvp(graph, feeds, tangents, params, arguments)), timeout
+            self._transfer.applied(derivatives.jvp(sent_graph(graph), feeds, tangents, params, arguments)), timeout
         )
 
     async def jacobian(
@@ -296,7 +304,7 @@ class AsyncEvaluationMethods(AsyncClientBase):
         arguments = ProgramArguments(
             (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        call = derivatives.jacobian(graph, feeds, params, arguments, batched=batched)
+        call = derivatives.jacobian(sent_graph(graph), feeds, params, arguments, batched=batched)
         return await self._run(self._transfer.applied(call), timeout)
 
     async def hvp(
@@ -347,5 +355,5 @@ class AsyncEvaluationMethods(AsyncClientBase):
             (), ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
         return await self._run(
-            self._transfer.applied(derivatives.hvp(graph, feeds, vectors, params, arguments)), timeout
+            self._transfer.applied(derivatives.hvp(sent_graph(graph), feeds, vectors, params, arguments)), timeout
         )

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
-from gradrule._messages.call_arguments import CallParams, Feeds, GradYs
-from gradrule._messages.forward_calls import LOST, ForwardBase
-from gradrule._messages.program_calls import ProgramBase
+from gradrule._messages.call_arguments import GradYs
+from gradrule._messages.forward_calls import LOST, Forward, ForwardBase
+from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
-from gradrule._rpc.async_client.base import AsyncClientBase
+from gradrule.errors import HandleExpiredError
+
+R = TypeVar("R")
+
+
+class AsyncCallRunner(Protocol):
+    """Sends calls: a client, or a session."""
+
+    async def _run(self, call: Call[R], timeout: float | None) -> R: ...
 
 
 class AsyncForwardHandle(ForwardBase):
-    """Refers to a forward run that the server keeps. Made by `AsyncProgram.forward`.
+    """Refers to a forward run that the server keeps. Made by `AsyncProgram.forward` and `AsyncSession.forward`.
 
-    Close it, or use it in an `async with` block. If the server no longer has the run (it expired, or the engine or the
-    connection was lost), the next `vjp` repeats the forward pass.
+    Close it, or use it in an `async with` block. If the server no longer has the run of a program (it expired, or the
+    engine or the connection was lost), the next `vjp` repeats the forward pass. That of a session is not repeated,
+    since the variables may have changed.
     """
 
     def __init__(
         self,
-        client: AsyncClientBase,
-        program: ProgramBase,
-        feeds: Feeds | None,
-        params: CallParams | None,
+        runner: AsyncCallRunner,
+        forward: Forward,
         ttl: float | None,
         timeout: float | None,
         transfer: Transfer,
     ) -> None:
-        super().__init__(program, feeds, params, ttl, transfer)
-        self._client = client
+        super().__init__(forward, ttl, transfer)
+        self._runner = runner
         self._timeout = timeout
 
     async def vjp(
@@ -42,29 +49,34 @@ class AsyncForwardHandle(ForwardBase):
         Args:
             grad_ys: As in `AsyncProgram.evaluate`; a y without one gets ones.
             stacked_grad_ys: As in `AsyncProgram.evaluate`.
-            timeout: Seconds; default: that of `AsyncProgram.forward`.
+            timeout: Seconds; default: that of `forward`.
 
         Returns:
             By x an array of x's dtype and shape, a `Sparse`, or None if no y depends on x.
 
         Raises:
+            HandleExpiredError: The handle of a session was closed or has expired.
             GradruleError: As in `AsyncProgram.evaluate`.
         """
         seconds = self._timeout if timeout is None else timeout
         request = self._pull_back(grad_ys, stacked_grad_ys)
         if self._handle:
             try:
-                return await self._client._run(self._pulled_back(request), seconds)
+                return await self._runner._run(self._pulled_back(request), seconds)
             except LOST:
                 self._handle = ""
+                if not self._what.may_repeat:
+                    raise
+        elif not self._what.may_repeat:
+            raise HandleExpiredError("the handle was closed, or it expired; call forward of the session again")
         await self._run_forward(seconds)
-        return await self._client._run(self._pulled_back(request), seconds)
+        return await self._runner._run(self._pulled_back(request), seconds)
 
     async def close(self) -> None:
-        """Releases the run on the server. A later `vjp` repeats the forward pass."""
+        """Releases the run on the server. A later `vjp` repeats the forward pass of a program."""
         if self._handle:
             try:
-                await self._client._run(self._closing(), self._timeout)
+                await self._runner._run(self._closing(), self._timeout)
             except LOST:
                 # The server has released it already.
                 return
@@ -78,4 +90,4 @@ class AsyncForwardHandle(ForwardBase):
         await self.close()
 
     async def _run_forward(self, timeout: float | None) -> None:
-        await self._client._run(self._forward(), timeout)
+        await self._runner._run(self._forward(), timeout)

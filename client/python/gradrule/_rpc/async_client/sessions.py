@@ -8,10 +8,12 @@ from typing import Any, Self, TypeVar
 
 from gradrule._builder import blob_values
 from gradrule._builder.graph import Graph
+from gradrule._messages import derivatives
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
     GradYs,
+    GroupedNames,
     Name,
     Names,
     ProgramArguments,
@@ -21,6 +23,7 @@ from gradrule._messages.rpc_calls import Call
 from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
+from gradrule._rpc.async_client.forward import AsyncForwardHandle
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, AsyncSessionStream
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
@@ -98,12 +101,13 @@ class AsyncSession(SessionBase):
         fetches: Names = (),
         *,
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: UnconnectedGradients = "none",
         params: CallParams | None = None,
         dense_gradients: bool = False,
+        stacked_grad_ys: bool = False,
         timeout: float | None = None,
     ) -> call_results.Result:
         """Computes outputs and gradients with the session's variables; values that the graph assigns are kept.
@@ -112,12 +116,13 @@ class AsyncSession(SessionBase):
             feeds: As in `AsyncClient.evaluate`.
             fetches: As in `AsyncClient.evaluate`.
             ys: As in `AsyncClient.evaluate`.
-            xs: As in `AsyncClient.evaluate`, without groups; variables too.
+            xs: As in `AsyncClient.evaluate`; variables too.
             grad_ys: As in `AsyncClient.evaluate`.
             stop_gradients: As in `AsyncClient.evaluate`.
             unconnected_gradients: As in `AsyncClient.evaluate`.
             params: As in `AsyncClient.evaluate`.
             dense_gradients: As in `AsyncClient.evaluate`.
+            stacked_grad_ys: As in `AsyncClient.evaluate`.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
@@ -129,7 +134,148 @@ class AsyncSession(SessionBase):
         arguments = ProgramArguments(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
         )
-        return await self._run(self._evaluate(feeds, arguments, params), timeout)
+        return await self._run(self._evaluate(feeds, arguments, params, stacked_grad_ys), timeout)
+
+    async def jvp(
+        self,
+        feeds: Feeds | None,
+        tangents: Feeds,
+        *,
+        ys: Names,
+        xs: Names,
+        stop_gradients: Names = (),
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> derivatives.Tangents:
+        """Computes Jacobian-vector products with the session's variables; values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `AsyncClient.evaluate`.
+            tangents: As in `AsyncClient.jvp`.
+            ys: As in `AsyncClient.jvp`.
+            xs: As in `AsyncClient.jvp`; variables too.
+            stop_gradients: As in `AsyncClient.evaluate`.
+            params: As in `AsyncClient.evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `AsyncClient.jvp`.
+
+        Raises:
+            GradruleError: As in `AsyncClient.jvp`.
+        """
+        arguments = ProgramArguments((), ys, xs, None, stop_gradients)
+        return await self._run(self._jvp(feeds, tangents, arguments, params), timeout)
+
+    async def jacobian(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        ys: Names,
+        xs: GroupedNames,
+        stop_gradients: Names = (),
+        unconnected_gradients: UnconnectedGradients = "none",
+        params: CallParams | None = None,
+        batched: bool = False,
+        timeout: float | None = None,
+    ) -> derivatives.Jacobians:
+        """Computes Jacobians with the session's variables; values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `AsyncClient.evaluate`.
+            ys: As in `AsyncClient.evaluate`.
+            xs: As in `AsyncClient.evaluate`; variables too.
+            stop_gradients: As in `AsyncClient.evaluate`.
+            unconnected_gradients: As in `AsyncClient.evaluate`.
+            params: As in `AsyncClient.evaluate`.
+            batched: As in `AsyncClient.jacobian`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `AsyncClient.jacobian`.
+
+        Raises:
+            GradruleError: As in `AsyncClient.jacobian`.
+        """
+        arguments = ProgramArguments((), ys, xs, None, stop_gradients, unconnected_gradients)
+        return await self._run(self._jacobian(feeds, arguments, params, batched), timeout)
+
+    async def hvp(
+        self,
+        feeds: Feeds | None,
+        vectors: Feeds,
+        *,
+        ys: Names,
+        xs: GroupedNames,
+        stop_gradients: Names = (),
+        unconnected_gradients: UnconnectedGradients = "none",
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> derivatives.Products:
+        """Computes Hessian-vector products with the session's variables; values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `AsyncClient.evaluate`.
+            vectors: As in `AsyncClient.hvp`.
+            ys: As in `AsyncClient.evaluate`.
+            xs: As in `AsyncClient.evaluate`; variables too.
+            stop_gradients: As in `AsyncClient.evaluate`.
+            unconnected_gradients: As in `AsyncClient.evaluate`.
+            params: As in `AsyncClient.evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `AsyncClient.hvp`.
+
+        Raises:
+            GradruleError: As in `AsyncClient.hvp`.
+        """
+        arguments = ProgramArguments((), ys, xs, None, stop_gradients, unconnected_gradients)
+        return await self._run(self._hvp(feeds, vectors, arguments, params), timeout)
+
+    async def forward(
+        self,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        *,
+        ys: Names,
+        xs: GroupedNames,
+        stop_gradients: Names = (),
+        unconnected_gradients: UnconnectedGradients = "none",
+        params: CallParams | None = None,
+        dense_gradients: bool = False,
+        ttl: float | None = None,
+        timeout: float | None = None,
+    ) -> AsyncForwardHandle:
+        """Runs the forward pass once with the session's variables; the handle's `vjp` pulls back any number of times.
+
+        The handle keeps the values of this run: later steps and assignments do not change what it pulls back. It is
+        valid until it is closed, expires, or the session ends. Values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `AsyncClient.evaluate`.
+            fetches: As in `AsyncClient.evaluate`.
+            ys: As in `AsyncClient.evaluate`.
+            xs: As in `AsyncClient.evaluate`; variables too.
+            stop_gradients: As in `AsyncClient.evaluate`.
+            unconnected_gradients: As in `AsyncClient.evaluate`.
+            params: As in `AsyncClient.evaluate`.
+            dense_gradients: As in `AsyncClient.evaluate`.
+            ttl: As in `AsyncProgram.forward`.
+            timeout: Seconds, also the default of the handle's calls; default: that of `connect`.
+
+        Raises:
+            InvalidParamError: `ttl` is not positive.
+            QuotaExceededError: The server keeps too many handles, or too many bytes for them.
+            GradruleError: As in `AsyncClient.evaluate`.
+        """
+        arguments = ProgramArguments(
+            fetches, ys, xs, None, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
+        )
+        forward = self._forward(feeds, arguments, params)
+        handle = AsyncForwardHandle(self, forward, ttl, timeout, self._transfer)
+        await handle._run_forward(timeout)
+        return handle
 
     async def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:
         """Returns values of variables.

@@ -37,7 +37,8 @@ def connect(
     """Returns a client of a server. Sends nothing yet.
 
     Args:
-        target: `host:port`, or a target with a scheme of gRPC, such as `unix:`.
+        target: `host:port`; without a port, 8470. Or a URL (`https://` means TLS), or a target with a scheme of gRPC,
+            such as `unix:`.
         credentials: What `gradrule.tls` returns, or channel credentials of gRPC; None: the connection is not encrypted.
         token: Sent as a bearer token with each call.
         timeout: Default timeout of calls, in seconds.
@@ -49,9 +50,11 @@ def connect(
             the same host and allows it, and `transfer` does not pack tensors.
 
     Raises:
-        InvalidParamError: `timeout` is not positive, or the token would be sent without encryption.
+        InvalidParamError: The target is not valid, `timeout` is not positive, or the token would be sent without
+            encryption.
     """
     timeout = call_routes.checked_timeout(timeout)
+    target, credentials = channels.endpoint(target, credentials)
     channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
@@ -67,6 +70,7 @@ def connect(
 def local(**settings: Any) -> Iterator[Client]:
     """Starts a server in a separate process and stops it at the end: `with gr.local() as client`.
 
+    The server also stops, and its temporary folder is removed, if this process ends in another way, even by SIGKILL.
     Needs the extra `gradrule[server]` or `gradrule[gpu]`.
 
     Args:

@@ -5,34 +5,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
-from gradrule._messages.call_arguments import CallParams, Feeds, GradYs
-from gradrule._messages.forward_calls import LOST, ForwardBase
-from gradrule._messages.program_calls import ProgramBase
+from gradrule._messages.call_arguments import GradYs
+from gradrule._messages.forward_calls import LOST, Forward, ForwardBase
+from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
-from gradrule._rpc.sync_client.base import ClientBase
+from gradrule.errors import HandleExpiredError
+
+R = TypeVar("R")
+
+
+class CallRunner(Protocol):
+    """Sends calls: a client, or a session."""
+
+    def _run(self, call: Call[R], timeout: float | None) -> R: ...
 
 
 class ForwardHandle(ForwardBase):
-    """Refers to a forward run that the server keeps. Made by `Program.forward`.
+    """Refers to a forward run that the server keeps. Made by `Program.forward` and `Session.forward`.
 
-    Close it, or use it in a `with` block. If the server no longer has the run (it expired, or the engine or the
-    connection was lost), the next `vjp` repeats the forward pass.
+    Close it, or use it in a `with` block. If the server no longer has the run of a program (it expired, or the
+    engine or the connection was lost), the next `vjp` repeats the forward pass. That of a session is not repeated,
+    since the variables may have changed.
     """
 
     def __init__(
         self,
-        client: ClientBase,
-        program: ProgramBase,
-        feeds: Feeds | None,
-        params: CallParams | None,
+        runner: CallRunner,
+        forward: Forward,
         ttl: float | None,
         timeout: float | None,
         transfer: Transfer,
     ) -> None:
-        super().__init__(program, feeds, params, ttl, transfer)
-        self._client = client
+        super().__init__(forward, ttl, transfer)
+        self._runner = runner
         self._timeout = timeout
 
     def vjp(
@@ -43,29 +50,34 @@ class ForwardHandle(ForwardBase):
         Args:
             grad_ys: As in `Program.evaluate`; a y without one gets ones.
             stacked_grad_ys: As in `Program.evaluate`.
-            timeout: Seconds; default: that of `Program.forward`.
+            timeout: Seconds; default: that of `forward`.
 
         Returns:
             By x an array of x's dtype and shape, a `Sparse`, or None if no y depends on x.
 
         Raises:
+            HandleExpiredError: The handle of a session was closed or has expired.
             GradruleError: As in `Program.evaluate`.
         """
         seconds = self._timeout if timeout is None else timeout
         request = self._pull_back(grad_ys, stacked_grad_ys)
         if self._handle:
             try:
-                return self._client._run(self._pulled_back(request), seconds)
+                return self._runner._run(self._pulled_back(request), seconds)
             except LOST:
                 self._handle = ""
+                if not self._what.may_repeat:
+                    raise
+        elif not self._what.may_repeat:
+            raise HandleExpiredError("the handle was closed, or it expired; call forward of the session again")
         self._run_forward(seconds)
-        return self._client._run(self._pulled_back(request), seconds)
+        return self._runner._run(self._pulled_back(request), seconds)
 
     def close(self) -> None:
-        """Releases the run on the server. A later `vjp` repeats the forward pass."""
+        """Releases the run on the server. A later `vjp` repeats the forward pass of a program."""
         if self._handle:
             try:
-                self._client._run(self._closing(), self._timeout)
+                self._runner._run(self._closing(), self._timeout)
             except LOST:
                 # The server has released it already.
                 return
@@ -79,4 +91,4 @@ class ForwardHandle(ForwardBase):
         self.close()
 
     def _run_forward(self, timeout: float | None) -> None:
-        self._client._run(self._forward(), timeout)
+        self._runner._run(self._forward(), timeout)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
-from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages import derivatives, forward_calls, rpc_calls
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
@@ -22,6 +22,7 @@ from gradrule._messages.call_arguments import (
     UnconnectedGradients,
     groups_of,
 )
+from gradrule._messages.feed_values import casting
 from gradrule._messages.program_calls import ProgramBase, merged
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
@@ -181,16 +182,18 @@ class Program(ProgramBase):
         grad_ys: GradYs | None = None,
         params: CallParams | None = None,
         stacked_grad_ys: bool = False,
+        cast: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> call_results.Result:
         """Runs the program.
 
         Args:
-            feeds: Values by tensor. Lists take the tensor's dtype; arrays must have it.
+            feeds: Values by tensor, as in `Client.evaluate`.
             grad_ys: Upstream gradients, by y or in the order of ys: arrays of y's dtype and shape.
             params: Values of rules' params, by the override's label, then by param.
             stacked_grad_ys: As in `Client.evaluate`.
+            cast: As in `Client.evaluate`.
             transfer: As in `Client.evaluate`.
             timeout: Seconds; default: that of `connect`.
 
@@ -200,10 +203,12 @@ class Program(ProgramBase):
         Raises:
             MissingFeedError: A placeholder has no value.
             UnknownFeedError: A name is no placeholder of the program.
-            FeedDtypeError: An array has another dtype than its placeholder.
+            FeedDtypeError: An array has another dtype than its placeholder, and cannot be converted without a loss.
             ExecutionFailedError: The graph failed while it ran.
             GradruleError: Base class of these and all other failures.
         """
+        if cast:
+            feeds, grad_ys = casting(feeds), casting(grad_ys)
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
@@ -234,7 +239,8 @@ class Program(ProgramBase):
             GradruleError: As in `evaluate`.
         """
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        handle = ForwardHandle(self._client, self, feeds, params, ttl, timeout, chosen)
+        forward = forward_calls.of_program(self, feeds, params, chosen)
+        handle = ForwardHandle(self._client, forward, ttl, timeout, chosen)
         handle._run_forward(timeout)
         return handle
 
@@ -245,6 +251,7 @@ class Program(ProgramBase):
         *,
         grad_ys: Iterable[GradYs] | None = None,
         params: CallParams | None = None,
+        cast: bool = False,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> Iterator[call_results.Result]:
@@ -255,6 +262,7 @@ class Program(ProgramBase):
             in_flight: Maximum number of calls that run at the same time.
             grad_ys: Upstream gradients of each call, as in `evaluate`.
             params: As in `evaluate`.
+            cast: As in `evaluate`.
             transfer: As in `evaluate`.
             timeout: Seconds for each call; default: that of `connect`.
 
@@ -275,10 +283,11 @@ class Program(ProgramBase):
             for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
                     yield pipeline.next_result()
+                values = casting(one) if cast else one
                 given = next(upstream, _NO_MORE)
                 if given is _NO_MORE:
                     raise InvalidDerivativeError("grad_ys has fewer entries than feeds: give one for each call")
-                pipeline.start(rpc_calls.with_own_arrays(self._call(one, params, given, transfer=chosen)))
+                pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, given, transfer=chosen)))
             while len(pipeline):
                 yield pipeline.next_result()
         finally:

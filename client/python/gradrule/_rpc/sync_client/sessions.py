@@ -9,10 +9,12 @@ from typing import Any, Self, TypeVar
 
 from gradrule._builder import blob_values
 from gradrule._builder.graph import Graph
+from gradrule._messages import derivatives
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
     GradYs,
+    GroupedNames,
     Name,
     Names,
     ProgramArguments,
@@ -22,6 +24,7 @@ from gradrule._messages.rpc_calls import Call
 from gradrule._messages.session_calls import SessionBase, SessionOptions, StepResult
 from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
+from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED, SessionStream
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
@@ -99,12 +102,13 @@ class Session(SessionBase):
         fetches: Names = (),
         *,
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: UnconnectedGradients = "none",
         params: CallParams | None = None,
         dense_gradients: bool = False,
+        stacked_grad_ys: bool = False,
         timeout: float | None = None,
     ) -> call_results.Result:
         """Computes outputs and gradients with the session's variables; values that the graph assigns are kept.
@@ -113,12 +117,13 @@ class Session(SessionBase):
             feeds: As in `Client.evaluate`.
             fetches: As in `Client.evaluate`.
             ys: As in `Client.evaluate`.
-            xs: As in `Client.evaluate`, without groups; variables too.
+            xs: As in `Client.evaluate`; variables too.
             grad_ys: As in `Client.evaluate`.
             stop_gradients: As in `Client.evaluate`.
             unconnected_gradients: As in `Client.evaluate`.
             params: As in `Client.evaluate`.
             dense_gradients: As in `Client.evaluate`.
+            stacked_grad_ys: As in `Client.evaluate`.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
@@ -130,7 +135,148 @@ class Session(SessionBase):
         arguments = ProgramArguments(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
         )
-        return self._run(self._evaluate(feeds, arguments, params), timeout)
+        return self._run(self._evaluate(feeds, arguments, params, stacked_grad_ys), timeout)
+
+    def jvp(
+        self,
+        feeds: Feeds | None,
+        tangents: Feeds,
+        *,
+        ys: Names,
+        xs: Names,
+        stop_gradients: Names = (),
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> derivatives.Tangents:
+        """Computes Jacobian-vector products with the session's variables; values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `Client.evaluate`.
+            tangents: As in `Client.jvp`.
+            ys: As in `Client.jvp`.
+            xs: As in `Client.jvp`; variables too.
+            stop_gradients: As in `Client.evaluate`.
+            params: As in `Client.evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `Client.jvp`.
+
+        Raises:
+            GradruleError: As in `Client.jvp`.
+        """
+        arguments = ProgramArguments((), ys, xs, None, stop_gradients)
+        return self._run(self._jvp(feeds, tangents, arguments, params), timeout)
+
+    def jacobian(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        ys: Names,
+        xs: GroupedNames,
+        stop_gradients: Names = (),
+        unconnected_gradients: UnconnectedGradients = "none",
+        params: CallParams | None = None,
+        batched: bool = False,
+        timeout: float | None = None,
+    ) -> derivatives.Jacobians:
+        """Computes Jacobians with the session's variables; values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `Client.evaluate`.
+            ys: As in `Client.evaluate`.
+            xs: As in `Client.evaluate`; variables too.
+            stop_gradients: As in `Client.evaluate`.
+            unconnected_gradients: As in `Client.evaluate`.
+            params: As in `Client.evaluate`.
+            batched: As in `Client.jacobian`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `Client.jacobian`.
+
+        Raises:
+            GradruleError: As in `Client.jacobian`.
+        """
+        arguments = ProgramArguments((), ys, xs, None, stop_gradients, unconnected_gradients)
+        return self._run(self._jacobian(feeds, arguments, params, batched), timeout)
+
+    def hvp(
+        self,
+        feeds: Feeds | None,
+        vectors: Feeds,
+        *,
+        ys: Names,
+        xs: GroupedNames,
+        stop_gradients: Names = (),
+        unconnected_gradients: UnconnectedGradients = "none",
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> derivatives.Products:
+        """Computes Hessian-vector products with the session's variables; values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `Client.evaluate`.
+            vectors: As in `Client.hvp`.
+            ys: As in `Client.evaluate`.
+            xs: As in `Client.evaluate`; variables too.
+            stop_gradients: As in `Client.evaluate`.
+            unconnected_gradients: As in `Client.evaluate`.
+            params: As in `Client.evaluate`.
+            timeout: Seconds; default: that of `connect`.
+
+        Returns:
+            As `Client.hvp`.
+
+        Raises:
+            GradruleError: As in `Client.hvp`.
+        """
+        arguments = ProgramArguments((), ys, xs, None, stop_gradients, unconnected_gradients)
+        return self._run(self._hvp(feeds, vectors, arguments, params), timeout)
+
+    def forward(
+        self,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        *,
+        ys: Names,
+        xs: GroupedNames,
+        stop_gradients: Names = (),
+        unconnected_gradients: UnconnectedGradients = "none",
+        params: CallParams | None = None,
+        dense_gradients: bool = False,
+        ttl: float | None = None,
+        timeout: float | None = None,
+    ) -> ForwardHandle:
+        """Runs the forward pass once with the session's variables; the handle's `vjp` pulls back any number of times.
+
+        The handle keeps the values of this run: later steps and assignments do not change what it pulls back. It is
+        valid until it is closed, expires, or the session ends. Values that the graph assigns are kept.
+
+        Args:
+            feeds: As in `Client.evaluate`.
+            fetches: As in `Client.evaluate`.
+            ys: As in `Client.evaluate`.
+            xs: As in `Client.evaluate`; variables too.
+            stop_gradients: As in `Client.evaluate`.
+            unconnected_gradients: As in `Client.evaluate`.
+            params: As in `Client.evaluate`.
+            dense_gradients: As in `Client.evaluate`.
+            ttl: As in `Program.forward`.
+            timeout: Seconds, also the default of the handle's calls; default: that of `connect`.
+
+        Raises:
+            InvalidParamError: `ttl` is not positive.
+            QuotaExceededError: The server keeps too many handles, or too many bytes for them.
+            GradruleError: As in `Client.evaluate`.
+        """
+        arguments = ProgramArguments(
+            fetches, ys, xs, None, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
+        )
+        forward = self._forward(feeds, arguments, params)
+        handle = ForwardHandle(self, forward, ttl, timeout, self._transfer)
+        handle._run_forward(timeout)
+        return handle
 
     def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:
         """Returns values of variables.

@@ -168,7 +168,9 @@ export type RuleDefinition = Message<"gradrule.v1.RuleDefinition"> & {
   } | {
     /**
      * A graph. Its placeholders have the names of the language's variables (x, x1, y, dy, default and the params). Its nodes `dx`,
-     * `dx1`, … are the gradients (`dx` is the same as `dx0`); an input without such a node is not connected.
+     * `dx1`, … are the gradients (`dx` is the same as `dx0`); an input without such a node is not connected. A gradient that depends on
+     * neither dy nor default is INVALID_RULE, unless it is zeros or its node has the attribute `_ignore_dy` (true). If the op's tensors
+     * have 16 bits, placeholders of type float32, or without a type, get them as float32, and gradients of type float32 are rounded.
      *
      * @generated from field: gradrule.v1.GraphSource graph = 2;
      */

@@ -10,7 +10,7 @@ import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { Status } from "../../google/rpc/status_pb.js";
 import { file_google_rpc_status } from "../../google/rpc/status_pb.js";
-import type { EvaluateResponse, ParamValues, Timings } from "./evaluate_pb.js";
+import type { CloseHandleRequest, CloseHandleResponse, EvaluateRequest, EvaluateResponse, ForwardRequest, ForwardResponse, ParamValues, PullBackRequest, PullBackResponse, Timings } from "./evaluate_pb.js";
 import { file_gradrule_v1_evaluate } from "./evaluate_pb.js";
 import type { GradientOverride, Resolution } from "./override_pb.js";
 import { file_gradrule_v1_override } from "./override_pb.js";
@@ -26,7 +26,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/session.proto.
  */
 export const file_gradrule_v1_session: GenFile = /*@__PURE__*/
-  fileDesc("ChlncmFkcnVsZS92MS9zZXNzaW9uLnByb3RvEgtncmFkcnVsZS52MSLEAQoMU3RhcnRTZXNzaW9uEicKBWdyYXBoGAEgASgLMhguZ3JhZHJ1bGUudjEuR3JhcGhTb3VyY2USMAoJb3ZlcnJpZGVzGAIgAygLMh0uZ3JhZHJ1bGUudjEuR3JhZGllbnRPdmVycmlkZRIrCgl2YXJpYWJsZXMYAyADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIsCgtub19ncmFkaWVudBgEIAEoDjIXLmdyYWRydWxlLnYxLk5vR3JhZGllbnQiUAoOU2Vzc2lvblN0YXJ0ZWQSKgoJdmFyaWFibGVzGAEgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxISCgpzaXplX2J5dGVzGAIgASgDIoIBCglPcHRpbWl6ZXISDAoEbmFtZRgBIAEoCRI2CghzZXR0aW5ncxgCIAMoCzIkLmdyYWRydWxlLnYxLk9wdGltaXplci5TZXR0aW5nc0VudHJ5Gi8KDVNldHRpbmdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ASKSAgoLU3RlcFJlcXVlc3QSJwoFZmVlZHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIMCgRsb3NzGAIgASgJEikKCW9wdGltaXplchgDIAEoCzIWLmdyYWRydWxlLnYxLk9wdGltaXplchIRCgl2YXJpYWJsZXMYBCADKAkSDwoHZmV0Y2hlcxgFIAMoCRI0CgZwYXJhbXMYBiADKAsyJC5ncmFkcnVsZS52MS5TdGVwUmVxdWVzdC5QYXJhbXNFbnRyeRpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAEimgEKDFN0ZXBSZXNwb25zZRIpCgdvdXRwdXRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISDAoEc3RlcBgCIAEoAxIlCgd0aW1pbmdzGAMgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncxIqCglvdmVycmlkZXMYBCADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uIqYCChZTZXNzaW9uRXZhbHVhdGVSZXF1ZXN0EicKBWZlZWRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISDwoHZmV0Y2hlcxgCIAMoCRIdCgN2anAYAyABKAsyEC5ncmFkcnVsZS52MS5WanASKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEj8KBnBhcmFtcxgFIAMoCzIvLmdyYWRydWxlLnYxLlNlc3Npb25FdmFsdWF0ZVJlcXVlc3QuUGFyYW1zRW50cnkaRwoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEicKBXZhbHVlGAIgASgLMhguZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZXM6AjgBIiAKC1JlYWRSZXF1ZXN0EhEKCXZhcmlhYmxlcxgBIAMoCSI7CgxSZWFkUmVzcG9uc2USKwoJdmFyaWFibGVzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3IiPAoNQXNzaWduUmVxdWVzdBIrCgl2YXJpYWJsZXMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvciIQCg5Bc3NpZ25SZXNwb25zZSLfAgoRUnVuU2Vzc2lvblJlcXVlc3QSKgoFc3RhcnQYASABKAsyGS5ncmFkcnVsZS52MS5TdGFydFNlc3Npb25IABIoCgRzdGVwGAIgASgLMhguZ3JhZHJ1bGUudjEuU3RlcFJlcXVlc3RIABI3CghldmFsdWF0ZRgDIAEoCzIjLmdyYWRydWxlLnYxLlNlc3Npb25FdmFsdWF0ZVJlcXVlc3RIABIoCgRyZWFkGAQgASgLMhguZ3JhZHJ1bGUudjEuUmVhZFJlcXVlc3RIABIsCgZhc3NpZ24YBSABKAsyGi5ncmFkcnVsZS52MS5Bc3NpZ25SZXF1ZXN0SAASKgoHdGltZW91dBgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIsCg5hbnN3ZXJfcGFja2luZxgJIAEoCzIULmdyYWRydWxlLnYxLlBhY2tpbmdCCQoHcmVxdWVzdCKuAgoSUnVuU2Vzc2lvblJlc3BvbnNlEi4KB3N0YXJ0ZWQYASABKAsyGy5ncmFkcnVsZS52MS5TZXNzaW9uU3RhcnRlZEgAEikKBHN0ZXAYAiABKAsyGS5ncmFkcnVsZS52MS5TdGVwUmVzcG9uc2VIABIxCghldmFsdWF0ZRgDIAEoCzIdLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2VIABIpCgRyZWFkGAQgASgLMhkuZ3JhZHJ1bGUudjEuUmVhZFJlc3BvbnNlSAASLQoGYXNzaWduGAUgASgLMhsuZ3JhZHJ1bGUudjEuQXNzaWduUmVzcG9uc2VIABIkCgZzdGF0dXMYDyABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQgoKCHJlc3BvbnNlMmMKDlNlc3Npb25TZXJ2aWNlElEKClJ1blNlc3Npb24SHi5ncmFkcnVsZS52MS5SdW5TZXNzaW9uUmVxdWVzdBofLmdyYWRydWxlLnYxLlJ1blNlc3Npb25SZXNwb25zZSgBMAFCVgoPY29tLmdyYWRydWxlLnYxQgxTZXNzaW9uUHJvdG9QAVoWZ3JhZHJ1bGUvdjE7Z3JhZHJ1bGV2MaoCC0dyYWRydWxlLlYx6gIMR3JhZHJ1bGU6OlYxYgZwcm90bzM", [file_google_protobuf_duration, file_google_rpc_status, file_gradrule_v1_evaluate, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChlncmFkcnVsZS92MS9zZXNzaW9uLnByb3RvEgtncmFkcnVsZS52MSLEAQoMU3RhcnRTZXNzaW9uEicKBWdyYXBoGAEgASgLMhguZ3JhZHJ1bGUudjEuR3JhcGhTb3VyY2USMAoJb3ZlcnJpZGVzGAIgAygLMh0uZ3JhZHJ1bGUudjEuR3JhZGllbnRPdmVycmlkZRIrCgl2YXJpYWJsZXMYAyADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIsCgtub19ncmFkaWVudBgEIAEoDjIXLmdyYWRydWxlLnYxLk5vR3JhZGllbnQiUAoOU2Vzc2lvblN0YXJ0ZWQSKgoJdmFyaWFibGVzGAEgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxISCgpzaXplX2J5dGVzGAIgASgDIoIBCglPcHRpbWl6ZXISDAoEbmFtZRgBIAEoCRI2CghzZXR0aW5ncxgCIAMoCzIkLmdyYWRydWxlLnYxLk9wdGltaXplci5TZXR0aW5nc0VudHJ5Gi8KDVNldHRpbmdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ASKSAgoLU3RlcFJlcXVlc3QSJwoFZmVlZHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIMCgRsb3NzGAIgASgJEikKCW9wdGltaXplchgDIAEoCzIWLmdyYWRydWxlLnYxLk9wdGltaXplchIRCgl2YXJpYWJsZXMYBCADKAkSDwoHZmV0Y2hlcxgFIAMoCRI0CgZwYXJhbXMYBiADKAsyJC5ncmFkcnVsZS52MS5TdGVwUmVxdWVzdC5QYXJhbXNFbnRyeRpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAEimgEKDFN0ZXBSZXNwb25zZRIpCgdvdXRwdXRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISDAoEc3RlcBgCIAEoAxIlCgd0aW1pbmdzGAMgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncxIqCglvdmVycmlkZXMYBCADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uIqYCChZTZXNzaW9uRXZhbHVhdGVSZXF1ZXN0EicKBWZlZWRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISDwoHZmV0Y2hlcxgCIAMoCRIdCgN2anAYAyABKAsyEC5ncmFkcnVsZS52MS5WanASKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEj8KBnBhcmFtcxgFIAMoCzIvLmdyYWRydWxlLnYxLlNlc3Npb25FdmFsdWF0ZVJlcXVlc3QuUGFyYW1zRW50cnkaRwoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEicKBXZhbHVlGAIgASgLMhguZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZXM6AjgBIiAKC1JlYWRSZXF1ZXN0EhEKCXZhcmlhYmxlcxgBIAMoCSI7CgxSZWFkUmVzcG9uc2USKwoJdmFyaWFibGVzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3IiPAoNQXNzaWduUmVxdWVzdBIrCgl2YXJpYWJsZXMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvciIQCg5Bc3NpZ25SZXNwb25zZSKpBAoRUnVuU2Vzc2lvblJlcXVlc3QSKgoFc3RhcnQYASABKAsyGS5ncmFkcnVsZS52MS5TdGFydFNlc3Npb25IABIoCgRzdGVwGAIgASgLMhguZ3JhZHJ1bGUudjEuU3RlcFJlcXVlc3RIABI3CghldmFsdWF0ZRgDIAEoCzIjLmdyYWRydWxlLnYxLlNlc3Npb25FdmFsdWF0ZVJlcXVlc3RIABIoCgRyZWFkGAQgASgLMhguZ3JhZHJ1bGUudjEuUmVhZFJlcXVlc3RIABIsCgZhc3NpZ24YBSABKAsyGi5ncmFkcnVsZS52MS5Bc3NpZ25SZXF1ZXN0SAASLAoEY2FsbBgGIAEoCzIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdEgAEi4KB2ZvcndhcmQYCCABKAsyGy5ncmFkcnVsZS52MS5Gb3J3YXJkUmVxdWVzdEgAEjEKCXB1bGxfYmFjaxgKIAEoCzIcLmdyYWRydWxlLnYxLlB1bGxCYWNrUmVxdWVzdEgAEjcKDGNsb3NlX2hhbmRsZRgLIAEoCzIfLmdyYWRydWxlLnYxLkNsb3NlSGFuZGxlUmVxdWVzdEgAEioKB3RpbWVvdXQYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoOYW5zd2VyX3BhY2tpbmcYCSABKAsyFC5ncmFkcnVsZS52MS5QYWNraW5nQgkKB3JlcXVlc3QizQMKElJ1blNlc3Npb25SZXNwb25zZRIuCgdzdGFydGVkGAEgASgLMhsuZ3JhZHJ1bGUudjEuU2Vzc2lvblN0YXJ0ZWRIABIpCgRzdGVwGAIgASgLMhkuZ3JhZHJ1bGUudjEuU3RlcFJlc3BvbnNlSAASMQoIZXZhbHVhdGUYAyABKAsyHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlSAASKQoEcmVhZBgEIAEoCzIZLmdyYWRydWxlLnYxLlJlYWRSZXNwb25zZUgAEi0KBmFzc2lnbhgFIAEoCzIbLmdyYWRydWxlLnYxLkFzc2lnblJlc3BvbnNlSAASLwoHZm9yd2FyZBgGIAEoCzIcLmdyYWRydWxlLnYxLkZvcndhcmRSZXNwb25zZUgAEjIKCXB1bGxfYmFjaxgHIAEoCzIdLmdyYWRydWxlLnYxLlB1bGxCYWNrUmVzcG9uc2VIABI4CgxjbG9zZV9oYW5kbGUYCCABKAsyIC5ncmFkcnVsZS52MS5DbG9zZUhhbmRsZVJlc3BvbnNlSAASJAoGc3RhdHVzGA8gASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIKCghyZXNwb25zZTJjCg5TZXNzaW9uU2VydmljZRJRCgpSdW5TZXNzaW9uEh4uZ3JhZHJ1bGUudjEuUnVuU2Vzc2lvblJlcXVlc3QaHy5ncmFkcnVsZS52MS5SdW5TZXNzaW9uUmVzcG9uc2UoATABQlYKD2NvbS5ncmFkcnVsZS52MUIMU2Vzc2lvblByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_gradrule_v1_evaluate, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * Starts a session.
@@ -230,7 +230,8 @@ export const StepResponseSchema: GenMessage<StepResponse> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_session, 4);
 
 /**
- * Evaluates the graph with the session's variables. Values that the graph assigns to variables are kept.
+ * Evaluates the graph with the session's variables. Values that the graph assigns to variables are kept. A `call` can do the same,
+ * and computes every kind of derivative.
  *
  * @generated from message gradrule.v1.SessionEvaluateRequest
  */
@@ -407,6 +408,41 @@ export type RunSessionRequest = Message<"gradrule.v1.RunSessionRequest"> & {
      */
     value: AssignRequest;
     case: "assign";
+  } | {
+    /**
+     * Evaluates and differentiates the graph with the session's variables, as GradientService.Evaluate does. The target is a `spec`
+     * that has neither a graph nor overrides, variables or no_gradient, because the session has them: MALFORMED_REQUEST otherwise. A
+     * feed for a variable applies to this message only. Values that the graph assigns to variables are kept.
+     *
+     * @generated from field: gradrule.v1.EvaluateRequest call = 6;
+     */
+    value: EvaluateRequest;
+    case: "call";
+  } | {
+    /**
+     * Runs forward with the session's variables and keeps a handle; its program is that of a `call`. Later messages do not change
+     * the values that the handle keeps. The handle is valid until it is closed or expires, or the session ends.
+     *
+     * @generated from field: gradrule.v1.ForwardRequest forward = 8;
+     */
+    value: ForwardRequest;
+    case: "forward";
+  } | {
+    /**
+     * Computes gradients from a handle; possible any number of times.
+     *
+     * @generated from field: gradrule.v1.PullBackRequest pull_back = 10;
+     */
+    value: PullBackRequest;
+    case: "pullBack";
+  } | {
+    /**
+     * Deletes a handle.
+     *
+     * @generated from field: gradrule.v1.CloseHandleRequest close_handle = 11;
+     */
+    value: CloseHandleRequest;
+    case: "closeHandle";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -417,7 +453,7 @@ export type RunSessionRequest = Message<"gradrule.v1.RunSessionRequest"> & {
   timeout?: Duration | undefined;
 
   /**
-   * Compression of the tensors in the answer to step, evaluate and read. Default: none.
+   * Compression of the tensors in the answer. Default: none, or what the `call`, `forward` or `pull_back` says.
    *
    * @generated from field: gradrule.v1.Packing answer_packing = 9;
    */
@@ -460,7 +496,7 @@ export type RunSessionResponse = Message<"gradrule.v1.RunSessionResponse"> & {
     case: "step";
   } | {
     /**
-     * Answer to evaluate.
+     * Answer to evaluate and to call.
      *
      * @generated from field: gradrule.v1.EvaluateResponse evaluate = 3;
      */
@@ -482,6 +518,30 @@ export type RunSessionResponse = Message<"gradrule.v1.RunSessionResponse"> & {
      */
     value: AssignResponse;
     case: "assign";
+  } | {
+    /**
+     * Answer to forward.
+     *
+     * @generated from field: gradrule.v1.ForwardResponse forward = 6;
+     */
+    value: ForwardResponse;
+    case: "forward";
+  } | {
+    /**
+     * Answer to pull_back.
+     *
+     * @generated from field: gradrule.v1.PullBackResponse pull_back = 7;
+     */
+    value: PullBackResponse;
+    case: "pullBack";
+  } | {
+    /**
+     * Answer to close_handle.
+     *
+     * @generated from field: gradrule.v1.CloseHandleResponse close_handle = 8;
+     */
+    value: CloseHandleResponse;
+    case: "closeHandle";
   } | {
     /**
      * The message failed, or the session was lost.

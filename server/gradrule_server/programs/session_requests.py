@@ -1,17 +1,26 @@
-"""Describes the variables of a session: their names and sizes, and checks of values that callers give."""
+"""Reads and checks the requests of a session: the variables that they name, their values, and the specs of calls."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
 
-from gradrule.common import tensor_codec
-from gradrule.v1 import errors_pb2, tensor_pb2
+from google.protobuf.message import DecodeError
+
+from gradrule.common import tensor_codec, wire_format
+from gradrule.v1 import errors_pb2, program_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.link.messages import canonical
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Limits, value_fault
+from gradrule_server.policy import Limits, check_parsed_size, value_fault
 from gradrule_server.registry.blobs import BlobStore
+
+# Fields of a spec that a session has since its start, by number.
+_OF_SESSION = {
+    field.number: name
+    for name, field in program_pb2.ProgramSpec.DESCRIPTOR.fields_by_name.items()
+    if name in ("graph", "overrides", "variables", "no_gradient")
+}
 
 
 class SessionVariables:
@@ -69,3 +78,41 @@ class SessionVariables:
         if findings:
             raise GradruleError(findings)
         return list(bound.values())
+
+
+def read_spec(call: link_pb2.RawEvaluateRequest, limits: Limits) -> program_pb2.ProgramSpec:
+    """Returns the spec of a call in a session, which has no graph. Raises MALFORMED_REQUEST."""
+    if call.WhichOneof("target") != "spec":
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            "a call in a session has a spec with fetches and a derivative, and names no stored program",
+            field="target",
+        )
+    try:
+        # Only compile workers parse graphs.
+        given = {number for number, _, _ in wire_format.fields(call.spec, 0, len(call.spec))} & _OF_SESSION.keys()
+        if not given:
+            check_parsed_size(call.spec, program_pb2.ProgramSpec, limits, field="spec")
+            return program_pb2.ProgramSpec.FromString(call.spec)
+    except (DecodeError, wire_format.MalformedError) as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the bytes are not a valid gradrule.v1.ProgramSpec", field="spec"
+        ) from cause
+    name = _OF_SESSION[min(given)]
+    raise error(
+        errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+        f"the spec of a call in a session has {name}, which the session has since its start: omit it",
+        field=f"spec.{name}",
+    )
+
+
+def blob_name(graph: bytes) -> str:
+    """Returns the blob of a `GraphSource`, empty if it has none. Raises MALFORMED_REQUEST."""
+    try:
+        return link_pb2.RawGraphSource.FromString(graph).blob_sha256
+    except DecodeError as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            "the bytes are not a valid gradrule.v1.GraphSource",
+            field="start.graph",
+        ) from cause
