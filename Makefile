@@ -47,7 +47,7 @@ test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these and
 	$(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these, a sample of the battery, the tests of the benchmarks, and large models
-	$(PYTEST) tests $(ARGS)
+	$(PYTEST) tests --ignore=tests/bridges $(ARGS)
 
 test-general: $(VENV)/.installed ## run the tests of calls with every fast path off (docs/guide/operating.md); ARGS selects other files
 	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)

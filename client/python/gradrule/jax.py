@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,6 @@ from gradrule._rpc.sync_client.programs import Program
 from gradrule.errors import FeedDtypeError, FeedShapeError, InvalidDerivativeError, UnsupportedError
 
 __all__ = ["RemoteFunction", "remote"]
-
-Found: TypeAlias = "jax.Array | dict[str, jax.Array]"
 
 
 def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
@@ -54,7 +52,8 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
 
     Raises:
         InvalidDerivativeError: The program has no ys, an x is not an input, or a y is not among its fetches.
-        UnsupportedError: `program` is not a program of the sync client, or JAX's 64-bit types are needed but off.
+        UnsupportedError: `program` is not a program of the sync client, it draws random numbers, or it needs
+            JAX's 64-bit types, which are off.
     """
     return RemoteFunction(ProgramFunction(program, params, timeout))
 
@@ -69,9 +68,10 @@ class RemoteFunction(RemoteCallable):
                     f"{name!r} is {spec.dtype}, which JAX has only after jax.config.update('jax_enable_x64', True)"
                 )
         super().__init__(function)
+        function.require_repeatable()
         self._signatures: dict[tuple[str, ...], _Signature] = {}
 
-    def __call__(self, *arguments: Any, **named: Any) -> Found:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Runs the program; see `remote`.
 
         Raises:

@@ -49,9 +49,11 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
 
     Raises:
         InvalidDerivativeError: The program has no ys, an x is not an input, or a y is not among its fetches.
-        UnsupportedError: `program` is not a program of the sync client.
+        UnsupportedError: `program` is not a program of the sync client, or it draws random numbers.
     """
-    return RemoteFunction(ProgramFunction(program, params, timeout))
+    function = ProgramFunction(program, params, timeout)
+    function.require_repeatable()
+    return RemoteFunction(function)
 
 
 class RemoteFunction(RemoteCallable):

@@ -13,7 +13,7 @@ It needs SciPy: `pip install 'gradrule[scipy]'`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,6 +31,7 @@ Vector: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float64]]"
 def value_and_grad(
     program: Program,
     x: str | Sequence[str] = "x",
+    feeds: Mapping[str, Any] | None = None,
     *,
     params: CallParams | None = None,
     timeout: float | None = None,
@@ -43,16 +44,17 @@ def value_and_grad(
         x: Input to optimize, or several; each must be among the program's xs and have a real dtype. SciPy's vector
             holds their elements, in the order of the names. Inputs whose shape the program does not tell get it from
             `pack`, or have the shape of the vector if there is only one.
+        feeds: Values of the program's other inputs, by name.
         params: Values of the rules' params by label, for every call.
         timeout: Seconds for each request; default: that of `connect`.
-        **others: Values of the program's other inputs.
+        **others: The same as keywords.
 
     Raises:
         UnknownFeedError: A name is no input of the program.
         MissingFeedError: An input has no value.
         InvalidDerivativeError: The program has several ys, an x is not among its xs, or a y is not among its fetches.
     """
-    objective = Objective(ProgramFunction(program, params, timeout), x, others)
+    objective = Objective(ProgramFunction(program, params, timeout), x, {**(feeds or {}), **others})
     if len(objective._function.ys) != 1:
         raise InvalidDerivativeError(f"an objective has one y, and the program has {', '.join(objective._function.ys)}")
     return objective
@@ -61,6 +63,7 @@ def value_and_grad(
 def residuals(
     program: Program,
     x: str | Sequence[str] = "x",
+    feeds: Mapping[str, Any] | None = None,
     *,
     params: CallParams | None = None,
     timeout: float | None = None,
@@ -71,6 +74,7 @@ def residuals(
     Args:
         program: A program of `client.compile`, whose ys are among its fetches.
         x: As for `value_and_grad`.
+        feeds: As for `value_and_grad`.
         params: As for `value_and_grad`.
         timeout: As for `value_and_grad`.
         **others: As for `value_and_grad`.
@@ -78,7 +82,7 @@ def residuals(
     Raises:
         GradruleError: As for `value_and_grad`.
     """
-    return Residuals(ProgramFunction(program, params, timeout), x, others)
+    return Residuals(ProgramFunction(program, params, timeout), x, {**(feeds or {}), **others})
 
 
 class _Vectors:

@@ -59,6 +59,7 @@ class RemoteFunction(RemoteCallable):
         Raises:
             UnknownFeedError: A name is no input of the program, or there are too many arguments.
             MissingFeedError: An input has no value.
+            UnsupportedError: The program draws random numbers, within `tf.function`.
             GradruleError: As in `program.evaluate`; within `tf.function`, TensorFlow raises an error of its own with
                 the same message.
         """
@@ -98,6 +99,8 @@ class _Call:
 def _evaluated(call: _Call, tensors: Sequence[Any]) -> list[Any]:
     """Runs the program: tensors → ys."""
     function, is_eager = call.function, tf.executing_eagerly()
+    if not is_eager:
+        function.require_repeatable()
 
     def forward(*arrays: Any) -> Arrays:
         # A node inside tf.function may run several times before the backward pass.

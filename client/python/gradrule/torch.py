@@ -13,7 +13,7 @@ It needs PyTorch: `pip install 'gradrule[torch]'`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,8 +26,6 @@ from gradrule.common.tensor_codec import Array
 from gradrule.errors import FeedDtypeError, InvalidDerivativeError, UnknownFeedError
 
 __all__ = ["RemoteFunction", "RemoteModule", "remote", "remote_module"]
-
-Tensors: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 
 
 def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
@@ -85,7 +83,7 @@ def remote_module(
 class RemoteFunction(RemoteCallable):
     """A program as a function of torch tensors, which `remote` returns."""
 
-    def __call__(self, *arguments: Any, **named: Any) -> Tensors:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Runs the program; see `remote`.
 
         Raises:
@@ -127,7 +125,7 @@ class RemoteModule(torch.nn.Module):
             own = self._parameter_of[name] = name.replace(".", "_").replace("/", "_")
             self.register_parameter(own, torch.nn.Parameter(tensor, requires_grad=name in function._function.xs))
 
-    def forward(self, *arguments: Any, **named: Any) -> Tensors:
+    def forward(self, *arguments: Any, **named: Any) -> Any:
         """Runs the program with the parameters. arguments: the other inputs, in their order or by name."""
         others = [name for name in self.function._function.inputs if name not in self._parameter_of]
         if len(arguments) > len(others):
@@ -160,7 +158,7 @@ class _Call:
         """Returns gradients of the xs as one for each tensor; None for tensors that are no xs."""
         found = dict(zip(self.function.xs, gradients, strict=True))
         return [
-            _tensor(found[name], tensor) if name in found else None
+            _tensor(found[name], tensor).to(tensor.dtype) if name in found else None
             for name, tensor in zip(self.names, tensors, strict=True)
         ]
 

@@ -66,6 +66,14 @@ class ProgramFunction:
             )
         self._fetches = [fetched[self._tensor(y)] for y in self._y_names]
 
+    def require_repeatable(self) -> None:
+        """Raises `UnsupportedError` if a backward pass, which repeats the forward run, would draw other numbers."""
+        if not self.program.repeatable:
+            raise UnsupportedError(
+                f"{self.program.name} draws random numbers, and the backward pass would draw others: feed the numbers, "
+                "or use gradrule.torch or eager gradrule.tf, whose backward passes continue the forward run"
+            )
+
     def bind(self, arguments: Sequence[Any], named: Values) -> dict[str, Any]:
         """Returns the values of a call by input, in the order of the inputs.
 
