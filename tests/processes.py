@@ -121,6 +121,16 @@ def engines(pid: int) -> list[int]:
     return found
 
 
+def workers(pid: int) -> set[int]:
+    """Returns the compile workers of a server."""
+    found = set()
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{child}/comm").read_text().strip() == "gradrule-worker":
+                found.add(child)
+    return found
+
+
 def busy_processes(pids: Iterable[int]) -> set[int]:
     """Returns those of the processes that have a runnable thread."""
     found = set()

@@ -94,6 +94,8 @@ def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     code = read_example(GUIDE / "models.md", "models")
     exec(code, scope)
     assert scope["r"].gradients["score/kernel"].shape == (3, 2)
+    of_words = scope["of_text"].gradients["embedding/embeddings"]
+    assert of_words.indices.tolist() == [2, 1, 3]
     loaded = gr.load("exported")
     assert (list(loaded.inputs), len(loaded.outputs), len(loaded.variables)) == (["image"], 1, 2)
     seen = 0

@@ -82,7 +82,9 @@ def _needing(op: OpDef, number: int) -> list[Node]:
             if dtype == Dt.DT_RESOURCE and op.name.startswith("TensorArray"):
                 producers += [_constant(f"{name}_size", Dt.DT_INT32), _tensor_array(name)]
             else:
-                producers.append(_producer(name, dtype, is_ref=arg.is_ref))
+                # The state of a random generator is an integer; all other ops take variables of any type.
+                content = Dt.DT_INT64 if op.name.startswith("Rng") else Dt.DT_FLOAT
+                producers.append(_producer(name, dtype, content, is_ref=arg.is_ref))
             node.input.append(name)
     waiting = Node(name=f"{RESULT}{number}", op="Identity", input=[f"one{number}", f"^{node.name}"], attr={"T": _FLOAT})
     return [*producers, node, _constant(f"one{number}"), waiting]
@@ -138,12 +140,12 @@ def _preferred(types: Iterable[int]) -> int:
     return Dt.DT_FLOAT if Dt.DT_FLOAT in known else known[0]
 
 
-def _producer(name: str, dtype: int, *, is_ref: bool) -> Node:
+def _producer(name: str, dtype: int, content: int, *, is_ref: bool) -> Node:
     shape = AttrValue(shape=TensorShape(unknown_rank=True))
     if is_ref:
         return Node(name=name, op="VariableV2", attr={"dtype": AttrValue(type=dtype), "shape": shape})
     if dtype == Dt.DT_RESOURCE:
-        return Node(name=name, op="VarHandleOp", attr={"dtype": _FLOAT, "shape": shape})
+        return Node(name=name, op="VarHandleOp", attr={"dtype": AttrValue(type=content), "shape": shape})
     if dtype == Dt.DT_VARIANT:
         return Node(name=name, op="OptionalNone")
     return _constant(name, dtype)

@@ -9,7 +9,9 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import pytest
 
 import gradrule as gr
 from gradrule._rpc import channels
+from tests.processes import workers
+from tests.service import loop_graphs
 from tests.service.answers import assert_close, refused
 from tests.service.servers import RunningServer, running_server
 from tests.waiting import wait_for_condition
@@ -248,6 +252,58 @@ def test_async_session_reports_a_lost_server(tmp_path: Path) -> None:
                         await s.read()
 
     run_in_loop(body)
+
+
+@contextlib.contextmanager
+def stopped_workers(server: RunningServer) -> Iterator[None]:
+    """Stops all compile workers of a server during the block, also those that start meanwhile."""
+    is_over, pids = threading.Event(), set[int]()
+
+    def stop_all() -> None:
+        for pid in workers(server.process.pid) - pids:
+            os.kill(pid, signal.SIGSTOP)
+            pids.add(pid)
+
+    def keep_stopping() -> None:
+        while not is_over.wait(0.01):
+            stop_all()
+
+    stop_all()
+    stopping = threading.Thread(target=keep_stopping)
+    stopping.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        stopping.join()
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -> None:
+    """Compile workers stand still for longer than calls may run; then a program runs for too long."""
+    with gr.connect(own_server.target, timeout=2.0) as client, futures.ThreadPoolExecutor() as pool:
+        program = client.compile(linear(), ys="y", xs="x")
+        with client.session(linear()) as s:
+            with stopped_workers(own_server):
+                calls: list[futures.Future[Any]] = [
+                    pool.submit(client.evaluate, squares(), {"x": [3.0]}, "y"),
+                    pool.submit(client.compile, squares(), fetches="y"),
+                    pool.submit(program.jacobian, {"x": X}),
+                    pool.submit(s.jacobian, {"x": X}, ys="y", xs="w"),
+                ]
+                done, _ = futures.wait(calls, timeout=2.5)
+            # A worker that has just started may answer one of them.
+            assert len(done) < len(calls) - 1
+            assert calls[0].result().outputs["y"] == 9
+            assert calls[2].result()["y"]["x"].shape == (2, 2, 2, 3)
+            assert calls[3].result()["y"]["w"].shape == (2, 2, 3, 2)
+            calls[1].result()
+        started = time.monotonic()
+        with refused("DEADLINE_EXCEEDED") as refusal:
+            client.evaluate(loop_graphs.counted(2_000_000_000), {"x": np.float32(1)}, "y")
+        refusal.says("2 s", "run_timeout")
+        assert time.monotonic() - started < 60
 
 
 def test_server_that_answers_no_ping_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,7 +15,7 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2, graph_pb2
-from tests.processes import children, peak_bytes, processor_s, reset_peak, resident_bytes
+from tests.processes import peak_bytes, processor_s, reset_peak, resident_bytes, workers
 from tests.service import raw
 from tests.service.expensive_requests import chain, nested_calls, slow_to_select, tiny_fields
 from tests.service.guarded import Guarded
@@ -28,16 +26,6 @@ _FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
 _LARGE_BYTES = 32 << 20
 _RULES = 20
 _numbers = itertools.count()
-
-
-def workers(pid: int) -> set[int]:
-    """Returns the compile workers of a server."""
-    found = set()
-    for child in children(pid):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{child}/comm").read_text().strip() == "gradrule-worker":
-                found.add(child)
-    return found
 
 
 class Caller:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import queue
@@ -90,7 +91,7 @@ def test_steps_equal_those_of_keras(client: Any, name: str) -> None:
 
 def test_optimizers_have_the_defaults_of_keras() -> None:
     for name in gr.optimizers.__all__:
-        if name != "Optimizer":
+        if name not in ("Optimizer", "OptimizerState"):
             config = getattr(keras.optimizers, name)().get_config()
             settings = getattr(gr.optimizers, name)().message().settings
             assert {key: float(config[key]) for key in settings} == pytest.approx(dict(settings))
@@ -179,7 +180,7 @@ def test_learning_rate_is_any_function_of_completed_steps(either: Any) -> None:
         (gr.optimizers.Adam(epsilon="small"), ["epsilon is 'small'"]),
         (keras.optimizers.Adam(), ["gradrule.optimizers", "gr.optimizers.Adam(...)"]),
     ],
-    ids=str,
+    ids=["negative rate", "beta", "text", "no number", "failure", "nan", "epsilon", "Keras"],
 )
 def test_settings_out_of_range_are_refused(client: Any, optimizer: Any, words: list[str]) -> None:
     with client.session(linear()) as s:
@@ -210,6 +211,94 @@ def test_schedules_equal_those_of_keras(name: str) -> None:
     )
     steps = [*range(40), 1000]
     np.testing.assert_allclose([ours(step) for step in steps], [float(theirs(step)) for step in steps], rtol=2e-5)
+
+
+STATEFUL = {
+    "momentum": gr.optimizers.SGD(0.1, momentum=0.9),
+    "centered": gr.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "amsgrad": gr.optimizers.Adam(gr.schedules.ExponentialDecay(0.05, 3, 0.5), amsgrad=True),
+    "Nadam": gr.optimizers.Nadam(0.02),
+    "Ftrl": gr.optimizers.Ftrl(0.02),
+    "Adafactor": gr.optimizers.Adafactor(0.02),
+    "Lamb": gr.optimizers.Lamb(0.02),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_saved_session_continues_as_if_it_had_not_ended(client: Any, tmp_path: Path, name: str) -> None:
+    feeds, optimizer = {"x": X, "t": T}, STATEFUL[name]
+    with client.session(linear()) as s:
+        whole = [s.step(feeds, "loss", optimizer) for _ in range(8)]
+        wanted = s.read()
+    with client.session(linear()) as s:
+        for _ in range(4):
+            s.step(feeds, "loss", optimizer)
+        s.save().save(tmp_path / "half.pb")
+    with client.session(gr.load(tmp_path / "half.pb")) as s:
+        rest = [s.step(feeds, "loss", optimizer) for _ in range(4)]
+        assert [one.step for one in rest] == [5, 6, 7, 8]
+        assert [one.loss for one in rest] == [one.loss for one in whole[4:]]
+        for variable, value in wanted.items():
+            np.testing.assert_array_equal(s.read(variable)[variable], value)
+
+
+def test_state_of_the_optimizer(either: Any) -> None:
+    feeds, adam = {"x": X, "t": T}, gr.optimizers.Adam(0.1)
+    with either.session(linear()) as s:
+        assert s.save().optimizer_state is None
+        s.step(feeds, "loss", adam)
+        assert s.save(optimizer_state=False).optimizer_state is None
+        graph = s.save()
+    state, shapes = graph.optimizer_state, {"w": (3, 2), "b": (2,)}
+    assert (state.name, state.step, set(state.variables)) == ("Adam", 1, {"w", "b"})
+    assert state.settings["learning_rate"] == 0.1
+    wanted = {f"{name}/{slot}": shape for name, shape in shapes.items() for slot in ("momentum", "velocity")}
+    assert {name: value.shape for name, value in state.slots.items()} == {"iteration": (), **wanted}
+    assert state.slots["iteration"] == 1
+    with either.session(graph) as s:
+        # Another setting starts with new slots, as in one session; the count of steps continues.
+        assert s.step(feeds, "loss", gr.optimizers.Adam(0.1, beta_1=0.8)).step == 2
+        assert s.save().optimizer_state.slots["iteration"] == 1
+
+
+def test_state_of_an_optimizer_with_large_slots(client: Any) -> None:
+    g = gr.Graph()
+    table = np.zeros((200, 200), np.float32)
+    g.op("Sum", g.variable("w", table), g.constant([0, 1]), name="loss")
+    optimizer = gr.optimizers.SGD(1.0, momentum=0.5)
+    with client.session(g) as s:
+        s.step({}, "loss", optimizer)
+        saved = s.save()
+    with client.session(saved) as s:
+        s.step({}, "loss", optimizer)
+        assert_close(s.read()["w"], table - 2.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"slots": {}}, "INVALID_OPTIMIZER", ["'iteration' is missing"]),
+        ({"more": {"w/speed": np.zeros(2)}}, "INVALID_OPTIMIZER", ["'w/speed' is none", "w/momentum"]),
+        ({"more": {"w/momentum": np.zeros(2, np.float32)}}, "INVALID_OPTIMIZER", ["w/momentum", "(3, 2)", "(2,)"]),
+        ({"more": {"w/momentum": np.zeros((3, 2))}}, "INVALID_OPTIMIZER", ["w/momentum", "float32", "float64"]),
+        ({"variables": ["w", "q"]}, "UNKNOWN_TENSOR", ["'q'"]),
+        ({"variables": []}, "INVALID_OPTIMIZER", ["names no variables"]),
+        ({"name": "Adma"}, "INVALID_OPTIMIZER", ["Adma"]),
+        ({"settings": {"learning_rate": -1.0}}, "INVALID_OPTIMIZER", ["learning_rate"]),
+        ({"step": -5}, "INVALID_OPTIMIZER", ["step is -5"]),
+    ],
+    ids=["missing", "unknown", "shape", "type", "variable", "no variables", "name", "rate", "step"],
+)
+def test_wrong_states_are_refused(client: Any, change: dict[str, Any], reason: str, words: list[str]) -> None:
+    with client.session(linear()) as s:
+        s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1, momentum=0.9))
+        graph = s.save()
+    state = graph.optimizer_state
+    changed = {"slots": {**state.slots, **change.pop("more", {})}, **change}
+    graph.optimizer_state = dataclasses.replace(state, **changed)
+    with refused(reason) as refusal, client.session(graph):
+        pass
+    refusal.says(*words)
 
 
 def test_step_of_some_variables_with_a_loss_that_is_no_scalar(client: Any) -> None:

@@ -10,10 +10,11 @@ the number of steps that the session has completed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import InvalidOptimizerError
 from gradrule.v1 import session_pb2
 
@@ -30,6 +31,7 @@ __all__ = [
     "Lion",
     "Nadam",
     "Optimizer",
+    "OptimizerState",
     "RMSprop",
 ]
 
@@ -86,6 +88,25 @@ class Optimizer:
         if not math.isfinite(number):
             raise InvalidOptimizerError(f"{where}; expected {expected}")
         return number
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerState:
+    """Holds the state of a session's optimizer, as `Graph.optimizer_state`; a session of the graph continues with it.
+
+    Attributes:
+        name: Name of the optimizer.
+        settings: Its settings at the last step.
+        step: Number of steps that the session has completed.
+        variables: Names of the variables that it updates.
+        slots: Values of its slots by name, for example `w/momentum`.
+    """
+
+    name: str
+    settings: Mapping[str, float]
+    step: int
+    variables: Sequence[str]
+    slots: Mapping[str, Array]
 
 
 @dataclass(frozen=True)

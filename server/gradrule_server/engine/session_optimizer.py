@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,10 @@ NAMES = (
 )
 
 _LEARNING_RATE = "learning_rate"
+
+_STATE = "start.optimizer_state"
+_SLOT = re.compile(r"v(\d+)(?:_(.+))?")
+_NUMBER = re.compile(r"_\d+$")
 
 _SHARE = (0.0, 1.0)
 _NOT_NEGATIVE = (0.0, math.inf)
@@ -70,7 +75,8 @@ class StepOptimizer:
             self._optimizer: Any = getattr(keras.optimizers, message.name)(**settings)
         except (ValueError, TypeError) as cause:
             raise _invalid_optimizer(f"{message.name}: {cause}") from cause
-        self.identity = _identity(message)
+        self.message = message
+        """The optimizer with the settings of its last step."""
         self._default_rate = _known_settings(message.name)[_LEARNING_RATE]
         self._shapes = _shapes(values)
         self._variables = {
@@ -82,12 +88,54 @@ class StepOptimizer:
 
     def fits(self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor]) -> bool:
         """Returns whether a step with this message and these values can continue with the slots."""
-        return _identity(message) == self.identity and _shapes(values) == self._shapes
+        return _identity(message) == _identity(self.message) and _shapes(values) == self._shapes
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the slots."""
         return sum(_bytes_of(variable) for variable in self._optimizer.variables)
+
+    @property
+    def variables(self) -> list[str]:
+        """Names of the variables that it updates."""
+        return list(self._variables)
+
+    @property
+    def slots(self) -> dict[str, tf.Tensor]:
+        """Values of the slots by name: `w/momentum`, and `iteration`, the number of steps of the optimizer."""
+        return {name: tf.identity(slot.value) for name, slot in self._slots().items()}
+
+    def restore(self, slots: Mapping[str, tf.Tensor]) -> None:
+        """Sets all slots. Raises INVALID_OPTIMIZER for other names, types or shapes than those of the slots."""
+        own = self._slots()
+        for name in [*own, *slots]:
+            if name not in slots or name not in own:
+                what = "is missing" if name in own else f"is none of the slots: {', '.join(own)}"
+                raise _invalid_optimizer(f"{self.message.name}: the slot {name!r} {what}", _STATE)
+            wanted, given = tf.TensorSpec(own[name].shape, own[name].dtype), slots[name]
+            if not wanted.is_compatible_with(given):
+                raise _invalid_optimizer(
+                    f"{self.message.name}: the slot {name!r} is {wanted.dtype.name} of shape {wanted.shape}, not "
+                    f"{given.dtype.name} of shape {given.shape}",
+                    _STATE,
+                )
+        for name, slot in own.items():
+            slot.assign(slots[name])
+
+    def _slots(self) -> dict[str, Any]:
+        """Returns Keras's variables of the slots by name.
+
+        Keras names a slot after its variable, `v0_momentum`, or counts unnamed ones in the process: `variable_7`.
+        """
+        found: dict[str, Any] = {}
+        for slot in self._optimizer.variables:
+            if slot is self._optimizer._learning_rate:
+                continue
+            match = _SLOT.fullmatch(slot.name)
+            name = f"{self.variables[int(match[1])]}/{match[2] or 'slot'}" if match else _NUMBER.sub("", slot.name)
+            count = sum(other == name or other.startswith(f"{name}#") for other in found)
+            found[f"{name}#{count}" if count else name] = slot
+        return found
 
     def step(
         self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor], gradients: Mapping[str, Any]
@@ -98,6 +146,7 @@ class StepOptimizer:
             # The client may have assigned them since the last step.
             self._variables[name].assign(values[name])
         self._update(tuple(gradients))(*gradients.values())
+        self.message = message
         return {name: tf.identity(self._variables[name].value) for name in gradients}
 
     def _update(self, names: tuple[str, ...]) -> Any:
@@ -158,5 +207,5 @@ def _bytes_of(variable: Any) -> int:
     return int(size * tf.as_dtype(variable.dtype).size)
 
 
-def _invalid_optimizer(message: str) -> Exception:
-    return error(errors_pb2.ERROR_REASON_INVALID_OPTIMIZER, message, field="step.optimizer")
+def _invalid_optimizer(message: str, field: str = "step.optimizer") -> Exception:
+    return error(errors_pb2.ERROR_REASON_INVALID_OPTIMIZER, message, field=field)

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,8 @@ class Sessions:
                     session.values = self._check_size(session, {**session.values, **new}, request)
                 case "read":
                     self._read(session, request.read, reply)
+                case "restore":
+                    self._restore(session, request)
                 case _:
                     self._run(session, request.run, contents, request, reply)
             reply.bytes, reply.step = session.bytes_with(session.values), session.steps
@@ -110,17 +112,42 @@ class Sessions:
 
     def _read(self, session: _Session, request: link_pb2.SessionRead, reply: link_pb2.SessionReply) -> None:
         names, packing = request.variables, read_packing(request.packing)
-        missing = [name for name in names if name not in session.values]
-        if missing:
-            shown = ", ".join(map(repr, missing))
-            raise error(
-                errors_pb2.ERROR_REASON_MISSING_FEED,
-                f"variables without a value: {shown}; assign them, or give them values at the start",
-                field="variables",
-            )
-        check_size([session.values[name] for name in names])
+        _require_values(session, names, "variables")
+        optimizer = session.optimizer if request.optimizer_state else None
+        slots = {} if optimizer is None else optimizer.slots
+        check_size([*(session.values[name] for name in names), *slots.values()])
         for name in names:
             write_tensor(reply.variables.add(name=name).value.inline_tensor, session.values[name], packing)
+        if optimizer is not None:
+            state = reply.optimizer_state
+            state.optimizer.CopyFrom(optimizer.message)
+            state.step = session.steps
+            state.variables.extend(optimizer.variables)
+            for name, value in slots.items():
+                write_tensor(state.slots.add(name=name).value.inline_tensor, value, packing)
+
+    def _restore(self, session: _Session, message: link_pb2.SessionRequest) -> None:
+        """Creates the optimizer with slots of an earlier session."""
+        from gradrule_server.engine.session_optimizer import StepOptimizer
+
+        request = message.restore
+        if request.step < 0 or not request.variables:
+            what = f"step is {request.step}" if request.step < 0 else "it names no variables"
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_OPTIMIZER,
+                f"the optimizer's state is not valid: {what}",
+                field="start.optimizer_state",
+            )
+        _require_values(session, request.variables, "start.optimizer_state.variables")
+        slots = self._variable_cache.tensors(request.slots, message.blob_folder)
+        optimizer = StepOptimizer(request.optimizer, {name: session.values[name] for name in request.variables})
+        optimizer.restore(dict(zip((item.spec.name for item in request.slots), slots, strict=True)))
+        session.optimizer, session.steps = optimizer, request.step
+        try:
+            self._check_size(session, session.values, message)
+        except BaseException:
+            session.optimizer, session.steps = None, 0
+            raise
 
     def _run(
         self,
@@ -209,6 +236,17 @@ class Sessions:
                 f"for it ({message.max_bytes_setting})",
             )
         return values
+
+
+def _require_values(session: _Session, names: Iterable[str], field: str) -> None:
+    missing = [name for name in names if name not in session.values]
+    if missing:
+        shown = ", ".join(map(repr, missing))
+        raise error(
+            errors_pb2.ERROR_REASON_MISSING_FEED,
+            f"variables without a value: {shown}; assign them, or give them values at the start",
+            field=field,
+        )
 
 
 def _gradients_by_x(built: BuiltProgram, derivatives: Sequence[tf.Tensor]) -> dict[str, Any]:

@@ -295,16 +295,16 @@ class SessionServicer:
                 case "start":
                     return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at)
                 case "step":
-                    return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at, packing)
+                    return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at, request)
                 case "evaluate":
                     evaluation = await read(session_pb2.SessionEvaluateRequest)
-                    return await session.evaluate(evaluation, received_ns, ends_at, packing)
+                    return await session.evaluate(evaluation, received_ns, ends_at, request)
                 case "call":
                     call = await read(link_pb2.RawEvaluateRequest)
-                    return await session.call(call, received_ns, ends_at, packing)
+                    return await session.call(call, received_ns, ends_at, request)
                 case "forward":
                     forward = await read(link_pb2.RawForwardRequest)
-                    return await session.keep_forward(forward, received_ns, ends_at, packing)
+                    return await session.keep_forward(forward, received_ns, ends_at, request)
                 case "pull_back":
                     handle = (await read(evaluate_pb2.PullBackRequest)).handle
                     return await session.pull_back(part, handle, received_ns, ends_at, packing)

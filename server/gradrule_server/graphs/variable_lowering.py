@@ -19,6 +19,7 @@ from gradrule_server.graphs.variable_nodes import Lowering
 from gradrule_server.graphs.variables import (
     FORWARDING_OPS,
     IS_INITIALIZED_OPS,
+    RANDOM_STATE_OPS,
     READS,
     VARIABLE_OPS,
     WRITES,
@@ -208,7 +209,7 @@ class _Pass:
         self, body: Body, index: int, versions: _VariableVersions, before: int
     ) -> list[tuple[Variable, Ref]]:
         node, handles = body.nodes[index], self._handles.get(body)
-        ops_on_variables = READS.keys() | WRITES.keys() | IS_INITIALIZED_OPS
+        ops_on_variables = READS.keys() | WRITES.keys() | IS_INITIALIZED_OPS | RANDOM_STATE_OPS
         target = handles.get(node.inputs[0]) if node.op in ops_on_variables else None
         variables = [handles.get(ref) for ref in node.inputs]
         for number, variable in enumerate(variables):

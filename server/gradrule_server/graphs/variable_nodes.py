@@ -12,9 +12,19 @@ from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref
 from gradrule_server.graphs.selectors import CandidateNode
-from gradrule_server.graphs.variables import IS_INITIALIZED_OPS, READS, WRITES, Variable
+from gradrule_server.graphs.variables import IS_INITIALIZED_OPS, RANDOM_STATE_OPS, READS, WRITES, Variable
 
 _INT32 = AttrValue(type=Dt.DT_INT32)
+_INT64 = AttrValue(type=Dt.DT_INT64)
+
+# The state of the Philox algorithm: a counter of 128 bits, and a key.
+_STATE_SIZE = 3
+# TensorFlow skips so many numbers of the counter for each number that it draws.
+_SKIP = 256
+_NOT_PHILOX = (
+    "advances a random generator whose state is not that of the Philox algorithm, three numbers of type int64; create "
+    "the generator with alg='philox'"
+)
 
 
 class Lowering:
@@ -40,16 +50,22 @@ class Lowering:
             attrs = {"dtype": AttrValue(type=Dt.DT_BOOL), "value": AttrValue(tensor=value)}
             self.become(node, "Const", [], attrs, (Dt.DT_BOOL,))
             return []
+        written = (index, 0)
         if node.op in READS:
             self._read(body, index, variable)
+        elif node.op in RANDOM_STATE_OPS:
+            has_size = variable.shape.unknown_rank or [dim.size for dim in variable.shape.dim] == [_STATE_SIZE]
+            if variable.dtype != Dt.DT_INT64 or not has_size:
+                node.unsupported = _NOT_PHILOX
+                return []
+            written = self._skip(body, index)
         else:
             self._write(body, index, variable)
-        written = (index, 0)
         if node.uploaded_op in WRITES and variable in self._differentiated and variable.dtype in DIFFERENTIABLE:
             written = self._pass_gradient_to_variable(body, index, old, variable)
         for changed in (node, *body.nodes[first:]):
             changed.watched = bool(changed.inputs) and self.is_differentiable(changed)
-        return [(variable, written)] if node.uploaded_op in WRITES else []
+        return [(variable, written)] if node.uploaded_op in WRITES or node.uploaded_op in RANDOM_STATE_OPS else []
 
     @staticmethod
     def is_differentiable(node: Node) -> bool:
@@ -158,6 +174,30 @@ class Lowering:
         self._copy.variable_values[id(node)] = node
         return len(body.nodes) - 1, 0
 
+    def _skip(self, body: Body, index: int) -> Ref:
+        """Replaces a node by the state of a random generator; returns the state after it, a counter that is higher."""
+        node = body.nodes[index]
+        state, _, drawn = node.inputs
+        self.become(node, "Identity", [state], {"T": _INT64}, (Dt.DT_INT64,))
+
+        def add(suffix: str, op: str, *inputs: Ref) -> Ref:
+            return self._add(body, index, suffix, op, inputs, {"T": _INT64}, Dt.DT_INT64)
+
+        bitcast_attrs = {"T": AttrValue(type=Dt.DT_UINT64), "type": _INT64}
+        drawn = self._add(body, index, "drawn", "Bitcast", [drawn], bitcast_attrs, Dt.DT_INT64)
+        step = self._constant(body, index, "step", [_SKIP, 0, 0], _INT64)
+        low = add("low", "AddV2", state, add("skipped", "Mul", drawn, step))
+        # As unsigned numbers, a sum is less than its part if it overflows; then the next number is one higher.
+        sign = self._constant(body, index, "sign", -(2**63), _INT64)
+        compared = [add("unsigned", "BitwiseXor", low, sign), add("unsigned_state", "BitwiseXor", state, sign)]
+        overflows = self._add(body, index, "overflows", "Less", compared, {"T": _INT64}, Dt.DT_BOOL)
+        cast_attrs = {"SrcT": AttrValue(type=Dt.DT_BOOL), "DstT": _INT64}
+        carry = self._add(body, index, "carry", "Cast", [overflows], cast_attrs, Dt.DT_INT64)
+        one, axis = self._constant(body, index, "one", 1), self._constant(body, index, "axis", 0)
+        roll_attrs = {"T": _INT64, "Tshift": _INT32, "Taxis": _INT32}
+        carried = self._add(body, index, "carried", "Roll", [carry, one, axis], roll_attrs, Dt.DT_INT64)
+        return add("new", "AddV2", low, carried)
+
     def _by_rows(self, body: Body, index: int, inputs: list[Ref], attrs: Mapping[str, AttrValue]) -> list[Ref]:
         """Converts row indices for a TensorScatter op and broadcasts a scalar update to full size."""
         old, rows, updates = inputs
@@ -185,13 +225,13 @@ class Lowering:
         attrs = {"T": dtype, "out_type": _INT32}
         return self._add(body, index, suffix, "Shape", [of], attrs, Dt.DT_INT32)
 
-    def _constant(self, body: Body, index: int, suffix: str, value: int | list[int]) -> Ref:
+    def _constant(self, body: Body, index: int, suffix: str, value: int | list[int], dtype: AttrValue = _INT32) -> Ref:
         values = value if isinstance(value, list) else [value]
         shape = TensorShape(dim=[TensorShape.Dim(size=len(values))] if isinstance(value, list) else [])
-        content = struct.pack(f"<{len(values)}i", *values)
-        tensor = Tensor(dtype=Dt.DT_INT32, tensor_shape=shape, tensor_content=content)
-        attrs = {"dtype": _INT32, "value": AttrValue(tensor=tensor)}
-        return self._add(body, index, suffix, "Const", [], attrs, Dt.DT_INT32)
+        content = struct.pack(f"<{len(values)}{'i' if dtype is _INT32 else 'q'}", *values)
+        tensor = Tensor(dtype=dtype.type, tensor_shape=shape, tensor_content=content)
+        attrs = {"dtype": dtype, "value": AttrValue(tensor=tensor)}
+        return self._add(body, index, suffix, "Const", [], attrs, dtype.type)
 
     def _add(
         self,

@@ -96,12 +96,15 @@ WRITES: Mapping[str, Write] = {
     ),
 }
 
+# Ops that return the old value of a variable, the state of a random generator, and write a new one.
+RANDOM_STATE_OPS = frozenset({"RngReadAndSkip"})
+
 # An initialiser is an assignment named `<variable>/Assign`.
 ASSIGNMENTS = frozenset({"AssignVariableOp", "Assign"})
 INITIALISER = "Assign"
 
 # All ops that may have a handle or a reference as input or output.
-HANDLE_OPS = VARIABLE_OPS | FORWARDING_OPS | IS_INITIALIZED_OPS | READS.keys() | WRITES.keys()
+HANDLE_OPS = VARIABLE_OPS | FORWARDING_OPS | IS_INITIALIZED_OPS | READS.keys() | WRITES.keys() | RANDOM_STATE_OPS
 
 # Names that TensorFlow generates for unnamed variables.
 _GENERATED_NAME = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")

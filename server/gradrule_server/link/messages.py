@@ -227,10 +227,21 @@ def session_assign(variables: Iterable[link_pb2.BoundVariable], *, opens: bool) 
     return (link_pb2.SessionRequest(assign=assign).SerializeToString(),)
 
 
-def session_read(names: Iterable[str], packing: tensor_pb2.Packing | None) -> Sequence[bytes]:
-    """Returns the part of a `SessionRequest` that reads variables. `packing`: how their values are encoded."""
-    read = link_pb2.SessionRead(variables=names, packing=packing)
+def session_read(names: Iterable[str], packing: tensor_pb2.Packing | None, *, optimizer_state: bool) -> Sequence[bytes]:
+    """Returns the part of a `SessionRequest` that reads variables, and the optimizer's state if requested.
+
+    `packing`: how values are encoded.
+    """
+    read = link_pb2.SessionRead(variables=names, packing=packing, optimizer_state=optimizer_state)
     return (link_pb2.SessionRequest(read=read).SerializeToString(),)
+
+
+def session_restore(
+    state: session_pb2.OptimizerState, variables: Iterable[str], slots: Iterable[link_pb2.BoundVariable]
+) -> Sequence[bytes]:
+    """Returns the part of a `SessionRequest` that creates the optimizer. `slots`: the checked slots of the state."""
+    restore = link_pb2.SessionRestore(optimizer=state.optimizer, step=state.step, variables=variables, slots=slots)
+    return (link_pb2.SessionRequest(restore=restore).SerializeToString(),)
 
 
 def session_run(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
 
-from gradrule.v1 import evaluate_pb2, session_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
+from gradrule_server.errors import error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
@@ -47,8 +50,7 @@ class Run(NamedTuple):
 class RunMode(Protocol):
     """One way to run a program. `ends_at`: loop time of the deadline; 0: none."""
 
-    @property
-    def ends_at(self) -> float: ...
+    ends_at: float
 
     @property
     def pinned(self) -> Engine | None:
@@ -65,7 +67,7 @@ class RunMode(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunOnce:
     """Runs forward and backward; the engine keeps nothing.
 
@@ -242,15 +244,21 @@ class ProgramRunner:
         workload = program.loadable.workload
         recorder = recovery.recorder(workload)
 
+        limit = _RunLimit(mode, request, received_ns, time.monotonic_ns() - compile_started_ns if is_new else 0)
+
         async def attempt(engine: Engine | None) -> tuple[bytes, int, bool, ProcessRef]:
             nonlocal lost
             if lost is not None:
                 before, lost = lost, None
                 raise before
-            with self._loaded.hold(program.loadable, engine, mode.ends_at, recorder) as load:
+            with self._loaded.hold(program.loadable, engine, limit.latest, recorder) as load:
                 is_loaded_now = not load.is_done
-                with timing_compilation() if is_loaded_now else contextlib.nullcontext():
+                if is_loaded_now:
+                    with timing_compilation(), limit.paused():
+                        await self._loaded.wait(load, may_move=engine is None)
+                else:
                     await self._loaded.wait(load, may_move=engine is None)
+                recovery.ends_at = mode.ends_at
                 template.set_key(load.engine_key)
                 # The time until now counts as compiling, from now on as queueing.
                 queued_ns = received_ns + time.monotonic_ns() - compile_started_ns
@@ -268,7 +276,8 @@ class ProgramRunner:
             # Verifying takes long, and must not block the event loop.
             await asyncio.to_thread(self._blobs.verify, blobs)
         with self._blobs.pinned(blobs):
-            answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
+            async with limit:
+                answer, queued_ns, is_loaded_now, process = await recovery.run(workload, attempt, undo=mode.undo)
         record_run(answer, queued_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
@@ -276,6 +285,62 @@ class ProgramRunner:
             tail.timings.compile.FromNanoseconds(queued_ns - received_ns)
         answer = b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()])
         return RunResult(answer, process, template)
+
+
+class _RunLimit:
+    """Limits the code within this context to the request's `run_timeout`. Raises DEADLINE_EXCEEDED.
+
+    Args:
+        mode: How the program runs. Its deadline is the earlier of its own and the end of the limit.
+        request: The request.
+        received_ns: When the request was received, CLOCK_MONOTONIC.
+        compiled_ns: Time that compiling has taken since; it does not count.
+    """
+
+    def __init__(self, mode: RunMode, request: link_pb2.RawEvaluateRequest, received_ns: int, compiled_ns: int) -> None:
+        self._mode = mode
+        self.latest = mode.ends_at
+        """Loop time of the request's deadline; 0: none."""
+        self._limit_s = request.run_timeout.ToNanoseconds() / 1e9 if request.HasField("run_timeout") else math.inf
+        waited_s = (time.monotonic_ns() - received_ns - compiled_ns) / 1e9
+        self._ends_at = asyncio.get_running_loop().time() + self._limit_s - waited_s
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        if self._limit_s < math.inf:
+            await self._timeout.__aenter__()
+            self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, cause: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._limit_s == math.inf:
+            return
+        try:
+            await self._timeout.__aexit__(kind, cause, trace)
+        except TimeoutError:
+            message = f"not done within {self._limit_s:.3g} s, not counting the time for compiling (run_timeout)"
+            raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout") from cause
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count the time within this context, which only the deadline of the request limits."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        if self._limit_s < math.inf:
+            self._mode.ends_at = self.latest
+            self._timeout.reschedule(None)
+        try:
+            yield
+        finally:
+            self._ends_at += loop.time() - started
+            if self._limit_s < math.inf and not self._timeout.expired():
+                self._start()
+
+    def _start(self) -> None:
+        self._mode.ends_at = min(self.latest or math.inf, self._ends_at)
+        self._timeout.reschedule(self._ends_at)
 
 
 def _value_blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from google.protobuf.message import DecodeError
 
 from gradrule.common import tensor_codec, wire_format
-from gradrule.v1 import errors_pb2, program_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.link.messages import canonical
 from gradrule_server.link.v1 import link_pb2
@@ -79,6 +79,24 @@ class SessionVariables:
             raise GradruleError(findings)
         return list(bound.values())
 
+    def check_slots(self, state: session_pb2.OptimizerState, field: str) -> list[link_pb2.BoundVariable]:
+        """Checks the values of an optimizer's slots; the engine checks names and shapes. Blocks."""
+        self._blobs.verify([item.value.blob.sha256 for item in state.slots if item.value.HasField("blob")])
+        findings: list[Finding] = []
+        bound = []
+        for number, item in enumerate(state.slots):
+            tensor = item.value.blob if item.value.HasField("blob") else item.value.inline_tensor
+            shape = tensor_pb2.TensorShape(unknown_rank=True)
+            spec = tensor_pb2.TensorSpec(name=item.name, dtype=tensor.dtype, shape=shape)
+            fault = value_fault(item.value, spec, self._blobs.size, self._limits)
+            if fault is not None:
+                where = f"{field}.slots[{number}]"
+                findings.append(Finding(fault[0], f"the value of slot {item.name!r} {fault[1]}", item.name, where))
+            bound.append(link_pb2.BoundVariable(spec=spec, value=item.value))
+        if findings:
+            raise GradruleError(findings)
+        return bound
+
 
 def read_spec(call: link_pb2.RawEvaluateRequest, limits: Limits) -> program_pb2.ProgramSpec:
     """Returns the spec of a call in a session, which has no graph. Raises MALFORMED_REQUEST."""
@@ -104,6 +122,17 @@ def read_spec(call: link_pb2.RawEvaluateRequest, limits: Limits) -> program_pb2.
         f"the spec of a call in a session has {name}, which the session has since its start: omit it",
         field=f"spec.{name}",
     )
+
+
+def with_settings(
+    call: link_pb2.RawEvaluateRequest, settings: link_pb2.RawSessionRequest
+) -> link_pb2.RawEvaluateRequest:
+    """Returns the call with the settings of the message that holds it."""
+    if settings.HasField("answer_packing"):
+        call.answer_packing.CopyFrom(settings.answer_packing)
+    if settings.HasField("run_timeout"):
+        call.run_timeout.CopyFrom(settings.run_timeout)
+    return call
 
 
 def blob_name(graph: bytes) -> str:

@@ -12,7 +12,14 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tens
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.messages import release_payload, session_assign, session_payload, session_read, session_run
+from gradrule_server.link.messages import (
+    release_payload,
+    session_assign,
+    session_payload,
+    session_read,
+    session_restore,
+    session_run,
+)
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import SMALL_BYTES
 from gradrule_server.programs.cache import SessionKey
@@ -21,7 +28,7 @@ from gradrule_server.programs.forward_handles import HandleManager, StreamHandle
 from gradrule_server.programs.known_calls import call_shape
 from gradrule_server.programs.runner import ForwardRun, ProcessRef, RunInSession
 from gradrule_server.programs.session_limits import SessionManager
-from gradrule_server.programs.session_requests import SessionVariables, blob_name, read_spec
+from gradrule_server.programs.session_requests import SessionVariables, blob_name, read_spec, with_settings
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
 
@@ -87,6 +94,8 @@ class Session:
             async with self._reporting_loss():
                 await self._manager.program_service.run_inline(call, received_ns, mode)
             reply = mode.reply or reply
+        if request.HasField("optimizer_state"):
+            reply = await self._restore(request.optimizer_state, ends_at)
         specs = [
             tensor_pb2.TensorSpec(
                 name=item.names[0],
@@ -96,12 +105,16 @@ class Session:
             )
             for item in self._variables.items
         ]
-        return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes)
+        return session_pb2.SessionStarted(variables=specs, size_bytes=reply.bytes, step=reply.step)
 
     async def step(
-        self, request: session_pb2.StepRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
+        self,
+        request: session_pb2.StepRequest,
+        received_ns: int,
+        ends_at: float,
+        settings: link_pb2.RawSessionRequest,
     ) -> session_pb2.StepResponse:
-        """Minimizes a loss by one update. `packing`: How tensors of the answer are encoded."""
+        """Minimizes a loss by one update. `settings`: The message, for the packing and the time limit of the run."""
         if not request.loss:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "a step minimises a loss: name one", field="step.loss"
@@ -125,10 +138,9 @@ class Session:
             spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
             feeds=request.feeds,
             params=request.params,
-            answer_packing=packing,
         )
         mode = RunInSession(self, ends_at, optimizer=request.optimizer)
-        answer, program, is_new = await self._run(call, received_ns, mode)
+        answer, program, is_new = await self._run(with_settings(call, settings), received_ns, mode)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
             outputs=done.outputs,
@@ -142,9 +154,9 @@ class Session:
         request: session_pb2.SessionEvaluateRequest,
         received_ns: int,
         ends_at: float,
-        packing: tensor_pb2.Packing | None,
+        settings: link_pb2.RawSessionRequest,
     ) -> evaluate_pb2.EvaluateResponse:
-        """Evaluates, and stores the values that the graph assigns. `packing`: How tensors of the answer are encoded."""
+        """Evaluates, and stores the values that the graph assigns. `settings`: As in `step`."""
         vjp = request.vjp if request.HasField("vjp") else None
         call = link_pb2.RawEvaluateRequest(
             spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
@@ -152,34 +164,38 @@ class Session:
             grad_ys=request.grad_ys,
             params=request.params,
         )
-        return evaluate_pb2.EvaluateResponse.FromString(await self.call(call, received_ns, ends_at, packing))
+        return evaluate_pb2.EvaluateResponse.FromString(await self.call(call, received_ns, ends_at, settings))
 
     async def call(
         self,
         request: link_pb2.RawEvaluateRequest,
         received_ns: int,
         ends_at: float,
-        packing: tensor_pb2.Packing | None,
+        settings: link_pb2.RawSessionRequest,
     ) -> bytes:
         """Evaluates and differentiates, and stores the values that the graph assigns.
 
-        Returns the bytes of an `EvaluateResponse`. `packing`: How tensors of the answer are encoded.
+        Returns the bytes of an `EvaluateResponse`. `settings`: As in `step`.
         """
-        _set_packing(request, packing)
-        answer, program, _ = await self._run(request, received_ns, RunInSession(self, ends_at))
+        call = with_settings(request, settings)
+        answer, program, _ = await self._run(call, received_ns, RunInSession(self, ends_at))
         return answer + program.compiled.tail
 
     async def keep_forward(
-        self, request: link_pb2.RawForwardRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
+        self,
+        request: link_pb2.RawForwardRequest,
+        received_ns: int,
+        ends_at: float,
+        settings: link_pb2.RawSessionRequest,
     ) -> bytes:
-        """Runs forward and keeps a handle; returns the bytes of a `ForwardResponse`. `packing`: As in `call`."""
-        _set_packing(request.evaluate, packing)
+        """Runs forward and keeps a handle; returns the bytes of a `ForwardResponse`. `settings`: As in `step`."""
+        with_settings(request.evaluate, settings)
         return await self._handles.forward(request, received_ns, ends_at)
 
     async def pull_back(
         self, raw: bytes, handle: str, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
     ) -> bytes:
-        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `call`.
+        """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `read`.
 
         `raw`: Bytes of the `PullBackRequest`.
         """
@@ -207,7 +223,11 @@ class Session:
         names = [
             self._variables.find(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)
         ]
-        action = session_read(names or [item.names[0] for item in self._variables.items], packing)
+        action = session_read(
+            names or [item.names[0] for item in self._variables.items],
+            packing,
+            optimizer_state=request.optimizer_state,
+        )
         async with self._reporting_loss():
             reply = await self._send(action, 0, ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
@@ -215,7 +235,8 @@ class Session:
             variables=[
                 tensor_pb2.NamedTensor(name=name, value=item.value)
                 for name, item in zip(asked, reply.variables, strict=True)
-            ]
+            ],
+            optimizer_state=reply.optimizer_state if reply.HasField("optimizer_state") else None,
         )
 
     async def assign(self, request: session_pb2.AssignRequest, ends_at: float) -> session_pb2.AssignResponse:
@@ -342,6 +363,21 @@ class Session:
             async with self._reporting_loss():
                 return await self._send(session_assign(given, opens=opens), growth, ends_at)
 
+    async def _restore(self, state: session_pb2.OptimizerState, ends_at: float) -> link_pb2.SessionReply:
+        """Creates the optimizer with the slots of an earlier session."""
+        field = "start.optimizer_state"
+        names = [
+            self._variables.find(name, f"{field}.variables[{number}]") for number, name in enumerate(state.variables)
+        ]
+        slots = await asyncio.to_thread(self._variables.check_slots, state, field)
+        held = [item.value.blob.sha256 for item in slots if item.value.HasField("blob")]
+        with self._manager.blobs.pinned(held):
+            growth = _MAX_SLOTS * self._variables.known_bytes(set(names))
+            async with self._reporting_loss():
+                reply = await self._send(session_restore(state, names, slots), growth, ends_at)
+        self._used_optimizers.add(state.optimizer.name)
+        return reply
+
     async def _read_spec(self, call: link_pb2.RawEvaluateRequest) -> program_pb2.ProgramSpec:
         if len(call.spec) <= SMALL_BYTES:
             return read_spec(call, self._manager.limits)
@@ -373,8 +409,3 @@ class Session:
                 program, call, received_ns, compile_started, mode, is_new=is_new
             )
         return result.answer, program, is_new
-
-
-def _set_packing(call: link_pb2.RawEvaluateRequest, packing: tensor_pb2.Packing | None) -> None:
-    if packing is not None:
-        call.answer_packing.CopyFrom(packing)

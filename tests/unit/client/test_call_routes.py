@@ -1,4 +1,4 @@
-"""Tests timeouts: values that are not positive, finite numbers are refused."""
+"""Tests timeouts: values that are refused, and the time for compiling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import gradrule as gr
+from gradrule._messages import call_arguments, request_messages, rpc_calls
+from gradrule._messages.program_calls import ProgramBase
 from gradrule._rpc import call_routes
+from gradrule.v1 import program_pb2
 
 WRONG = [0, -1, float("inf"), float("nan"), "3", True, [1.0], np.float32("nan")]
 
@@ -46,3 +49,34 @@ def test_right_timeouts() -> None:
     # Beyond what gRPC's clock holds the deadline would have passed at once.
     assert call_routes.checked_timeout(1e300) == 1e9
     assert call_routes.checked_timeout(10**400) == 1e9
+
+
+@pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan"), "3", True, None], ids=repr)
+def test_wrong_times_for_compiling_are_refused(timeout: Any) -> None:
+    with pytest.raises(gr.errors.InvalidParamError, match="compile_timeout is a number of seconds, 0 or more"):
+        gr.connect("localhost:1", compile_timeout=timeout)
+
+
+def test_only_compiling_may_use_the_time_for_compiling() -> None:
+    def limited(call: rpc_calls.Call[Any], timeout: float | None = None, compile_s: float = 300.0) -> Any:
+        return call_routes.limit(call, timeout, 30.0, compile_s)
+
+    g = gr.Graph()
+    g.placeholder("x", "float32", [None])
+    source, arguments = request_messages.sent_graph(g), call_arguments.ProgramArguments(fetches="x")
+    call: Any = rpc_calls.evaluate(source, {"x": [1.0]}, None, arguments)
+    assert limited(call, timeout=5.0) == 5
+    assert limited(call, compile_s=0.0) == 30
+    assert not call.request.HasField("run_timeout")
+    assert limited(call) == 330
+    assert call.request.run_timeout.seconds == 30
+    assert limited(rpc_calls.compile_program(g, None, arguments)) == 330
+    program = ProgramBase(program_pb2.Program(name="programs/p"))
+    plain: Any = program._call({}, None, None)
+    assert limited(plain) == 30
+    first: Any = program._compiling("grad_ys", plain)
+    assert limited(first) == 330
+    assert first.request.run_timeout.seconds == 30
+    assert not plain.request.HasField("run_timeout")
+    first.decode(first.answer(b""))
+    assert limited(program._compiling("grad_ys", plain)) == 30

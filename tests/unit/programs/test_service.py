@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from gradrule.v1 import evaluate_pb2, program_pb2, session_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.messages import CallShape
 from gradrule_server.link.v1 import link_pb2
@@ -22,7 +24,7 @@ from gradrule_server.programs.compiler import RunnableProgram
 from gradrule_server.programs.engine_cache import Loadable
 from gradrule_server.programs.forward_handles import HandleManager, StreamHandles
 from gradrule_server.programs.loaded import LoadedPrograms
-from gradrule_server.programs.runner import ProcessRef
+from gradrule_server.programs.runner import ProcessRef, RunOnce
 from gradrule_server.programs.service import ProgramService
 from gradrule_server.programs.session_limits import SessionManager
 from gradrule_server.programs.sessions import Session
@@ -144,7 +146,9 @@ async def _pull_back(fixture: Fixture) -> list[bytes]:
 async def _in_session(fixture: Fixture) -> list[bytes]:
     session = await fixture.session()
     request = session_pb2.SessionEvaluateRequest(fetches=["fetched"], feeds=feeds())
-    await fixture.answered(session.evaluate(request, 0, _LATE, None), Kind.SESSION, link_pb2.SessionReply())
+    await fixture.answered(
+        session.evaluate(request, 0, _LATE, link_pb2.RawSessionRequest()), Kind.SESSION, link_pb2.SessionReply()
+    )
     sent = link_pb2.SessionRequest.FromString(fixture.engine.sent(Kind.SESSION)[0])
     assert sent.session == "s"
     return [sent.run.run.request]
@@ -195,3 +199,29 @@ async def test_tensors_of_a_call_are_serialized_at_most_once(
         # An engine must not get the graph again.
         assert _SPEC.SerializeToString() not in values
     assert sum(_MARK in data for data in serialized) == requests + most
+
+
+@pytest.mark.parametrize(("compiling_s", "is_answered"), [(100.0, True), (0.0, False)])
+async def test_time_for_compiling_does_not_count_as_time_of_the_run(
+    compiling_s: float, is_answered: bool, tmp_path: Path
+) -> None:
+    """A request of 100 s ago may run for 30 s: it has time left only if the server has compiled meanwhile."""
+    fixture = Fixture(tmp_path)
+    program = fixture.service.cache.get(InlineKey(hashlib.sha256(_SPEC.SerializeToString()).digest(), 0, _SHAPE))
+    assert program is not None
+    request = link_pb2.RawEvaluateRequest(feeds=feeds())
+    request.run_timeout.FromSeconds(30)
+    now = time.monotonic_ns()
+    mode = RunOnce(asyncio.get_running_loop().time() + 300)
+    running = asyncio.ensure_future(
+        fixture.service.runner.run(program, request, now - 100 * 10**9, now - int(compiling_s * 1e9), mode, is_new=True)
+    )
+    if is_answered:
+        await fixture.answered(running, Kind.RUN)
+        assert 20 < mode.ends_at - asyncio.get_running_loop().time() < 31
+        return
+    # Loading is a part of compiling.
+    fixture.engine.answer(await fixture.engine.next(Kind.COMPILE), Kind.COMPILED)
+    with pytest.raises(GradruleError) as failure:
+        await running
+    assert failure.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED

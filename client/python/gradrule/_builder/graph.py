@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
@@ -40,6 +40,9 @@ from gradrule.errors import (
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue
 
+if TYPE_CHECKING:
+    from gradrule.optimizers import OptimizerState
+
 
 class Graph(GraphLookup, GraphOps):
     """Holds a TensorFlow graph with the values of its variables, and adds nodes to it.
@@ -67,6 +70,7 @@ class Graph(GraphLookup, GraphOps):
         self.aliases: dict[str, str] = {}
         self.layers: list[LayerCall] = []
         self.non_trainable: set[str] = set()
+        self.optimizer_state: OptimizerState | None = None
         self._types = GraphTypes(message)
         self._names = UniqueNames()
         for node in message.node:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from gradrule._builder.frozen_variables import frozen
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 from gradrule.errors import InvalidGraphError, UnsupportedError
+from gradrule.optimizers import OptimizerState
 
 if TYPE_CHECKING:
     from gradrule._builder.graph import Graph
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 # Prefixes of the entries of the `.npz` file.
 _VARIABLE = "variable:"
 _ALIAS = "alias:"
+_SLOT = "slot:"
+# Entry with the rest of an optimizer's state, as JSON.
+_OPTIMIZER = "optimizer"
 
 
 def save(graph: Graph, path: str | os.PathLike[str], *, freeze: bool) -> None:
@@ -38,6 +44,8 @@ def save(graph: Graph, path: str | os.PathLike[str], *, freeze: bool) -> None:
                 f"the variable {name!r} holds strings, which an .npz file cannot hold; save with freeze=True"
             )
         entries[f"{_VARIABLE}{name}"] = array
+    if graph.optimizer_state is not None and not freeze:
+        entries |= _state_entries(graph.optimizer_state)
     beside = file.with_suffix(".npz")
     try:
         file.write_bytes(data)
@@ -63,8 +71,32 @@ def read_variables_and_aliases(graph: Graph, path: Path) -> None:
                 elif key.startswith(_VARIABLE):
                     name = key.removeprefix(_VARIABLE)
                     graph.variables[name] = _typed(graph, name, entries[key])
-    except (OSError, ValueError, zipfile.BadZipFile) as cause:
+            if _OPTIMIZER in entries.files:
+                graph.optimizer_state = _read_state(entries)
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as cause:
         raise InvalidGraphError(f"{beside}, which belongs to {path}, cannot be read: {cause}") from None
+
+
+def _state_entries(state: OptimizerState) -> dict[str, Any]:
+    slots = {name: np.asarray(value) for name, value in state.slots.items()}
+    rest = {
+        "name": state.name,
+        "settings": dict(state.settings),
+        "step": state.step,
+        "variables": list(state.variables),
+        "slots": {name: tensor_codec.number_of_array(value) for name, value in slots.items()},
+    }
+    return {_OPTIMIZER: np.asarray(json.dumps(rest)), **{f"{_SLOT}{name}": value for name, value in slots.items()}}
+
+
+def _read_state(entries: Mapping[str, tensor_codec.Array]) -> OptimizerState:
+    """Returns the state that `_state_entries` wrote. NumPy's files do not store types of ml_dtypes."""
+    rest = json.loads(str(entries[_OPTIMIZER]))
+    slots = {}
+    for name, number in rest["slots"].items():
+        value, dtype = entries[f"{_SLOT}{name}"], tensor_codec.numpy_dtype(number)
+        slots[name] = value if value.dtype == dtype else value.view(dtype)
+    return OptimizerState(rest["name"], rest["settings"], rest["step"], tuple(rest["variables"]), slots)
 
 
 def _typed(graph: Graph, name: str, value: tensor_codec.Array) -> tensor_codec.Array:

@@ -91,7 +91,10 @@ class ForwardBase:
             self._held, self._handle = answer, answer.handle
 
         answer = evaluate_pb2.ForwardResponse.FromString
-        return Call("forward", self._request, answer, decode, self._blobs, on_stream=True, large=self._large)
+        large = self._large
+        return Call(
+            "forward", self._request, answer, decode, self._blobs, on_stream=True, large=large, may_compile=True
+        )
 
     def _pull_back(self, grad_ys: GradYs | None, stacked: bool) -> evaluate_pb2.PullBackRequest:
         values = request_messages.upstream_values(grad_ys, self._what.ys, self._what.graph)

@@ -43,6 +43,7 @@ class Call(NamedTuple, Generic[R]):
         large: Bytes of the request that follow those of `request`.
         reader: Reads the answer if it may be in shared memory.
         may_share: Whether its tensors may be in shared memory; packed ones may not.
+        may_compile: Whether the server may have to compile a program for it.
     """
 
     method: str
@@ -54,6 +55,7 @@ class Call(NamedTuple, Generic[R]):
     large: Sequence[wire_format.Parts] = ()
     reader: AnswerReader | None = None
     may_share: bool = True
+    may_compile: bool = False
 
 
 def with_own_arrays(call: Call[R]) -> Call[R]:
@@ -104,6 +106,7 @@ def evaluate(
         large=large,
         reader=reader,
         may_share=transfer.packing is None,
+        may_compile=True,
     )
 
 
@@ -123,6 +126,7 @@ def compile_program(
         program_pb2.CompileProgramResponse.FromString,
         lambda response: response.program,
         blobs,
+        may_compile=True,
     )
 
 
@@ -146,6 +150,7 @@ def explain(
         program_pb2.CompileProgramResponse.FromString,
         lambda response: call_results.explanation(response, aliases, sent),
         blobs,
+        may_compile=True,
     )
 
 
@@ -170,7 +175,7 @@ def evaluate_call(
     answer: Callable[[bytes], Any] = evaluate_pb2.EvaluateResponse.FromString,
 ) -> Call[R]:
     """Returns a call of Evaluate for a request."""
-    return Call(EVALUATE, request, answer, decode, blobs, large=large)
+    return Call(EVALUATE, request, answer, decode, blobs, large=large, may_compile=request.HasField("spec"))
 
 
 def full_name(collection: str, name: str) -> str:

@@ -16,6 +16,7 @@ from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import ByName, bare
 from gradrule._builder.overrides import Overrides
 from gradrule._builder.specs import TensorSpec
+from gradrule._builder.variables import Variables
 from gradrule._messages import call_arguments, derivatives, request_messages, rpc_calls
 from gradrule._messages.call_arguments import CallParams, Feeds, Name, Names, NoGradient, ProgramArguments
 from gradrule._messages.error_status import error_from_status_bytes, message_parts, parsed
@@ -27,7 +28,7 @@ from gradrule._results.call_results import Resolution, Timings
 from gradrule.common import wire_format
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import InternalError, InvalidOptimizerError
-from gradrule.optimizers import Optimizer
+from gradrule.optimizers import Optimizer, OptimizerState
 from gradrule.v1 import evaluate_pb2, session_pb2
 from gradrule.v1.tensor_pb2 import Dt
 
@@ -115,11 +116,14 @@ class SessionBase:
             start.overrides.extend(override.message() for override in self._graph.node_overrides)
         start.variables.extend(item for item in spec.variables if item.name not in self._given)
         self._add_variables(start, self._given, "variables")
-        return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs)
+        if isinstance(self._graph, Graph) and self._graph.optimizer_state is not None:
+            start.optimizer_state.CopyFrom(_state_message(self._graph.optimizer_state, blobs))
+        return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs, may_compile=True)
 
     def _started(self, answer: session_pb2.SessionStarted) -> None:
         self._specs = call_results.specs(answer.variables)
         self._numbers = {bare(spec.name): spec.dtype for spec in answer.variables}
+        self._steps = answer.step
 
     def _step(
         self,
@@ -161,7 +165,8 @@ class SessionBase:
                 call_results.resolutions(answer.overrides),
             )
 
-        return Call("step", request, self._read_as(session_pb2.StepResponse), decode, blob_values.blobs_in(feeds))
+        blobs = blob_values.blobs_in(feeds)
+        return Call("step", request, self._read_as(session_pb2.StepResponse), decode, blobs, may_compile=True)
 
     def _trainable(self) -> list[str]:
         """Returns the variables to train; empty if the graph marks none as not trainable."""
@@ -224,6 +229,18 @@ class SessionBase:
         answer = session_pb2.AssignResponse.FromString
         return Call("assign", request, answer, lambda _: None, blob_values.blobs_in(values))
 
+    def _save(self, optimizer_state: bool) -> Call[Graph]:
+        request = session_pb2.ReadRequest(optimizer_state=optimizer_state)
+
+        def decode(answer: session_pb2.ReadResponse) -> Graph:
+            values = {item.name: to_numpy(item.value.inline_tensor) for item in answer.variables}
+            graph = self._saved(values)
+            if answer.HasField("optimizer_state"):
+                graph.optimizer_state = _read_state(answer.optimizer_state)
+            return graph
+
+        return Call("read", request, self._read_as(session_pb2.ReadResponse), decode)
+
     def _saved(self, values: Mapping[str, Array]) -> Graph:
         graph = Graph.from_bytes(graph_sources.graph_bytes(self._graph))
         if isinstance(self._graph, Graph):
@@ -253,9 +270,11 @@ class SessionBase:
 
         return read
 
-    def _message(self, call: Call[Any], timeout: float) -> bytes:
+    def _message(self, call: Call[Any], timeout: float, run_timeout: float | None) -> bytes:
         rest = session_pb2.RunSessionRequest()
         rest.timeout.FromNanoseconds(int(timeout * 1e9))
+        if run_timeout is not None and call.may_compile:
+            rest.run_timeout.FromNanoseconds(int(run_timeout * 1e9))
         packing = self._transfer.packing
         if packing is not None:
             # In place: the request may be sent again.
@@ -281,3 +300,25 @@ class SessionBase:
 
 def _requested_spec(graph: GraphLike, arguments: ProgramArguments, _: blob_values.Blobs) -> request_messages.Spec:
     return request_messages.requested_spec(graph, arguments)
+
+
+def _state_message(state: OptimizerState, blobs: blob_values.Blobs) -> session_pb2.OptimizerState:
+    """Returns the message of an optimizer's state; the bytes of large slots are added to `blobs`."""
+    slots = Variables(lambda _: 0)
+    slots.update(state.slots)
+    return session_pb2.OptimizerState(
+        optimizer=session_pb2.Optimizer(name=state.name, settings=state.settings),
+        step=state.step,
+        variables=state.variables,
+        slots=slots.messages(blobs),
+    )
+
+
+def _read_state(message: session_pb2.OptimizerState) -> OptimizerState:
+    return OptimizerState(
+        message.optimizer.name,
+        dict(message.optimizer.settings),
+        message.step,
+        tuple(message.variables),
+        {item.name: to_numpy(item.value.inline_tensor) for item in message.slots},
+    )

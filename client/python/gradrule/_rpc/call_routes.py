@@ -7,8 +7,10 @@ import numbers
 import time
 from typing import Any
 
+from gradrule._messages.rpc_calls import Call
 from gradrule.common import fast_paths
 from gradrule.errors import InvalidParamError
+from gradrule.v1 import evaluate_pb2
 
 # About thirty years. With much longer timeouts, gRPC's clock overflows and calls end at once.
 _LONGEST_S = 1e9
@@ -35,9 +37,43 @@ def checked_timeout(timeout: Any) -> float:
     raise InvalidParamError(f"timeout is a positive number of seconds, not {timeout!r}")
 
 
+def checked_compile_timeout(timeout: Any) -> float:
+    """Returns a timeout of compiling, which may be 0, as a float. Raises `InvalidParamError`."""
+    if timeout == 0 and not isinstance(timeout, bool):
+        return 0.0
+    try:
+        return checked_timeout(timeout)
+    except InvalidParamError:
+        raise InvalidParamError(f"compile_timeout is a number of seconds, 0 or more, not {timeout!r}") from None
+
+
 def call_timeout(timeout: Any, default: float) -> float:
     """Returns the timeout of a call in seconds: its own, or the default of the client."""
     return default if timeout is None else checked_timeout(timeout)
+
+
+def limit(call: Call[Any], timeout: Any, default_s: float, compile_s: float) -> float:
+    """Returns the timeout of a call in seconds.
+
+    A call for which the server may compile a program, and that has no timeout of its own, gets more time. Only
+    compiling may use it, so the request is given the limit of its run.
+
+    Args:
+        call: The call.
+        timeout: Its own timeout; None: it has none.
+        default_s: The client's default.
+        compile_s: Additional seconds for compiling.
+    """
+    if timeout is not None:
+        return checked_timeout(timeout)
+    if not (call.may_compile and compile_s):
+        return default_s
+    request = call.request
+    if isinstance(request, evaluate_pb2.ForwardRequest):
+        request = request.evaluate
+    if isinstance(request, evaluate_pb2.EvaluateRequest):
+        request.run_timeout.FromNanoseconds(int(default_s * 1e9))
+    return default_s + compile_s
 
 
 def remaining_s(ends_at: float) -> float:

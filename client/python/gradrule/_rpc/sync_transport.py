@@ -92,7 +92,7 @@ class Pipeline(Generic[R]):
 
     def start(self, call: Call[R]) -> None:
         """Sends a call without waiting for its answer."""
-        self._started.append(_start(self._client._sender, call, self._client._deadline(self._timeout)))
+        self._started.append(_start(self._client._sender, call, self._client._limit(call, self._timeout)))
 
     def next_result(self) -> R:
         """Waits for the first call and returns its result. Raises the error of a failed call."""

@@ -41,8 +41,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         metavar="SECONDS",
         type=seconds,
-        default=DEFAULT_TIMEOUT,
-        help=f"deadline of every call [default: {DEFAULT_TIMEOUT:g}]",
+        help=f"deadline of every call [default: {DEFAULT_TIMEOUT:g}, and more for compiling]",
     )
     group.add_argument(
         "--token",
@@ -87,12 +86,14 @@ def connect(options: argparse.Namespace) -> Client:
     """Opens a client for the server that the flags select; a context manager."""
     import gradrule as gr
 
+    # A deadline that the caller gives is that of the whole call.
+    limits = {} if options.timeout is None else {"timeout": options.timeout, "compile_timeout": 0.0}
     return gr.connect(
         options.target,
         credentials=credentials(options),
         token=options.token,
-        timeout=options.timeout,
         insecure_token=options.insecure_token,
+        **limits,
     )
 
 

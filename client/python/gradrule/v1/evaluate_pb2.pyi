@@ -135,6 +135,7 @@ class EvaluateRequest(google.protobuf.message.Message):
     BATCHING_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     program: builtins.str
     """Name of a compiled program: `programs/{id}`."""
     derivative: global___Derivative.ValueType
@@ -183,6 +184,12 @@ class EvaluateRequest(google.protobuf.message.Message):
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """Compression of the tensors in the answer. Default: none."""
 
+    @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """Time limit that does not count the time for compiling the program, which only the deadline of the call limits. Default: the
+        deadline. With a deadline of 330 s and a run_timeout of 30 s, compiling may take 300 s, but a program that is compiled gets 30 s.
+        """
+
     def __init__(
         self,
         *,
@@ -198,9 +205,10 @@ class EvaluateRequest(google.protobuf.message.Message):
         batching: gradrule.v1.program_pb2.Batching | None = ...,
         shared_memory: global___SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___EvaluateRequest = EvaluateRequest

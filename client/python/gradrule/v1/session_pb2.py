@@ -31,7 +31,7 @@ from gradrule.v1 import rule_pb2 as gradrule_dot_v1_dot_rule__pb2
 from gradrule.v1 import tensor_pb2 as gradrule_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19gradrule/v1/session.proto\x12\x0bgradrule.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x1agradrule/v1/evaluate.proto\x1a\x1agradrule/v1/override.proto\x1a\x19gradrule/v1/program.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\xc4\x01\n\x0cStartSession\x12\'\n\x05graph\x18\x01 \x01(\x0b\x32\x18.gradrule.v1.GraphSource\x12\x30\n\toverrides\x18\x02 \x03(\x0b\x32\x1d.gradrule.v1.GradientOverride\x12+\n\tvariables\x18\x03 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12,\n\x0bno_gradient\x18\x04 \x01(\x0e\x32\x17.gradrule.v1.NoGradient\"P\n\x0eSessionStarted\x12*\n\tvariables\x18\x01 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\x82\x01\n\tOptimizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x08settings\x18\x02 \x03(\x0b\x32$.gradrule.v1.Optimizer.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x92\x02\n\x0bStepRequest\x12\'\n\x05\x66\x65\x65\x64s\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x0c\n\x04loss\x18\x02 \x01(\t\x12)\n\toptimizer\x18\x03 \x01(\x0b\x32\x16.gradrule.v1.Optimizer\x12\x11\n\tvariables\x18\x04 \x03(\t\x12\x0f\n\x07\x66\x65tches\x18\x05 \x03(\t\x12\x34\n\x06params\x18\x06 \x03(\x0b\x32$.gradrule.v1.StepRequest.ParamsEntry\x1aG\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ParamValues:\x02\x38\x01\"\x9a\x01\n\x0cStepResponse\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.gradrule.v1.Timings\x12*\n\toverrides\x18\x04 \x03(\x0b\x32\x17.gradrule.v1.Resolution\"\xa6\x02\n\x16SessionEvaluateRequest\x12\'\n\x05\x66\x65\x65\x64s\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x0f\n\x07\x66\x65tches\x18\x02 \x03(\t\x12\x1d\n\x03vjp\x18\x03 \x01(\x0b\x32\x10.gradrule.v1.Vjp\x12)\n\x07grad_ys\x18\x04 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12?\n\x06params\x18\x05 \x03(\x0b\x32/.gradrule.v1.SessionEvaluateRequest.ParamsEntry\x1aG\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ParamValues:\x02\x38\x01\" \n\x0bReadRequest\x12\x11\n\tvariables\x18\x01 \x03(\t\";\n\x0cReadResponse\x12+\n\tvariables\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\"<\n\rAssignRequest\x12+\n\tvariables\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\"\x10\n\x0e\x41ssignResponse\"\xa9\x04\n\x11RunSessionRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.gradrule.v1.StartSessionH\x00\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.StepRequestH\x00\x12\x37\n\x08\x65valuate\x18\x03 \x01(\x0b\x32#.gradrule.v1.SessionEvaluateRequestH\x00\x12(\n\x04read\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.ReadRequestH\x00\x12,\n\x06\x61ssign\x18\x05 \x01(\x0b\x32\x1a.gradrule.v1.AssignRequestH\x00\x12,\n\x04\x63\x61ll\x18\x06 \x01(\x0b\x32\x1c.gradrule.v1.EvaluateRequestH\x00\x12.\n\x07\x66orward\x18\x08 \x01(\x0b\x32\x1b.gradrule.v1.ForwardRequestH\x00\x12\x31\n\tpull_back\x18\n \x01(\x0b\x32\x1c.gradrule.v1.PullBackRequestH\x00\x12\x37\n\x0c\x63lose_handle\x18\x0b \x01(\x0b\x32\x1f.gradrule.v1.CloseHandleRequestH\x00\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x0e\x61nswer_packing\x18\t \x01(\x0b\x32\x14.gradrule.v1.PackingB\t\n\x07request\"\xcd\x03\n\x12RunSessionResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.gradrule.v1.SessionStartedH\x00\x12)\n\x04step\x18\x02 \x01(\x0b\x32\x19.gradrule.v1.StepResponseH\x00\x12\x31\n\x08\x65valuate\x18\x03 \x01(\x0b\x32\x1d.gradrule.v1.EvaluateResponseH\x00\x12)\n\x04read\x18\x04 \x01(\x0b\x32\x19.gradrule.v1.ReadResponseH\x00\x12-\n\x06\x61ssign\x18\x05 \x01(\x0b\x32\x1b.gradrule.v1.AssignResponseH\x00\x12/\n\x07\x66orward\x18\x06 \x01(\x0b\x32\x1c.gradrule.v1.ForwardResponseH\x00\x12\x32\n\tpull_back\x18\x07 \x01(\x0b\x32\x1d.gradrule.v1.PullBackResponseH\x00\x12\x38\n\x0c\x63lose_handle\x18\x08 \x01(\x0b\x32 .gradrule.v1.CloseHandleResponseH\x00\x12$\n\x06status\x18\x0f \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\n\n\x08response2c\n\x0eSessionService\x12Q\n\nRunSession\x12\x1e.gradrule.v1.RunSessionRequest\x1a\x1f.gradrule.v1.RunSessionResponse(\x01\x30\x01\x42V\n\x0f\x63om.gradrule.v1B\x0cSessionProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19gradrule/v1/session.proto\x12\x0bgradrule.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x1agradrule/v1/evaluate.proto\x1a\x1agradrule/v1/override.proto\x1a\x19gradrule/v1/program.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\xfa\x01\n\x0cStartSession\x12\'\n\x05graph\x18\x01 \x01(\x0b\x32\x18.gradrule.v1.GraphSource\x12\x30\n\toverrides\x18\x02 \x03(\x0b\x32\x1d.gradrule.v1.GradientOverride\x12+\n\tvariables\x18\x03 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12,\n\x0bno_gradient\x18\x04 \x01(\x0e\x32\x17.gradrule.v1.NoGradient\x12\x34\n\x0foptimizer_state\x18\x05 \x01(\x0b\x32\x1b.gradrule.v1.OptimizerState\"\x85\x01\n\x0eOptimizerState\x12)\n\toptimizer\x18\x01 \x01(\x0b\x32\x16.gradrule.v1.Optimizer\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x11\n\tvariables\x18\x03 \x03(\t\x12\'\n\x05slots\x18\x04 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\"^\n\x0eSessionStarted\x12*\n\tvariables\x18\x01 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\"\x82\x01\n\tOptimizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x08settings\x18\x02 \x03(\x0b\x32$.gradrule.v1.Optimizer.SettingsEntry\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x92\x02\n\x0bStepRequest\x12\'\n\x05\x66\x65\x65\x64s\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x0c\n\x04loss\x18\x02 \x01(\t\x12)\n\toptimizer\x18\x03 \x01(\x0b\x32\x16.gradrule.v1.Optimizer\x12\x11\n\tvariables\x18\x04 \x03(\t\x12\x0f\n\x07\x66\x65tches\x18\x05 \x03(\t\x12\x34\n\x06params\x18\x06 \x03(\x0b\x32$.gradrule.v1.StepRequest.ParamsEntry\x1aG\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ParamValues:\x02\x38\x01\"\x9a\x01\n\x0cStepResponse\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.gradrule.v1.Timings\x12*\n\toverrides\x18\x04 \x03(\x0b\x32\x17.gradrule.v1.Resolution\"\xa6\x02\n\x16SessionEvaluateRequest\x12\'\n\x05\x66\x65\x65\x64s\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x0f\n\x07\x66\x65tches\x18\x02 \x03(\t\x12\x1d\n\x03vjp\x18\x03 \x01(\x0b\x32\x10.gradrule.v1.Vjp\x12)\n\x07grad_ys\x18\x04 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12?\n\x06params\x18\x05 \x03(\x0b\x32/.gradrule.v1.SessionEvaluateRequest.ParamsEntry\x1aG\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ParamValues:\x02\x38\x01\"9\n\x0bReadRequest\x12\x11\n\tvariables\x18\x01 \x03(\t\x12\x17\n\x0foptimizer_state\x18\x02 \x01(\x08\"q\n\x0cReadResponse\x12+\n\tvariables\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x34\n\x0foptimizer_state\x18\x02 \x01(\x0b\x32\x1b.gradrule.v1.OptimizerState\"<\n\rAssignRequest\x12+\n\tvariables\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\"\x10\n\x0e\x41ssignResponse\"\xd9\x04\n\x11RunSessionRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.gradrule.v1.StartSessionH\x00\x12(\n\x04step\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.StepRequestH\x00\x12\x37\n\x08\x65valuate\x18\x03 \x01(\x0b\x32#.gradrule.v1.SessionEvaluateRequestH\x00\x12(\n\x04read\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.ReadRequestH\x00\x12,\n\x06\x61ssign\x18\x05 \x01(\x0b\x32\x1a.gradrule.v1.AssignRequestH\x00\x12,\n\x04\x63\x61ll\x18\x06 \x01(\x0b\x32\x1c.gradrule.v1.EvaluateRequestH\x00\x12.\n\x07\x66orward\x18\x08 \x01(\x0b\x32\x1b.gradrule.v1.ForwardRequestH\x00\x12\x31\n\tpull_back\x18\n \x01(\x0b\x32\x1c.gradrule.v1.PullBackRequestH\x00\x12\x37\n\x0c\x63lose_handle\x18\x0b \x01(\x0b\x32\x1f.gradrule.v1.CloseHandleRequestH\x00\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0brun_timeout\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x0e\x61nswer_packing\x18\t \x01(\x0b\x32\x14.gradrule.v1.PackingB\t\n\x07request\"\xcd\x03\n\x12RunSessionResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.gradrule.v1.SessionStartedH\x00\x12)\n\x04step\x18\x02 \x01(\x0b\x32\x19.gradrule.v1.StepResponseH\x00\x12\x31\n\x08\x65valuate\x18\x03 \x01(\x0b\x32\x1d.gradrule.v1.EvaluateResponseH\x00\x12)\n\x04read\x18\x04 \x01(\x0b\x32\x19.gradrule.v1.ReadResponseH\x00\x12-\n\x06\x61ssign\x18\x05 \x01(\x0b\x32\x1b.gradrule.v1.AssignResponseH\x00\x12/\n\x07\x66orward\x18\x06 \x01(\x0b\x32\x1c.gradrule.v1.ForwardResponseH\x00\x12\x32\n\tpull_back\x18\x07 \x01(\x0b\x32\x1d.gradrule.v1.PullBackResponseH\x00\x12\x38\n\x0c\x63lose_handle\x18\x08 \x01(\x0b\x32 .gradrule.v1.CloseHandleResponseH\x00\x12$\n\x06status\x18\x0f \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\n\n\x08response2c\n\x0eSessionService\x12Q\n\nRunSession\x12\x1e.gradrule.v1.RunSessionRequest\x1a\x1f.gradrule.v1.RunSessionResponse(\x01\x30\x01\x42V\n\x0f\x63om.gradrule.v1B\x0cSessionProtoP\x01Z\x16gradrule/v1;gradrulev1\xaa\x02\x0bGradrule.V1\xea\x02\x0cGradrule::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,35 +46,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONEVALUATEREQUEST_PARAMSENTRY']._loaded_options = None
   _globals['_SESSIONEVALUATEREQUEST_PARAMSENTRY']._serialized_options = b'8\001'
   _globals['_STARTSESSION']._serialized_start=233
-  _globals['_STARTSESSION']._serialized_end=429
-  _globals['_SESSIONSTARTED']._serialized_start=431
-  _globals['_SESSIONSTARTED']._serialized_end=511
-  _globals['_OPTIMIZER']._serialized_start=514
-  _globals['_OPTIMIZER']._serialized_end=644
-  _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_start=597
-  _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_end=644
-  _globals['_STEPREQUEST']._serialized_start=647
-  _globals['_STEPREQUEST']._serialized_end=921
-  _globals['_STEPREQUEST_PARAMSENTRY']._serialized_start=850
-  _globals['_STEPREQUEST_PARAMSENTRY']._serialized_end=921
-  _globals['_STEPRESPONSE']._serialized_start=924
-  _globals['_STEPRESPONSE']._serialized_end=1078
-  _globals['_SESSIONEVALUATEREQUEST']._serialized_start=1081
-  _globals['_SESSIONEVALUATEREQUEST']._serialized_end=1375
-  _globals['_SESSIONEVALUATEREQUEST_PARAMSENTRY']._serialized_start=850
-  _globals['_SESSIONEVALUATEREQUEST_PARAMSENTRY']._serialized_end=921
-  _globals['_READREQUEST']._serialized_start=1377
-  _globals['_READREQUEST']._serialized_end=1409
-  _globals['_READRESPONSE']._serialized_start=1411
-  _globals['_READRESPONSE']._serialized_end=1470
-  _globals['_ASSIGNREQUEST']._serialized_start=1472
-  _globals['_ASSIGNREQUEST']._serialized_end=1532
-  _globals['_ASSIGNRESPONSE']._serialized_start=1534
-  _globals['_ASSIGNRESPONSE']._serialized_end=1550
-  _globals['_RUNSESSIONREQUEST']._serialized_start=1553
-  _globals['_RUNSESSIONREQUEST']._serialized_end=2106
-  _globals['_RUNSESSIONRESPONSE']._serialized_start=2109
-  _globals['_RUNSESSIONRESPONSE']._serialized_end=2570
-  _globals['_SESSIONSERVICE']._serialized_start=2572
-  _globals['_SESSIONSERVICE']._serialized_end=2671
+  _globals['_STARTSESSION']._serialized_end=483
+  _globals['_OPTIMIZERSTATE']._serialized_start=486
+  _globals['_OPTIMIZERSTATE']._serialized_end=619
+  _globals['_SESSIONSTARTED']._serialized_start=621
+  _globals['_SESSIONSTARTED']._serialized_end=715
+  _globals['_OPTIMIZER']._serialized_start=718
+  _globals['_OPTIMIZER']._serialized_end=848
+  _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_start=801
+  _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_end=848
+  _globals['_STEPREQUEST']._serialized_start=851
+  _globals['_STEPREQUEST']._serialized_end=1125
+  _globals['_STEPREQUEST_PARAMSENTRY']._serialized_start=1054
+  _globals['_STEPREQUEST_PARAMSENTRY']._serialized_end=1125
+  _globals['_STEPRESPONSE']._serialized_start=1128
+  _globals['_STEPRESPONSE']._serialized_end=1282
+  _globals['_SESSIONEVALUATEREQUEST']._serialized_start=1285
+  _globals['_SESSIONEVALUATEREQUEST']._serialized_end=1579
+  _globals['_SESSIONEVALUATEREQUEST_PARAMSENTRY']._serialized_start=1054
+  _globals['_SESSIONEVALUATEREQUEST_PARAMSENTRY']._serialized_end=1125
+  _globals['_READREQUEST']._serialized_start=1581
+  _globals['_READREQUEST']._serialized_end=1638
+  _globals['_READRESPONSE']._serialized_start=1640
+  _globals['_READRESPONSE']._serialized_end=1753
+  _globals['_ASSIGNREQUEST']._serialized_start=1755
+  _globals['_ASSIGNREQUEST']._serialized_end=1815
+  _globals['_ASSIGNRESPONSE']._serialized_start=1817
+  _globals['_ASSIGNRESPONSE']._serialized_end=1833
+  _globals['_RUNSESSIONREQUEST']._serialized_start=1836
+  _globals['_RUNSESSIONREQUEST']._serialized_end=2437
+  _globals['_RUNSESSIONRESPONSE']._serialized_start=2440
+  _globals['_RUNSESSIONRESPONSE']._serialized_end=2901
+  _globals['_SESSIONSERVICE']._serialized_start=2903
+  _globals['_SESSIONSERVICE']._serialized_end=3002
 # @@protoc_insertion_point(module_scope)

@@ -29,6 +29,7 @@ class StartSession(google.protobuf.message.Message):
     OVERRIDES_FIELD_NUMBER: builtins.int
     VARIABLES_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
     @property
@@ -45,6 +46,12 @@ class StartSession(google.protobuf.message.Message):
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Initial values of variables; they take precedence over the graph's initializers."""
 
+    @property
+    def optimizer_state(self) -> global___OptimizerState:
+        """State of the optimizer of an earlier session, which ReadRequest returns. Its variables must have values. Steps with the same
+        optimizer continue with its slots.
+        """
+
     def __init__(
         self,
         *,
@@ -52,11 +59,49 @@ class StartSession(google.protobuf.message.Message):
         overrides: collections.abc.Iterable[gradrule.v1.override_pb2.GradientOverride] | None = ...,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+        optimizer_state: global___OptimizerState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["graph", b"graph"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["graph", b"graph", "optimizer_state", b"optimizer_state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "optimizer_state", b"optimizer_state", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
 
 global___StartSession = StartSession
+
+@typing.final
+class OptimizerState(google.protobuf.message.Message):
+    """State of a session's optimizer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of steps that the session had completed; the next session continues counting."""
+    @property
+    def optimizer(self) -> global___Optimizer:
+        """Optimizer, with the settings of the last step."""
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the variables that the optimizer updates."""
+
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Name and value of each slot, for example `w/momentum`. All are required."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: global___Optimizer | None = ...,
+        step: builtins.int = ...,
+        variables: collections.abc.Iterable[builtins.str] | None = ...,
+        slots: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "slots", b"slots", "step", b"step", "variables", b"variables"]) -> None: ...
+
+global___OptimizerState = OptimizerState
 
 @typing.final
 class SessionStarted(google.protobuf.message.Message):
@@ -66,8 +111,11 @@ class SessionStarted(google.protobuf.message.Message):
 
     VARIABLES_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
     size_bytes: builtins.int
     """Memory of the variables' values, in bytes."""
+    step: builtins.int
+    """Number of completed steps: 0, or that of the optimizer's state."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
         """Name, element type and shape of each variable."""
@@ -77,8 +125,9 @@ class SessionStarted(google.protobuf.message.Message):
         *,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         size_bytes: builtins.int = ...,
+        step: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["size_bytes", b"size_bytes", "variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["size_bytes", b"size_bytes", "step", b"step", "variables", b"variables"]) -> None: ...
 
 global___SessionStarted = SessionStarted
 
@@ -306,6 +355,9 @@ class ReadRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
+    optimizer_state: builtins.bool
+    """Whether to return the state of the optimizer too."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of variables; empty: all."""
@@ -314,8 +366,9 @@ class ReadRequest(google.protobuf.message.Message):
         self,
         *,
         variables: collections.abc.Iterable[builtins.str] | None = ...,
+        optimizer_state: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state", "variables", b"variables"]) -> None: ...
 
 global___ReadRequest = ReadRequest
 
@@ -326,16 +379,23 @@ class ReadResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Name and value of each variable."""
+
+    @property
+    def optimizer_state(self) -> global___OptimizerState:
+        """State of the optimizer, if it was requested. Not set before the first step."""
 
     def __init__(
         self,
         *,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        optimizer_state: global___OptimizerState | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state", "variables", b"variables"]) -> None: ...
 
 global___ReadResponse = ReadResponse
 
@@ -387,6 +447,7 @@ class RunSessionRequest(google.protobuf.message.Message):
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     @property
     def start(self) -> global___StartSession:
@@ -434,6 +495,10 @@ class RunSessionRequest(google.protobuf.message.Message):
         """Time limit of this message. Default and maximum: settings of the server, the same as for calls."""
 
     @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in EvaluateRequest. Default: none, or what the `call` or `forward` says. Not for `start`, which may take the whole timeout."""
+
+    @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """Compression of the tensors in the answer. Default: none, or what the `call`, `forward` or `pull_back` says."""
 
@@ -450,10 +515,11 @@ class RunSessionRequest(google.protobuf.message.Message):
         pull_back: gradrule.v1.evaluate_pb2.PullBackRequest | None = ...,
         close_handle: gradrule.v1.evaluate_pb2.CloseHandleRequest | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RunSessionRequest = RunSessionRequest

@@ -967,6 +967,7 @@ class SessionRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
+    RESTORE_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
@@ -993,6 +994,10 @@ class SessionRequest(google.protobuf.message.Message):
     def read(self) -> global___SessionRead:
         """Reads variables."""
 
+    @property
+    def restore(self) -> global___SessionRestore:
+        """Creates the optimizer with slots of an earlier session."""
+
     def __init__(
         self,
         *,
@@ -1000,14 +1005,15 @@ class SessionRequest(google.protobuf.message.Message):
         run: global___SessionRun | None = ...,
         assign: global___SessionAssign | None = ...,
         read: global___SessionRead | None = ...,
+        restore: global___SessionRestore | None = ...,
         max_bytes: builtins.int = ...,
         deadline_ns: builtins.int = ...,
         blob_folder: builtins.str = ...,
         max_bytes_setting: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "blob_folder", b"blob_folder", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "max_bytes_setting", b"max_bytes_setting", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read"] | None: ...
+    def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "restore", b"restore", "run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "blob_folder", b"blob_folder", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "max_bytes_setting", b"max_bytes_setting", "read", b"read", "restore", b"restore", "run", b"run", "session", b"session"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read", "restore"] | None: ...
 
 global___SessionRequest = SessionRequest
 
@@ -1073,13 +1079,53 @@ class SessionAssign(google.protobuf.message.Message):
 global___SessionAssign = SessionAssign
 
 @typing.final
+class SessionRestore(google.protobuf.message.Message):
+    """Creates the optimizer of a session with slots of an earlier session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of steps that the earlier session had completed."""
+    @property
+    def optimizer(self) -> gradrule.v1.session_pb2.Optimizer:
+        """The optimizer."""
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the variables that it updates."""
+
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BoundVariable]:
+        """The slots."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
+        step: builtins.int = ...,
+        variables: collections.abc.Iterable[builtins.str] | None = ...,
+        slots: collections.abc.Iterable[global___BoundVariable] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "slots", b"slots", "step", b"step", "variables", b"variables"]) -> None: ...
+
+global___SessionRestore = SessionRestore
+
+@typing.final
 class SessionRead(google.protobuf.message.Message):
     """Reads variables."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     PACKING_FIELD_NUMBER: builtins.int
+    optimizer_state: builtins.bool
+    """Whether to read the optimizer's state too."""
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names."""
@@ -1092,10 +1138,11 @@ class SessionRead(google.protobuf.message.Message):
         self,
         *,
         variables: collections.abc.Iterable[builtins.str] | None = ...,
+        optimizer_state: builtins.bool = ...,
         packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["packing", b"packing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["packing", b"packing", "variables", b"variables"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state", "packing", b"packing", "variables", b"variables"]) -> None: ...
 
 global___SessionRead = SessionRead
 
@@ -1110,6 +1157,7 @@ class SessionReply(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     KEPT_BYTES_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     response: builtins.bytes
     """For a run: bytes of a `gradrule.v1.EvaluateResponse`."""
     bytes: builtins.int
@@ -1122,6 +1170,10 @@ class SessionReply(google.protobuf.message.Message):
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """For a read: the values."""
 
+    @property
+    def optimizer_state(self) -> gradrule.v1.session_pb2.OptimizerState:
+        """For a read: state of the optimizer, if the session has one and it was requested."""
+
     def __init__(
         self,
         *,
@@ -1130,8 +1182,10 @@ class SessionReply(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         step: builtins.int = ...,
         kept_bytes: builtins.int = ...,
+        optimizer_state: gradrule.v1.session_pb2.OptimizerState | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "kept_bytes", b"kept_bytes", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "kept_bytes", b"kept_bytes", "optimizer_state", b"optimizer_state", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
 
 global___SessionReply = SessionReply
 
@@ -1257,6 +1311,7 @@ class RawSessionRequest(google.protobuf.message.Message):
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     start: builtins.bytes
     """A StartSession."""
@@ -1281,6 +1336,10 @@ class RawSessionRequest(google.protobuf.message.Message):
         """As in `gradrule.v1.RunSessionRequest`."""
 
     @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in `gradrule.v1.RunSessionRequest`."""
+
+    @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """As in `gradrule.v1.RunSessionRequest`."""
 
@@ -1297,10 +1356,11 @@ class RawSessionRequest(google.protobuf.message.Message):
         pull_back: builtins.bytes = ...,
         close_handle: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "call", b"call", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "read", b"read", "request", b"request", "run_timeout", b"run_timeout", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "call", "forward", "pull_back", "close_handle"] | None: ...
 
 global___RawSessionRequest = RawSessionRequest
@@ -2118,6 +2178,7 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     BATCHING_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
+    RUN_TIMEOUT_FIELD_NUMBER: builtins.int
     program: builtins.str
     """As in `gradrule.v1.EvaluateRequest`."""
     spec: builtins.bytes
@@ -2158,6 +2219,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """As in `gradrule.v1.EvaluateRequest`."""
 
+    @property
+    def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As in `gradrule.v1.EvaluateRequest`."""
+
     def __init__(
         self,
         *,
@@ -2173,9 +2238,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         batching: gradrule.v1.program_pb2.Batching | None = ...,
         shared_memory: gradrule.v1.evaluate_pb2.SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
+        run_timeout: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "run_timeout", b"run_timeout", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___RawEvaluateRequest = RawEvaluateRequest
@@ -2305,6 +2371,7 @@ class RawStartSession(google.protobuf.message.Message):
     OVERRIDES_FIELD_NUMBER: builtins.int
     VARIABLES_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
+    OPTIMIZER_STATE_FIELD_NUMBER: builtins.int
     graph: builtins.bytes
     """A GraphSource."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
@@ -2317,6 +2384,10 @@ class RawStartSession(google.protobuf.message.Message):
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """As in `gradrule.v1.StartSession`."""
 
+    @property
+    def optimizer_state(self) -> gradrule.v1.session_pb2.OptimizerState:
+        """As in `gradrule.v1.StartSession`."""
+
     def __init__(
         self,
         *,
@@ -2324,8 +2395,10 @@ class RawStartSession(google.protobuf.message.Message):
         overrides: collections.abc.Iterable[builtins.bytes] | None = ...,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+        optimizer_state: gradrule.v1.session_pb2.OptimizerState | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer_state", b"optimizer_state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "optimizer_state", b"optimizer_state", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
 
 global___RawStartSession = RawStartSession
 

@@ -198,8 +198,8 @@ def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:
     context.require(dtype, Domain.FLOAT, function)
     value = Value(dtype, tensor, weak=value.weak, sources=value.sources)
     if axes == Axes("list", (-1,)):
-        op = "LogSoftmax" if log else "Softmax"
-        return Value(dtype, context.builder.add(op, tensor, T=dtype), weak=value.weak, sources=value.sources)
+        found = _softmax_along_last_axis(context.builder, "LogSoftmax" if log else "Softmax", tensor, dtype)
+        return Value(dtype, found, weak=value.weak, sources=value.sources)
     # Subtracting the largest value does not change the result and keeps exp from overflowing.
     largest = _reduced(context, "Max", axes, value, tensor, dtype)
     shifted = context.elementwise(BINARY["-"], [value, largest], function)
@@ -210,6 +210,19 @@ def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:
             BINARY["-"], [shifted, context.elementwise(UNARY["log"], [total], function)], function
         )
     return context.elementwise(BINARY["/"], [powers, total], function)
+
+
+def _softmax_along_last_axis(builder: GraphBuilder, op: str, tensor: str, dtype: int) -> str:
+    """Adds TensorFlow's op. Its kernel for float32 on CPUs takes at most 5 axes, so it gets two."""
+    if dtype == Dt.DT_DOUBLE:
+        return builder.add(op, tensor, T=dtype)
+    shape = builder.add("Shape", tensor, T=dtype, out_type=_INT64)
+    one, all_others = builder.constant(1, _INT64), builder.constant(-1, _INT64)
+    # An axis without elements would not say how many elements the other axes have.
+    last = builder.add("Maximum", _dimension(builder, shape, -1), one, T=_INT64)
+    rows = builder.add("Pack", all_others, last, T=_INT64, N=_int(2), axis=_int(0))
+    matrix = builder.add("Reshape", tensor, rows, T=dtype, Tshape=_INT64)
+    return builder.add("Reshape", builder.add(op, matrix, T=dtype), shape, T=dtype, Tshape=_INT64)
 
 
 def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, dtype: int) -> Value:

@@ -350,6 +350,8 @@ class _Reader:
                     self._source.start(word),
                     f"{function.name} takes no keyword {quoted(word.arg or '**')}: {function.usage}",
                 )
+            if axis is not None:
+                raise self._error(word.value, "the axis is given twice")
             axis = word.value
         if function.axis and axis is None and len(positional) == 2:
             axis = positional.pop()

@@ -40,6 +40,7 @@ class AsyncClientBase:
         *,
         token: str | None,
         timeout: float,
+        compile_timeout: float,
         stream: bool = True,
         transfer: Transfer = PLAIN,
         shared_memory: bool = True,
@@ -48,6 +49,7 @@ class AsyncClientBase:
         self._metadata = channels.metadata(token) + transfer.metadata
         self._transfer = transfer
         self._timeout = timeout
+        self._compile_timeout = compile_timeout
         routes = Routes(use_stream=stream)
         self._memory = SharedMemory(is_enabled=shared_memory)
         self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, self._closed)
@@ -166,7 +168,7 @@ class AsyncClientBase:
         """Sends a call, and the blobs that the server lacks for it. Raises the error of a failed call."""
         if call.blobs:
             return await self._follow(rpc_calls.call_steps(call), timeout)
-        return await self._sender.send(call, call_routes.call_timeout(timeout, self._timeout))
+        return await self._sender.send(call, self._limit(call, timeout))
 
     async def _follow(
         self, steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R], timeout: float | None
@@ -202,8 +204,8 @@ class AsyncClientBase:
     async def _send_blobs(self, blobs: Mapping[str, blob_values.Data], timeout: float | None) -> None:
         await self._follow(rpc_calls.upload_steps(blobs), timeout)
 
-    def _deadline(self, timeout: float | None) -> float:
-        return call_routes.call_timeout(timeout, self._timeout)
+    def _limit(self, call: rpc_calls.Call[Any], timeout: float | None) -> float:
+        return call_routes.limit(call, timeout, self._timeout, self._compile_timeout)
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")

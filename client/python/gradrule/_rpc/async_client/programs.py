@@ -211,7 +211,10 @@ class AsyncProgram(ProgramBase):
         if cast:
             feeds, grad_ys = casting(feeds), casting(grad_ys)
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
+        call = self._call(feeds, params, grad_ys, stacked_grad_ys, chosen)
+        if grad_ys is not None:
+            call = self._compiling("stacked_grad_ys" if stacked_grad_ys else "grad_ys", call)
+        return await self._client._run(call, timeout)
 
     async def forward(
         self,
@@ -317,7 +320,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.jvp`.
         """
         call = derivatives.program_jvp(self._message, feeds, tangents, params)
-        return await self._client._run(self._client._transfer.applied(call), timeout)
+        return await self._client._run(self._compiling("jvp", self._client._transfer.applied(call)), timeout)
 
     async def jacobian(
         self,
@@ -342,7 +345,8 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.jacobian`.
         """
         call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        return await self._client._run(self._client._transfer.applied(call), timeout)
+        compiling = self._compiling("batch_jacobian" if batched else "jacobian", self._client._transfer.applied(call))
+        return await self._client._run(compiling, timeout)
 
     async def hvp(
         self,
@@ -369,7 +373,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.hvp`.
         """
         call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
-        return await self._client._run(self._client._transfer.applied(call), timeout)
+        return await self._client._run(self._compiling("hvp", self._client._transfer.applied(call)), timeout)
 
     async def delete(self, *, timeout: float | None = None) -> None:
         """Deletes the program from the server.

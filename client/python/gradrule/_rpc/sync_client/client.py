@@ -29,6 +29,7 @@ def connect(
     credentials: grpc.ChannelCredentials | None = None,
     token: str | None = None,
     timeout: float = 30.0,
+    compile_timeout: float = 300.0,
     insecure_token: bool = False,
     stream: bool = True,
     transfer: Transfer = PLAIN,
@@ -42,6 +43,8 @@ def connect(
         credentials: What `gradrule.tls` returns, or channel credentials of gRPC; None: the connection is not encrypted.
         token: Sent as a bearer token with each call.
         timeout: Default timeout of calls, in seconds.
+        compile_timeout: Additional seconds for compiling a program, in calls that have no timeout of their own. The
+            call of a compiled program, and of one that was just compiled, still gets `timeout` seconds.
         insecure_token: Allow to send the token to another machine without encryption.
         stream: Send repeated calls of programs over one persistent stream, which makes each call faster. Must be False
             if a proxy distributes calls over several servers.
@@ -50,10 +53,11 @@ def connect(
             the same host and allows it, and `transfer` does not pack tensors.
 
     Raises:
-        InvalidParamError: The target is not valid, `timeout` is not positive, or the token would be sent without
-            encryption.
+        InvalidParamError: The target is not valid, `timeout` is not positive, `compile_timeout` is negative, or the
+            token would be sent without encryption.
     """
     timeout = call_routes.checked_timeout(timeout)
+    compile_timeout = call_routes.checked_compile_timeout(compile_timeout)
     target, credentials = channels.endpoint(target, credentials)
     channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
@@ -62,7 +66,14 @@ def connect(
     else:
         channel = grpc.secure_channel(address, credentials, options=channels.OPTIONS, compression=compression)
     return Client(
-        channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer, shared_memory=shared_memory
+        channel,
+        target,
+        token=token,
+        timeout=timeout,
+        compile_timeout=compile_timeout,
+        stream=stream,
+        transfer=transfer,
+        shared_memory=shared_memory,
     )
 
 
@@ -95,8 +106,8 @@ def local(**settings: Any) -> Iterator[Client]:
 class Client(RuleMethods, EvaluationMethods, ProgramMethods):
     """Sends calls to a server. Made by `connect` or `local`; close it, or use it in a `with` block.
 
-    Safe to share between threads. Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every
-    failure is a `GradruleError`.
+    Safe to share between threads. Every call has a deadline: its `timeout` in seconds, or that of `connect`, and
+    time for compiling. Every failure is a `GradruleError`.
     """
 
     def session(

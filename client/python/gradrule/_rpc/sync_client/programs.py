@@ -210,7 +210,10 @@ class Program(ProgramBase):
         if cast:
             feeds, grad_ys = casting(feeds), casting(grad_ys)
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
+        call = self._call(feeds, params, grad_ys, stacked_grad_ys, chosen)
+        if grad_ys is not None:
+            call = self._compiling("stacked_grad_ys" if stacked_grad_ys else "grad_ys", call)
+        return self._client._run(call, timeout)
 
     def forward(
         self,
@@ -316,7 +319,7 @@ class Program(ProgramBase):
             GradruleError: As in `Client.jvp`.
         """
         call = derivatives.program_jvp(self._message, feeds, tangents, params)
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        return self._client._run(self._compiling("jvp", self._client._transfer.applied(call)), timeout)
 
     def jacobian(
         self,
@@ -341,7 +344,8 @@ class Program(ProgramBase):
             GradruleError: As in `Client.jacobian`.
         """
         call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        compiling = self._compiling("batch_jacobian" if batched else "jacobian", self._client._transfer.applied(call))
+        return self._client._run(compiling, timeout)
 
     def hvp(
         self,
@@ -368,7 +372,7 @@ class Program(ProgramBase):
             GradruleError: As in `Client.hvp`.
         """
         call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
-        return self._client._run(self._client._transfer.applied(call), timeout)
+        return self._client._run(self._compiling("hvp", self._client._transfer.applied(call)), timeout)
 
     def delete(self, *, timeout: float | None = None) -> None:
         """Deletes the program from the server.

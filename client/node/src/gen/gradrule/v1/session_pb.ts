@@ -26,7 +26,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/session.proto.
  */
 export const file_gradrule_v1_session: GenFile = /*@__PURE__*/
-  fileDesc("ChlncmFkcnVsZS92MS9zZXNzaW9uLnByb3RvEgtncmFkcnVsZS52MSLEAQoMU3RhcnRTZXNzaW9uEicKBWdyYXBoGAEgASgLMhguZ3JhZHJ1bGUudjEuR3JhcGhTb3VyY2USMAoJb3ZlcnJpZGVzGAIgAygLMh0uZ3JhZHJ1bGUudjEuR3JhZGllbnRPdmVycmlkZRIrCgl2YXJpYWJsZXMYAyADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIsCgtub19ncmFkaWVudBgEIAEoDjIXLmdyYWRydWxlLnYxLk5vR3JhZGllbnQiUAoOU2Vzc2lvblN0YXJ0ZWQSKgoJdmFyaWFibGVzGAEgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxISCgpzaXplX2J5dGVzGAIgASgDIoIBCglPcHRpbWl6ZXISDAoEbmFtZRgBIAEoCRI2CghzZXR0aW5ncxgCIAMoCzIkLmdyYWRydWxlLnYxLk9wdGltaXplci5TZXR0aW5nc0VudHJ5Gi8KDVNldHRpbmdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ASKSAgoLU3RlcFJlcXVlc3QSJwoFZmVlZHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIMCgRsb3NzGAIgASgJEikKCW9wdGltaXplchgDIAEoCzIWLmdyYWRydWxlLnYxLk9wdGltaXplchIRCgl2YXJpYWJsZXMYBCADKAkSDwoHZmV0Y2hlcxgFIAMoCRI0CgZwYXJhbXMYBiADKAsyJC5ncmFkcnVsZS52MS5TdGVwUmVxdWVzdC5QYXJhbXNFbnRyeRpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAEimgEKDFN0ZXBSZXNwb25zZRIpCgdvdXRwdXRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISDAoEc3RlcBgCIAEoAxIlCgd0aW1pbmdzGAMgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncxIqCglvdmVycmlkZXMYBCADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uIqYCChZTZXNzaW9uRXZhbHVhdGVSZXF1ZXN0EicKBWZlZWRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISDwoHZmV0Y2hlcxgCIAMoCRIdCgN2anAYAyABKAsyEC5ncmFkcnVsZS52MS5WanASKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEj8KBnBhcmFtcxgFIAMoCzIvLmdyYWRydWxlLnYxLlNlc3Npb25FdmFsdWF0ZVJlcXVlc3QuUGFyYW1zRW50cnkaRwoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEicKBXZhbHVlGAIgASgLMhguZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZXM6AjgBIiAKC1JlYWRSZXF1ZXN0EhEKCXZhcmlhYmxlcxgBIAMoCSI7CgxSZWFkUmVzcG9uc2USKwoJdmFyaWFibGVzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3IiPAoNQXNzaWduUmVxdWVzdBIrCgl2YXJpYWJsZXMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvciIQCg5Bc3NpZ25SZXNwb25zZSKpBAoRUnVuU2Vzc2lvblJlcXVlc3QSKgoFc3RhcnQYASABKAsyGS5ncmFkcnVsZS52MS5TdGFydFNlc3Npb25IABIoCgRzdGVwGAIgASgLMhguZ3JhZHJ1bGUudjEuU3RlcFJlcXVlc3RIABI3CghldmFsdWF0ZRgDIAEoCzIjLmdyYWRydWxlLnYxLlNlc3Npb25FdmFsdWF0ZVJlcXVlc3RIABIoCgRyZWFkGAQgASgLMhguZ3JhZHJ1bGUudjEuUmVhZFJlcXVlc3RIABIsCgZhc3NpZ24YBSABKAsyGi5ncmFkcnVsZS52MS5Bc3NpZ25SZXF1ZXN0SAASLAoEY2FsbBgGIAEoCzIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdEgAEi4KB2ZvcndhcmQYCCABKAsyGy5ncmFkcnVsZS52MS5Gb3J3YXJkUmVxdWVzdEgAEjEKCXB1bGxfYmFjaxgKIAEoCzIcLmdyYWRydWxlLnYxLlB1bGxCYWNrUmVxdWVzdEgAEjcKDGNsb3NlX2hhbmRsZRgLIAEoCzIfLmdyYWRydWxlLnYxLkNsb3NlSGFuZGxlUmVxdWVzdEgAEioKB3RpbWVvdXQYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoOYW5zd2VyX3BhY2tpbmcYCSABKAsyFC5ncmFkcnVsZS52MS5QYWNraW5nQgkKB3JlcXVlc3QizQMKElJ1blNlc3Npb25SZXNwb25zZRIuCgdzdGFydGVkGAEgASgLMhsuZ3JhZHJ1bGUudjEuU2Vzc2lvblN0YXJ0ZWRIABIpCgRzdGVwGAIgASgLMhkuZ3JhZHJ1bGUudjEuU3RlcFJlc3BvbnNlSAASMQoIZXZhbHVhdGUYAyABKAsyHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlSAASKQoEcmVhZBgEIAEoCzIZLmdyYWRydWxlLnYxLlJlYWRSZXNwb25zZUgAEi0KBmFzc2lnbhgFIAEoCzIbLmdyYWRydWxlLnYxLkFzc2lnblJlc3BvbnNlSAASLwoHZm9yd2FyZBgGIAEoCzIcLmdyYWRydWxlLnYxLkZvcndhcmRSZXNwb25zZUgAEjIKCXB1bGxfYmFjaxgHIAEoCzIdLmdyYWRydWxlLnYxLlB1bGxCYWNrUmVzcG9uc2VIABI4CgxjbG9zZV9oYW5kbGUYCCABKAsyIC5ncmFkcnVsZS52MS5DbG9zZUhhbmRsZVJlc3BvbnNlSAASJAoGc3RhdHVzGA8gASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIKCghyZXNwb25zZTJjCg5TZXNzaW9uU2VydmljZRJRCgpSdW5TZXNzaW9uEh4uZ3JhZHJ1bGUudjEuUnVuU2Vzc2lvblJlcXVlc3QaHy5ncmFkcnVsZS52MS5SdW5TZXNzaW9uUmVzcG9uc2UoATABQlYKD2NvbS5ncmFkcnVsZS52MUIMU2Vzc2lvblByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_gradrule_v1_evaluate, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChlncmFkcnVsZS92MS9zZXNzaW9uLnByb3RvEgtncmFkcnVsZS52MSL6AQoMU3RhcnRTZXNzaW9uEicKBWdyYXBoGAEgASgLMhguZ3JhZHJ1bGUudjEuR3JhcGhTb3VyY2USMAoJb3ZlcnJpZGVzGAIgAygLMh0uZ3JhZHJ1bGUudjEuR3JhZGllbnRPdmVycmlkZRIrCgl2YXJpYWJsZXMYAyADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIsCgtub19ncmFkaWVudBgEIAEoDjIXLmdyYWRydWxlLnYxLk5vR3JhZGllbnQSNAoPb3B0aW1pemVyX3N0YXRlGAUgASgLMhsuZ3JhZHJ1bGUudjEuT3B0aW1pemVyU3RhdGUihQEKDk9wdGltaXplclN0YXRlEikKCW9wdGltaXplchgBIAEoCzIWLmdyYWRydWxlLnYxLk9wdGltaXplchIMCgRzdGVwGAIgASgDEhEKCXZhcmlhYmxlcxgDIAMoCRInCgVzbG90cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yIl4KDlNlc3Npb25TdGFydGVkEioKCXZhcmlhYmxlcxgBIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSEgoKc2l6ZV9ieXRlcxgCIAEoAxIMCgRzdGVwGAMgASgDIoIBCglPcHRpbWl6ZXISDAoEbmFtZRgBIAEoCRI2CghzZXR0aW5ncxgCIAMoCzIkLmdyYWRydWxlLnYxLk9wdGltaXplci5TZXR0aW5nc0VudHJ5Gi8KDVNldHRpbmdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ASKSAgoLU3RlcFJlcXVlc3QSJwoFZmVlZHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIMCgRsb3NzGAIgASgJEikKCW9wdGltaXplchgDIAEoCzIWLmdyYWRydWxlLnYxLk9wdGltaXplchIRCgl2YXJpYWJsZXMYBCADKAkSDwoHZmV0Y2hlcxgFIAMoCRI0CgZwYXJhbXMYBiADKAsyJC5ncmFkcnVsZS52MS5TdGVwUmVxdWVzdC5QYXJhbXNFbnRyeRpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAEimgEKDFN0ZXBSZXNwb25zZRIpCgdvdXRwdXRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISDAoEc3RlcBgCIAEoAxIlCgd0aW1pbmdzGAMgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncxIqCglvdmVycmlkZXMYBCADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uIqYCChZTZXNzaW9uRXZhbHVhdGVSZXF1ZXN0EicKBWZlZWRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISDwoHZmV0Y2hlcxgCIAMoCRIdCgN2anAYAyABKAsyEC5ncmFkcnVsZS52MS5WanASKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEj8KBnBhcmFtcxgFIAMoCzIvLmdyYWRydWxlLnYxLlNlc3Npb25FdmFsdWF0ZVJlcXVlc3QuUGFyYW1zRW50cnkaRwoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEicKBXZhbHVlGAIgASgLMhguZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZXM6AjgBIjkKC1JlYWRSZXF1ZXN0EhEKCXZhcmlhYmxlcxgBIAMoCRIXCg9vcHRpbWl6ZXJfc3RhdGUYAiABKAgicQoMUmVhZFJlc3BvbnNlEisKCXZhcmlhYmxlcxgBIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEjQKD29wdGltaXplcl9zdGF0ZRgCIAEoCzIbLmdyYWRydWxlLnYxLk9wdGltaXplclN0YXRlIjwKDUFzc2lnblJlcXVlc3QSKwoJdmFyaWFibGVzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3IiEAoOQXNzaWduUmVzcG9uc2Ui2QQKEVJ1blNlc3Npb25SZXF1ZXN0EioKBXN0YXJ0GAEgASgLMhkuZ3JhZHJ1bGUudjEuU3RhcnRTZXNzaW9uSAASKAoEc3RlcBgCIAEoCzIYLmdyYWRydWxlLnYxLlN0ZXBSZXF1ZXN0SAASNwoIZXZhbHVhdGUYAyABKAsyIy5ncmFkcnVsZS52MS5TZXNzaW9uRXZhbHVhdGVSZXF1ZXN0SAASKAoEcmVhZBgEIAEoCzIYLmdyYWRydWxlLnYxLlJlYWRSZXF1ZXN0SAASLAoGYXNzaWduGAUgASgLMhouZ3JhZHJ1bGUudjEuQXNzaWduUmVxdWVzdEgAEiwKBGNhbGwYBiABKAsyHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3RIABIuCgdmb3J3YXJkGAggASgLMhsuZ3JhZHJ1bGUudjEuRm9yd2FyZFJlcXVlc3RIABIxCglwdWxsX2JhY2sYCiABKAsyHC5ncmFkcnVsZS52MS5QdWxsQmFja1JlcXVlc3RIABI3CgxjbG9zZV9oYW5kbGUYCyABKAsyHy5ncmFkcnVsZS52MS5DbG9zZUhhbmRsZVJlcXVlc3RIABIqCgd0aW1lb3V0GAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KC3J1bl90aW1lb3V0GAwgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiwKDmFuc3dlcl9wYWNraW5nGAkgASgLMhQuZ3JhZHJ1bGUudjEuUGFja2luZ0IJCgdyZXF1ZXN0Is0DChJSdW5TZXNzaW9uUmVzcG9uc2USLgoHc3RhcnRlZBgBIAEoCzIbLmdyYWRydWxlLnYxLlNlc3Npb25TdGFydGVkSAASKQoEc3RlcBgCIAEoCzIZLmdyYWRydWxlLnYxLlN0ZXBSZXNwb25zZUgAEjEKCGV2YWx1YXRlGAMgASgLMh0uZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXNwb25zZUgAEikKBHJlYWQYBCABKAsyGS5ncmFkcnVsZS52MS5SZWFkUmVzcG9uc2VIABItCgZhc3NpZ24YBSABKAsyGy5ncmFkcnVsZS52MS5Bc3NpZ25SZXNwb25zZUgAEi8KB2ZvcndhcmQYBiABKAsyHC5ncmFkcnVsZS52MS5Gb3J3YXJkUmVzcG9uc2VIABIyCglwdWxsX2JhY2sYByABKAsyHS5ncmFkcnVsZS52MS5QdWxsQmFja1Jlc3BvbnNlSAASOAoMY2xvc2VfaGFuZGxlGAggASgLMiAuZ3JhZHJ1bGUudjEuQ2xvc2VIYW5kbGVSZXNwb25zZUgAEiQKBnN0YXR1cxgPIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzSABCCgoIcmVzcG9uc2UyYwoOU2Vzc2lvblNlcnZpY2USUQoKUnVuU2Vzc2lvbhIeLmdyYWRydWxlLnYxLlJ1blNlc3Npb25SZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuUnVuU2Vzc2lvblJlc3BvbnNlKAEwAUJWCg9jb20uZ3JhZHJ1bGUudjFCDFNlc3Npb25Qcm90b1ABWhZncmFkcnVsZS92MTtncmFkcnVsZXYxqgILR3JhZHJ1bGUuVjHqAgxHcmFkcnVsZTo6VjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_rpc_status, file_gradrule_v1_evaluate, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * Starts a session.
@@ -62,6 +62,14 @@ export type StartSession = Message<"gradrule.v1.StartSession"> & {
    * @generated from field: gradrule.v1.NoGradient no_gradient = 4;
    */
   noGradient: NoGradient;
+
+  /**
+   * State of the optimizer of an earlier session, which ReadRequest returns. Its variables must have values. Steps with the same
+   * optimizer continue with its slots.
+   *
+   * @generated from field: gradrule.v1.OptimizerState optimizer_state = 5;
+   */
+  optimizerState?: OptimizerState | undefined;
 };
 
 /**
@@ -70,6 +78,48 @@ export type StartSession = Message<"gradrule.v1.StartSession"> & {
  */
 export const StartSessionSchema: GenMessage<StartSession> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_session, 0);
+
+/**
+ * State of a session's optimizer.
+ *
+ * @generated from message gradrule.v1.OptimizerState
+ */
+export type OptimizerState = Message<"gradrule.v1.OptimizerState"> & {
+  /**
+   * Optimizer, with the settings of the last step.
+   *
+   * @generated from field: gradrule.v1.Optimizer optimizer = 1;
+   */
+  optimizer?: Optimizer | undefined;
+
+  /**
+   * Number of steps that the session had completed; the next session continues counting.
+   *
+   * @generated from field: int64 step = 2;
+   */
+  step: bigint;
+
+  /**
+   * Names of the variables that the optimizer updates.
+   *
+   * @generated from field: repeated string variables = 3;
+   */
+  variables: string[];
+
+  /**
+   * Name and value of each slot, for example `w/momentum`. All are required.
+   *
+   * @generated from field: repeated gradrule.v1.NamedTensor slots = 4;
+   */
+  slots: NamedTensor[];
+};
+
+/**
+ * Describes the message gradrule.v1.OptimizerState.
+ * Use `create(OptimizerStateSchema)` to create a new message.
+ */
+export const OptimizerStateSchema: GenMessage<OptimizerState> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_session, 1);
 
 /**
  * Answer to StartSession.
@@ -90,6 +140,13 @@ export type SessionStarted = Message<"gradrule.v1.SessionStarted"> & {
    * @generated from field: int64 size_bytes = 2;
    */
   sizeBytes: bigint;
+
+  /**
+   * Number of completed steps: 0, or that of the optimizer's state.
+   *
+   * @generated from field: int64 step = 3;
+   */
+  step: bigint;
 };
 
 /**
@@ -97,7 +154,7 @@ export type SessionStarted = Message<"gradrule.v1.SessionStarted"> & {
  * Use `create(SessionStartedSchema)` to create a new message.
  */
 export const SessionStartedSchema: GenMessage<SessionStarted> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 1);
+  messageDesc(file_gradrule_v1_session, 2);
 
 /**
  * A Keras optimizer with its settings. Its slots live as long as the session. A step that names another optimizer, or changes a
@@ -128,7 +185,7 @@ export type Optimizer = Message<"gradrule.v1.Optimizer"> & {
  * Use `create(OptimizerSchema)` to create a new message.
  */
 export const OptimizerSchema: GenMessage<Optimizer> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 2);
+  messageDesc(file_gradrule_v1_session, 3);
 
 /**
  * Runs one training step: computes gradients of a loss with respect to variables and applies them with an optimizer. Values that
@@ -185,7 +242,7 @@ export type StepRequest = Message<"gradrule.v1.StepRequest"> & {
  * Use `create(StepRequestSchema)` to create a new message.
  */
 export const StepRequestSchema: GenMessage<StepRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 3);
+  messageDesc(file_gradrule_v1_session, 4);
 
 /**
  * Answer to StepRequest.
@@ -227,7 +284,7 @@ export type StepResponse = Message<"gradrule.v1.StepResponse"> & {
  * Use `create(StepResponseSchema)` to create a new message.
  */
 export const StepResponseSchema: GenMessage<StepResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 4);
+  messageDesc(file_gradrule_v1_session, 5);
 
 /**
  * Evaluates the graph with the session's variables. Values that the graph assigns to variables are kept. A `call` can do the same,
@@ -277,7 +334,7 @@ export type SessionEvaluateRequest = Message<"gradrule.v1.SessionEvaluateRequest
  * Use `create(SessionEvaluateRequestSchema)` to create a new message.
  */
 export const SessionEvaluateRequestSchema: GenMessage<SessionEvaluateRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 5);
+  messageDesc(file_gradrule_v1_session, 6);
 
 /**
  * Reads variables.
@@ -291,6 +348,13 @@ export type ReadRequest = Message<"gradrule.v1.ReadRequest"> & {
    * @generated from field: repeated string variables = 1;
    */
   variables: string[];
+
+  /**
+   * Whether to return the state of the optimizer too.
+   *
+   * @generated from field: bool optimizer_state = 2;
+   */
+  optimizerState: boolean;
 };
 
 /**
@@ -298,7 +362,7 @@ export type ReadRequest = Message<"gradrule.v1.ReadRequest"> & {
  * Use `create(ReadRequestSchema)` to create a new message.
  */
 export const ReadRequestSchema: GenMessage<ReadRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 6);
+  messageDesc(file_gradrule_v1_session, 7);
 
 /**
  * Answer to ReadRequest.
@@ -312,6 +376,13 @@ export type ReadResponse = Message<"gradrule.v1.ReadResponse"> & {
    * @generated from field: repeated gradrule.v1.NamedTensor variables = 1;
    */
   variables: NamedTensor[];
+
+  /**
+   * State of the optimizer, if it was requested. Not set before the first step.
+   *
+   * @generated from field: gradrule.v1.OptimizerState optimizer_state = 2;
+   */
+  optimizerState?: OptimizerState | undefined;
 };
 
 /**
@@ -319,7 +390,7 @@ export type ReadResponse = Message<"gradrule.v1.ReadResponse"> & {
  * Use `create(ReadResponseSchema)` to create a new message.
  */
 export const ReadResponseSchema: GenMessage<ReadResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 7);
+  messageDesc(file_gradrule_v1_session, 8);
 
 /**
  * Assigns values to variables: to all of them or, after an error, to none.
@@ -340,7 +411,7 @@ export type AssignRequest = Message<"gradrule.v1.AssignRequest"> & {
  * Use `create(AssignRequestSchema)` to create a new message.
  */
 export const AssignRequestSchema: GenMessage<AssignRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 8);
+  messageDesc(file_gradrule_v1_session, 9);
 
 /**
  * Answer to AssignRequest.
@@ -355,7 +426,7 @@ export type AssignResponse = Message<"gradrule.v1.AssignResponse"> & {
  * Use `create(AssignResponseSchema)` to create a new message.
  */
 export const AssignResponseSchema: GenMessage<AssignResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 9);
+  messageDesc(file_gradrule_v1_session, 10);
 
 /**
  * A message from the client.
@@ -453,6 +524,13 @@ export type RunSessionRequest = Message<"gradrule.v1.RunSessionRequest"> & {
   timeout?: Duration | undefined;
 
   /**
+   * As in EvaluateRequest. Default: none, or what the `call` or `forward` says. Not for `start`, which may take the whole timeout.
+   *
+   * @generated from field: google.protobuf.Duration run_timeout = 12;
+   */
+  runTimeout?: Duration | undefined;
+
+  /**
    * Compression of the tensors in the answer. Default: none, or what the `call`, `forward` or `pull_back` says.
    *
    * @generated from field: gradrule.v1.Packing answer_packing = 9;
@@ -465,7 +543,7 @@ export type RunSessionRequest = Message<"gradrule.v1.RunSessionRequest"> & {
  * Use `create(RunSessionRequestSchema)` to create a new message.
  */
 export const RunSessionRequestSchema: GenMessage<RunSessionRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 10);
+  messageDesc(file_gradrule_v1_session, 11);
 
 /**
  * A message from the server.
@@ -558,7 +636,7 @@ export type RunSessionResponse = Message<"gradrule.v1.RunSessionResponse"> & {
  * Use `create(RunSessionResponseSchema)` to create a new message.
  */
 export const RunSessionResponseSchema: GenMessage<RunSessionResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 11);
+  messageDesc(file_gradrule_v1_session, 12);
 
 /**
  * Trains models on the server.
