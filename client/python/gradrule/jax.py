@@ -13,7 +13,7 @@ It needs JAX: `pip install 'gradrule[jax]'`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,21 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from gradrule._bridges.jax_arrays import JAX
+from gradrule._bridges.local_rules import LocalRule
 from gradrule._bridges.program_function import Arrays, ProgramFunction, RemoteCallable
+from gradrule._builder.rules import RuleLike
 from gradrule._messages.call_arguments import CallParams
 from gradrule._rpc.sync_client.programs import Program
-from gradrule.errors import FeedDtypeError, FeedShapeError, InvalidDerivativeError, UnsupportedError
+from gradrule.errors import (
+    FeedDtypeError,
+    FeedShapeError,
+    InvalidDerivativeError,
+    InvalidOverrideError,
+    UnsupportedError,
+)
 
-__all__ = ["RemoteFunction", "remote"]
+__all__ = ["RemoteFunction", "remote", "surrogate"]
 
 
 def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
@@ -56,6 +65,63 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
             JAX's 64-bit types, which are off.
     """
     return RemoteFunction(ProgramFunction(program, params, timeout))
+
+
+def surrogate(
+    rule: RuleLike, forward: str | Callable[[Any], Any] = "heaviside", **params: Any
+) -> Callable[[Any], jax.Array]:
+    """Returns an elementwise function with a rule as its gradient, computed by JAX without a server.
+
+    `surrogate("fast_sigmoid", slope=10.0)` is a step whose gradient is that of a fast sigmoid, as spiking networks use;
+    `surrogate("ste_sign", "sign")` a sign with a straight-through estimator.
+
+    Args:
+        rule: The name of an elementwise rule of the catalogue, a formula, or a `gr.Rule`.
+        forward: The function itself: "heaviside" (1 where x > 0, otherwise 0), "sign", "round" (halves to even), or a
+            function of an array that returns one of the same shape and dtype.
+        **params: Values of the rule's params: numbers or arrays.
+
+    Returns:
+        A function of an array of a floating type, a `jax.custom_vjp`, which returns an array of the same dtype and
+        shape. 16-bit types are computed in float32 and rounded once. It works under `jit`, `vmap` and `grad` of `grad`.
+
+    Raises:
+        UnknownRuleError: The catalogue has no such rule.
+        UnsupportedError: The rule runs on a server only, as rules for LRP do, which need the op's weights.
+        InvalidOverrideError: `forward` is no function, nor the name of one.
+        GradruleError: The formula or a param is invalid.
+    """
+    local = LocalRule(rule, params)
+    function = _FORWARD.get(forward) if isinstance(forward, str) else forward
+    if not callable(function):
+        raise InvalidOverrideError(f"forward is a function, or one of {', '.join(_FORWARD)}; not {forward!r}")
+
+    def run(x: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        y = function(x)
+        return y, (x, y)
+
+    def pull_back(kept: tuple[Any, Any], dy: Any) -> tuple[jax.Array]:
+        x, y = kept
+        values = {"x0": x, "y0": y, "dy0": dy}
+        if local.uses_default:
+            values["default0"] = jax.vjp(function, x)[1](dy)[0]
+        return (local.gradient(JAX, str(x.dtype), values),)
+
+    with_rule: Any = jax.custom_vjp(function)
+    with_rule.defvjp(run, pull_back)
+
+    def call(x: Any) -> jax.Array:
+        found: jax.Array = with_rule(jnp.asarray(x))
+        return found
+
+    return call
+
+
+_FORWARD: Mapping[str, Callable[[Any], Any]] = {
+    "heaviside": lambda x: (x > 0).astype(x.dtype),
+    "sign": jnp.sign,
+    "round": jnp.round,
+}
 
 
 class RemoteFunction(RemoteCallable):

@@ -15,17 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 
+from gradrule._bridges.local_rules import LocalRule
 from gradrule._bridges.program_function import Arrays, ForwardRun, ProgramFunction, RemoteCallable
+from gradrule._bridges.torch_arrays import TORCH, array_of, tensor_of
+from gradrule._builder.rules import RuleLike
 from gradrule._messages.call_arguments import CallParams
 from gradrule._rpc.sync_client.programs import Program
-from gradrule.common.tensor_codec import Array
-from gradrule.errors import FeedDtypeError, InvalidDerivativeError, UnknownFeedError
+from gradrule.errors import FeedDtypeError, InvalidDerivativeError, InvalidOverrideError, UnknownFeedError
 
-__all__ = ["RemoteFunction", "RemoteModule", "remote", "remote_module"]
+__all__ = ["RemoteFunction", "RemoteModule", "Surrogate", "remote", "remote_module", "surrogate"]
 
 
 def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
@@ -78,6 +79,115 @@ def remote_module(
         GradruleError: As for `remote`.
     """
     return RemoteModule(remote(program, params=params, timeout=timeout), weights)
+
+
+def surrogate(rule: RuleLike, forward: str | Callable[[Any], Any] = "heaviside", **params: Any) -> Surrogate:
+    """Returns an elementwise function with a rule as its gradient, computed by PyTorch without a server.
+
+    `surrogate("fast_sigmoid", slope=10.0)` is a step whose gradient is that of a fast sigmoid, as spiking networks use;
+    `surrogate("ste_sign", "sign")` a sign with a straight-through estimator.
+
+    Args:
+        rule: The name of an elementwise rule of the catalogue, a formula, or a `gr.Rule`.
+        forward: The function itself: "heaviside" (1 where x > 0, otherwise 0), "sign", "round" (halves to even), or a
+            function of a tensor that returns one of the same shape and dtype.
+        **params: Values of the rule's params: numbers, arrays, or tensors, which get no gradient.
+
+    Returns:
+        A function of a tensor of a floating type, which returns a tensor of the same dtype and shape. 16-bit types are
+        computed in float32 and rounded once. It works with double backward, `torch.func` and `torch.compile`'s graph
+        breaks, and can be pickled if `forward` can.
+
+    Raises:
+        UnknownRuleError: The catalogue has no such rule.
+        UnsupportedError: The rule runs on a server only, as rules for LRP do, which need the op's weights.
+        InvalidOverrideError: `forward` is no function, nor the name of one.
+        GradruleError: The formula or a param is invalid.
+    """
+    return Surrogate(rule, forward, params)
+
+
+class Surrogate:
+    """An elementwise function with a rule as its gradient, which `surrogate` returns."""
+
+    def __init__(self, rule: RuleLike, forward: str | Callable[[Any], Any], params: Mapping[str, Any]) -> None:
+        self._given = rule, forward, dict(params)
+        self._rule = LocalRule(rule, params)
+        function = _FORWARD.get(forward) if isinstance(forward, str) else forward
+        if not callable(function):
+            raise InvalidOverrideError(f"forward is a function, or one of {', '.join(_FORWARD)}; not {forward!r}")
+        self._forward: Callable[[Any], Any] = function
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the function of a tensor.
+
+        Raises:
+            GradruleError: The rule does not fit the type of x; raised by `backward`.
+        """
+        found: torch.Tensor = _WithRule.apply(self._forward, self._rule, x)
+        return found
+
+    def __repr__(self) -> str:
+        rule, forward, params = self._given
+        named = "".join(f", {name}={value!r}" for name, value in params.items())
+        return f"surrogate({rule!r}, {forward!r}{named})"
+
+    def __reduce__(self) -> Any:
+        return Surrogate, self._given
+
+
+_FORWARD: Mapping[str, Callable[[Any], Any]] = {
+    "heaviside": lambda x: (x > 0).to(x.dtype),
+    "sign": torch.sign,
+    "round": torch.round,
+}
+
+
+class _WithRule(torch.autograd.Function):
+    """Computes a function whose gradient is a rule: (function, rule, x) → y."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: Callable[[Any], Any], rule: LocalRule, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = function(x)
+        # Functions such as the identity return x itself.
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.function, ctx.rule, x = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, y = ctx.saved_tensors
+        return None, None, _gradient(ctx.function, ctx.rule, x, y, dy)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, tangent: torch.Tensor) -> torch.Tensor:
+        # An elementwise rule is its own transpose.
+        x, y = ctx.saved_tensors
+        return _gradient(ctx.function, ctx.rule, x, y, tangent)
+
+
+def _gradient(
+    function: Callable[[Any], Any], rule: LocalRule, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor
+) -> torch.Tensor:
+    values = {"x0": x, "y0": y, "dy0": dy}
+    if rule.uses_default:
+        values["default0"] = _own_gradient(function, x, dy)
+    found: torch.Tensor = rule.gradient(TORCH, str(x.dtype).removeprefix("torch."), values)
+    return found
+
+
+def _own_gradient(function: Callable[[Any], Any], x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """Returns PyTorch's gradient of a function."""
+    _, pull_back = torch.func.vjp(function, x)
+    (found,) = pull_back(dy)
+    own: torch.Tensor = found
+    return own
 
 
 class RemoteFunction(RemoteCallable):
@@ -152,20 +262,20 @@ class _Call:
         self._constants = constants
 
     def feeds(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-        return {**self._constants, **{name: _array(tensor) for name, tensor in zip(self.names, tensors, strict=True)}}
+        return {**self._constants, **{name: array_of(tensor) for name, tensor in zip(self.names, tensors, strict=True)}}
 
     def by_tensor(self, gradients: Arrays, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Returns gradients of the xs as one for each tensor; None for tensors that are no xs."""
         found = dict(zip(self.function.xs, gradients, strict=True))
         return [
-            _tensor(found[name], tensor).to(tensor.dtype) if name in found else None
+            tensor_of(found[name], tensor).to(tensor.dtype) if name in found else None
             for name, tensor in zip(self.names, tensors, strict=True)
         ]
 
     def directions(self, given: Sequence[torch.Tensor | None]) -> dict[str, Any]:
         """Returns the directions of the xs, by input, of one direction for each tensor."""
         return {
-            name: _array(direction)
+            name: array_of(direction)
             for name, direction in zip(self.names, given, strict=True)
             if direction is not None and name in self.function.xs
         }
@@ -183,7 +293,7 @@ class _Forward(torch.autograd.Function):
         else:
             ys = call.function.run(feeds)
         like = tensors[0] if tensors else torch.empty(())
-        return tuple(_tensor(y, like) for y in ys)
+        return tuple(tensor_of(y, like) for y in ys)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -208,7 +318,7 @@ class _Forward(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *tensors: torch.Tensor) -> tuple[Any, Any]:
         rows = _rows(info.batch_size, in_dims[1:], tensors)
         results = call.function.run_many([call.feeds(row) for row in rows])
-        ys = tuple(_tensor(np.stack(column), tensors[0]) for column in zip(*results, strict=True))
+        ys = tuple(tensor_of(np.stack(column), tensors[0]) for column in zip(*results, strict=True))
         return ys, (0,) * len(ys)
 
 
@@ -273,7 +383,7 @@ class _PushForward(torch.autograd.Function):
     def forward(call: _Call, count: int, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors = given[:count]
         products = call.function.push_forward(call.feeds(tensors), call.directions(given[count:]))
-        return tuple(None if product is None else _tensor(product, tensors[0]) for product in products)
+        return tuple(None if product is None else tensor_of(product, tensors[0]) for product in products)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
@@ -310,7 +420,7 @@ class _Again(torch.autograd.Function):
         feeds = call.feeds(tensors)
         again = function.pull_back_again(feeds, _arrays(grad_ys), vectors)
         pushed = function.push_forward(feeds, vectors)
-        by_y = [None if like is None else _tensor(y, like) for y, like in zip(pushed, grad_ys, strict=True)]
+        by_y = [None if like is None else tensor_of(y, like) for y, like in zip(pushed, grad_ys, strict=True)]
         return *call.by_tensor(again, tensors), *by_y
 
     @staticmethod
@@ -364,40 +474,8 @@ def _stacked(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-# Types that NumPy has from ml_dtypes, with the integer type of the same size.
-_OTHER_TYPES = {
-    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
-    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
-    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
-}
-_TORCH_TYPE_OF = {numpy_type: torch_type for torch_type, (_, numpy_type) in _OTHER_TYPES.items()}
-
-
 def _arrays(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    return [None if tensor is None else _array(tensor) for tensor in tensors]
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    """Returns a tensor as an array, which shares its memory if that is the CPU's."""
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if tensor.dtype in _OTHER_TYPES:
-        integer, numpy_type = _OTHER_TYPES[tensor.dtype]
-        found: Array = tensor.contiguous().view(integer).numpy().view(numpy_type)
-        return found
-    array: Array = tensor.numpy()
-    return array
-
-
-def _tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
-    """Returns an array as a tensor on the device of another tensor."""
-    array = np.ascontiguousarray(value).reshape(np.shape(value))
-    if array.dtype in _TORCH_TYPE_OF:
-        torch_type = _TORCH_TYPE_OF[array.dtype]
-        integer, _ = _OTHER_TYPES[torch_type]
-        found = torch.from_numpy(array.view(f"i{array.itemsize}" if integer is torch.int16 else "u1")).view(torch_type)
-    else:
-        found = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return found.to(like.device)
+    return [None if tensor is None else array_of(tensor) for tensor in tensors]
 
 
 def _weight(name: str, value: Any, dtype: str) -> torch.Tensor:
@@ -405,9 +483,9 @@ def _weight(name: str, value: Any, dtype: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         tensor = value.detach().clone()
     elif isinstance(value, np.ndarray):
-        tensor = _tensor(value.copy(), torch.empty(()))
+        tensor = tensor_of(value.copy(), torch.empty(()))
     else:
-        tensor = _tensor(np.array(value, np.dtype(dtype)), torch.empty(()))
-    if _array(tensor).dtype != np.dtype(dtype):
-        raise FeedDtypeError(f"the weight {name!r} is {_array(tensor).dtype.name}, but the input is {dtype}")
+        tensor = tensor_of(np.array(value, np.dtype(dtype)), torch.empty(()))
+    if array_of(tensor).dtype != np.dtype(dtype):
+        raise FeedDtypeError(f"the weight {name!r} is {array_of(tensor).dtype.name}, but the input is {dtype}")
     return tensor

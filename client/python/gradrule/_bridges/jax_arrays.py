@@ -29,7 +29,8 @@ class JaxLibrary:
         return jnp.asarray(value)
 
     def cast(self, value: Any, dtype: str) -> Any:
-        return value.astype(dtype)
+        # Without `jax_enable_x64`, JAX has no 64-bit types; it computes in those of 32 bits.
+        return value.astype(jax.dtypes.canonicalize_dtype(dtype))
 
     def reduce(self, op: str, value: Any, axes: tuple[int, ...], keep: bool) -> Any:
         empty = {"initial": -np.inf if op == "Max" else np.inf} if op in ("Max", "Min") and value.size == 0 else {}

@@ -188,7 +188,9 @@ def _range(_: Library, __: Attrs, start: Any, limit: Any, delta: Any) -> Any:
 def _broadcast_axes(_: Library, __: Attrs, wanted: Any, shape: Any) -> Any:
     """Returns the axes to sum over so that a tensor of one shape becomes one that broadcasts to it."""
     padded = np.concatenate([np.ones(len(shape) - len(wanted), np.int64), wanted])
-    return np.flatnonzero((padded == 1) & ((np.asarray(shape) != 1) | (np.arange(len(shape)) < len(shape) - len(wanted))))
+    return np.flatnonzero(
+        (padded == 1) & ((np.asarray(shape) != 1) | (np.arange(len(shape)) < len(shape) - len(wanted)))
+    )
 
 
 def _draw(numbers: Callable[..., Any]) -> Compute:
@@ -199,7 +201,7 @@ def _draw(numbers: Callable[..., Any]) -> Compute:
     return compute
 
 
-# What each op of a rule's graph computes: (library, attributes, inputs) → value, or a tuple if the op has several outputs.
+# What each op of a rule's graph computes: (library, attributes, inputs) → value; a tuple if the op has several outputs.
 OPS: Mapping[str, Compute] = {
     **{op: _elementwise(op) for op in ELEMENTWISE},
     **{op: _reduce(op) for op in ("Sum", "Mean", "Prod", "Max", "Min", "Any", "All")},
@@ -235,7 +237,11 @@ _OF_SHAPES = frozenset({"Shape", "Size", "Rank"})
 
 
 def run_rule_graph(
-    library: Library, graph: graph_pb2.Graph, results: Sequence[str | None], inputs: Mapping[str, str], values: Mapping[str, Any]
+    library: Library,
+    graph: graph_pb2.Graph,
+    results: Sequence[str | None],
+    inputs: Mapping[str, str],
+    values: Mapping[str, Any],
 ) -> list[Any]:
     """Runs the graph of a rule.
 
