@@ -6,7 +6,7 @@ client does not need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from gradrule.errors import (
     error_for_reason,
 )
 from gradrule_server import errors as server_errors
-from gradrule_server.rules import RuleContent, RuleGraph, Signature
+from gradrule_server.rules import Param, RuleContent, RuleGraph, Signature
 from gradrule_server.rules.catalogue import BUILTINS
 
 _COMPUTED_IN = {"float16": "float32", "bfloat16": "float32"}
@@ -51,7 +51,8 @@ class LocalRule:
         chosen = named_or_rule(rule)
         self.name = chosen if isinstance(chosen, str) else repr(chosen)
         self._content = _content(chosen, params)
-        self._params = self._values(params)
+        values = _checked(self.name, self._content.params, params)
+        self._params = {"salt": np.int64(0), **{f"param/{name}": value for name, value in values.items()}}
         self._bound: dict[str, RuleGraph] = {}
 
     @property
@@ -100,25 +101,34 @@ class LocalRule:
                 raise UnsupportedError(f"the rule {self.name} has the op {node.op}, which runs on a server only")
         return bound
 
-    def _values(self, params: Params) -> dict[str, Any]:
-        declared = {param.name: param for param in self._content.params}
-        values: dict[str, Any] = {"salt": np.int64(0)}
-        for name in params:
-            if name not in declared:
-                raise UnknownParamError(
-                    f"the rule {self.name} has no param {name!r}. Params: {', '.join(declared) or 'none'}"
-                )
-        for name, param in declared.items():
-            value = params.get(name, param.default)
-            if value is None:
-                raise MissingParamError(f"the rule {self.name} needs the param {name!r}: it has no default")
-            if not hasattr(value, "detach"):
-                value = np.asarray(value, np.float64)
-                outside = param.problem(value if value.shape else float(value))
-                if outside is not None:
-                    raise InvalidParamError(outside)
-            values[f"param/{name}"] = value
-        return values
+
+def params_of(name: str, params: Params) -> dict[str, Any]:
+    """Returns the values of the params of a rule of the catalogue, with its defaults.
+
+    Raises:
+        UnknownParamError, MissingParamError, InvalidParamError: As `LocalRule`.
+    """
+    values = _checked(name, BUILTINS[name].params, params)
+    return {param: float(value) if np.ndim(value) == 0 else value for param, value in values.items()}
+
+
+def _checked(rule: str, declared: Sequence[Param], params: Params) -> dict[str, Any]:
+    known = [param.name for param in declared]
+    for name in params:
+        if name not in known:
+            raise UnknownParamError(f"the rule {rule} has no param {name!r}. Params: {', '.join(known) or 'none'}")
+    values = {}
+    for param in declared:
+        value = params.get(param.name, param.default)
+        if value is None:
+            raise MissingParamError(f"the rule {rule} needs the param {param.name!r}: it has no default")
+        if not hasattr(value, "detach"):
+            value = np.asarray(value, np.float64)
+            outside = param.problem(value if value.shape else float(value))
+            if outside is not None:
+                raise InvalidParamError(outside)
+        values[param.name] = value
+    return values
 
 
 def _content(rule: RuleLike, params: Params) -> RuleContent:
