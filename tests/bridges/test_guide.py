@@ -27,6 +27,12 @@ def test_pytorch(client: Any) -> None:
     assert found["loss"].item() < 1e-9
 
 
+def test_rules_in_pytorch(client: Any) -> None:
+    found = run(client, "surrogate", "override")
+    np.testing.assert_allclose(found["potential"].grad, [0.25, 4 / 9], rtol=1e-6)
+    assert found["relevance"].shape == (1, 3)
+
+
 def test_jax(client: Any) -> None:
     found = run(client, "program", "jax")
     np.testing.assert_array_equal(np.sign(found["w"]), [1, -1, 1])
