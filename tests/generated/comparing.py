@@ -70,11 +70,21 @@ def _refuse(request: Request, found: Expected, wrong: set[int], perhaps_wrong: s
         if request.kind == "hvp" and override.every_order and override.is_only_op_type:
             found.may_refuse.add("INACTIVE_OVERRIDE")
             continue
-        units = {unit for unit in found.resolution.units if unit.override == number}
-        if not units & found.perhaps_active:
-            found.refusals.add("INACTIVE_OVERRIDE")
-        elif not units & found.active:
-            found.may_refuse.add("INACTIVE_OVERRIDE")
+        _check_effect({unit for unit in found.resolution.units if unit.override == number}, found)
+    carried: dict[tuple[str, str], set[Unit]] = {}
+    for unit in found.resolution.units:
+        if unit.override < 0:
+            carried.setdefault((unit.shown.op, unit.rule.text), set()).add(unit)
+    for units in carried.values():
+        _check_effect(units, found)
+
+
+def _check_effect(units: set[Unit], found: Expected) -> None:
+    """Refuses what has no effect: an override, or a rule that nodes of one op type name themselves."""
+    if not units & found.perhaps_active:
+        found.refusals.add("INACTIVE_OVERRIDE")
+    elif not units & found.active:
+        found.may_refuse.add("INACTIVE_OVERRIDE")
 
 
 def numbers(graph: Expanded, resolution: Resolution, request: Request) -> dict[str, Array | None]:

@@ -9,6 +9,9 @@ from tests.generated.expanded import FLOATS, Body, Node, Ref
 Seeds = Mapping[int, Collection[Ref]]
 """Tensors by id() of their body."""
 
+Shortcuts = Mapping[Node, Collection[Ref]]
+"""Tensors of the same body to which rules pass a node's gradients on, past the node's own inputs."""
+
 
 def passes(node: Node) -> bool:
     """Whether gradients can pass through a node."""
@@ -18,8 +21,17 @@ def passes(node: Node) -> bool:
 class Dependents:
     """The nodes with an input that is a seed or depends on one. differentiable: as far as gradients can pass."""
 
-    def __init__(self, top: Body, seeds: Seeds, *, differentiable: bool = False, stopped: Collection[Ref] = ()) -> None:
+    def __init__(
+        self,
+        top: Body,
+        seeds: Seeds,
+        *,
+        differentiable: bool = False,
+        stopped: Collection[Ref] = (),
+        shortcuts: Shortcuts | None = None,
+    ) -> None:
         self._top, self._seeds, self._differentiable, self._stopped = top, seeds, differentiable, stopped
+        self._shortcuts = shortcuts or {}
         self.nodes: set[Node] = set()
         self._walk(top, ())
 
@@ -31,6 +43,8 @@ class Dependents:
         self.nodes.update(node for node, given in zip(body.nodes, args, strict=False) if given)
         stopped = self._stopped if body is self._top else ()
         for node in body.nodes[body.arguments :]:
+            if any(ref not in stopped and self.depends(body, ref) for ref in self._shortcuts.get(node, ())):
+                self.nodes.add(node)
             if self._differentiable and not passes(node):
                 continue
             given = [ref not in stopped and self.depends(body, ref) for ref in node.inputs]
@@ -50,7 +64,12 @@ class Dependents:
 
 
 def needed(
-    top: Body, targets: Collection[Ref], *, differentiable: bool = False, stopped: Collection[Ref] = ()
+    top: Body,
+    targets: Collection[Ref],
+    *,
+    differentiable: bool = False,
+    stopped: Collection[Ref] = (),
+    shortcuts: Shortcuts | None = None,
 ) -> set[Node]:
     """The nodes that targets of the top level depend on, with those that compute the targets."""
     found: set[Node] = set()
@@ -59,6 +78,10 @@ def needed(
         wanted = {ref[0] for ref in roots}
         cut = stopped if body is top else ()
         for node in reversed(body.nodes):
+            passed = (shortcuts or {}).get(node, ()) if node.index in wanted else ()
+            if passed:
+                found.add(node)
+                wanted.update(ref[0] for ref in passed if ref not in cut)
             if node.index in wanted and (not differentiable or passes(node)):
                 found.add(node)
                 wanted.update(ref[0] for ref in node.inputs if ref not in cut)
@@ -69,7 +92,7 @@ def needed(
     return found
 
 
-def ranks(top: Body, members: Collection[Node], path: Collection[Node]) -> dict[Node, int]:
+def ranks(top: Body, members: Collection[Node], path: Collection[Node], shortcuts: Shortcuts) -> dict[Node, int]:
     """For each member the largest number of other members before it on one path from the xs."""
     found: dict[Node, int] = {}
 
@@ -79,7 +102,7 @@ def ranks(top: Body, members: Collection[Node], path: Collection[Node]) -> dict[
             if node not in path:
                 continue
             before = [behind[ref[0]] for ref in node.inputs]
-            after = max(before, default=0)
+            after = max((*before, *(behind[ref[0]] for ref in shortcuts.get(node, ()))), default=0)
             if node in members:
                 found[node] = after
                 after += 1
@@ -93,7 +116,9 @@ def ranks(top: Body, members: Collection[Node], path: Collection[Node]) -> dict[
     return found
 
 
-def ranks_from_ys(top: Body, members: Collection[Node], path: Collection[Node]) -> dict[Node, int]:
+def ranks_from_ys(
+    top: Body, members: Collection[Node], path: Collection[Node], shortcuts: Shortcuts
+) -> dict[Node, int]:
     """For each member the largest number of other members after it on one path to the ys."""
     found: dict[Node, int] = {}
 
@@ -108,7 +133,7 @@ def ranks_from_ys(top: Body, members: Collection[Node], path: Collection[Node]) 
                 before += 1
             for held in node.bodies:
                 before = max(before, walk(held, count))
-            for ref in node.inputs:
+            for ref in (*node.inputs, *shortcuts.get(node, ())):
                 ahead[ref[0]] = max(ahead[ref[0]], before)
         return max(ahead[: body.arguments], default=base)
 

@@ -6,7 +6,8 @@ A match of a call, loop or branch also takes what lies in it, as far as no earli
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gradrule.v1.tensor_pb2 import Dt
 from tests.generated.expanded import FLOATS, Body, Call, Expanded, Item, Node, Ref, bodies, inside
@@ -83,9 +84,6 @@ class Resolver:
         self.xs, self.ys, self.stopped = refs(request.xs), refs(request.ys), refs(request.stopped)
         self._behind_xs = Dependents(self._top, {id(self._top): self.xs})
         self._before_ys = needed(self._top, self.ys)
-        self._path = Dependents(
-            self._top, {id(self._top): self.xs}, differentiable=True, stopped=self.stopped
-        ).nodes & needed(self._top, self.ys, differentiable=True, stopped=self.stopped)
         self._taken: dict[Item, int] = {}
         self.found = Resolution()
 
@@ -94,6 +92,7 @@ class Resolver:
         for number, override in enumerate(overrides):
             if override.region:
                 self._region(number, override)
+        self._find_path()
         for number, override in enumerate(overrides):
             if not override.region:
                 self._apply(number, override)
@@ -102,8 +101,34 @@ class Resolver:
                 rule = CARRIED[item.attrs["_gradient_op_type"].s.decode()]
                 self._take([item], self._node(item, Override(rule, op_type=item.op), -1))
         self._check_straddling()
+        self._check_borders()
         self._find_dependence()
         return self.found
+
+    def _find_path(self) -> None:
+        """Finds the path of gradients, on which rules may pass gradients on where ops do not."""
+        self._shortcuts: dict[Node, set[Ref]] = {}
+        for unit in self.found.units:
+            self._pass_on(unit)
+        taken = set(self._taken)
+        for number, override in enumerate(self._request.overrides):
+            for item in () if override.region else self._selected(replace(override, position=None)):
+                members = item if isinstance(item, list) else [item]
+                if not taken.isdisjoint(members):
+                    continue
+                if isinstance(item, list):
+                    self._pass_on(self._chain(item, override, number))
+                elif isinstance(item, Call) or item.op == "StopGradient":
+                    self._pass_on(self._single(item, override, number))
+                if override.position is None:
+                    taken.update(members, *(inside(one) for one in members))
+        options: dict[str, Any] = {"differentiable": True, "stopped": self.stopped, "shortcuts": self._shortcuts}
+        behind = Dependents(self._top, {id(self._top): self.xs}, **options)
+        self._path = behind.nodes & needed(self._top, self.ys, **options)
+
+    def _pass_on(self, unit: Unit) -> None:
+        for ref in () if unit.rule.is_default else unit.outputs:
+            self._shortcuts.setdefault(unit.body.nodes[ref[0]], set()).update(unit.inputs)
 
     def _apply(self, number: int, override: Override) -> None:
         before = len(self.found.units)
@@ -182,7 +207,7 @@ class Resolver:
         members = {item for item in items if isinstance(item, Node) and item in self._path}
         index = {"nearest_xs": 0, "nearest_ys": -1}.get(place, place) if isinstance(place, str) else place
         assert isinstance(index, int)
-        rank = (ranks if index >= 0 else ranks_from_ys)(self._top, members, self._path)
+        rank = (ranks if index >= 0 else ranks_from_ys)(self._top, members, self._path, self._shortcuts)
         return [item for item in items if item in members and rank.get(item) == (index if index >= 0 else -1 - index)]
 
     def _chains(self, item: Item, words: tuple[str, ...]) -> list[list[Item]]:
@@ -291,7 +316,6 @@ class Resolver:
 
     def _region_in(self, body: Body, inputs: list[Ref], outputs: list[Ref], number: int, override: Override) -> None:
         members = _between(body, inputs, outputs)
-        self._check_calls_that_are_xs(body, members, inputs)
         invalid = any(ref[0] not in members for ref in outputs)
         for index in members:
             for ref in body.nodes[index].inputs:
@@ -315,14 +339,6 @@ class Resolver:
             return
         unit = self._unit(body, members, inputs, outputs, override, number, body.nodes[outputs[0][0]])
         self._take(items, unit)
-
-    def _check_calls_that_are_xs(self, body: Body, members: set[int], inputs: list[Ref]) -> None:
-        """Refuses to judge a region that begins inside a call which is an x, and ends outside it."""
-        for item in body.items:
-            if isinstance(item, Call) and not item.around and item.name in self._request.xs:
-                begins_inside = any(ref[0] in item.members for ref in inputs)
-                if begins_inside and not members.issubset(item.members):
-                    raise Unclear("a region crosses the result of a call that is an x")
 
     def _find_dependence(self) -> None:
         """Tells units whose gradients can reach the xs; rules of subgraphs pass gradients on, whatever is in them."""
@@ -350,6 +366,24 @@ class Resolver:
                     and not (one.members <= other.members or other.members <= one.members)
                 ):
                     raise Unclear("two subgraphs overlap in part")
+
+    def _check_borders(self) -> None:
+        """Refuses to judge a region that begins inside a call and ends outside it, if an override selects the call.
+
+        The same for a call that is an x. The results of such a call are not the tensors of the nodes inside.
+        """
+        selecting = [override for override in self._request.overrides if not override.region and not override.pattern]
+        numbers = {number for number, override in enumerate(self._request.overrides) if override.region}
+        regions = [unit for unit in self.found.units if unit.override in numbers]
+        for item in self._graph.items:
+            if not isinstance(item, Call):
+                continue
+            is_x = not item.around and item.name in self._request.xs
+            if is_x or any(self._fits(one.op_type, item) and self._meets(one, item) for one in selecting):
+                for region in regions:
+                    begins_inside = item.body is region.body and any(ref[0] in item.members for ref in region.inputs)
+                    if begins_inside and not region.members.issubset(item.members):
+                        raise Unclear("a region crosses the results of a call")
 
 
 def _between(body: Body, inputs: list[Ref], outputs: list[Ref]) -> set[int]:

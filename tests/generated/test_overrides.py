@@ -185,7 +185,6 @@ def test_shrinking_keeps_the_fault() -> None:
     assert len(small.graph.node) < len(case(number).graph.node)
 
 
-@pytest.mark.xfail(strict=True, reason="`position` follows gradients by element type, which end at a comparison")
 def test_positions_count_through_a_step_with_a_rule(client: Any) -> None:
     """Spiking code: the first layer lies before a step, through which gradients pass only by the override."""
     g = gr.Graph()

@@ -8,8 +8,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import tensorflow as tf
 from google.protobuf.message import Message
 
+import gradrule as gr
 from gradrule.v1 import graph_pb2, program_pb2, rule_pb2, tensor_pb2
 from tests.service import raw
 from tests.service.answers import keeps_engine, provokes, refused, refused_raw
@@ -228,3 +230,38 @@ def test_feed_of_wrong_shape_is_refused(either: Any) -> None:
     with refused("FEED_SHAPE") as refusal:
         either.evaluate(sign_graph(), feeds={"x": np.ones((2, 2), np.float32)}, fetches=["y"])
     refusal.says("x", "(2, 2)")
+
+
+def product(shape: list[int | None]) -> gr.Graph:
+    g = gr.Graph()
+    a, b = g.placeholder("a", "float32", shape), g.placeholder("b", "float32", shape)
+    g.matmul(a, g.negative(b, name="inner/negated"), name="product")
+    return g
+
+
+@keeps_engine
+@pytest.mark.parametrize("shape", [[2, 3], [None, None]], ids=["static", "running"])
+def test_shapes_that_do_not_fit_name_the_users_nodes(either: Any, shape: list[int | None]) -> None:
+    value = np.ones((2, 3), np.float32)
+    reason = "EXECUTION_FAILED" if None in shape else "INVALID_GRAPH"
+    with refused(reason) as refusal:
+        either.evaluate(product(shape), {"a": value, "b": value}, ys=["product"], xs=["a"])
+    refusal.says("'product'", "[2,3]", *([] if None in shape else ["MatMul", "'a'", "'inner/negated'"]))
+    error = refusal.error
+    assert error.details[0].node == "product"
+    for internal in ("_gradient_op_type", "_kernel", "in0", "g/"):
+        assert internal not in str(error)
+
+
+@keeps_engine
+def test_a_failure_in_a_loop_names_the_node(either: Any) -> None:
+    def step(k: Any, v: Any) -> Any:
+        return k + 1, tf.gather(v, [k, 7], name="taken")
+
+    shapes = [tf.TensorShape([]), tf.TensorShape([None])]
+    graph = gr.trace(
+        lambda x: tf.while_loop(lambda k, v: k < 3, step, [0, x], shape_invariants=shapes)[1], ("float32", [None])
+    )
+    with refused("EXECUTION_FAILED") as refusal:
+        either.evaluate(graph, {"x": [1.0]}, ["output"])
+    refusal.says("node 'while/taken': indices[1] = 7")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -262,7 +263,7 @@ def test_health(shell: Shell, server: RunningServer) -> None:
 def test_closed_pipe_causes_no_traceback(server: RunningServer) -> None:
     command = f"{sys.executable} -m gradrule.cli rules list --target {server.target} | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("rules (")
+    assert re.match(r"\d+ rules", done.stdout)
     assert done.stderr == ""
 
 

@@ -28,7 +28,7 @@ TABLES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("rules", "check", "ste", "--of", "expr:x"), ("special values", "all that is claimed holds")),
     (("rules", "plot", "ste"), ("│", "└")),
     (("programs", "compile", "graph.pb", *_ENDS, "--name", "plain"), ("programs/", "own gradient")),
-    (("programs", "list"), ("programs (", "plain")),
+    (("programs", "list"), (" program", "plain")),
     (("programs", "show", "plain"), ("digest",)),
     (("evaluate", "graph.pb", *_FED, *_ENDS, "--override", "Sign=PlainHalf"), ("gradients", "[0.5 0.5 0.5]", "active")),
     (("explain", "graph.pb", *_ENDS, "--override", "Sign=PlainHalf"), ("rules", "op type", "PlainHalf")),

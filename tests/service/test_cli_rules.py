@@ -62,6 +62,19 @@ def test_rules_of_a_family(shell: Shell) -> None:
     assert shell("rules", "list", "--family", "stabel").out == "no rules of family stabel\n"
 
 
+def test_rules_are_searched_and_counted(shell: Shell) -> None:
+    listed = shell("rules", "list")
+    assert not listed.rows("MatMul")
+    assert re.search(r"and \d{3} gradients of TensorFlow's ops: --kind op", listed.out)
+    found = shell("rules", "list", "--search", "LOG1PEXP exp")
+    assert found.out.splitlines()[0].strip() == "1 rule"
+    assert found.rows("log1pexp", "dy * sigmoid(x)")
+    found = shell("rules", "list", "--search", "matmul", "--kind", "op", "--json").json
+    assert {"MatMul", "BatchMatMul"} <= {rule["name"] for rule in found}
+    assert all("matmul" in rule["name"].lower() for rule in found)
+    assert shell("rules", "list", "--search", "nothing-has-this").out == "no rules with nothing-has-this\n"
+
+
 def test_presets(shell: Shell) -> None:
     done = shell("rules", "presets")
     assert done.rows("epsilon_plus", "eps=1e-06", "@convolution → lrp_zplus(eps=1e-06)")
@@ -206,6 +219,8 @@ def test_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[gr.R
         assert (rule.name in cards.curves) != ("no curve: " in text), rule.name
         example = rule_text.rule_example(rule)
         assert example.python in text and example.shell in text
+    page = Path("page/index.html").read_text(encoding="utf-8")
+    assert page.count("<button>copy</button>") == 2 * (len(builtins) + len(client.list_presets()))
     assert {f"preset-{preset.name}" for preset in client.list_presets()} <= cards.texts.keys()
     drawable = [
         rule.name for rule in builtins if rule.per_sample and rule.family == "surrogate" and "seed" not in rule.params

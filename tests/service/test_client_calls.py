@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,21 @@ def test_explain_checks_the_params_of_a_call(either: Any) -> None:
         either.explain(squares(), {"xx": [1.0]}, **words)
     with pytest.raises(gr.errors.UnknownParamError, match=r"'Squares'.*Did you mean 'Square'"):
         either.explain(squares(), params={"Squares": {"a": 1.0}}, **words)
+
+
+def test_clients_and_programs_can_be_pickled(server: RunningServer, client: gr.Client) -> None:
+    compiled = client.compile(squares(), ys=["y"], xs=["x"], fetches=["y"])
+    with pickle.loads(pickle.dumps(client)) as other:
+        assert (other.target, other.list_rules(kind="user")) == (client.target, client.list_rules(kind="user"))
+    loaded = pickle.loads(pickle.dumps(compiled))
+    assert (loaded.name, loaded(x=[3.0]).gradients["x"].tolist()) == (compiled.name, [6.0])
+    loaded._client.close()
+    with gr.connect(server.target, token="secret", timeout=7.0, stream=False) as given:
+        loaded = pickle.loads(pickle.dumps(given))
+        assert (loaded._metadata, loaded._timeout) == (given._metadata, 7.0)
+        loaded.close()
+    with (
+        gr.connect(server.target, credentials=gr.tls()) as secret,
+        pytest.raises(gr.errors.UnsupportedError, match="credentials cannot be pickled"),
+    ):
+        pickle.dumps(secret)

@@ -75,6 +75,54 @@ def test_random_op_runs_once_per_forward(client: Any) -> None:
         assert_close(handle.vjp({"y": 2 * ones})["x"], 2 * handle.outputs["y"])
 
 
+def random_graph() -> bytes:
+    def build() -> None:
+        x = placeholder("x", shape=(3,))
+        tf.multiply(x, tf.cond(x[0] > 0, lambda: tf.random.uniform((3,)), lambda: x), name="y")
+
+    return build_graph_def(build)
+
+
+def test_program_says_whether_it_is_repeatable(client: Any) -> None:
+    assert client.compile(build_graph_def(in_loop), fetches=["y"]).repeatable
+    random = client.compile(random_graph(), fetches=["y", "x"])
+    assert not random.repeatable
+    assert not client.program(random.name).repeatable
+    assert client.compile(random_graph(), fetches=["x"]).repeatable
+
+
+def test_pull_back_closes_the_handle(client: Any) -> None:
+    program = client.compile(build_graph_def(straight), fetches=["y"], ys=["y"], xs=["x"])
+    (before,) = {tenant.handles.used for tenant in client.server_status().tenants if tenant.name == "default"}
+    handle = program.forward({"x": X})
+    with refused("INVALID_DERIVATIVE"):
+        handle.vjp({"z": X}, close=True)
+    assert handle.is_open
+    assert_close(handle.vjp(close=True)["x"], 2 * np.abs(X))
+    assert not handle.is_open
+    (after,) = {tenant.handles.used for tenant in client.server_status().tenants if tenant.name == "default"}
+    assert after == before
+    assert_close(handle.vjp(close=True)["x"], 2 * np.abs(X))
+
+
+def test_lost_run_with_random_numbers_is_not_repeated(client: Any) -> None:
+    """A repeated run would give the gradient of other outputs than those that the client has."""
+    program = client.compile(random_graph(), fetches=["y"], ys=["y"], xs=["x"])
+    handle = program.forward({"x": np.abs(X)})
+    client._sender._stream.close()
+    with pytest.raises(gr.errors.HandleExpiredError, match="draws random numbers"):
+        handle.vjp()
+
+
+def test_run_is_not_repeated_on_request(client: Any) -> None:
+    program = client.compile(build_graph_def(straight), fetches=["y"], ys=["y"], xs=["x"])
+    handle = program.forward({"x": X}, repeat_if_lost=False)
+    assert_close(handle.vjp()["x"], 2 * np.abs(X))
+    client._sender._stream.close()
+    with pytest.raises(gr.errors.HandleExpiredError, match="repeat_if_lost=False"):
+        handle.vjp()
+
+
 def test_pull_back_uses_the_params_of_the_forward_run(client: Any) -> None:
     program = client.compile(
         raw.sign_graph().SerializeToString(),

@@ -312,19 +312,6 @@ def test_program_that_the_server_lost_is_compiled_again(client: Any) -> None:
     assert made not in {program.name for program in client.list_programs()}
 
 
-def test_second_derivatives_are_refused(client: Any) -> None:
-    remote = gr.keras.RemoteLayer(layers.Dense(2, activation="tanh"), client)
-    x = tf.constant(X)
-    with tf.GradientTape() as outer:
-        outer.watch(x)
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            y = remote(x)
-        slope = inner.gradient(y, x)
-    with pytest.raises(NotImplementedError, match="first derivatives only"):
-        outer.gradient(slope, x)
-
-
 # h5py and Keras emit warnings of their own.
 @pytest.mark.filterwarnings("ignore")
 def test_model_with_a_remote_part_is_saved_and_loaded(client: Any, tmp_path: Path) -> None:
@@ -397,21 +384,32 @@ def test_variables_without_keras_are_refused_while_fitting(client: Any) -> None:
         model.fit(np.ones((4, 3), np.float32), np.ones((4, 1), np.float32), verbose=0)
 
 
-def test_random_numbers_without_a_seed_have_no_wrong_gradient(client: Any) -> None:
-    """The backward pass runs the part again, and would use other numbers than the forward pass."""
+def stateful(wrap: Callable[[Any], Any]) -> Any:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input(batch_shape=(4, 3, 2)), wrap(layers.LSTM(3, stateful=True)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
 
-    class Noise(keras.layers.Layer):  # type: ignore[misc]
-        def call(self, x: Any) -> Any:
-            return x * tf.random.uniform([3])
 
-        def compute_output_shape(self, shape: Any) -> Any:
-            return shape
+def test_states_of_recurrent_layers_are_kept(client: Any) -> None:
+    x, y = RANDOM.normal(size=(8, 3, 2)).astype(np.float32), np.ones((8, 1), np.float32)
+    found = []
+    for model in (stateful(lambda part: gr.keras.RemoteLayer(part, client)), stateful(local)):
+        losses = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        outputs = [model(x[:4]), model(x[:4])]
+        assert not np.allclose(*outputs)
+        found.append(np.concatenate([losses, *(np.ravel(output) for output in outputs)]))
+    np.testing.assert_allclose(found[0], found[1], **CLOSE)
 
-    layer = gr.keras.RemoteLayer(Noise(), client)
-    x = tf.ones((2, 3))
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = layer(x)
-    assert y.shape == x.shape
-    with pytest.raises(gr.errors.UnsupportedError, match=r"RandomUniform node .* keras\.random\.SeedGenerator"):
-        tape.gradient(y, x)
+
+def test_random_numbers_of_the_global_seed_generator(client: Any) -> None:
+    remote = gr.keras.RemoteLayer(layers.Lambda(lambda x: x * keras.random.uniform((3,)), output_shape=(3,)), client)
+    x = tf.ones((1, 3))
+    first, second = remote(x), remote(x)
+    assert not np.allclose(first, second)
+
+
+def test_remote_layer_in_a_remote_layer_is_refused(client: Any) -> None:
+    inner = gr.keras.RemoteLayer(layers.Dense(2), client, name="inner")
+    with pytest.raises(gr.errors.UnsupportedError, match=r"contains the RemoteLayer 'inner'.*inner layer's `part`"):
+        gr.keras.RemoteLayer([layers.Dense(3), inner], client)

@@ -190,6 +190,44 @@ def test_contexts_accept_inline_rules_with_params(either: Any) -> None:
     assert_close(r.gradients["x"], np.float32([7]))
 
 
+@pytest.mark.parametrize("value", ["linearize", (gr.Rule("a * dy", params=["a"]), {"a": 7.0})], ids=["name", "params"])
+def test_contexts_whose_nodes_no_gradient_reaches_are_refused(client: Any, value: Any) -> None:
+    """As an override of the request; one node with a gradient is enough, and the request may take the nodes itself."""
+
+    def build(**options: bool) -> gr.Graph:
+        g = gr.Graph()
+        x = g.placeholder("x", "float32", [None])
+        with g.gradient_override_map({"Relu": value}, **options):
+            g.op("Relu", g.op("Relu", x, name="first"), name="beside")
+        g.op("Tanh", x, name="y")
+        return g
+
+    def ask(g: gr.Graph, ys: str = "y", overrides: Any = None) -> Any:
+        return client.evaluate(g, {"x": [2.0]}, ys=ys, xs="x", overrides=overrides)
+
+    with refused("INACTIVE_OVERRIDE") as refusal:
+        ask(build())
+    refusal.says("'first'", "'beside'", "optional")
+    assert set(statuses(ask(build(optional=True))).values()) == {"off_path"}
+    assert statuses(ask(build(), ys="first")) == {"first": "active", "beside": "off_path"}
+    taken = ask(build(), overrides=gr.Override("default", op_type="Relu", optional=True))
+    assert {one.rule for one in taken.overrides} == {"default"}
+    assert client.evaluate(build(), {"x": [2.0]}, ["beside"]).outputs["beside"] == [2]
+
+
+def test_params_for_two_contexts_of_one_op_type_are_refused(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    for scale in (5.0, 7.0):
+        with g.gradient_override_map({"Sign": (gr.Rule("a * dy", params=["a"]), {"a": scale})}):
+            x = g.op("Sign", x)
+    g.identity(x, name="y")
+    assert_close(client.evaluate(g, {"x": [2.0]}, ys="y", xs="x").gradients["x"], np.float32([35]))
+    with refused("UNKNOWN_PARAM") as refusal:
+        client.evaluate(g, {"x": [2.0]}, ys="y", xs="x", params={"Sign": {"a": 3.0}})
+    refusal.says("'Sign'", "2 overrides")
+
+
 def test_override_with_a_rule_by_graph(either: Any) -> None:
     rule_graph = gr.Graph()
     x, dy = rule_graph.placeholder("x", "float32", None), rule_graph.placeholder("dy", "float32", None)

@@ -139,6 +139,57 @@ def test_dependence_and_position_reach_into_loops_and_calls(client: Any) -> None
     assert {name.rpartition("/")[2].split("_")[0] for name in behind} == {"middle", "last"}
 
 
+def forked() -> gr.Graph:
+    """Two conditionals whose branches have nodes of the same names: `one` and `two`, also in a function of both."""
+
+    @tf.function
+    def shared(v: Any) -> Any:
+        return tf.tanh(tf.sin(v, name="one"), name="two")
+
+    def branch(factor: float) -> Any:
+        def compute(v: Any) -> Any:
+            return shared(factor * tf.tanh(tf.sin(v, name="one"), name="two"))
+
+        return compute
+
+    def build() -> None:
+        x, p, n = placeholder("x"), placeholder("p", tf.bool, ()), placeholder("n", tf.int32, ())
+        chosen = tf.cond(p, lambda: branch(2.0)(x), lambda: branch(3.0)(x), name="fork")
+        branches = [lambda factor=factor: branch(factor)(chosen) for factor in (1.0, 0.5, 0.25)]
+        tf.identity(tf.switch_case(n, branches, name="case"), name="y")
+
+    return build_graph(build)
+
+
+@pytest.mark.parametrize("kind", ["node", "glob", "region", "depends_on"])
+@pytest.mark.parametrize("chosen", ["fork[then]", "fork[else]", "case/indexed_case[2]"])
+def test_one_branch_alone_gets_a_rule(client: Any, kind: str, chosen: str) -> None:
+    """The right numbers come from the chain rule, in NumPy."""
+    inner = f"{chosen}/PartitionedCall/two"
+    ten = gr.Rule("10 * dy")
+    override = {
+        "node": lambda: gr.Override(ten, node=f"{chosen}/two"),
+        "glob": lambda: gr.Override(ten, node=f"{chosen}/*", op_type="Tanh"),
+        "region": lambda: gr.Override(ten, region=gr.Region([f"{chosen}/one"], [f"{chosen}/two"])),
+        "depends_on": lambda: gr.Override(ten, node=inner, depends_on=f"{chosen}/two"),
+    }[kind]()
+    p = client.compile(forked(), ys="y", xs="x", overrides=override)
+    (found,) = p.overrides
+    assert found.qualified_name == (inner if kind == "depends_on" else f"{chosen}/two")
+    for first, second in [(True, 0), (False, 2), (True, 2)]:
+        value, slope = np.float64(0.3), 1.0
+        for name, factor in [
+            ("fork[then]", 2.0) if first else ("fork[else]", 3.0),
+            (f"case/indexed_case[{second}]", (1.0, 0.5, 0.25)[second]),
+        ]:
+            for place, scale in (("two", factor), ("inner", 1.0)):
+                wave, out = np.cos(value), np.tanh(np.sin(value))
+                has_rule = name == chosen and (place == "inner") == (kind == "depends_on")
+                value, slope = scale * out, slope * wave * (10.0 if has_rule else 1 - out * out) * scale
+        gradient = p.evaluate({"x": [0.3], "p": first, "n": second}).gradients["x"]
+        assert_close(gradient, np.float32([slope]), rtol=1e-5)
+
+
 # Chains of ops.
 
 

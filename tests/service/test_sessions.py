@@ -596,6 +596,10 @@ def test_calls_of_a_session_have_its_graph_and_overrides(channel: grpc.Channel) 
     call.spec.vjp.ys.append("y")
     call.spec.vjp.xs.append("b")
     assert ask(call=call).evaluate.outputs[0].name == "y"
+    call.run_timeout.seconds = -1
+    assert error_reason(ask(call=call)) == "DEADLINE_EXCEEDED"
+    call.run_timeout.seconds = 1 << 62
+    assert ask(call=call).evaluate.outputs[0].name == "y"
     graph, override, variable = program_pb2.ProgramSpec(), program_pb2.ProgramSpec(), program_pb2.ProgramSpec()
     graph.graph.serialized = b""
     override.overrides.add()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -107,3 +108,33 @@ def test_frozen_models_give_the_results_of_tensorflow(either: Any, tmp_path: Pat
     linear = X @ weight.numpy()
     np.testing.assert_allclose(result.outputs["output"], np.maximum(linear, 0), rtol=1e-6)
     np.testing.assert_allclose(result.gradients["x"], (linear > 0) @ weight.numpy().T, rtol=1e-6)
+
+
+def test_layers_of_keras_name_their_outputs(either: Any) -> None:
+    """In evaluate, programs, derivatives and regions."""
+    image = keras.Input((3,), name="image")
+    hidden = keras.layers.Dense(4, activation="tanh", name="conv1")(image)
+    model = keras.Model(image, keras.layers.Dense(2, name="head")(hidden))
+    first, head = model.get_layer("conv1"), model.get_layer("head")
+    with tf.GradientTape() as tape:
+        middle = first(tf.constant(X))
+        tape.watch(middle)
+        y = head(middle)
+    wanted = tape.gradient(y, middle).numpy()
+    graph = gr.from_keras(model)
+    words: dict[str, Any] = {"fetches": ["conv1"], "ys": ["head"], "xs": {"hidden": ["conv1"], "inputs": ["image"]}}
+    program = either.compile(graph, **words)
+    for r in (either.evaluate(graph, {"image": X}, **words), program(image=X), program.evaluate({"image": X})):
+        np.testing.assert_allclose(r.outputs["conv1"], middle, rtol=1e-5)
+        assert list(r.outputs) == ["conv1"]
+        np.testing.assert_allclose(r.gradients["hidden"]["conv1"], wanted, rtol=1e-5)
+    cut = either.evaluate(graph, {"image": X}, ys="head", xs="image", stop_gradients="conv1")
+    assert cut.gradients["image"] is None
+    fed = either.evaluate(graph, {"conv1": np.zeros((1, 4), np.float32)}, ["head"])
+    np.testing.assert_allclose(fed.outputs["head"], head.bias.numpy()[None])
+    blocks = either.jacobian(graph, {"image": X[:1]}, ys=["head"], xs=["conv1"])
+    np.testing.assert_allclose(blocks["head"]["conv1"][0, :, 0], head.kernel.numpy().T, rtol=1e-6)
+    region = gr.Override(gr.Rule("3 * dy"), region=gr.Region(inputs=["conv1"], outputs=["head"]))
+    words = {"ys": "head", "xs": "conv1", "grad_ys": [np.ones((2, 2), np.float32)]}
+    with pytest.raises(gr.errors.GradruleError, match="shape"):
+        either.evaluate(graph, {"image": X}, overrides=[region], **words)

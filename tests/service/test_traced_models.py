@@ -418,3 +418,20 @@ def test_overrides_do_not_select_identities_that_tracing_added(either: Any) -> N
     named = gr.Override("gradient_reversal", node=graph.tensor("same").node)
     r = either.evaluate(graph, {"x": X}, ys="same", xs="x", overrides=[named])
     np.testing.assert_allclose(r.gradients["x"], -np.ones_like(X))
+
+
+LABELS = np.array([[1, 2], [2, 1]], np.int32)
+CTC_LOSSES: dict[str, Callable[[Any], Any]] = {
+    "dense labels": lambda x: tf.nn.ctc_loss(LABELS, x, [2, 2], [5, 4], logits_time_major=False, blank_index=0),
+    "sparse labels": lambda x: tf.nn.ctc_loss(
+        tf.sparse.from_dense(LABELS), x, None, [5, 4], logits_time_major=False, blank_index=0
+    ),
+    "Keras": lambda x: keras.losses.CTC()(LABELS, x),
+}
+
+
+@pytest.mark.parametrize("name", CTC_LOSSES)
+def test_the_ctc_loss_equals_local(client: Any, name: str) -> None:
+    logits = np.random.default_rng(1).normal(size=(2, 5, 4)).astype(np.float32)
+    graph = gr.trace(CTC_LOSSES[name], tf.TensorSpec([2, 5, 4], tf.float32, name="x"))
+    assert_equals_local(client, graph, tf.function(CTC_LOSSES[name]), logits, {})

@@ -4,18 +4,22 @@ import { setTimeout as delay } from "node:timers/promises";
 
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
 import type { DescMessage, DescMethodUnary, MessageInitShape, MessageShape } from "@bufbuild/protobuf";
+import { durationFromMs } from "@bufbuild/protobuf/wkt";
 import { Client, Metadata, compressionAlgorithms, credentials, status as Code } from "@grpc/grpc-js";
 import type { ChannelCredentials, ServiceError } from "@grpc/grpc-js";
 
 import { GradruleError, createError } from "./errors.js";
 import { EvaluateRequestSchema, EvaluateResponseSchema, GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import type { EvaluateResponse } from "./gen/gradrule/v1/evaluate_pb.js";
+import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
 import { checkTransfer, checkCallTransfer, packRequest, packsTensors, unpackResponse } from "./packing.js";
 import type { Transfer } from "./packing.js";
 import { checkToken } from "./security.js";
 import { errorFromFailure, errorFromStatusBytes } from "./status.js";
 import { EvaluateStream, CallRouting, STREAM_PATH } from "./stream.js";
 import type { Outcome } from "./stream.js";
+import { checkOptions } from "./values.js";
+import type { OptionNames } from "./values.js";
 
 export interface ConnectOptions {
   /** The result of `tls(…)`, or credentials of `@grpc/grpc-js`. Default: no TLS. */
@@ -26,6 +30,10 @@ export interface ConnectOptions {
   readonly insecureToken?: boolean;
   /** Default timeout of calls, in seconds. Default: 30. */
   readonly timeout?: number;
+  /**
+   * Additional seconds for compiling a program, in calls that have no timeout of their own. Only compiling may use them. Default: 300.
+   */
+  readonly compileTimeout?: number;
   /**
    * Whether repeated calls share one stream, which makes each of them faster. Must be false if a proxy distributes calls over
    * several servers. Default: true.
@@ -47,6 +55,21 @@ export interface CallOptions {
   /** Cancels the call. */
   readonly signal?: AbortSignal;
 }
+
+export const CALL_OPTIONS = {
+  timeout: true,
+  signal: true,
+} as const satisfies OptionNames<CallOptions>;
+
+const CONNECT_OPTIONS = {
+  credentials: true,
+  token: true,
+  insecureToken: true,
+  timeout: true,
+  compileTimeout: true,
+  stream: true,
+  transfer: true,
+} as const satisfies OptionNames<ConnectOptions>;
 
 const MIB = 1024 * 1024;
 // Attempts of a call in chunks if the stream breaks; the same as the maxAttempts of other calls.
@@ -86,6 +109,7 @@ export class Channel {
   private readonly client: Client;
   private readonly metadata = new Metadata();
   private readonly timeout: number;
+  private readonly compileTimeout: number;
   private readonly transfer: Transfer;
   private readonly routing: CallRouting;
   private readonly stream: EvaluateStream;
@@ -95,10 +119,12 @@ export class Channel {
     readonly target: string,
     options: ConnectOptions,
   ) {
+    checkOptions(options, CONNECT_OPTIONS, "connect");
     const { transfer = {} } = options;
     checkTransfer(transfer);
     this.transfer = transfer;
     this.timeout = checkedTimeout(options.timeout ?? 30);
+    this.compileTimeout = options.compileTimeout === 0 ? 0 : checkedTimeout(options.compileTimeout ?? 300);
     checkToken(target, options.token, options.credentials !== undefined, options.insecureToken ?? false);
     if (options.token !== undefined) this.metadata.set("authorization", `Bearer ${options.token}`);
     const isGzip = transfer.compression === "gzip";
@@ -120,10 +146,16 @@ export class Channel {
     request: MessageInitShape<I>,
     options: CallOptions = {},
   ): Promise<MessageShape<O>> {
-    const deadline = Date.now() + checkedTimeout(options.timeout ?? this.timeout) * 1000;
+    const deadline = this.deadlineOf(options, method.name === ProgramService.method.compileProgram.name);
     if (this.closed) throw createError("UNAVAILABLE", "The client is closed.");
     if (options.signal?.aborted) throw createError("CANCELLED", "The signal is aborted.");
     return this.sendUnary(method, toBinary(method.input, create(method.input, request)), deadline, options.signal);
+  }
+
+  /** Returns the deadline of a call, in ms since 1970: its own timeout, or the default, with more time for compiling. */
+  private deadlineOf(options: CallOptions, mayCompile: boolean): number {
+    if (options.timeout !== undefined) return Date.now() + checkedTimeout(options.timeout) * 1000;
+    return Date.now() + (this.timeout + (mayCompile ? this.compileTimeout : 0)) * 1000;
   }
 
   /** Calls `Evaluate` and packs tensors as requested. Rejects with a GradruleError. */
@@ -155,10 +187,13 @@ export class Channel {
     options: CallOptions = {},
   ): Promise<EvaluateResponse> {
     const { signal } = options;
-    const deadline = Date.now() + checkedTimeout(options.timeout ?? this.timeout) * 1000;
+    const message = create(EvaluateRequestSchema, request);
+    const mayCompile = message.target.case === "spec";
+    const deadline = this.deadlineOf(options, mayCompile);
     if (this.closed) throw createError("UNAVAILABLE", "The client is closed.");
     if (signal?.aborted) throw createError("CANCELLED", "The signal is aborted.");
-    const bytes = toBinary(EvaluateRequestSchema, create(EvaluateRequestSchema, request));
+    if (mayCompile && options.timeout === undefined) message.runTimeout = durationFromMs(this.timeout * 1000);
+    const bytes = toBinary(EvaluateRequestSchema, message);
     if (this.routing.mustChunk(bytes.length)) return this.evaluateInChunks(bytes, deadline, signal);
     if (this.routing.mayStream(bytes.length, this.stream)) {
       const outcome = await this.stream.run(bytes, deadline, signal);

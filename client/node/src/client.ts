@@ -2,7 +2,7 @@
 
 import { attrValueForGroup } from "./attrs.js";
 import type { AttrInput } from "./attrs.js";
-import { Channel } from "./channel.js";
+import { CALL_OPTIONS, Channel } from "./channel.js";
 import type { CallOptions, ConnectOptions } from "./channel.js";
 import { createError } from "./errors.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
@@ -11,18 +11,25 @@ import type { AttrValue } from "./gen/gradrule/v1/graph_pb.js";
 import type { Graph } from "./graph.js";
 import { tensorNames } from "./handles.js";
 import type { RuleRef } from "./overrides.js";
-import { Program, readExplanation } from "./program.js";
+import { PROGRAM_CALL_OPTIONS, Program, readExplanation } from "./program.js";
 import type { Explanation, ProgramCallOptions } from "./program.js";
 import { readEvaluation } from "./results.js";
 import type { Evaluation } from "./results.js";
 import { definitionMessage, namedOrRule, paramValues, readPreset, readRule } from "./rules.js";
 import type { Kind, ParamDefaults, Params, Preset, Rule, RuleForm } from "./rules.js";
-import { callParams, feedMessages, namedTensors, specMessage, splitGradYs } from "./spec.js";
+import { SPEC_OPTIONS, callParams, choiceValue, feedMessages, namedTensors, specMessage, splitGradYs } from "./spec.js";
 import type { Feeds, GradYs, SpecOptions } from "./spec.js";
 import type { Tensor } from "./tensor.js";
+import { checkOptions } from "./values.js";
+import type { OptionNames } from "./values.js";
 import { readNamedTensor } from "./wire.js";
 
 const PAGE_SIZE = 200;
+
+export interface ListRulesOptions extends CallOptions {
+  /** Lists only the rules of this kind. */
+  readonly kind?: Kind;
+}
 
 export interface CreateRuleOptions extends CallOptions {
   readonly params?: ParamDefaults;
@@ -54,6 +61,43 @@ export interface CompileOptions extends SpecOptions, CallOptions {
   readonly gradYs?: GradYs;
 }
 
+const LIST_RULES_OPTIONS = {
+  ...CALL_OPTIONS,
+  kind: true,
+} as const satisfies OptionNames<ListRulesOptions>;
+
+const CREATE_RULE_OPTIONS = {
+  ...CALL_OPTIONS,
+  params: true,
+  description: true,
+} as const satisfies OptionNames<CreateRuleOptions>;
+
+const SAMPLE_RULE_OPTIONS = {
+  ...CALL_OPTIONS,
+  params: true,
+  opType: true,
+  attrs: true,
+} as const satisfies OptionNames<SampleRuleOptions>;
+
+const EVALUATE_OPTIONS = {
+  ...SPEC_OPTIONS,
+  ...PROGRAM_CALL_OPTIONS,
+  feeds: true,
+} as const satisfies OptionNames<EvaluateOptions>;
+
+const COMPILE_OPTIONS = {
+  ...SPEC_OPTIONS,
+  ...CALL_OPTIONS,
+  name: true,
+  gradYs: true,
+} as const satisfies OptionNames<CompileOptions>;
+
+const RULE_KINDS = {
+  user: RuleKind.USER,
+  builtin: RuleKind.BUILTIN,
+  op: RuleKind.OP,
+} as const satisfies Readonly<Record<Kind, RuleKind>>;
+
 /** Creates a client. It connects at the first call, which rejects with UNAVAILABLE if it cannot reach the server. */
 export function connect(target: string, options: ConnectOptions = {}): Client {
   return new Client(new Channel(target, options));
@@ -72,6 +116,7 @@ export class Client {
    * INVALID_RULE.
    */
   async createRule(name: string, form: RuleForm, options: CreateRuleOptions = {}): Promise<Rule> {
+    checkOptions(options, CREATE_RULE_OPTIONS, "createRule");
     const { params = {}, description = "" } = options;
     const definition = definitionMessage({ ...(typeof form === "string" ? { expression: form } : form), params });
     const request = { rule: { name: resourceName("rules", name), definition, description } };
@@ -80,14 +125,18 @@ export class Client {
 
   /** Returns one rule. Rejects with UNKNOWN_RULE, whose message suggests similar names. */
   async getRule(name: string, options: CallOptions = {}): Promise<Rule> {
+    checkOptions(options, CALL_OPTIONS, "getRule");
     const request = { name: resourceName("rules", name) };
     return required(readRule, (await this.#channel.unary(RuleService.method.getRule, request, options)).rule);
   }
 
   /** Returns all rules, or those of one kind. */
-  async listRules(options: CallOptions & { readonly kind?: Kind } = {}): Promise<Rule[]> {
+  async listRules(options: ListRulesOptions = {}): Promise<Rule[]> {
+    checkOptions(options, LIST_RULES_OPTIONS, "listRules");
     const kind =
-      options.kind === undefined ? RuleKind.UNSPECIFIED : RuleKind[options.kind.toUpperCase() as Uppercase<Kind>];
+      options.kind === undefined
+        ? RuleKind.UNSPECIFIED
+        : choiceValue(options.kind, RULE_KINDS, "kind", "INVALID_PARAM");
     const rules: Rule[] = [];
     let pageToken = "";
     do {
@@ -101,16 +150,19 @@ export class Client {
 
   /** Deletes a rule. Compiled programs still use it. Rejects with UNKNOWN_RULE, RULE_READ_ONLY. */
   async deleteRule(name: string, options: CallOptions = {}): Promise<void> {
+    checkOptions(options, CALL_OPTIONS, "deleteRule");
     await this.#channel.unary(RuleService.method.deleteRule, { name: resourceName("rules", name) }, options);
   }
 
   /** Returns all presets, by name: lists of overrides that `{ preset: name }` adds to the overrides of a program. */
   async listPresets(options: CallOptions = {}): Promise<Preset[]> {
+    checkOptions(options, CALL_OPTIONS, "listPresets");
     return (await this.#channel.unary(RuleService.method.listPresets, {}, options)).presets.map(readPreset);
   }
 
   /** Runs a rule on tensors: `sampleRule("ste", { x: [1, 2], dy: [1, 1] })`. Default of `dy`: ones. */
   async sampleRule(rule: RuleRef, values: Feeds, options: SampleRuleOptions = {}): Promise<Sample> {
+    checkOptions(options, SAMPLE_RULE_OPTIONS, "sampleRule");
     if (typeof rule === "string") rule = namedOrRule(rule);
     const op = options.opType ?? (typeof rule === "string" ? rule : "");
     const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [
@@ -136,6 +188,7 @@ export class Client {
 
   /** Computes forward outputs and gradients of a graph in one call. */
   async evaluate(graph: Graph, options: EvaluateOptions = {}): Promise<Evaluation> {
+    checkOptions(options, EVALUATE_OPTIONS, "evaluate");
     const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
     const dtypeOf = (name: string) => graph.dtypeOf(name);
     const request = {
@@ -149,6 +202,7 @@ export class Client {
 
   /** Returns the rule of each node, the signature and all errors. Runs and stores nothing. */
   async explain(graph: Graph, options: EvaluateOptions = {}): Promise<Explanation> {
+    checkOptions(options, EVALUATE_OPTIONS, "explain");
     const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
     const request = { spec: specMessage(graph, options, gradYs), validateOnly: true };
     return readExplanation(await this.#channel.unary(ProgramService.method.compileProgram, request, options));
@@ -156,6 +210,7 @@ export class Client {
 
   /** Checks, compiles and stores a program. The server keeps it until it is deleted. */
   async compile(graph: Graph, options: CompileOptions = {}): Promise<Program> {
+    checkOptions(options, COMPILE_OPTIONS, "compile");
     const gradYs = splitGradYs(options.gradYs, tensorNames(options.ys, graph), graph);
     const [given] = gradYs.values;
     if (given) {
@@ -171,6 +226,7 @@ export class Client {
 
   /** Returns a stored program. Rejects with PROGRAM_NOT_FOUND. */
   async program(name: string, options: CallOptions = {}): Promise<Program> {
+    checkOptions(options, CALL_OPTIONS, "program");
     const request = { name: resourceName("programs", name) };
     const answer = await this.#channel.unary(ProgramService.method.getProgram, request, options);
     return required((message) => new Program(this.#channel, message), answer.program);
@@ -178,6 +234,7 @@ export class Client {
 
   /** Returns all stored programs, without their overrides, which `program` returns. */
   async listPrograms(options: CallOptions = {}): Promise<Program[]> {
+    checkOptions(options, CALL_OPTIONS, "listPrograms");
     const programs: Program[] = [];
     let pageToken = "";
     do {
@@ -191,6 +248,7 @@ export class Client {
 
   /** Deletes a program. Rejects with PROGRAM_NOT_FOUND. */
   async deleteProgram(name: string, options: CallOptions = {}): Promise<void> {
+    checkOptions(options, CALL_OPTIONS, "deleteProgram");
     await this.#channel.unary(ProgramService.method.deleteProgram, { name: resourceName("programs", name) }, options);
   }
 

@@ -23,6 +23,9 @@ import type { Shape, TensorSpec } from "./wire.js";
 /** Attribute of a node that names the rule for its gradient. */
 const GRADIENT_ATTR = "_gradient_op_type";
 
+/** Attribute of a node whose rule may have no effect. */
+const OPTIONAL_ATTR = "_gradrule_optional";
+
 const PLACEHOLDERS = new Set(["Placeholder", "PlaceholderWithDefault", "PlaceholderV2"]);
 
 export interface OpOptions {
@@ -34,12 +37,19 @@ export interface OpOptions {
   readonly control?: readonly Output[];
 }
 
+/** An open gradientOverrideMap. `nodes`: by op type, the nodes that got a rule which an attribute cannot hold. */
+interface OverrideContext {
+  readonly rules: ReadonlyMap<string, RuleChoice>;
+  readonly optional: boolean;
+  readonly nodes: Map<string, string[]>;
+}
+
 /** A dataflow graph whose bytes are those of a TensorFlow GraphDef. */
 export class Graph {
   private readonly nodes: Map<string, Node>;
   private readonly names: UniqueNames;
   private readonly scopes: string[] = [];
-  private readonly overrideMaps: ReadonlyMap<string, RuleChoice>[] = [];
+  private readonly contexts: OverrideContext[] = [];
   private readonly recorded: Override[] = [];
   private bytes: Uint8Array | undefined;
 
@@ -84,7 +94,7 @@ export class Graph {
     return Object.fromEntries(specs);
   }
 
-  /** Overrides of single nodes that gradientOverrideMap recorded; requests send them after their own overrides. */
+  /** Overrides of nodes that gradientOverrideMap recorded; requests send them after their own overrides. */
   get nodeOverrides(): readonly Override[] {
     return this.recorded;
   }
@@ -153,10 +163,15 @@ export class Graph {
 
   /**
    * Sets the rule of nodes that `build` creates, by their op type: a name, a rule that is not registered, or either with
-   * params. Maps nest; the innermost one with the op type applies. The rule `default` exempts an op type.
+   * params. Maps nest; the innermost one with the op type applies. The rule `default` exempts an op type. `optional`: it is no
+   * error if no gradient of a request reaches one of these nodes.
    */
-  gradientOverrideMap<T>(map: Readonly<Record<string, RuleChoice>>, build: () => T): T {
-    return within(this.overrideMaps, new Map(Object.entries(map)), build);
+  gradientOverrideMap<T>(
+    map: Readonly<Record<string, RuleChoice>>,
+    build: () => T,
+    { optional = false }: { readonly optional?: boolean } = {},
+  ): T {
+    return within(this.contexts, { rules: new Map(Object.entries(map)), optional, nodes: new Map() }, build);
   }
 
   private scoped(name: string): string {
@@ -165,15 +180,22 @@ export class Graph {
   }
 
   private override(node: Node): void {
-    const choice = this.overrideMaps.findLast((map) => map.has(node.op))?.get(node.op);
-    if (choice === undefined) return;
+    const context = this.contexts.findLast(({ rules }) => rules.has(node.op));
+    const choice = context?.rules.get(node.op);
+    if (context === undefined || choice === undefined) return;
+    const { optional } = context;
     const [rule, params] = ruleAndParams(choice, `gradientOverrideMap's ${node.op}`);
     if (typeof rule === "string" && Object.keys(params).length === 0) {
       node.attr[GRADIENT_ATTR] = attrValue(node.op, GRADIENT_ATTR, rule);
-    } else {
-      // Optional, as in TensorFlow, because a request may differentiate a path without this node.
-      this.recorded.push({ rule, node: node.name, opType: node.op, params, label: node.op, optional: true });
+      if (optional) node.attr[OPTIONAL_ATTR] = attrValue(node.op, OPTIONAL_ATTR, true);
+      return;
     }
+    const known = context.nodes.get(node.op);
+    const nodes = known ?? [];
+    nodes.push(node.name);
+    if (known !== undefined) return;
+    context.nodes.set(node.op, nodes);
+    this.recorded.push({ rule, nodes, opType: node.op, params, optional });
   }
 
   private inputName(input: Output | string, node: string): string {

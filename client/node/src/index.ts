@@ -4,7 +4,14 @@ export { attr } from "./attrs.js";
 export type { AttrInput, AttrKind } from "./attrs.js";
 export type { CallOptions, ConnectOptions, TransferOptions } from "./channel.js";
 export { Client, connect } from "./client.js";
-export type { CompileOptions, CreateRuleOptions, EvaluateOptions, Sample, SampleRuleOptions } from "./client.js";
+export type {
+  CompileOptions,
+  CreateRuleOptions,
+  EvaluateOptions,
+  ListRulesOptions,
+  Sample,
+  SampleRuleOptions,
+} from "./client.js";
 export { DTYPES } from "./dtypes.js";
 export type { DType, DataOf, TypedArray } from "./dtypes.js";
 export { GradruleError, REASONS, errors } from "./errors.js";

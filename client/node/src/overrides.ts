@@ -15,7 +15,7 @@ import { Output, tensorName, tensorNames } from "./handles.js";
 import type { Names } from "./handles.js";
 import { definitionMessage, namedOrRule, paramValues } from "./rules.js";
 import type { Params, RuleSource } from "./rules.js";
-import { isRecord, listChoices, formatValue } from "./values.js";
+import { formatValue, isRecord, listChoices, unknownProperty } from "./values.js";
 
 /** The name of a rule, a formula that cannot be a name such as `"dy * x"`, or a rule that is not registered. */
 export type RuleRef = string | RuleSource;
@@ -39,7 +39,10 @@ export interface Region {
 export interface Conditions {
   /** Exact, or a group: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@step`. */
   readonly opType?: string;
-  /** Exact name, a glob (`*` and `?` do not match `/`, `**` does), or a handle of the node. */
+  /**
+   * Exact name, a glob (`*` and `?` do not match `/`, `**` does), or a handle of the node. `cond[then]/inner` is the node of
+   * one branch.
+   */
   readonly node?: string | Output;
   /** Exact names, globs and handles; the node must match one of them. */
   readonly nodes?: readonly (string | Output)[];
@@ -280,8 +283,7 @@ function text(value: unknown, what: string, where: string, kinds = "a string"): 
 
 /** Refuses unknown properties, because ignoring one would make the override match more nodes. */
 function checkProperties(given: object, known: readonly string[], what: string): void {
-  const properties = Object.entries(given).filter(([, value]) => value !== undefined);
-  const unknown = properties.map(([name]) => name).find((name) => !known.includes(name));
+  const unknown = unknownProperty(given, known);
   if (unknown !== undefined) throw invalid(`${what} has ${unknown}, which is none of ${known.join(", ")}.`);
 }
 

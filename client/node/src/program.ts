@@ -2,6 +2,7 @@
 
 import { timestampDate } from "@bufbuild/protobuf/wkt";
 
+import { CALL_OPTIONS } from "./channel.js";
 import type { CallOptions, Channel, TransferOptions } from "./channel.js";
 import { createError, reasonName } from "./errors.js";
 import type { Detail } from "./errors.js";
@@ -12,6 +13,8 @@ import { readDigests, readEvaluation, readResolution } from "./results.js";
 import type { Digests, Evaluation, Resolution } from "./results.js";
 import { callParams, feedMessages, namedTensors, splitGradYs } from "./spec.js";
 import type { CallParams, DTypeOf, Feeds, GradYs } from "./spec.js";
+import { checkOptions } from "./values.js";
+import type { OptionNames } from "./values.js";
 import { readSpecs } from "./wire.js";
 import type { TensorSpec } from "./wire.js";
 
@@ -24,6 +27,13 @@ export interface ProgramCallOptions extends CallOptions, TransferOptions {
 }
 
 /** Tensors and rules of a program. */
+export const PROGRAM_CALL_OPTIONS = {
+  ...CALL_OPTIONS,
+  transfer: true,
+  params: true,
+  gradYs: true,
+} as const satisfies OptionNames<ProgramCallOptions>;
+
 class Signature {
   /** Placeholders that calls feed. */
   readonly inputs: Readonly<Record<string, TensorSpec>>;
@@ -105,6 +115,7 @@ export class Program extends Signature {
    * others.
    */
   async evaluate(feeds: Feeds = {}, options: ProgramCallOptions = {}): Promise<Evaluation> {
+    checkOptions(options, PROGRAM_CALL_OPTIONS, "evaluate");
     const { inGraph, values } = splitGradYs(options.gradYs, this.#ys);
     const [named] = inGraph;
     if (named) {
@@ -124,6 +135,7 @@ export class Program extends Signature {
 
   /** Deletes the program on the server. Rejects with PROGRAM_NOT_FOUND. */
   async delete(options: CallOptions = {}): Promise<void> {
+    checkOptions(options, CALL_OPTIONS, "delete");
     await this.#channel.unary(ProgramService.method.deleteProgram, { name: this.name }, options);
   }
 }

@@ -23,6 +23,11 @@ export interface Resolution {
   readonly function: string;
   /** All nodes of a pattern or a region; empty for a single node. */
   readonly nodes: readonly string[];
+  /**
+   * Name with the branch behind each loop and conditional: `cond[then]/inner`. As the `node` of an override it selects this
+   * node alone. Equal to `node` outside of loops and branches.
+   */
+  readonly qualifiedName: string;
 }
 
 /** SHA-256 (hexadecimal) of the graph's bytes, and of the whole program. */
@@ -77,7 +82,8 @@ const KINDS = {
 export function readResolution(message: ResolutionMessage): Resolution {
   const { node, opType, rule, label, function: within, nodes } = message;
   if (message.status === ResolutionStatus.UNSPECIFIED) throw unreadable(`override of ${node}`);
-  return { node, opType, rule, label, status: STATUSES[message.status], function: within, nodes };
+  const qualifiedName = message.qualifiedName || node;
+  return { node, opType, rule, label, status: STATUSES[message.status], function: within, nodes, qualifiedName };
 }
 
 export function readEvaluation(message: EvaluateResponse): Evaluation {

@@ -4,6 +4,7 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 
 import type { DType } from "./dtypes.js";
 import { GradruleError, createError } from "./errors.js";
+import type { Reason } from "./errors.js";
 import type { ParamValuesSchema } from "./gen/gradrule/v1/evaluate_pb.js";
 import { Jit, NoGradient, UnconnectedGradients } from "./gen/gradrule/v1/program_pb.js";
 import type { ProgramSpecSchema } from "./gen/gradrule/v1/program_pb.js";
@@ -19,6 +20,7 @@ import type { Params } from "./rules.js";
 import { Tensor, tensor } from "./tensor.js";
 import type { TensorLike } from "./tensor.js";
 import { isRecord, listChoices, formatValue } from "./values.js";
+import type { OptionNames } from "./values.js";
 import { namedTensor } from "./wire.js";
 
 /** Values of tensors by name. The keys of a Map can be handles. */
@@ -73,6 +75,19 @@ export interface SpecOptions {
   /** Whether calls of the program may run together, if the server has proved that no result changes. Default: true. */
   readonly batching?: boolean;
 }
+
+export const SPEC_OPTIONS = {
+  fetches: true,
+  ys: true,
+  xs: true,
+  stopGradients: true,
+  unconnectedGradients: true,
+  overrides: true,
+  noGradient: true,
+  rewrites: true,
+  jit: true,
+  batching: true,
+} as const satisfies OptionNames<SpecOptions>;
 
 /** Param values by the label of an override. */
 export type CallParams = Readonly<Record<string, Params>>;
@@ -143,7 +158,10 @@ export function specMessage(
   const recorded = differentiates ? graph.nodeOverrides : [];
   return {
     graph: { source: { case: "serialized", value: graph.toBytes() } },
-    overrides: [...overrideMessages(options.overrides ?? [], graph), ...overrideMessages(recorded)],
+    overrides: [
+      ...overrideMessages(options.overrides ?? [], graph),
+      ...overrideMessages(recorded).map((override) => ({ ...override, partOfGraph: true })),
+    ],
     fetches: tensorNames(options.fetches, graph),
     derivative: differentiates ? { case: "vjp", value: vjp } : { case: undefined },
     noGradient: choiceValue(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
@@ -153,12 +171,15 @@ export function specMessage(
   };
 }
 
-function choiceValue<W extends string, T>(choice: W, choices: Readonly<Record<W, T>>, what: string): T {
+/** Returns the value of a choice. Throws an error with `reason` for an unknown one. */
+export function choiceValue<W extends string, T>(
+  choice: W,
+  choices: Readonly<Record<W, T>>,
+  what: string,
+  reason: Reason = "INVALID_DERIVATIVE",
+): T {
   if (typeof choice === "string" && Object.hasOwn(choices, choice)) return choices[choice];
-  throw createError(
-    "INVALID_DERIVATIVE",
-    `${what} is ${listChoices(Object.keys(choices))}, not ${formatValue(choice)}.`,
-  );
+  throw createError(reason, `${what} is ${listChoices(Object.keys(choices))}, not ${formatValue(choice)}.`);
 }
 
 function rewriteNames(rewrites: string | readonly string[]): string[] {

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { test } from "node:test";
 
-import { create, toBinary } from "@bufbuild/protobuf";
+import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
 import type { DescMessage, MessageInitShape } from "@bufbuild/protobuf";
 import { anyPack } from "@bufbuild/protobuf/wkt";
 import { Metadata, Server, ServerCredentials, status as Code } from "@grpc/grpc-js";
@@ -13,18 +13,24 @@ import type { ServerUnaryCall, sendUnaryData } from "@grpc/grpc-js";
 import * as rpc from "../src/gen/google/rpc/error_details_pb.js";
 import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
 import { GetRuleResponseSchema } from "../src/gen/gradrule/v1/rule_pb.js";
-import { GradruleError, REASONS, connect, errors } from "../src/index.js";
+import { EvaluateRequestSchema, EvaluateResponseSchema } from "../src/gen/gradrule/v1/evaluate_pb.js";
+import { Graph, GradruleError, REASONS, connect, errors } from "../src/index.js";
 import type { Client, ConnectOptions } from "../src/index.js";
 
 type Handler = (call: ServerUnaryCall<Buffer, Buffer>, answer: sendUnaryData<Buffer>) => void;
 
 const RULE = Buffer.from(toBinary(GetRuleResponseSchema, create(GetRuleResponseSchema, { rule: { name: "rules/r" } })));
 
-async function against(handler: Handler, use: (client: Client) => Promise<void>, options: ConnectOptions = {}) {
+async function against(
+  handler: Handler,
+  use: (client: Client) => Promise<void>,
+  options: ConnectOptions = {},
+  path = "/gradrule.v1.RuleService/GetRule",
+) {
   const server = new Server();
   const asIs = (bytes: Buffer): Buffer => bytes;
   const method = {
-    path: "/gradrule.v1.RuleService/GetRule",
+    path,
     requestStream: false,
     responseStream: false,
     requestSerialize: asIs,
@@ -234,4 +240,32 @@ test("an error's stack leads to the caller", async () => {
       assert.match((await rejection(thisCaller())).stack ?? "", /thisCaller/);
     },
   );
+});
+
+test("only compiling may use the time for compiling", async () => {
+  const graph = new Graph();
+  graph.placeholder("x", "float32", [2]);
+  const options = { feeds: { x: [1, 2] }, fetches: ["x"] };
+  const limits: number[][] = [];
+  const answer: Handler = (call, respond) => {
+    const { runTimeout } = fromBinary(EvaluateRequestSchema, call.request);
+    limits.push([Math.ceil((Number(call.getDeadline()) - Date.now()) / 1000), Number(runTimeout?.seconds ?? 0)]);
+    respond(null, Buffer.from(toBinary(EvaluateResponseSchema, create(EvaluateResponseSchema))));
+  };
+  await against(
+    answer,
+    async (client) => {
+      await client.evaluate(graph, options);
+      await client.evaluate(graph, { ...options, timeout: 500 });
+    },
+    { timeout: 40, compileTimeout: 400 },
+    "/gradrule.v1.GradientService/Evaluate",
+  );
+  for (const [index, [total, run]] of [
+    [440, 40],
+    [500, 0],
+  ].entries()) {
+    assert.ok(Math.abs(limits[index]![0]! - total!) <= 20, `${limits[index]}`);
+    assert.equal(limits[index]![1], run);
+  }
 });

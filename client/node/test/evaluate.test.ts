@@ -98,6 +98,20 @@ test("a rule of the builder's context that is registered nowhere", async () => {
   assert.deepEqual((await client.evaluate(g, ask)).outputs["y"]?.toArray(), [1]);
 });
 
+test("a rule of the builder's context that no gradient reaches", async () => {
+  for (const rule of ["gradient_zero", { expression: "2 * dy" }]) {
+    for (const optional of [false, true]) {
+      const g = new Graph();
+      const x = g.placeholder("x", "float32", [null]);
+      g.gradientOverrideMap({ Sign: rule }, () => g.op("Sign", [x], { name: "beside" }), { optional });
+      const y = g.op("Neg", [x], { name: "y" });
+      const result = client.evaluate(g, { feeds: { x: [1] }, ys: y, xs: x });
+      if (optional) assert.equal((await result).overrides[0]?.status, "off_path");
+      else await assert.rejects(result, errors.InactiveOverrideError);
+    }
+  }
+});
+
 test("a call says whether XLA computed it, which only runs that come often are", async () => {
   const g = single("Identity", "int32");
   const program = await client.compile(g, { fetches: "y", jit: "auto" });

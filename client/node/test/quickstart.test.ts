@@ -15,9 +15,17 @@ const example = new URL("examples/quickstart.mjs", home);
 test("the quick start trains its neuron", async () => {
   const env = { ...process.env, GRADRULE_TARGET: target() };
   const { stdout } = await promisify(execFile)(process.execPath, [fileURLToPath(example)], { env, timeout: 120_000 });
-  const last = JSON.parse(stdout.trimEnd().split("\n").at(-1)!) as { gradient: number[]; loss: number };
+  const last = JSON.parse(stdout.trimEnd().split("\n").at(-1)!) as {
+    gradient: number[];
+    loss: number;
+  };
   assert.deepEqual(last.gradient, [0, 1, 0]);
   assert.ok(last.loss <= 0.1, stdout);
+});
+
+test("the quick start compiles under strict TypeScript", async () => {
+  const tsc = fileURLToPath(new URL("node_modules/.bin/tsc", home));
+  await promisify(execFile)(tsc, ["-p", fileURLToPath(new URL("examples/tsconfig.json", home))], { timeout: 120_000 });
 });
 
 test("the README shows the very file", async () => {

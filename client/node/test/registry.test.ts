@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { GradruleError, Graph, Tensor, errors, tensor } from "../src/index.js";
+import { GradruleError, Graph, Tensor, connect, errors, tensor } from "../src/index.js";
 import { client as connected, freshName } from "./server.js";
 
 const client = connected();
@@ -196,4 +196,29 @@ test("explain tells which node gets which rule, and all that is wrong, without k
     (thrown) => thrown instanceof GradruleError && thrown.details.length === 2,
   );
   assert.equal((await client.listPrograms()).length, before);
+});
+
+test("unknown options are refused with a suggestion", async () => {
+  const g = model();
+  const wrong = (options: object): object => options;
+  const rows: [Promise<unknown>, RegExp][] = [
+    [client.evaluate(g, wrong({ ys: ["y"], override: {} })), /evaluate has no option override. Did you mean overrides/],
+    [client.explain(g, wrong({ ys: ["y"], fetch: ["y"] })), /explain has no option fetch. Did you mean fetches/],
+    [client.compile(g, wrong({ y: ["y"] })), /compile has no option y. Did you mean ys/],
+    [
+      client.createRule(freshName("r"), "dy", wrong({ param: {} })),
+      /createRule has no option param. Did you mean params/,
+    ],
+    [client.listRules(wrong({ kinds: "user" })), /listRules has no option kinds. Did you mean kind/],
+    [client.listRules(wrong({ kind: "users" })), /kind is "user", "builtin" or "op", not "users"/],
+    [client.sampleRule("ste", { x: [1] }, wrong({ op: "Sign" })), /sampleRule has no option op. Did you mean opType/],
+    [client.listPrograms(wrong({ time: 1 })), /listPrograms has no option time. Did you mean timeout/],
+  ];
+  for (const [call, says] of rows) {
+    await assert.rejects(call, (error) => error instanceof errors.InvalidParamError && says.test(error.message));
+  }
+  assert.throws(
+    () => connect("localhost:1", wrong({ tokens: "t" })),
+    /connect has no option tokens. Did you mean token/,
+  );
 });

@@ -315,7 +315,7 @@ class Differentiation:
                 dys,
                 node,
                 f"node {node!r}: op type {op.type!r} has no gradient. Override it with a rule, or cut the path with "
-                f"stop_gradients=[{node!r}].",
+                f"stop_gradients=[{node!r}], or choose no_gradient='default', 'pass' or 'zero'.",
                 known=False,
             )
         if function is None:
@@ -326,7 +326,8 @@ class Differentiation:
                 dys,
                 node,
                 f"node {node!r}: TensorFlow registers {op.type!r} as not differentiable, so nothing would reach what "
-                f"lies before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
+                f"lies before it. Override it with a rule, cut the path on purpose with stop_gradients=[{node!r}], or "
+                "choose no_gradient='default', 'pass' or 'zero'.",
                 known=True,
             )
         if self._gradient_cache is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -167,3 +168,10 @@ class BuiltProgram:
     feed_plan: FeedPlan = field(init=False)
     writer: ResponseWriter = field(init=False)
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)
+
+    def naming_run(self, arrays: Arrays) -> Callable[[], object] | None:
+        """Returns a run on the same arrays whose error names the node that failed; None if every run's error does."""
+        if not self.small:
+            return None
+        # The executor that runs small programs names no node.
+        return functools.partial(FunctionCall(self.function, single_threaded=False), arrays)

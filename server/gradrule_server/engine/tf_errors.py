@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine.checks import failed_check
@@ -38,6 +40,40 @@ def clean_message(message: str) -> str:
     return " ".join(_SCOPE_IN_TEXT.sub("", text).split())
 
 
+# The node that failed, as TensorFlow writes it at the end: an imported node, or a node of a function.
+_FAILED_NODE = re.compile(r"\[\[(?:\{\{node g/|\{\{function_node [^}]*\}\}\{\{node )([^}]+)\}\}")
+# TensorFlow puts the nodes of a loop or branch between the nodes of the graph, and adds such a part to their names.
+_LOWERED = re.compile(r"/\w+/_\d+/")
+# How TensorFlow shows the node that it cannot import: 'name = MatMul[attributes](inputs)'.
+_REFUSED_NODE = re.compile(r" for '(?:\{\{node )?(?:g/)?([^ '}]+)(?:\}\})? = (\w+)(?:\[.*?\])?\([^()]*\)'", re.DOTALL)
+
+
+def failed_node(message: str) -> str:
+    """Returns the node of the uploaded graph at which a run failed; empty if TensorFlow's message names none.
+
+    Nodes within a loop, branch or call are named `call/inner`.
+    """
+    found = _FAILED_NODE.search(message)
+    return "" if found is None else _LOWERED.sub("/", found[1])
+
+
+def refusal(cause: Exception, graph_def: graph_pb2.GraphDef) -> GradruleError:
+    """Returns INVALID_GRAPH for a graph that TensorFlow does not import, with names as in the uploaded graph."""
+    message = error_message(cause)
+    shown = _REFUSED_NODE.search(message)
+    node = None if shown is None else next((node for node in graph_def.node if node.name == shown[1]), None)
+    if shown is None or node is None:
+        return error(errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {clean_message(message)}")
+    # Replace TensorFlow's inputs: fed tensors have other names there.
+    inputs = ", ".join(repr(name) for name in node.input if not name.startswith("^"))
+    text = clean_message(message.replace(shown[0], f" for inputs {inputs}"))
+    return error(
+        errors_pb2.ERROR_REASON_INVALID_GRAPH,
+        f"TensorFlow refuses the {node.op} node {node.name!r}: {text}",
+        node=node.name,
+    )
+
+
 # The same error type reports other resources too, such as rows of a table.
 _NO_MEMORY = re.compile(r"OOM|[Oo]ut of memory|allocat")
 
@@ -51,12 +87,25 @@ TENSORFLOW_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 """Errors that TensorFlow raises when a graph runs."""
 
 
-def translate_error(cause: Exception) -> GradruleError:
-    """Returns the error for one of `TENSORFLOW_ERRORS`: of a failed check, MEMORY_EXCEEDED, or EXECUTION_FAILED."""
+def translate_error(cause: Exception, run_again: Callable[[], object] | None = None) -> GradruleError:
+    """Returns the error for one of `TENSORFLOW_ERRORS`: of a failed check, MEMORY_EXCEEDED, or EXECUTION_FAILED.
+
+    Args:
+        cause: The error.
+        run_again: Runs the program with an executor that names the node that failed, if the first one does not.
+    """
     message = error_message(cause)
     failed = failed_check(message)
     if failed is not None:
         return failed
     if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
         return memory_error(clean_message(message))
-    return error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, clean_message(message))
+    node, text = failed_node(message), clean_message(message)
+    if not node and run_again is not None:
+        try:
+            run_again()
+        except TENSORFLOW_ERRORS as second:
+            node = failed_node(error_message(second))
+    if node and not text.startswith(f"node {node!r}"):
+        text = f"node {node!r}: {text}"
+    return error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, text, node=node)

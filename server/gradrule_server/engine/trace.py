@@ -25,7 +25,7 @@ from gradrule_server.engine.derivatives import (
 from gradrule_server.engine.differentiation import Differentiation
 from gradrule_server.engine.graph_import import IMPORT_SCOPE, import_graph, remove_labels, tensor_name
 from gradrule_server.engine.program import BuiltProgram
-from gradrule_server.engine.tf_errors import clean_message, error_message
+from gradrule_server.engine.tf_errors import clean_message, error_message, refusal
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import RuleContent
@@ -263,10 +263,7 @@ def import_tensors(
     try:
         return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE, labelled=labelled)
     except (ValueError, TypeError, tf.errors.OpError) as cause:
-        raise error(
-            errors_pb2.ERROR_REASON_INVALID_GRAPH,
-            f"TensorFlow refuses the graph: {clean_message(error_message(cause))}",
-        ) from cause
+        raise refusal(cause, graph_def) from cause
 
 
 def spec_message(name: str, tensor: tf.Tensor) -> tensor_pb2.TensorSpec:

@@ -171,7 +171,10 @@ class GradientServicer:
             return await handles.forward(call.request, call.received_ns, call.ends_at)
 
         async def pull_back(call: Call[evaluate_pb2.PullBackRequest]) -> bytes:
-            return await handles.pull_back(call.raw, call.request.handle, call.received_ns, call.ends_at)
+            request = call.request
+            return await handles.pull_back(
+                call.raw, request.handle, call.received_ns, call.ends_at, closes=request.close_handle
+            )
 
         async def close(call: Call[evaluate_pb2.CloseHandleRequest]) -> evaluate_pb2.CloseHandleResponse:
             handles.close(call.request.handle)
@@ -306,8 +309,8 @@ class SessionServicer:
                     forward = await read(link_pb2.RawForwardRequest)
                     return await session.keep_forward(forward, received_ns, ends_at, request)
                 case "pull_back":
-                    handle = (await read(evaluate_pb2.PullBackRequest)).handle
-                    return await session.pull_back(part, handle, received_ns, ends_at, packing)
+                    pull_back = await read(evaluate_pb2.PullBackRequest)
+                    return await session.pull_back(pull_back, part, received_ns, ends_at, packing)
                 case "close_handle":
                     session.close_handle((await read(evaluate_pb2.CloseHandleRequest)).handle)
                     return evaluate_pb2.CloseHandleResponse()

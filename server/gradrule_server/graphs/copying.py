@@ -27,15 +27,22 @@ from gradrule_server.graphs.ir import (
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.selectors import CandidateNode, InlinedCall
 
+# Attribute with the functions of a Case.
+_CASES = "branches"
+
 UNKNOWN_SHAPE = AttrValue(shape=TensorShape(unknown_rank=True))
 
 
 @dataclass(slots=True)
 class Destination:
-    """A body into which nodes are copied. `scope`: public name of the loop or branch that contains it."""
+    """A body into which nodes are copied.
+
+    `scope`: public name of the loop or branch that contains it; `qualified_scope`: its qualified name, with the branch.
+    """
 
     body: Body
     scope: str
+    qualified_scope: str = ""
     taken: set[str] = field(default_factory=set)
     # Uses per name, so that finding a free name takes constant time.
     counts: dict[str, int] = field(default_factory=dict)
@@ -52,6 +59,10 @@ class Destination:
     def public(self, name: str) -> str:
         """Returns the public name of a node of this destination."""
         return f"{self.scope}/{name}" if self.scope else name
+
+    def qualified(self, name: str) -> str:
+        """Returns the qualified name of a node of this destination."""
+        return f"{self.qualified_scope}/{name}" if self.qualified_scope else name
 
     def add(self, node: Node) -> int:
         """Appends a node and returns its index."""
@@ -83,8 +94,9 @@ class Copy:
 
     body: Body
     tensors: dict[Ref, Ref]
-    # Public name of the containing loop or branch, by name of the new function.
+    # Public and qualified name of the containing loop or branch, by name of the new function.
     scopes: dict[str, str]
+    qualified_scopes: dict[str, str]
     # Nodes and calls that overrides can match, each call, loop and branch before the nodes in it. Without overrides:
     # only those with attributes about their gradient.
     candidates: list[CandidateNode]
@@ -117,14 +129,14 @@ def copy_graph(
     destination = Destination(Body(""), "")
     placed = copier.copy(top, destination)
     tensors = {ref: placed.ref(ref) for ref in requested}
-    return Copy(destination.body, tensors, copier.scopes, copier.candidates, copier.unique)
+    return Copy(destination.body, tensors, copier.scopes, copier.qualified_scopes, copier.candidates, copier.unique)
 
 
 def copy_function(source: Body, scope: str, resolver: Resolver, namespace: str) -> Copy:
     """Copies a function and all functions that it uses; public names of its nodes start with `scope`."""
     copier = _Copier(resolver, {}, frozenset(), namespace)
-    body = copier.copy_function(source, "rule", scope, None)
-    return Copy(body, {}, copier.scopes, copier.candidates, copier.unique)
+    body = copier.copy_function(source, "rule", scope, scope, None)
+    return Copy(body, {}, copier.scopes, copier.qualified_scopes, copier.candidates, copier.unique)
 
 
 class _Copier:
@@ -138,6 +150,7 @@ class _Copier:
         for node, output in separate:
             self._separate.setdefault(node, set()).add(output)
         self.scopes: dict[str, str] = {}
+        self.qualified_scopes: dict[str, str] = {}
         self.candidates: list[CandidateNode] = []
         self._destinations: dict[int, Destination] = {}
 
@@ -192,7 +205,7 @@ class _Copier:
                 controls = [*controls, gate]
             copy = Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
             if calls:
-                candidate = self._call_candidate(node, into, into.public(public), source.name, around)
+                candidate = self._call_candidate(node, into, public, source.name, around)
                 separate = self._separate.get(position, set()) if is_top else set()
                 self._inline(
                     node, copy, into, position, placed, separate, candidate or around, awaited=position in awaited
@@ -203,23 +216,31 @@ class _Copier:
                 placed.nodes[position] = into.add(copy)
                 if self._resolver.matchers or GRADIENT_ATTR in node.attrs or OUTPUTS_ATTR in node.attrs:
                     self.candidates.append(
-                        CandidateNode(into.public(public), source.name, into.body, placed.nodes[position], around)
+                        CandidateNode(
+                            into.public(public),
+                            into.qualified(public),
+                            source.name,
+                            into.body,
+                            placed.nodes[position],
+                            around,
+                        )
                     )
                 copy.watched = bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
                 if node.functions:
-                    self._copy_functions(node, copy, into.public(name), around)
+                    self._copy_functions(node, copy, into, around)
             if fed:
                 self._feed(node, public, sorted(fed), into, position, placed)
         return placed
 
     def _call_candidate(
-        self, node: Node, into: Destination, public: str, function: str, around: CandidateNode | None
+        self, node: Node, into: Destination, name: str, function: str, around: CandidateNode | None
     ) -> CandidateNode | None:
         """Adds and returns the candidate for a call; None without overrides and attributes about its gradient."""
-        gets_rule = self._resolver.may_match_call(node, public)
+        names = into.public(name), into.qualified(name)
+        gets_rule = self._resolver.may_match_call(node, *names)
         if not gets_rule and not self._resolver.matchers:
             return None
-        candidate = CandidateNode(public, function, into.body, -1, around, InlinedCall(node, gets_rule))
+        candidate = CandidateNode(*names, function, into.body, -1, around, InlinedCall(node, gets_rule))
         self.candidates.append(candidate)
         return candidate
 
@@ -275,18 +296,22 @@ class _Copier:
             after.update(() if gate is None else (gate,))
             placed.nodes[position] = into.add(Node(call.name, "NoOp", [], sorted(after), {}, ()))
 
-    def _copy_functions(self, node: Node, copy: Node, public: str, around: CandidateNode | None) -> None:
+    def _copy_functions(self, node: Node, copy: Node, into: Destination, around: CandidateNode | None) -> None:
         """Copies the functions of a loop or a branch."""
         functions = []
+        public, qualified = into.public(copy.name), into.qualified(copy.name)
         for attr, bodies in node.functions:
-            copies = (self.copy_function(body, attr, public, around) for body in bodies)
+            copies = [
+                self.copy_function(body, attr, public, f"{qualified}[{_branch_name(attr, number)}]", around)
+                for number, body in enumerate(bodies)
+            ]
             functions.append((attr, tuple(copies)))
         copy.functions = tuple(functions)
 
-    def copy_function(self, source: Body, attr: str, public: str, around: CandidateNode | None) -> Body:
+    def copy_function(self, source: Body, attr: str, public: str, qualified: str, around: CandidateNode | None) -> Body:
         """Returns a copy of a function under a new name."""
         name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
-        self.scopes[name] = public
+        self.scopes[name], self.qualified_scopes[name] = public, qualified
         body = Body(
             name,
             arg_notes=source.arg_notes,
@@ -295,7 +320,7 @@ class _Copier:
             result_types=source.result_types,
             is_stateful=source.is_stateful,
         )
-        into = self._destinations[id(body)] = Destination(body, public)
+        into = self._destinations[id(body)] = Destination(body, public, qualified)
         args = []
         for arg in source.nodes[: source.arg_count]:
             args.append((into.add(Node(into.unique(arg.name), ARG, [], [], {}, arg.outputs)), 0))
@@ -327,6 +352,11 @@ class _Copier:
             for output in fed:
                 outputs[output] = (alias, output)
         placed.outputs[position], placed.nodes[position] = outputs, alias
+
+
+def _branch_name(attr: str, number: int) -> str:
+    """Returns the name in brackets of a function of a loop or branch: `then`, `else`, `cond`, `body`, or its index."""
+    return str(number) if attr == _CASES else attr.removesuffix("_branch")
 
 
 def _not_behind(body: Body, result: int, ends: Sequence[int]) -> list[int]:

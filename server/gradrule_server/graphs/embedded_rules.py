@@ -61,7 +61,7 @@ def _resolve_nodes(copy: Copy, node_gradients: NodeGradients, resolved: dict[int
         if candidate.call is not None:
             candidate.call.detach()
         differentiable = is_differentiable(candidate.node, candidate.input_types)
-        found = node_gradients.find_match(candidate.node, candidate.name, candidate.function, differentiable)
+        found = node_gradients.find_match(candidate, differentiable)
         what = found or node_gradients.find_foreign(candidate.node, candidate.name)
         if what is not None and candidate.call is not None:
             whole.add(id(candidate))

@@ -42,11 +42,20 @@ from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.resolution_context import RequestTensors, ResolutionContext
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.rewrites import check_rewrites, rewrite
-from gradrule_server.graphs.selectors import compile_selectors
+from gradrule_server.graphs.selectors import (
+    compile_regex,
+    compile_selectors,
+    names_branch,
+    qualified_glob_regex,
+    without_branches,
+)
 from gradrule_server.graphs.subgraphs import insert_custom_gradient_nodes
 from gradrule_server.graphs.variable_lowering import lower_variables
 from gradrule_server.graphs.variables import VARIABLE_OPS, Variable, VariableTable, fed_in_place
 from gradrule_server.graphs.write import mark_nodes, tensor_name, write_graph
+from gradrule_server.policy.op_tables import ops_with
+
+_DRAWS_RANDOM = ops_with("draws_random")
 
 _gc_lock = threading.Lock()
 _gc_pauses = 0
@@ -215,7 +224,7 @@ class _Expansion:
                 one.call.detach()
         # The closures must not refer to `self`, which refers to them: reference counting frees all of it.
         copy, selected, requested, findings = self._copy, self._selected, self._requested, self._findings
-        inner: dict[str, list[tuple[Body, int]]] = {}
+        inner: dict[str, list[tuple[Body, int, str]]] = {}
 
         def look_up(text: str) -> Sequence[tuple[Body, Ref]]:
             if text in selected:
@@ -223,19 +232,26 @@ class _Expansion:
             if not inner:
                 for body in bodies_of(copy.body):
                     for index, arg in enumerate(body.nodes[: body.arg_count]):
-                        inner.setdefault(f"{copy.scopes[body.name]}/{arg.name}", []).append((body, index))
+                        place = body, index, f"{copy.qualified_scopes[body.name]}/{arg.name}"
+                        inner.setdefault(f"{copy.scopes[body.name]}/{arg.name}", []).append(place)
                 for one in copy.candidates:
                     if one.call is None:
-                        inner.setdefault(one.name, []).append((one.body, one.index))
+                        inner.setdefault(one.name, []).append((one.body, one.index, one.qualified_name))
             name, output = parse_tensor_name(text) or ("", 0)
-            found = inner.get(name, ())
-            return [(body, (index, output)) for body, index in found if output < len(body.nodes[index].outputs or ())]
+            found: Sequence[tuple[Body, int, str]] = inner.get(name, ())
+            if not found and names_branch(name):
+                wanted = compile_regex(qualified_glob_regex(name, is_glob=False))
+                found = [one for one in inner.get(without_branches(name), ()) if wanted.fullmatch(one[2])]
+            return [
+                (body, (index, output)) for body, index, _ in found if output < len(body.nodes[index].outputs or ())
+            ]
 
         def find(text: str, field: str) -> Sequence[tuple[Body, Ref]]:
             found = look_up(text)
             if not found:
                 name, _ = parse_tensor_name(text) or ("", 0)
-                message = f"There is no tensor {quote(text)}.{findings.suggest_similar(name, inner)}"
+                known = [one[2] for places in inner.values() for one in places] if names_branch(name) else inner
+                message = f"There is no tensor {quote(text)}.{findings.suggest_similar(name, known)}"
                 findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
             return found
 
@@ -279,6 +295,7 @@ class _Expansion:
             scopes={inner.name: self._copy.scopes[inner.name] for inner in bodies_of(body) if inner.name},
             matches=self._matches,
             rewritten=self._rewritten,
+            repeatable=all(node.op not in _DRAWS_RANDOM for inner in bodies_of(body) for node in inner.nodes),
             embedded_rules=embedded_rules,
             embedded_rule_nodes={index: len(rules[name].nodes) for (name, _), index in indices.items()},
             inputs=_inputs(self._top, body, self._cut, self._fed, self._variables, set(given.values())),

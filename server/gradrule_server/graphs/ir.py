@@ -30,6 +30,9 @@ OUTPUTS_ATTR = "_gradrule_outputs"
 INPUTS_ATTR = "_gradrule_inputs"
 REGION_ATTR = "_gradrule_region"
 
+# Attribute of nodes that name a rule which may have no effect.
+OPTIONAL_ATTR = "_gradrule_optional"
+
 # Attribute of nodes that tracing added; overrides select them only by their exact names.
 ADDED_ATTR = "_gradrule_added"
 

@@ -45,19 +45,19 @@ class SelectorIndex:
                 self._attrs[name].add(number, given)
         self._attr_bits: dict[int, tuple[Mapping[str, AttrValue], int]] = {}
 
-    def call(self, op_type: str, name: str) -> int:
+    def call(self, op_type: str, name: str, qualified_name: str) -> int:
         """Returns the selectors that match a whole call."""
         found = self._calls & self._op_types.matching(op_type)
-        return found and found & self.names.match(name)
+        return found and found & self.names.match(name, qualified_name)
 
-    def node(self, node: Node, name: str) -> int:
+    def node(self, node: Node, name: str, qualified_name: str) -> int:
         """Returns the selectors whose conditions on op type, element type, attributes and name a node meets."""
         found = self._op_types.matching(node.op_type) & self._dtypes.matching(node.outputs[0] if node.outputs else 0)
         if found and self._attrs:
             found &= self._attrs_of(node.attrs)
         if found and ADDED_ATTR in node.attrs:
             found &= self.names.naming(name)
-        return found and found & self.names.match(name)
+        return found and found & self.names.match(name, qualified_name)
 
     def _attrs_of(self, attrs: Mapping[str, AttrValue]) -> int:
         # Cached by id(), because nodes share attribute objects.
@@ -71,48 +71,60 @@ class SelectorIndex:
 
 
 class NameIndex:
-    """Matches public names against the scope, node names and node_regex of all selectors."""
+    """Matches public and qualified names against the scope, node names and node_regex of all selectors."""
 
     def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
         self._scopes = _Lookup()
         self._exact = _Lookup()
         numbers: dict[str, int] = {}
-        with_pattern: list[list[int]] = [[], []]
         for number, matcher in enumerate(matchers):
-            self._scopes.add(number, (matcher.prefix,) if matcher.prefix else None)
-            self._exact.add(number, matcher.exact if matcher.exact or matcher.globs else None)
-            for place, patterns in enumerate((matcher.globs, (matcher.regex,))):
-                for pattern in filter(None, patterns):
-                    numbers.setdefault(pattern, len(numbers))
-                    with_pattern[place].append(number)
+            # An empty tuple: no public name matches, but a qualified name may.
+            scopes = () if matcher.qualified_scope else (matcher.prefix,)
+            self._scopes.add(number, scopes if matcher.prefix else None)
+            self._exact.add(number, matcher.exact if matcher.exact or matcher.globs or matcher.qualified else None)
+            for pattern in filter(None, (*matcher.globs, matcher.regex)):
+                numbers.setdefault(pattern, len(numbers))
         self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
         self._patterns = PatternSet(list(numbers)) if numbers else None
         # Selectors without a node_regex. For each pattern: the selectors that have it as glob, and those that have it
         # as node_regex.
-        self._without_regex = ~_bits(with_pattern[1])
+        with_regex = (number for number, matcher in enumerate(matchers) if matcher.regex or matcher.qualified_regex)
+        self._without_regex = ~_bits(with_regex)
         self._by_pattern = [[0, 0] for _ in numbers]
         for number, matcher in enumerate(matchers):
             for place, patterns in enumerate((matcher.globs, (matcher.regex,))):
                 for pattern in filter(None, patterns):
                     self._by_pattern[numbers[pattern]][place] |= 1 << number
         self._kept: dict[tuple[int, ...], tuple[int, int]] = {}
+        # For each expression for qualified names: the selectors that have it as scope, name of a node, and node_regex.
+        self._by_qualified: dict[str, list[int]] = {}
+        for number, matcher in enumerate(matchers):
+            conditions = ((matcher.qualified_scope,), matcher.qualified, (matcher.qualified_regex,))
+            for place, patterns in enumerate(conditions):
+                for pattern in filter(None, patterns):
+                    self._by_qualified.setdefault(pattern, [0, 0, 0])[place] |= 1 << number
+        self._qualified_bits = list(self._by_qualified.values())
+        self._qualified_patterns = PatternSet(list(self._by_qualified))
 
-    def match(self, name: str) -> int:
+    def match(self, name: str, qualified_name: str) -> int:
         """Returns the selectors that match the name."""
-        globs, regex = self._matching(name)
-        return self._scope(name) & (self._exact.matching(name) | globs) & regex
+        _, _, found = self.conditions(name, qualified_name)
+        return found
 
     def naming(self, name: str) -> int:
         """Returns the selectors that contain the exact name."""
         return self._exact.requiring(name)
 
-    def conditions(self, name: str) -> tuple[int, int, int]:
+    def conditions(self, name: str, qualified_name: str) -> tuple[int, int, int]:
         """Returns the selectors whose scope matches a name, those whose node names match it, and those that match it.
 
         The last need scope, node names and `node_regex` to match.
         """
         scope, (globs, regex) = self._scope(name), self._matching(name)
         node = self._exact.matching(name) | globs
+        if self._by_qualified and qualified_name != name:
+            for bits in map(self._qualified_bits.__getitem__, self._qualified_patterns.matching(qualified_name)):
+                scope, node, regex = scope | bits[0], node | bits[1], regex | bits[2]
         return scope, node, scope & node & regex
 
     def _scope(self, name: str) -> int:
@@ -127,7 +139,7 @@ class NameIndex:
     def _matching(self, name: str) -> tuple[int, int]:
         """Returns the selectors with a glob that matches the name, and those whose node_regex matches or is absent."""
         if self._patterns is None:
-            return 0, -1
+            return 0, self._without_regex
         matching = self._patterns.matching(name)
         found = self._kept.get(matching)
         if found is None:
@@ -212,10 +224,11 @@ def _bits(numbers: Iterable[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Op type and public name of a node that selectors were matched against."""
+    """Op type, public and qualified name of a node that selectors were matched against."""
 
     op_type: str
     name: str
+    qualified_name: str
 
 
 class UnmatchedOverrides:
@@ -232,7 +245,7 @@ class UnmatchedOverrides:
         self._nodes = nodes
         self._regions = regions
         self._findings = findings
-        self._by_op_types: dict[frozenset[str] | None, list[str]] = {}
+        self._by_op_types: dict[tuple[frozenset[str] | None, bool], list[str]] = {}
 
     def finding(self, matcher: OverrideMatcher) -> Finding:
         """Returns UNMATCHED_OVERRIDE with the failing condition and suggestions."""
@@ -314,7 +327,7 @@ class UnmatchedOverrides:
         met: dict[str, list[int]] = {}
         for node in self._nodes:
             bits = met.setdefault(node.op_type, [0, 0, 0])
-            for condition, found in enumerate(self._names.conditions(node.name)):
+            for condition, found in enumerate(self._names.conditions(node.name, node.qualified_name)):
                 bits[condition] |= found
         return met
 
@@ -323,11 +336,15 @@ class UnmatchedOverrides:
         return sorted({item.op_type for item in self._nodes})
 
     def _names_of(self, matcher: OverrideMatcher) -> list[str]:
-        """Returns the names of the nodes of the override's op types."""
-        wanted = matcher.op_types
-        if wanted not in self._by_op_types:
-            self._by_op_types[wanted] = [item.name for item in self._nodes if wanted is None or item.op_type in wanted]
-        return self._by_op_types[wanted]
+        """Returns the names of the nodes of the override's op types: qualified names if it names a branch."""
+        key = wanted, qualified = matcher.op_types, matcher.names_branches
+        if key not in self._by_op_types:
+            self._by_op_types[key] = [
+                item.qualified_name if qualified else item.name
+                for item in self._nodes
+                if wanted is None or item.op_type in wanted
+            ]
+        return self._by_op_types[key]
 
     def _scopes(self, matcher: OverrideMatcher) -> list[str]:
         return sorted({name[:slash] for name in self._names_of(matcher) for slash in _slashes(name)})

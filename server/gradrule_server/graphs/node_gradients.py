@@ -9,9 +9,17 @@ from dataclasses import dataclass, field
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, CustomGradientNode, Node, is_call, read_custom_gradient
+from gradrule_server.graphs.ir import (
+    GRADIENT_ATTR,
+    OPTIONAL_ATTR,
+    Body,
+    CustomGradientNode,
+    Node,
+    is_call,
+    read_custom_gradient,
+)
 from gradrule_server.graphs.resolution_context import ForeignGradient, Match
-from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT
+from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, CandidateNode
 
 _FOREIGN = re.compile(r"CustomGradient-\d+")
 # TensorFlow sets such names on calls with a precomputed gradient function; they stand for the call's own gradient.
@@ -62,8 +70,10 @@ class NodeGradients:
                 self.findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, name)
         return self._custom_gradients[id(node)]
 
-    def find_match(self, node: Node, name: str, function: str, differentiable: bool) -> Match | None:
+    def find_match(self, candidate: CandidateNode, differentiable: bool) -> Match | None:
         """Returns the match with the rule that the node requests; None if it requests none. May add UNKNOWN_RULE."""
+        node, name = candidate.node, candidate.name
+        names = name, candidate.qualified_name, node.op, candidate.function
         gradient_name = _read_gradient_name(node)
         if not gradient_name:
             return None
@@ -73,9 +83,7 @@ class NodeGradients:
             label = custom_gradient.region if custom_gradient is not None and custom_gradient.region else gradient_name
             rule = self._embedded_index(gradient_name, label)
             outputs = 0 if custom_gradient is None else custom_gradient.outputs
-            return Match(
-                rule, name, node.op, function, label, label, -1, differentiable, outputs=outputs, every_order=True
-            )
+            return Match(rule, *names, label, label, -1, differentiable, outputs=outputs, every_order=True)
         known = self._rule(gradient_name, node.op)
         if isinstance(known, GradruleError):
             if not self._is_foreign(gradient_name) and self.differentiates and gradient_name not in self._unknown:
@@ -85,7 +93,8 @@ class NodeGradients:
                 )
                 self.findings.add(known.reason, message, name)
             return None
-        match = Match(known, name, node.op, function, gradient_name, node.op, -1, differentiable)
+        required = OPTIONAL_ATTR not in node.attrs
+        match = Match(known, *names, gradient_name, node.op, -1, differentiable, required=required)
         match.set_custom_gradient(custom_gradient)
         return match
 

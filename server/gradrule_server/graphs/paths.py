@@ -18,6 +18,12 @@ from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref
 Flows = Mapping[int, range]
 """For each node, by id(): the inputs that receive gradients. In nodes that are missing here, all inputs do."""
 
+Shortcuts = Mapping[int, Sequence[Ref]]
+"""For nodes, by id(): tensors of the same body to which a rule passes the node's gradients on, past the node's inputs.
+
+The rule is that of a subgraph which ends at the node, or of a StopGradient.
+"""
+
 Seeds = Mapping[int, Mapping[Ref, int]]
 """For each body, by id(): the tensors where dependence starts, each with the bits of the sets that contain it."""
 
@@ -75,10 +81,12 @@ class Cut:
     Attributes:
         constants: Top-level tensors that count as constants.
         flows: The inputs that receive gradients.
+        shortcuts: The tensors that get gradients from nodes behind which rules pass them on.
     """
 
     constants: AbstractSet[Ref] = frozenset()
     flows: Flows = field(default_factory=dict)
+    shortcuts: Shortcuts = field(default_factory=dict)
 
     @staticmethod
     def passes(node: Node) -> bool:
@@ -132,14 +140,14 @@ class Ranking:
         members: For each node, by id(): a flag for each set that says whether the set contains the node.
         wanted: The requested rank for each set.
         path: The nodes on the path, by id().
-        flows: The inputs that receive gradients.
+        cut: Where gradients stop.
         orders: The topological orders of the bodies.
     """
 
     members: Mapping[int, Flags]
     wanted: Counts
     path: AbstractSet[int]
-    flows: Flows
+    cut: Cut
     orders: Orders
 
     def from_xs(self, top: Body) -> dict[int, Flags]:
@@ -169,10 +177,11 @@ class Ranking:
             if position < len(args) or key not in self.path:
                 continue
             before = [
-                behind[producer] if flows_to(node, index, self.flows) else zero
+                behind[producer] if flows_to(node, index, self.cut.flows) else zero
                 for index, (producer, _) in enumerate(node.inputs)
             ]
-            count = after = _largest(before, zero)
+            passed = self.cut.shortcuts.get(key, ())
+            count = after = _largest([*before, *(behind[producer] for producer, _ in passed)], zero)
             if key in members:
                 found[key] = (count == self.wanted) & members[key]
                 after = count + members[key]
@@ -197,8 +206,10 @@ class Ranking:
             for inner, _, _ in _inner_bodies(node):
                 before = np.maximum(before, self._backward(inner, count, found))
             for index, (producer, _) in enumerate(node.inputs):
-                if flows_to(node, index, self.flows):
+                if flows_to(node, index, self.cut.flows):
                     ahead[producer] = _largest((before, ahead[producer]), base)
+            for producer, _ in self.cut.shortcuts.get(key, ()):
+                ahead[producer] = _largest((before, ahead[producer]), base)
         return _largest(ahead[: body.arg_count], base)
 
 
@@ -261,7 +272,7 @@ class _Forward:
             next_arguments = {}
         while changed:
             position = changed.popleft()
-            for consumer in reached.consumers()[position]:
+            for consumer in reached.consumers(self._cut)[position]:
                 if self._visit(reached, consumer):
                     changed.append(consumer)
             for arg in next_arguments.get(position, ()):
@@ -281,19 +292,21 @@ class _Forward:
         body = reached.body
         node, bits = body.nodes[position], reached.bits
         seeds = self._seeds.get(id(body), {})
+        own = 0
         if self._cut is None:
             inputs = [bits[ref[0]] | seeds.get(ref, 0) for ref in node.inputs]
         else:
-            if not self._cut.passes(node):
-                return False
             constants = frozenset() if body.name else self._cut.constants
+            for ref in self._cut.shortcuts.get(id(node), ()):
+                own |= 0 if ref in constants else bits[ref[0]] | seeds.get(ref, 0)
+            if not self._cut.passes(node):
+                return reached.add_bits(position, own)
             inputs = [
                 bits[ref[0]] | seeds.get(ref, 0)
                 if ref not in constants and flows_to(node, index, self._cut.flows)
                 else 0
                 for index, ref in enumerate(node.inputs)
             ]
-        own = 0
         for item in inputs:
             own |= item
         for inner, offset, is_loop_body in _inner_bodies(node) if node.functions else ():
@@ -315,10 +328,14 @@ class _Reached:
         self.bits[position] |= bits
         return changed
 
-    def consumers(self) -> list[list[int]]:
-        """Returns the consumers of each node."""
+    def consumers(self, cut: Cut | None) -> list[list[int]]:
+        """Returns the nodes that a change of each node can change: its consumers, and ends of shortcuts from it."""
         if self._consumers is None:
             self._consumers = consumers_of(self.body)
+            shortcuts = {} if cut is None else cut.shortcuts
+            for position, node in enumerate(self.body.nodes if shortcuts else ()):
+                for producer, _ in shortcuts.get(id(node), ()):
+                    self._consumers[producer].append(position)
         return self._consumers
 
     def next_arguments(self) -> dict[int, list[int]]:
@@ -332,11 +349,19 @@ class _Reached:
 def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int], orders: Orders) -> None:
     nodes, needed = body.nodes, bytearray(len(body.nodes))
     constants = cut.constants if cut is not None and not body.name else frozenset()
+    shortcuts = cut.shortcuts if cut is not None else {}
     for position in reversed(orders.get(body)):
         node = nodes[position]
-        if (not needed[position] and position not in roots) or (cut is not None and not cut.passes(node)):
+        if not needed[position] and position not in roots:
             continue
-        found.add(id(node))
+        passed = shortcuts.get(id(node), ())
+        for ref in passed:
+            needed[ref[0]] |= ref not in constants
+        passes = cut is None or cut.passes(node)
+        if passes or passed:
+            found.add(id(node))
+        if not passes:
+            continue
         for index, ref in enumerate(node.inputs):
             needed[ref[0]] |= ref not in constants and (cut is None or flows_to(node, index, cut.flows))
         for inner, _, _ in _inner_bodies(node) if node.functions else ():

@@ -18,7 +18,15 @@ from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server import errors
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import ADDED_ATTR, ARG, CUSTOM_GRADIENT_ATTRS, GRADIENT_ATTR, Body, Node
+from gradrule_server.graphs.ir import (
+    ADDED_ATTR,
+    ARG,
+    CUSTOM_GRADIENT_ATTRS,
+    GRADIENT_ATTR,
+    OPTIONAL_ATTR,
+    Body,
+    Node,
+)
 from gradrule_server.policy import NodeLimits, check_parsed_size
 
 # Index of the producer, name of its output argument, index of the tensor within that argument. If the name is empty,
@@ -33,7 +41,13 @@ _MAX_INDEX_DIGITS = 9
 _MAX_NAME = 1024
 
 # Attributes with a leading `_` are internal to TensorFlow; only these affect execution or gradients.
-_KEPT_NOTES = CUSTOM_GRADIENT_ATTRS | {ADDED_ATTR, "_num_original_outputs", "_lower_using_switch_merge", GRADIENT_ATTR}
+_KEPT_NOTES = CUSTOM_GRADIENT_ATTRS | {
+    ADDED_ATTR,
+    "_num_original_outputs",
+    "_lower_using_switch_merge",
+    GRADIENT_ATTR,
+    OPTIONAL_ATTR,
+}
 
 
 # Attribute kinds whose values are often equal among nodes.

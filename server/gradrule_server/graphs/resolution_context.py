@@ -34,6 +34,7 @@ class Match:
     Attributes:
         rule: Index of the rule.
         node: Public name of the node, or of a subgraph's last node.
+        qualified_name: Its qualified name.
         op_type: Its op type in the uploaded graph.
         function: The function of the uploaded graph that contains it; empty: the top level.
         rule_name: Name of the rule.
@@ -48,10 +49,12 @@ class Match:
         every_order: Whether the match applies to gradients of gradients too.
         depends_on_xs: Whether gradients of the node can reach one of the xs; if not, its rule does not run.
         mark: Index of the mark; None if the node was pruned.
+        required: Whether an attribute of the node names the rule, which must have an effect on one node of its op type.
     """
 
     rule: int
     node: str
+    qualified_name: str
     op_type: str
     function: str
     rule_name: str
@@ -66,6 +69,7 @@ class Match:
     every_order: bool = False
     depends_on_xs: bool = True
     mark: int | None = None
+    required: bool = False
 
     def set_custom_gradient(self, custom_gradient: CustomGradientNode | None) -> None:
         """Applies the rule to a custom-gradient node's region; `default` uses the gradients of the inner nodes."""
@@ -124,6 +128,8 @@ class ResolutionContext:
         # by id() of the node.
         self.custom_gradients: dict[str, list[int]] = {}
         self.flows: dict[int, range] = {}
+        # Where rules pass gradients on and ops do not. Complete before `path` is used.
+        self.shortcuts: dict[int, tuple[Ref, ...]] = {}
         # Matches of nodes and of subgraphs, with candidate numbers.
         self._matches: list[tuple[int, Match]] = []
         # The same matches of nodes and calls, with id() of the nodes that carry them.
@@ -342,17 +348,12 @@ class ResolutionContext:
         ]
         if not all(found):
             return None
-        if not set.intersection(*({id(body) for body, _ in tensors} for tensors in found)):
-            return "its tensors lie in different functions, loops or branches"
-        duplicate = _first_duplicate([*wanted.inputs, *wanted.outputs])
-        return f"{quote(duplicate)} is named twice" if duplicate else ""
+        return "its tensors lie in different functions, loops or branches"
 
     def _borders(self, spec: OverrideSpec) -> list[RegionBorder]:
         """Returns the borders of a region, one for each body that has all of its tensors."""
         wanted = spec.selector.region
         names = [*wanted.inputs, *wanted.outputs]
-        if _first_duplicate(names):
-            return []
         bodies: dict[int, Body] = {}
         refs: dict[int, list[Ref]] = {}
         for name in names:
@@ -407,25 +408,28 @@ class ResolutionContext:
     def _behind_xs(self) -> AbstractSet[int]:
         return paths.dependents(self.top, self.top, self._requested.xs, orders=self.orders)
 
+    def add_shortcuts(self, subgraph: Subgraph) -> None:
+        """Lets the path lead from the outputs of a subgraph that has a rule to its inputs."""
+        for producer, _ in subgraph.outputs:
+            key = id(subgraph.body.nodes[producer])
+            self.shortcuts[key] = (*self.shortcuts.get(key, ()), *subgraph.inputs)
+
+    @cached_property
+    def cut(self) -> paths.Cut:
+        """Where gradients stop."""
+        return paths.Cut(self._requested.stop_gradients, self.flows, self.shortcuts)
+
     @cached_property
     def path(self) -> AbstractSet[int]:
         """Nodes (by id) on the path of gradients from the ys to the xs."""
-        cut = paths.Cut(self._requested.stop_gradients, self.flows)
-        return paths.dependents(self.top, self.top, self._requested.xs, cut, self.orders) & paths.dependencies(
-            self.top, self._requested.ys, cut, self.orders
+        return paths.dependents(self.top, self.top, self._requested.xs, self.cut, self.orders) & paths.dependencies(
+            self.top, self._requested.ys, self.cut, self.orders
         )
 
     @cached_property
     def before_ys(self) -> AbstractSet[int]:
         """Nodes (by id) that the ys depend on."""
         return paths.dependencies(self.top, self._requested.ys, orders=self.orders)
-
-
-def _first_duplicate(names: Sequence[str]) -> str:
-    """Returns the first repeated name, or an empty string."""
-    seen: set[str] = set()
-    repeated = {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
-    return next((name for name in names if name in repeated), "")
 
 
 def is_differentiable(node: Node, input_types: Sequence[int]) -> bool:

@@ -57,9 +57,11 @@ class Resolver:
         _, plain, presets = self._stages
         return SelectorIndex([*plain, *presets])
 
-    def may_match_call(self, node: Node, name: str) -> bool:
+    def may_match_call(self, node: Node, name: str, qualified_name: str) -> bool:
         """Returns whether an override selects a call, or an attribute of the call names its gradient."""
-        return self.node_gradients.names_gradient(node) or bool(self.matchers and self._index.call(node.op, name))
+        return self.node_gradients.names_gradient(node) or bool(
+            self.matchers and self._index.call(node.op, name, qualified_name)
+        )
 
     def resolve(self, context: ResolutionContext) -> None:
         """Assigns rules to all candidates of the context and records matches and subgraphs in it."""
@@ -104,11 +106,12 @@ class Resolver:
             for group in by_index.values()
             if not any(matcher.match_count or matcher.faulty for matcher in group)
             and not group[0].spec.optional
+            and not (group[0].spec.part_of_graph and group[0].shadowed_by)
             and not (self.second_order and any(matcher.spec.made_op_types for matcher in group))
         ][:MAX_FINDINGS]
         if not unused:
             return []
-        nodes = [NodeInfo(candidate.node.op_type, candidate.name) for candidate in context.candidates]
+        nodes = [NodeInfo(one.node.op_type, one.name, one.qualified_name) for one in context.candidates]
         regions = sorted(name for name in context.custom_gradients if name)
         unmatched = UnmatchedOverrides([group[0] for group in unused], nodes, regions, self.findings)
         return [
@@ -137,7 +140,7 @@ class Resolver:
                 continue
             matcher.match_count += 1
             differentiable = context.is_differentiable(number, chain)
-            match = _match(spec, candidate.name, candidate.node.op_type, candidate.function, differentiable)
+            match = _match(spec, candidate, differentiable)
             match.set_custom_gradient(
                 self.node_gradients.find_custom_gradient(candidate.node, candidate.name) if chain is None else None
             )
@@ -220,7 +223,7 @@ class Resolver:
             matcher.match_count += 1
             context.assign(number, spec.label)
             differentiable = context.is_differentiable(number, None)
-            match = _match(spec, candidate.name, candidate.node.op, candidate.function, differentiable)
+            match = _match(spec, candidate, differentiable)
             custom_gradient = self.node_gradients.find_custom_gradient(candidate.node, candidate.name)
             match.set_custom_gradient(custom_gradient)
             if match.rule == OWN_GRADIENT and custom_gradient is not None:
@@ -265,7 +268,7 @@ class Resolver:
         number = context.number(subgraph.body, subgraph.outputs[0][0])
         last = context.candidates[number if number >= 0 else members[-1]]
         differentiable = context.is_differentiable(members[-1], subgraph)
-        match = _match(spec, last.name, last.node.op_type, last.function, differentiable)
+        match = _match(spec, last, differentiable)
         self._record_chain(match, subgraph, members, context)
         return True
 
@@ -299,7 +302,7 @@ class Resolver:
         """Assigns to a candidate the rule that its node requests by attribute."""
         candidate = context.candidates[number]
         differentiable = context.is_differentiable(number, None)
-        match = self.node_gradients.find_match(candidate.node, candidate.name, candidate.function, differentiable)
+        match = self.node_gradients.find_match(candidate, differentiable)
         if match is not None:
             context.assign_with_functions(number, match.label)
             self._record_node(number, match, context)
@@ -309,12 +312,13 @@ _NAMED_OPS = 4
 """Largest subgraph whose `op_type` lists all of its ops."""
 
 
-def _match(spec: OverrideSpec, name: str, op_type: str, function: str, differentiable: bool) -> Match:
+def _match(spec: OverrideSpec, candidate: CandidateNode, differentiable: bool) -> Match:
     return Match(
         spec.rule_index,
-        name,
-        op_type,
-        function,
+        candidate.name,
+        candidate.qualified_name,
+        candidate.node.op_type,
+        candidate.function,
         spec.rule_name,
         spec.label,
         spec.index,

@@ -20,7 +20,15 @@ from gradrule_server.graphs.layers import Layers
 from gradrule_server.graphs.matching import SelectorIndex
 from gradrule_server.graphs.paths import columns, consumers_of
 from gradrule_server.graphs.resolution_context import ResolutionContext
-from gradrule_server.graphs.selectors import BIAS, PLAIN_ADDS, STEP, SUM, OverrideMatcher, op_types_of
+from gradrule_server.graphs.selectors import (
+    BIAS,
+    OWN_GRADIENT,
+    PLAIN_ADDS,
+    STEP,
+    SUM,
+    OverrideMatcher,
+    op_types_of,
+)
 from gradrule_server.graphs.subgraphs import Changes, Subgraph
 
 Flags = NDArray[np.bool_]
@@ -75,9 +83,9 @@ class Selection:
         index = SelectorIndex(matchers)
         self._flags = columns(
             [
-                index.node(candidate.node, candidate.name)
+                index.node(candidate.node, candidate.name, candidate.qualified_name)
                 if candidate.call is None
-                else index.call(candidate.node.op, candidate.name)
+                else index.call(candidate.node.op, candidate.name, candidate.qualified_name)
                 for candidate in self._candidates
             ],
             len(matchers),
@@ -99,9 +107,15 @@ class Selection:
                 # The op type does not distinguish a bias add from a sum.
                 self._flags[number] &= self._biases if matcher.words[0] == BIAS else ~self._biases
         placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
+        # The rows are views, which positions change in place.
+        selected = Selected(
+            {id(matcher): row for matcher, row in zip(matchers, self._flags, strict=True)}, chains, layers
+        )
+        if placed:
+            self._add_shortcuts(selected)
         for start in range(0, len(placed), _RANKED_AT_ONCE):
             self._limit_to_positions(placed[start : start + _RANKED_AT_ONCE])
-        return Selected({id(matcher): row for matcher, row in zip(matchers, self._flags, strict=True)}, chains, layers)
+        return selected
 
     def _limit_to_dependents(self) -> None:
         """Applies depends_on: keeps candidates that depend on one of the named tensors."""
@@ -125,6 +139,43 @@ class Selection:
         for row, numbers in zip(depends, sets.values(), strict=True):
             self._flags[numbers] &= row
 
+    def _add_shortcuts(self, selected: Selected) -> None:
+        """Lets the path lead through chains, calls and StopGradients to which overrides give a rule.
+
+        The first override without a position takes a node. An override with a position counts as if it had none and
+        takes no node here, because its position follows from the path.
+        """
+        context = self._context
+        for subgraph, match in context.subgraphs:
+            if match.rule != OWN_GRADIENT:
+                context.add_shortcuts(subgraph)
+        taken = context.assigned_labels >= 0
+        for matcher in self._matchers:
+            rows = selected.members(matcher)
+            takes = not matcher.spec.selector.HasField("position")
+            if not isinstance(rows, np.ndarray):
+                # No layer blocks gradients.
+                taken[[member for members in rows for member in members if takes]] = True
+                continue
+            free = rows[~taken[rows].any(axis=1)]
+            if matcher.spec.rule_index != OWN_GRADIENT:
+                for members in (free if matcher.is_chain else free[self._blocking[free[:, 0]]]).tolist():
+                    self._add_shortcut(members, selected.subgraph(matcher, members))
+            if takes:
+                taken[free] = True
+                for number in free[self._containers[free[:, -1]], -1].tolist():
+                    taken[context.inside(number)] = True
+
+    def _add_shortcut(self, members: Sequence[int], chain: Subgraph | None) -> None:
+        """Lets the path lead through one chain, call or StopGradient."""
+        candidate = self._candidates[members[-1]]
+        if chain is not None:
+            self._context.add_shortcuts(chain)
+        elif candidate.call is not None:
+            self._context.add_shortcuts(self._context.call_subgraph(candidate))
+        else:
+            self._context.shortcuts[id(candidate.node)] = tuple(candidate.node.inputs)
+
     def _limit_to_positions(self, numbers: Sequence[int]) -> None:
         """Applies position: keeps candidates at that position on the path."""
         rows = np.array(numbers)
@@ -141,7 +192,7 @@ class Selection:
         by_place = np.ascontiguousarray(self._flags[rows].T)
         met = np.flatnonzero(by_place.any(axis=1)).tolist()
         members = {id(self._candidates[candidate].node): by_place[candidate] for candidate in met}
-        ranking = paths.Ranking(members, wanted, context.path, context.flows, context.orders)
+        ranking = paths.Ranking(members, wanted, context.path, context.cut, context.orders)
         at_place = ranking.from_xs(context.top) if is_from_xs else ranking.from_ys(context.top)
         found = np.zeros_like(by_place)
         for candidate in met:
@@ -154,6 +205,18 @@ class Selection:
         return np.fromiter(
             (id(candidate.node) in path for candidate in self._candidates), np.bool_, len(self._candidates)
         )
+
+    @cached_property
+    def _blocking(self) -> Flags:
+        """Flags of the candidates through which gradients may pass only by a rule: calls and StopGradients."""
+        flags = (one.call is not None or one.node.op == "StopGradient" for one in self._candidates)
+        return np.fromiter(flags, np.bool_, len(self._candidates))
+
+    @cached_property
+    def _containers(self) -> Flags:
+        """Flags of the candidates that contain nodes: calls, loops and branches."""
+        flags = (one.call is not None or bool(one.node.functions) for one in self._candidates)
+        return np.fromiter(flags, np.bool_, len(self._candidates))
 
     @cached_property
     def _biases(self) -> Flags:

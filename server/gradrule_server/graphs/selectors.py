@@ -45,6 +45,10 @@ _ALONE = frozenset({"region", "region_name"})
 # Conditions that name op types, of which an override has one at most.
 _OP_TYPES = frozenset({"op_type", "pattern", "layer"})
 _MAX_PATTERN = 32
+# In regular expressions a bracket of a name is escaped.
+_BRACKET = r"\["
+_BRANCH = re.compile(r"\[[^\[\]/]*\]")
+_ANY_BRANCH = r"(?:\[[^\[\]/]*\])?"
 _MAX_GLOBS = 1000
 
 
@@ -59,6 +63,7 @@ class OverrideSpec:
         label: Label of the override.
         optional: Whether it is valid if it matches no node.
         index: Its position in the request.
+        part_of_graph: Whether it is valid that earlier overrides take all of its nodes.
         is_preset: Whether it is part of a preset, so that attributes of nodes take precedence.
         every_order: Whether it applies to gradients of gradients too.
         is_for_all_layers: Whether its preset must have a rule for every op with parameters on the path.
@@ -73,6 +78,7 @@ class OverrideSpec:
     is_preset: bool = False
     every_order: bool = False
     is_for_all_layers: bool = False
+    part_of_graph: bool = False
 
     @property
     def made_op_types(self) -> frozenset[str]:
@@ -127,6 +133,7 @@ class CandidateNode:
 
     Attributes:
         name: Public name.
+        qualified_name: Public name with the branch behind each loop and branch: `fork[then]/inner`.
         function: The function of the uploaded graph that contains it; empty: the top level.
         body: The body of the copy that contains it.
         index: Its index in the body; -1 for a call.
@@ -137,6 +144,7 @@ class CandidateNode:
     """
 
     name: str
+    qualified_name: str
     function: str
     body: Body
     index: int
@@ -186,9 +194,12 @@ class OverrideMatcher:
         op_types: Op types of the selected node, or of the last node of a chain; None: any.
         prefix: Prefix of public names, from `scope`.
         exact: Public names, from `node` or `nodes`.
-        globs: RE2 expressions for the public name, from `node` or `nodes`. If there are exact names or globs, the node
-            must match one of them.
+        globs: RE2 expressions for the public name, from `node` or `nodes`.
+        qualified: RE2 expressions for the qualified name, from names and globs with a branch in `node` or `nodes`. If
+            there are exact names, globs or these, the node must match one of them.
+        qualified_scope: RE2 expression for the qualified name, from a `scope` with a branch; empty: none.
         regex: RE2 expression for the public name, from `node_regex`; empty: none.
+        qualified_regex: RE2 expression for the qualified name, from a `node_regex` with a branch; empty: none.
         match_count: Number of matches.
         faulty: Whether a finding about the override was added.
         shadowed_by: If it matched no node: the number of its nodes that earlier overrides matched, by label.
@@ -200,7 +211,10 @@ class OverrideMatcher:
     prefix: str
     exact: frozenset[str]
     globs: tuple[str, ...]
+    qualified: tuple[str, ...]
+    qualified_scope: str
     regex: str
+    qualified_regex: str
     match_count: int = 0
     faulty: bool = False
     shadowed_by: Mapping[str, int] = field(default_factory=dict)
@@ -218,7 +232,12 @@ class OverrideMatcher:
     @property
     def pattern_count(self) -> int:
         """Number of patterns that each node's name is matched against; at least 1."""
-        return max(1, len(self.globs))
+        return max(1, len(self.globs) + len(self.qualified))
+
+    @property
+    def names_branches(self) -> bool:
+        """Whether one of its conditions on names names a branch."""
+        return bool(self.qualified or self.qualified_scope or self.qualified_regex)
 
     @property
     def is_chain(self) -> bool:
@@ -279,23 +298,37 @@ def _compile_selector(spec: OverrideSpec, library: Library, findings: Findings) 
     if {"node", "nodes"} <= given:
         invalid("node cannot be given with nodes: add it to nodes.")
     names = (selector.node,) if selector.node else tuple(selector.nodes)
-    globs = tuple(dict.fromkeys(filter(is_glob, names)))
+    qualified = tuple(dict.fromkeys(filter(names_branch, names)))
+    globs = tuple(dict.fromkeys(name for name in names if is_glob(name) and not names_branch(name)))
     if not all(names):
         invalid("one of its nodes is an empty name.")
-    if len(globs) > _MAX_GLOBS:
-        invalid(f"{len(globs)} of its nodes are globs; {_MAX_GLOBS} is the most.")
+    if len(globs) + len(qualified) > _MAX_GLOBS:
+        invalid(f"{len(globs) + len(qualified)} of its nodes are globs or name a branch; {_MAX_GLOBS} is the most.")
         return None
-    if any(len(text) > MAX_PATTERN for text in (*globs, selector.node, selector.node_regex)):
+    scope = selector.scope.rstrip("/")
+    named = scope if names_branch(scope) else ""
+    if any(len(text) > MAX_PATTERN for text in (*globs, *qualified, named, selector.node, selector.node_regex)):
         invalid(f"its node pattern is longer than {MAX_PATTERN} characters.")
     regex = selector.node_regex if len(selector.node_regex) <= MAX_PATTERN else ""
     try:
         compile_regex(regex)
     except ValueError as cause:
         invalid(f"node_regex {quote(regex)} is not a regular expression (RE2): {cause}.")
-    prefix = selector.scope.rstrip("/") + "/" if selector.scope else ""
+    prefix = scope + "/" if selector.scope else ""
     op_types = op_types_of(words[-1]) if words else None
-    exact = frozenset(names).difference(globs)
-    return OverrideMatcher(spec, words, op_types, prefix, exact, tuple(map(glob_regex, globs)), regex)
+    exact = frozenset(names).difference(globs, qualified)
+    return OverrideMatcher(
+        spec,
+        words,
+        op_types,
+        prefix,
+        exact,
+        tuple(map(glob_regex, globs)),
+        tuple(map(qualified_glob_regex, qualified)),
+        f"{qualified_glob_regex(named, is_glob=False)}{_ANY_BRANCH}/{ANY_TEXT}" if named else "",
+        "" if _BRACKET in regex else regex,
+        regex if _BRACKET in regex else "",
+    )
 
 
 def _is_place(position: override_pb2.Position) -> bool:
@@ -351,6 +384,23 @@ def glob_regex(glob: str) -> str:
         pieces += [re2.escape(glob[start : part.start()]), _GLOB_MEANS.get(part[0], ANY_TEXT)]
         start = part.end()
     return "".join([*pieces, re2.escape(glob[start:])])
+
+
+def names_branch(text: str) -> bool:
+    """Returns whether a name or glob names a branch, as in `fork[then]/inner`."""
+    return "[" in text
+
+
+def without_branches(name: str) -> str:
+    """Returns the public name of a qualified name."""
+    return _BRANCH.sub("", name)
+
+
+def qualified_glob_regex(name: str, *, is_glob: bool = True) -> str:
+    """Returns the RE2 expression for qualified names of a name or glob; parts without a branch match all branches."""
+    parts = name.split("/")
+    regexes = [glob_regex(part) if is_glob else re2.escape(part) for part in parts]
+    return f"{_ANY_BRANCH}/".join(regexes)
 
 
 def re2_options() -> re2.Options:

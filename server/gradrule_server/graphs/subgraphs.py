@@ -112,7 +112,13 @@ class Regions:
 
     def problem(self, number: int, text: Callable[[Body, Ref], str]) -> str:
         """Returns why a region is invalid, or an empty string. `text`: formats the name of a tensor."""
-        for ref in self._borders[number].outputs:
+        border = self._borders[number]
+        seen: set[Ref] = set()
+        for ref in (*border.inputs, *border.outputs):
+            if ref in seen:
+                return f"{text(self._body, ref)} is named twice"
+            seen.add(ref)
+        for ref in border.outputs:
             if not self._inside[ref[0]] >> number & 1:
                 return f"its output {text(self._body, ref)} does not depend on its inputs"
         if number in self._entries:

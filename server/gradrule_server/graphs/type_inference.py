@@ -24,7 +24,8 @@ _REASONS = {
 
 CONTROL_FLOW_V1 = (
     "is control flow of version 1; convert by building the graph with version 2: in a tf.function, or after "
-    "tf.compat.v1.enable_control_flow_v2()"
+    "tf.compat.v1.enable_control_flow_v2(); freeze a function with convert_variables_to_constants_v2(…, "
+    "lower_control_flow=False)"
 )
 _TEMPORARY = "creates a variable that exists within one step only; use a tensor"
 _REFERENCE = "uses a reference to a variable or resource of TensorFlow 1 in a way that gradrule does not support"

@@ -250,7 +250,7 @@ class Lowering:
         body.nodes.append(node)
         candidate = self._candidates.get((id(body), index))
         if candidate is not None:
-            full = f"{candidate.name}/{suffix}"
-            part = CandidateNode(full, candidate.function, body, len(body.nodes) - 1, candidate.around)
+            names = f"{candidate.name}/{suffix}", f"{candidate.qualified_name}/{suffix}"
+            part = CandidateNode(*names, candidate.function, body, len(body.nodes) - 1, candidate.around)
             self._copy.candidates.append(part)
         return len(body.nodes) - 1, 0

@@ -169,6 +169,8 @@ TRAITS: Mapping[str, str] = MappingProxyType(
         # Gradients.
         "zero_gradient": "registered as not differentiable on purpose: it cuts the path, or its output is a constant",
         "keeps_shape": "one input and one output of the same shape",
+        # Randomness.
+        "draws_random": "draws random numbers from a state that is not one of its inputs",
         # Memory and sizes.
         "view": "outputs share the memory of an input, or a part of it. Value: the input's number; each: output n of n",
         "reads_shape": "reads nothing of its inputs but their shapes",

@@ -30,6 +30,8 @@ _STATUS_TEXT = {
     _NOT_DIFFERENTIABLE: "of a type without gradients",
 }
 _SHOWN_NODES = 5
+# PlannedMatch.override of rules that the node's attribute names.
+_OWN_ATTRIBUTE = -1
 _NO_RANK = " (no node has this rank)"
 _NONE_MADE = " (the graph has no such node, and no gradient passes through one that gradients create)"
 
@@ -52,6 +54,7 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
         matches=[
             link_pb2.PlannedMatch(
                 node=match.node,
+                qualified_name="" if match.qualified_name == match.node else match.qualified_name,
                 op_type=match.op_type,
                 function=match.function,
                 rule_name=match.rule_name,
@@ -60,6 +63,7 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
                 differentiable=match.differentiable,
                 nodes=match.nodes,
                 mark=match.mark,
+                required=match.required,
             )
             for match in expanded.matches
         ],
@@ -72,6 +76,7 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
                 optional=item.optional,
                 is_preset=item.is_preset,
                 has_made_nodes=bool(item.made_op_types),
+                part_of_graph=item.part_of_graph,
             )
             for item in prepared.table.specs
         ],
@@ -79,6 +84,7 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
         has_ys=bool(request.ys),
         no_gradient=request.no_gradient,
         rewritten=expanded.rewritten,
+        repeatable=expanded.repeatable,
     )
 
 
@@ -91,6 +97,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
     resolutions = [
         override_pb2.Resolution(
             node=match.node,
+            qualified_name=match.qualified_name,
             op_type=match.op_type,
             rule=match.rule_name,
             label=match.label,
@@ -122,6 +129,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         rewritten=plan.rewritten,
         aliases=dict(plan.aliases),
         sparse_gradients=reply.sparse_gradients,
+        repeatable=plan.repeatable,
     )
     tail = evaluate_pb2.EvaluateResponse(
         overrides=resolutions, default_gradient_nodes=reply.default_gradient_nodes, rewritten=plan.rewritten
@@ -147,7 +155,10 @@ def _check_effect(
     matches: Sequence[_Matched],
     made: AbstractSet[int],
 ) -> None:
-    """Raises INACTIVE_OVERRIDE for overrides without effect. `made`: the rules of nodes that gradients created."""
+    """Raises INACTIVE_OVERRIDE for overrides without effect, and for rules that only nodes without a gradient name.
+
+    `made`: the rules of nodes that gradients created.
+    """
     findings: list[Finding] = []
     by_override: dict[int, list[_Matched]] = {}
     for match, status in matches:
@@ -158,20 +169,46 @@ def _check_effect(
         hits = by_override.get(item.index, [])
         if item.index in effective or any(status == _ACTIVE for _, status in hits):
             continue
+        if item.part_of_graph and not hits:
+            continue
         what = f"preset {item.label!r}" if item.is_preset else f"override {item.label!r} (rule {item.rule_name!r})"
-        shown = "; ".join(
-            f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES]
-        )
         nothing = _NONE_MADE if item.has_made_nodes else _NO_RANK
-        more = f"; and {len(hits) - _SHOWN_NODES} more" if len(hits) > _SHOWN_NODES else ""
         findings.append(
             Finding(
                 errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
                 f"{what} has no effect: no gradient passes through any node that it matches"
-                f"{': ' if shown else nothing}{shown}{more}. Set `optional` if this is intended.",
+                f"{_shown(hits) or nothing}. Set `optional` if this is intended.",
                 node=hits[0][0].node if hits else "",
                 field=f"overrides[{item.index}]",
             )
         )
+    findings += _named_rules_without_effect(by_override.get(_OWN_ATTRIBUTE, ()))
     if findings:
         raise GradruleError(findings)
+
+
+def _named_rules_without_effect(matches: Sequence[_Matched]) -> list[Finding]:
+    """Returns findings for rules that attributes of nodes name; the nodes of one op type with one rule count as one."""
+    groups: dict[tuple[str, str], list[_Matched]] = {}
+    for match, status in matches:
+        groups.setdefault((match.label, match.rule_name), []).append((match, status))
+    return [
+        Finding(
+            errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
+            f"the rule {rule!r}, which nodes of op type {op_type!r} name themselves (gradient_override_map), has no "
+            f"effect: no gradient passes through any of these nodes{_shown(hits)}. If this is intended, set `optional` "
+            f"of gradient_override_map, or override the nodes in the request.",
+            node=hits[0][0].node,
+        )
+        for (op_type, rule), hits in groups.items()
+        if any(match.required for match, _ in hits) and not any(status == _ACTIVE for _, status in hits)
+    ]
+
+
+def _shown(hits: Sequence[_Matched]) -> str:
+    """Returns the first nodes with their statuses, after a colon; an empty string for none."""
+    shown = "; ".join(
+        f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES]
+    )
+    more = f"; and {len(hits) - _SHOWN_NODES} more" if len(hits) > _SHOWN_NODES else ""
+    return f": {shown}{more}" if shown else ""

@@ -186,6 +186,7 @@ def read_overrides(
                 override.optional,
                 index,
                 every_order=_applies_to_every_order(override),
+                part_of_graph=override.part_of_graph,
             )
         )
     return table

@@ -21,6 +21,9 @@ from gradrule_server.quotas import Quota
 from gradrule_server.recovery.crash_history import OutcomeRecorder
 from gradrule_server.recovery.endings import EngineLost
 
+# Errors after which the engine may keep the run.
+_KEPT_REASONS = frozenset({errors_pb2.ERROR_REASON_QUOTA_EXCEEDED, errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED})
+
 
 class ForwardRunner(Protocol):
     """Runs forward parts of programs: of any programs, or of those of one session."""
@@ -123,8 +126,8 @@ class StreamHandles:
             manager.add(handle)
         except BaseException as cause:
             manager.release_name()
-            if not isinstance(cause, GradruleError) or cause.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED:
-                # The engine keeps the run, or will: the caller cancelled, or the run has too many bytes.
+            if not isinstance(cause, GradruleError) or cause.reason in _KEPT_REASONS:
+                # The engine keeps the run, or will: the caller cancelled, or the run took too long or too many bytes.
                 self._release(name, None if run is None else run.process)
             raise
         self._handles[name] = handle
@@ -133,10 +136,12 @@ class StreamHandles:
         response.ttl.FromNanoseconds(int(handle.ttl_s * 1e9))
         return response.SerializeToString()
 
-    async def pull_back(self, raw: bytes, name: str, received_ns: int, ends_at: float) -> bytes:
+    async def pull_back(
+        self, raw: bytes, name: str, received_ns: int, ends_at: float, *, closes: bool = False
+    ) -> bytes:
         """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED.
 
-        `raw`: Bytes of the `PullBackRequest`.
+        `raw`: Bytes of the `PullBackRequest`. `closes`: Closes the handle after success.
         """
         handle = self._handles.get(name)
         if handle is None:
@@ -149,6 +154,8 @@ class StreamHandles:
         try:
             answer = await handle.process.engine.call(Kind.PULL_BACK, payload, ends_at, handle.recorder)
             record_pull_back(answer, received_ns)
+            if closes:
+                self.close(name)
             return answer
         except EngineLost as lost:
             handle.recorder.record_engine_loss(lost)

@@ -339,8 +339,9 @@ class _RunLimit:
                 self._start()
 
     def _start(self) -> None:
-        self._mode.ends_at = min(self.latest or math.inf, self._ends_at)
-        self._timeout.reschedule(self._ends_at)
+        latest = self.latest or math.inf
+        self._mode.ends_at = min(latest, self._ends_at)
+        self._timeout.reschedule(self._ends_at if self._ends_at < latest else None)
 
 
 def _value_blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:

@@ -193,17 +193,22 @@ class Session:
         return await self._handles.forward(request, received_ns, ends_at)
 
     async def pull_back(
-        self, raw: bytes, handle: str, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
+        self,
+        request: evaluate_pb2.PullBackRequest,
+        raw: bytes,
+        received_ns: int,
+        ends_at: float,
+        packing: tensor_pb2.Packing | None,
     ) -> bytes:
         """Returns gradients, as the bytes of a `PullBackResponse`. Raises HANDLE_EXPIRED. `packing`: As in `read`.
 
-        `raw`: Bytes of the `PullBackRequest`.
+        `raw`: Bytes of the request.
         """
         if packing is not None:
             # Concatenating messages merges them.
             raw += evaluate_pb2.PullBackRequest(answer_packing=packing).SerializeToString()
         async with self._reporting_loss():
-            return await self._handles.pull_back(raw, handle, received_ns, ends_at)
+            return await self._handles.pull_back(raw, request.handle, received_ns, ends_at, closes=request.close_handle)
 
     def close_handle(self, handle: str) -> None:
         """Closes a handle, if it exists."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -89,6 +90,24 @@ def test_wrong_usage_is_code_2_on_stderr(arguments: list[str], words: str, capsy
     printed = capsys.readouterr()
     assert words in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["rules", "lst"], "gradrule rules: .*'lst'.* Did you mean 'list'?"),
+        (["evaluat"], "gradrule: .*'evaluat'.* Did you mean 'evaluate'"),
+        (["rules", "list", "--kidn", "x"], "gradrule: .*--kidn x. Did you mean '--kind'"),
+        (["rules", "list", "--kind", "usr"], "gradrule rules list: .*'usr'.* Did you mean 'user'"),
+    ],
+)
+def test_a_typing_error_is_answered_in_two_lines(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.match(says, first)
+    assert re.fullmatch("gradrule.* --help shows the usage", second)
 
 
 def test_target_and_token_come_from_flag_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:

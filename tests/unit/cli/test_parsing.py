@@ -22,6 +22,8 @@ SELECTORS: dict[str, dict[str, object]] = {
     "nodes:a/Relu+b/*": {"node": ["a/Relu", "b/*"]},
     "regex:conv[0-9]+(_1)?": {"node_regex": "conv[0-9]+(_1)?"},
     "scope:block": {"scope": "block"},
+    "node:cond[then]/*": {"node": "cond[then]/*"},
+    "region:cond[0]/a,cond[0]/b>cond[0]/c": {"region": gr.Region(["cond[0]/a", "cond[0]/b"], ["cond[0]/c"])},
     "pattern:MatMul+BiasAdd": {"pattern": ["MatMul", "BiasAdd"]},
     "region:x,w>y": {"region": gr.Region(["x", "w"], ["y"])},
     "region:x>y:1,z": {"region": gr.Region(["x"], ["y:1", "z"])},

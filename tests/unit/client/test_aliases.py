@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import gradrule as gr
+from gradrule._builder.specs import LayerCall
 from gradrule._messages import call_arguments, request_messages, rpc_calls
 from gradrule._messages.program_calls import ProgramEncoder
 from gradrule._results import call_results
@@ -105,3 +106,62 @@ def test_programs_accept_their_aliases() -> None:
     found = call_results.specs(message.inputs, message.aliases)
     assert list(found) == ["image"]
     assert found["x"].name == "x"
+
+
+def layered() -> gr.Graph:
+    """Has the layers `image` (also a node), `encoder/conv`, `twice` (two calls) and `pair` (two outputs)."""
+    g = gr.Graph()
+    x = g.placeholder("image", "float32", [2])
+    y = g.sign(x, name="encoder/conv/Sign")
+    g.identity(y, name="head/Identity")
+    g.aliases["score"] = "head/Identity"
+    for path, outputs in (
+        ("image", ("encoder/conv/Sign",)),
+        ("encoder/conv", ("encoder/conv/Sign",)),
+        ("twice", ("encoder/conv/Sign",)),
+        ("twice", ("head/Identity",)),
+        ("pair", ("encoder/conv/Sign", "head/Identity")),
+    ):
+        g.layers.append(LayerCall(path, object, (), outputs, 0))
+    return g
+
+
+def test_layers_name_their_outputs_in_every_argument() -> None:
+    g = layered()
+    override = gr.Override("default", region=gr.Region(inputs=["image"], outputs=["encoder/conv"]))
+    made = spec(
+        g, fetches=["encoder/conv"], ys="score", xs={"hidden": ["encoder/conv"]}, grad_ys={"score": "encoder/conv"},
+        stop_gradients=["encoder/conv"], overrides=[override],
+    )  # fmt: skip
+    conv = "encoder/conv/Sign"
+    assert (list(made.fetches), list(made.vjp.xs), list(made.vjp.stop_gradients)) == ([conv], [conv], [conv])
+    assert made.vjp.grad_ys[0].tensor == conv
+    assert list(made.overrides[0].selector.region.outputs) == [conv]
+    assert dict(made.aliases) == {"score": "head/Identity", "encoder/conv": conv}
+    assert g.tensor("encoder/conv").name == f"{conv}:0"
+    arguments = call_arguments.ProgramArguments(fetches=[conv, "encoder/conv"])
+    assert next(iter(call_arguments.given_aliases(g, arguments))) == conv
+    assert list(spec(g, fetches=["image"]).fetches) == ["image"], "a node comes before a layer"
+
+
+@pytest.mark.parametrize("layer", ["twice", "pair"])
+def test_layers_with_several_outputs_are_refused(layer: str) -> None:
+    with pytest.raises(gr.errors.UnknownTensorError, match=rf"{layer}'.*'encoder/conv/Sign', 'head/Identity'"):
+        spec(layered(), fetches=[layer])
+
+
+class Variable:
+    """Looks like a variable of Keras."""
+
+    dtype, path = "float32", "encoder/conv/kernel"
+
+
+@pytest.mark.parametrize("xs", [Variable(), [Variable()]])
+def test_variables_are_named_as_in_the_graph(xs: Any) -> None:
+    with pytest.raises(gr.errors.UnknownTensorError, match=r"as in graph.variables, perhaps 'encoder/conv/kernel'"):
+        spec(layered(), ys="score", xs=xs)
+
+
+def test_unknown_tensors_suggest_layers() -> None:
+    with pytest.raises(gr.errors.UnknownTensorError, match="Did you mean 'encoder/conv'"):
+        layered().tensor("encoder/con")

@@ -183,7 +183,7 @@ def test_gradient_override_map_with_params_and_rules() -> None:
             g.sign(x, name="t")
     found = {override.selector.node: override for override in g.node_overrides}
     assert set(found) == {"s", "r"}
-    assert (found["s"].rule, found["s"].params, found["s"].label) == ("ste", {"threshold": 2.0}, "Sign")
+    assert (found["s"].rule, found["s"].params) == ("ste", {"threshold": 2.0})
     assert found["r"].rule is inline
 
 

@@ -89,6 +89,24 @@ def test_bytes_that_would_lose_an_override_are_refused(value: Any) -> None:
     assert [node.name for node in gr.Graph.from_bytes(spec.graph.serialized).find()] == ["x", "s"]
 
 
+def test_a_context_gives_one_override_to_all_of_its_nodes() -> None:
+    g, x = graph()
+    for optional in (False, True):
+        with g.gradient_override_map({"Sign": ("ste", {"threshold": 2.0})}, optional=optional):
+            g.sign(x)
+            g.sign(x)
+    spec, _ = request_messages.program_spec(g, call_arguments.ProgramArguments(ys="Sign", xs="x"))
+    found = [(list(one.selector.nodes), one.optional, one.part_of_graph) for one in spec.overrides]
+    assert found == [(["Sign", "Sign_1"], False, True), (["Sign_2", "Sign_3"], True, True)]
+
+
+def test_optional_contexts_mark_their_nodes() -> None:
+    g, x = graph()
+    with g.gradient_override_map({"Sign": "ste"}), g.gradient_override_map({"Relu": "r"}, optional=True):
+        assert "_gradrule_optional" not in g.sign(x).node.attrs
+        assert g.relu(x).node.attrs["_gradrule_optional"].b
+
+
 def test_bytes_hold_names_of_rules() -> None:
     g, x = graph()
     with g.gradient_override_map({"Sign": "ste"}):

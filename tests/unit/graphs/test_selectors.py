@@ -283,6 +283,85 @@ def test_dependence_begins_in_each_branch() -> None:
     assert [(match.node, match.function) for match in found.matches] == [("fork/t", "first"), ("fork/t", "second")]
 
 
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        {"node": "fork[then]/s"},
+        {"node": "fork[th*]/s"},
+        {"nodes": ["nope", "fork[then]/s"]},
+        {"node": "f?rk[then]/**", "op_type": "Sign"},
+        {"scope": "fork[then]", "op_type": "Sign"},
+        {"scope": "fork[then]/", "node": "*/s"},
+        {"scope": "fork", "node": "**[then]/s"},
+        {"node_regex": r"fork\[then\]/s"},
+        {"node": "fork/s", "node_regex": r".*\[then\].*"},
+    ],
+)
+def test_a_branch_in_brackets_selects_its_nodes_alone(conditions: dict[str, Any]) -> None:
+    found = expand(branching(), ["y"], ys=["y"], xs=["x"], overrides=[spec("one", **conditions)]).matches
+    assert [(match.node, match.qualified_name, match.function) for match in found] == [
+        ("fork/s", "fork[then]/s", "first")
+    ]
+
+
+def test_a_region_and_dependence_of_one_branch() -> None:
+    made = branching("t:activations:0")
+    region = OverrideSpec(Selector(region=Region(inputs=["fork/a"], outputs=["fork[else]/t"])), 7, "rule", "region")
+    behind = spec("behind", depends_on=["fork[else]/s"], scope="fork")
+    for one in (region, behind):
+        (match,) = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[one]).matches
+        assert (match.node, match.qualified_name, match.function) == ("fork/t", "fork[else]/t", "second")
+
+
+def test_conditionals_without_brackets_stand_for_all_branches() -> None:
+    """A Case in both branches of an If: both branches of the Case are the same function, which contains a call."""
+    leaf = function("leaf", ["a"], {"r": "c:output:0"}, [call("c", "inner", "a")])
+    case = node("case", "StatelessCase", "i:y:0", "a")
+    case.attr["branches"].list.func.add(name="leaf")
+    case.attr["branches"].list.func.add(name="leaf")
+    index = node("i", "Cast", "a", SrcT=AttrValue(type=Dt.DT_FLOAT), DstT=AttrValue(type=Dt.DT_INT32))
+    arm = function("arm", ["a"], {"r": "case:output:0"}, [index, case])
+    made = branching()
+    for item in (case, arm.node_def[1]):
+        item.attr["Tin"].list.type.append(Dt.DT_FLOAT)
+        item.attr["Tout"].list.type.append(Dt.DT_FLOAT)
+    del made.library.function[:]
+    made.library.function.extend([INNER, leaf, arm])
+    made.node[2].attr["then_branch"].func.name = made.node[2].attr["else_branch"].func.name = "arm"
+
+    def found(name: str) -> list[str]:
+        expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[spec("one", node=name)])
+        return [match.qualified_name for match in expanded.matches]
+
+    both = {name: f"fork[{name}]/case" for name in ("then", "else")}
+    assert found("fork/case[1]/c/s") == [f"{one}[1]/c/s" for one in both.values()]
+    assert found("fork[else]/case/c/s") == [f"{both['else']}[0]/c/s", f"{both['else']}[1]/c/s"]
+    assert found("fork[then]/case[0]/**/s") == ["fork[then]/case[0]/c/s"]
+
+
+def test_names_of_branches_in_errors() -> None:
+    finding = only_finding(
+        branching(), Reason.ERROR_REASON_UNMATCHED_OVERRIDE, ["y"], ys=["y"], xs=["x"],
+        overrides=[spec("one", node="fork[them]/s")],
+    )  # fmt: skip
+    assert "'fork[then]/s'" in finding.message
+    behind = spec("one", depends_on=["fork[2]/s"], op_type="Tanh")
+    finding = only_finding(
+        branching(), Reason.ERROR_REASON_UNKNOWN_TENSOR, ["y"], ys=["y"], xs=["x"], overrides=[behind]
+    )
+    assert "'fork[2]/s'" in finding.message
+    assert "'fork[then]/s'" in finding.message
+
+
+@pytest.mark.parametrize("names", [["fork/a", "fork[then]/a"], ["fork/a", "fork/a:0"]])
+def test_a_tensor_with_two_names_is_twice_in_a_region(names: list[str]) -> None:
+    chosen = OverrideSpec(Selector(region=Region(inputs=names, outputs=["fork/s"])), 7, "rule", "region")
+    finding = only_finding(
+        branching(), Reason.ERROR_REASON_INVALID_OVERRIDE, ["y"], ys=["y"], xs=["x"], overrides=[chosen]
+    )
+    assert "'fork/a' is named twice" in finding.message
+
+
 def test_what_follows_a_branch_depends_on_its_results() -> None:
     """The tensor is a result itself, so that nothing in the branch depends on it."""
     found = matches(spec("behind", depends_on=["fork/t"], op_type="Tanh"), made=branching("t:activations:0"))

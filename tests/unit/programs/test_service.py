@@ -225,3 +225,17 @@ async def test_time_for_compiling_does_not_count_as_time_of_the_run(
     with pytest.raises(GradruleError) as failure:
         await running
     assert failure.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
+
+
+async def test_forward_run_that_took_too_long_is_released(tmp_path: Path) -> None:
+    fixture = Fixture(tmp_path)
+    handles = StreamHandles(fixture.handle_manager(), fixture.service)
+    forward = link_pb2.RawForwardRequest(evaluate=link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString()))
+    forward.evaluate.feeds.add(name="x")
+    forward.evaluate.run_timeout.FromMilliseconds(100)
+    running = asyncio.ensure_future(handles.forward(forward, time.monotonic_ns(), _LATE))
+    fixture.engine.answer(await fixture.engine.next(Kind.COMPILE), Kind.COMPILED)
+    with pytest.raises(GradruleError) as failure:
+        await running
+    assert failure.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
+    assert len(fixture.engine.sent(Kind.RELEASE)) == 1

@@ -166,3 +166,15 @@ def test_properties_of_a_formula() -> None:
     assert formula.params_used == {"alpha"}
     assert formula.uses_default
     assert not parse("dy * x").uses_default
+
+
+def test_sizes_of_a_formula_are_limited() -> None:
+    """Within the limits that the page states, and just above them."""
+    parse("dy" + " " * 4094)
+    parse("-" * 64 + "dy")
+    assert parse("dy\n*\r\nx").variables == {"dy0", "x0"}
+    for text, words in (("dy" + " " * 4095, "4,096"), ("-" * 65 + "dy", "nested more than 64 deep")):
+        with pytest.raises(GradruleError) as caught:
+            parse(text)
+        assert reason_name(caught.value.reason) == "INVALID_EXPRESSION"
+        assert words in caught.value.message

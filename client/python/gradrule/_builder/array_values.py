@@ -57,7 +57,8 @@ def read_array(value: Any) -> Array:
         value = _readable_torch_tensor(value)
     for method in ("to_tensor", "todense"):
         if hasattr(value, method):
-            raise ValueError(f"is a {type(value).__name__}; give a dense array: .{method}()")
+            parts = "" if method == "todense" else "; a ragged input of a traced function has parts to feed instead"
+            raise ValueError(f"is a {type(value).__name__}; give a dense array: .{method}(){parts}")
     try:
         array = np.asarray(value)
     except (TypeError, RuntimeError) as cause:

@@ -56,7 +56,8 @@ class Graph(GraphLookup, GraphOps):
         non_trainable: names of the variables that a session's steps do not change by default.
         aliases: more names of tensors, valid wherever a tensor's name is. If an alias equals a node's name, the node's
             first output must be written `node:0`.
-        layers: calls of Keras layers; empty if the graph was not traced from a Keras model.
+        layers: calls of Keras layers; empty if the graph was not traced from a Keras model. The path of a layer with
+            one output is valid wherever a tensor's name is, unless a node or alias has this name.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ class Graph(GraphLookup, GraphOps):
 
     @property
     def node_overrides(self) -> tuple[Override, ...]:
-        """Overrides of single nodes that `gradient_override_map` recorded; the overrides of a request precede them."""
+        """Overrides of nodes that `gradient_override_map` recorded; the overrides of a request precede them."""
         return self._contexts.recorded
 
     # Adding nodes.
@@ -374,7 +375,7 @@ class Graph(GraphLookup, GraphOps):
 
         Args:
             overrides: op type to a rule's name, a `gr.Rule`, or either with params: `(rule, {"alpha": 2.0})`.
-            optional: raises no error if no node of an op type is added.
+            optional: raises no error if no node of an op type is added, or if no gradient of a request reaches one.
 
         Returns:
             The context manager.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from gradrule._builder.handles import Node, TensorHandle
 from gradrule._builder.names import ByName, bare, did_you_mean, glob_pattern, split
-from gradrule._builder.specs import TensorSpec
+from gradrule._builder.specs import LayerCall, TensorSpec
 from gradrule.common import op_definitions, tensor_codec
 from gradrule.common.dtypes import as_dt, dtype_name, without_ref
 from gradrule.common.op_inference import InferenceError, complete
@@ -15,6 +15,7 @@ from gradrule.errors import UnknownTensorError
 from gradrule.v1 import graph_pb2
 
 GRADIENT_ATTR = "_gradient_op_type"
+OPTIONAL_ATTR = "_gradrule_optional"
 """Attribute with the name of a node's rule, as in TensorFlow."""
 
 _VARIABLE_OPS = ("VarHandleOp", "VariableV2", "Variable")
@@ -101,6 +102,7 @@ class GraphLookup(ABC):
     """Finds nodes and tensors of a graph by name; base class of `Graph`."""
 
     aliases: dict[str, str]
+    layers: list[LayerCall]
     _message: graph_pb2.Graph
     _types: GraphTypes
 
@@ -133,7 +135,7 @@ class GraphLookup(ABC):
         """Finds a tensor by name.
 
         Args:
-            name: `node` (its first output), `node:output`, or an alias.
+            name: `node` (its first output), `node:output`, an alias, or the path of a Keras layer with one output.
 
         Returns:
             The handle of the tensor.
@@ -141,15 +143,35 @@ class GraphLookup(ABC):
         Raises:
             UnknownTensorError: The graph has no such node, or the node has no such output.
         """
-        node, index = split(self.aliases.get(name, name))
+        node, index = split(self.resolved(name))
         if self._types.node(node) is None:
             known = f" Aliases: {', '.join(map(repr, self.aliases))}." if self.aliases else ""
-            hint = did_you_mean(node, [*self._types.names(), *self.aliases])
+            hint = did_you_mean(node, [*self._types.names(), *self.aliases, *(call.path for call in self.layers)])
             raise UnknownTensorError(f"the graph has no tensor {name!r}.{hint}{known}")
         handles = self.outputs_of(node)
         if index >= len(handles):
             raise UnknownTensorError(f"the graph has no tensor {name!r}: node {node!r} has {len(handles)} outputs")
         return handles[index]
+
+    def resolved(self, name: str) -> str:
+        """Returns the name of the tensor that an alias, or the path of a Keras layer, stands for.
+
+        Args:
+            name: an alias, a path, or any other name, which is returned unchanged.
+
+        Raises:
+            UnknownTensorError: A layer has several outputs, or is called several times.
+        """
+        tensor = self.aliases.get(name)
+        if tensor is not None or not self.layers or self._types.node(split(name)[0]) is not None:
+            return name if tensor is None else tensor
+        outputs = list(dict.fromkeys(output for call in self.layers if call.path == name for output in call.outputs))
+        if len(outputs) > 1:
+            raise UnknownTensorError(
+                f"the layer {name!r} has several outputs, or is called several times; name one of its tensors: "
+                f"{', '.join(map(repr, outputs))}"
+            )
+        return outputs[0] if outputs else name
 
     def value_of(self, name: str) -> TensorHandle:
         """Returns the handle of a tensor or of a variable's value.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
 
-from gradrule._builder.graph_lookup import GRADIENT_ATTR
+from gradrule._builder.graph_lookup import GRADIENT_ATTR, OPTIONAL_ATTR
 from gradrule._builder.names import did_you_mean
 from gradrule._builder.overrides import Override
 from gradrule._builder.rules import OverrideValue, Rule, rule_and_params
@@ -15,18 +16,33 @@ from gradrule.v1 import graph_pb2
 _MAX_SHOWN = 10
 
 
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One op type of a context: its rule, and the names of the nodes that got the rule."""
+
+    value: OverrideValue
+    optional: bool
+    nodes: list[str] = field(default_factory=list)
+
+    def override(self, op_type: str) -> Override:
+        """Returns the override of its nodes."""
+        rule, params = rule_and_params(self.value, _where(op_type))
+        nodes = self.nodes if len(self.nodes) > 1 else self.nodes[0]
+        return Override(rule, node=nodes, op_type=op_type, params=params, optional=self.optional)
+
+
 class OverrideContexts:
-    """Holds the open contexts of one graph, and the overrides that they gave to single nodes."""
+    """Holds the open contexts of one graph, and the nodes to which they gave a rule with params or a `Rule`."""
 
     def __init__(self, graph: graph_pb2.Graph) -> None:
         self._graph = graph
-        self._current: Mapping[str, OverrideValue] = {}
-        self._recorded: list[Override] = []
+        self._current: Mapping[str, _Entry] = {}
+        self._recorded: list[tuple[str, _Entry]] = []
 
     @property
     def recorded(self) -> tuple[Override, ...]:
         """Overrides with a `Rule` or params, which a node's attribute cannot hold."""
-        return tuple(self._recorded)
+        return tuple(entry.override(op_type) for op_type, entry in self._recorded)
 
     @contextlib.contextmanager
     def entered(self, overrides: Mapping[str, OverrideValue], optional: bool) -> Iterator[None]:
@@ -38,7 +54,7 @@ class OverrideContexts:
                     f"{_where(op_type)}: a context takes op types; put groups into the overrides of a request"
                 )
         outer, first = self._current, len(self._graph.node)
-        self._current = {**outer, **overrides}
+        self._current = {**outer, **{op_type: _Entry(value, optional) for op_type, value in overrides.items()}}
         try:
             yield
         finally:
@@ -49,27 +65,30 @@ class OverrideContexts:
 
     def apply(self, node: graph_pb2.Node) -> None:
         """Gives a new node the rule of the open contexts for its op type, if there is one."""
-        value = self._current.get(node.op)
-        if value is None:
+        entry = self._current.get(node.op)
+        if entry is None:
             return
-        rule, params = rule_and_params(value, _where(node.op))
+        rule, params = rule_and_params(entry.value, _where(node.op))
         if isinstance(rule, Rule) or params:
-            # Optional, as in TensorFlow: the node may be outside the path that a request differentiates.
-            self._recorded.append(
-                Override(rule, node=node.name, op_type=node.op, params=params, label=node.op, optional=True)
-            )
-        else:
-            node.attr[GRADIENT_ATTR].s = rule.encode()
+            if not entry.nodes:
+                self._recorded.append((node.op, entry))
+            entry.nodes.append(node.name)
+            return
+        node.attr[GRADIENT_ATTR].s = rule.encode()
+        if entry.optional:
+            node.attr[OPTIONAL_ATTR].b = True
 
     def refuse_export(self) -> None:
         """Raises `InvalidOverrideError` if the graph's bytes would lose an override."""
         if not self._recorded:
             return
-        first = self._recorded[0]
-        more = f" (and {len(self._recorded) - 1} more nodes)" if len(self._recorded) > 1 else ""
-        params = f" with params {dict(first.params)!r}" if first.params else ""
+        op_type, first = self._recorded[0]
+        rule, given = rule_and_params(first.value, _where(op_type))
+        count = sum(len(entry.nodes) for _, entry in self._recorded)
+        more = f" (and {count - 1} more nodes)" if count > 1 else ""
+        params = f" with params {dict(given)!r}" if given else ""
         raise InvalidOverrideError(
-            f"gradient_override_map gave node {first.selector.node!r}{more} the rule {first.rule!r}{params}, which "
+            f"gradient_override_map gave node {first.nodes[0]!r}{more} the rule {rule!r}{params}, which "
             "a GraphDef cannot hold: it holds only the name of a registered rule. Register the rule with its params "
             "as defaults (client.create_rule) and give its name, or send the gr.Graph itself to evaluate or compile"
         )

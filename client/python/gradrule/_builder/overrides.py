@@ -117,7 +117,9 @@ class Override:
             from later overrides.
         op_type: selector: op type, or a group such as `@activation`, `@linear`, `@step`.
         node: selector: name, `Node`, or glob (`*` and `?` match within a part between slashes, `**` across slashes);
-            or several of these, of which one must match.
+            or several of these, of which one must match. With the branch of a conditional in brackets,
+            `cond[then]/inner`, it selects nodes of that branch alone; so do scopes and the tensors of `depends_on` and
+            of a region.
         node_regex: selector: RE2 expression for the whole name.
         scope: selector: nodes whose names start with `scope/`.
         position: selector: `nearest_xs`, `nearest_ys`, or an index among the nodes on the path, counted from the xs;

@@ -24,7 +24,8 @@ class Rule:
 
     Args:
         expression: a formula over `x`, `y`, `dy`, `default` and the params.
-        graph: instead of an expression: a graph with placeholders of those names and nodes `dx`, `dx1`, ….
+        graph: instead of an expression: a graph with placeholders of those names and nodes `dx`, `dx1`, …. Each of
+            these depends on `dy` or `default`, is zeros, or has the attribute `_ignore_dy=True`.
         params: declared params: a dict of name to default (None: each use must give a value), or a list of names.
         gradient: the rule for the gradient of this rule, used for second derivatives. Its `x` are this rule's inputs
             (the op's `x`, then its `y`, then `dy`), its `y` are this rule's gradients; params of the same name share

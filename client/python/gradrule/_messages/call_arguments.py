@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from gradrule._builder.array_values import is_array
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.handles import Node, TensorHandle, as_tensor
@@ -53,8 +54,8 @@ def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
     """Returns the name of a tensor.
 
     Args:
-        name: A name, an alias, a handle, or a node with one output.
-        graph: The graph that the tensor belongs to; resolves aliases.
+        name: A name, an alias, the name of a Keras layer, a handle, or a node with one output.
+        graph: The graph that the tensor belongs to; resolves aliases and names of layers.
 
     Raises:
         UnknownTensorError: A handle belongs to another graph, or the value does not name a tensor.
@@ -65,8 +66,12 @@ def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
             raise UnknownTensorError(f"the handle {name.name!r} belongs to another graph")
         return name.name
     if not isinstance(name, str):
-        raise UnknownTensorError(f"a tensor is named by a string or a handle, not by {type(name).__name__}")
-    return aliases_of(graph).get(name, name)
+        message = f"a tensor is named by a string or a handle, not by {type(name).__name__}"
+        if is_array(name):
+            own = getattr(name, "path", None) or str(getattr(name, "name", "")).removesuffix(":0")
+            message += f"; variables are named as in graph.variables{f', perhaps {own!r}' if own else ''}"
+        raise UnknownTensorError(message)
+    return graph.resolved(name) if isinstance(graph, Graph) else aliases_of(graph).get(name, name)
 
 
 def aliases_of(graph: GraphLike | None) -> Mapping[str, str]:
@@ -80,23 +85,35 @@ def given_aliases(graph: GraphLike, arguments: ProgramArguments) -> dict[str, st
     Results name a tensor by its first alias.
     """
     aliases = aliases_of(graph)
-    if not aliases:
+    if not (aliases or (isinstance(graph, Graph) and graph.layers)):
         return {}
-    requested = [
+    # If the request uses a tensor's own name, results use it too.
+    return {name: name_of_tensor(name, graph) for name in _requested(arguments)} | dict(aliases)
+
+
+def sent_aliases(graph: GraphLike, arguments: ProgramArguments) -> dict[str, str]:
+    """Returns a graph's aliases, with the names of layers that the request uses; a program keeps them."""
+    aliases = dict(aliases_of(graph))
+    if isinstance(graph, Graph) and graph.layers:
+        found = {name: graph.resolved(name) for name in _requested(arguments)}
+        aliases |= {name: tensor for name, tensor in found.items() if tensor != name and name not in aliases}
+    return aliases
+
+
+def _requested(arguments: ProgramArguments) -> list[str]:
+    return [
         name
         for names in (arguments.fetches, arguments.ys, arguments.xs)
         for name in flat_list(names)
         if isinstance(name, str)
     ]
-    # If the request uses a tensor's own name, results use it too.
-    return {name: aliases.get(name, name) for name in requested} | dict(aliases)
 
 
 def flat_list(names: GroupedNames) -> list[Any]:
     """Returns names as a flat list: one name, several names, or groups of names."""
     if isinstance(names, Mapping):
         return [name for group in names.values() for name in flat_list(group)]
-    return [names] if isinstance(names, str | TensorHandle | Node) else list(names)
+    return [names] if isinstance(names, str | TensorHandle | Node) or is_array(names) else list(names)
 
 
 def groups_of(xs: GroupedNames, graph: GraphLike | None = None) -> Groups:
@@ -110,14 +127,14 @@ def groups_of(xs: GroupedNames, graph: GraphLike | None = None) -> Groups:
 
 
 def _flat_names(xs: GroupedNames, graph: GraphLike | None = None) -> list[str]:
-    """Returns all names in order, each once."""
+    """Returns all names in order, as given, each tensor once."""
     groups = groups_of(xs, graph)
     if groups is None:
         return names_of(xs, graph)
     found: dict[str, str] = {}
     for names in groups.values():
-        for name in names_of(names, graph):
-            found.setdefault(bare(name), name)
+        for name in names:
+            found.setdefault(bare(name_of_tensor(name, graph)), name)
     return list(found.values())
 
 

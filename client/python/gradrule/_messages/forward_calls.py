@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from google.protobuf.message import DecodeError
+
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._messages import request_messages
 from gradrule._messages.call_arguments import CallParams, Feeds, GradYs
@@ -13,9 +15,17 @@ from gradrule._messages.request_messages import TypeOf
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
+from gradrule._results.answers import Answer, AnswerReader, labeller, read_gradients
 from gradrule.common import wire_format
 from gradrule.common.tensor_codec import Array
-from gradrule.errors import HandleExpiredError, InvalidParamError, SessionLostError, UnavailableError
+from gradrule.errors import (
+    GradruleError,
+    HandleExpiredError,
+    InternalError,
+    InvalidParamError,
+    SessionLostError,
+    UnavailableError,
+)
 from gradrule.v1 import evaluate_pb2
 
 R = TypeVar("R")
@@ -37,7 +47,8 @@ class Forward(NamedTuple):
         type_of: Returns the element type of a y.
         aliases: Names of tensors by alias.
         groups: Groups of the xs; None if the xs were given as a list.
-        may_repeat: Whether another run, if the server has lost this one, gives the same gradients.
+        why_unique: Why another run, if the server has lost this one, gives other gradients; empty if it does not.
+        in_session: Whether a session runs it.
     """
 
     call: Call[Any]
@@ -46,15 +57,26 @@ class Forward(NamedTuple):
     type_of: TypeOf
     aliases: Mapping[str, str]
     groups: call_results.Groups
-    may_repeat: bool
+    why_unique: str
+    in_session: bool = False
 
 
-def of_program(program: ProgramBase, feeds: Feeds | None, params: CallParams | None, transfer: Transfer) -> Forward:
+def of_program(
+    program: ProgramBase,
+    feeds: Feeds | None,
+    params: CallParams | None,
+    transfer: Transfer,
+    *,
+    repeat_if_lost: bool = True,
+) -> Forward:
     """Returns a forward run of a program."""
     message = program.message
     call = program._call(feeds, params, None, transfer=transfer)
     ys, type_of = [spec.name for spec in message.ys], request_messages.types_of_specs(message.ys)
-    return Forward(call, message, ys, type_of, message.aliases, program.groups, may_repeat=True)
+    why_unique = "" if repeat_if_lost else "the handle was made with repeat_if_lost=False"
+    if not program.repeatable:
+        why_unique = "the program draws random numbers, and another run would draw others"
+    return Forward(call, message, ys, type_of, message.aliases, program.groups, why_unique)
 
 
 class ForwardBase:
@@ -67,52 +89,114 @@ class ForwardBase:
         call = forward.call
         evaluate = [call.request.SerializeToString(), *(part for parts in call.large for part in parts)]
         self._request, self._blobs = evaluate_pb2.ForwardRequest(), call.blobs
-        # Copied, because the request may be sent again after the caller changed the arrays.
-        self._large = (wire_format.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, [b"".join(evaluate)]),)
+        if not forward.why_unique:
+            # Copied, because the request may be sent again after the caller changed the arrays.
+            evaluate = [b"".join(evaluate)]
+        self._large: Sequence[wire_format.Parts] = (
+            wire_format.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, evaluate),
+        )
         if ttl is not None:
             self._request.ttl.FromNanoseconds(int(ttl * 1e9))
         self._handle = ""
         self._held = evaluate_pb2.ForwardResponse()
+        self._reader = call.reader or AnswerReader(labeller(forward.aliases), keep_bfloat16=transfer.keep_wire_dtype)
+        self._details = call_results.ProgramDetails(forward.aliases)
+        self._result: call_results.Result | None = None
 
     @property
     def outputs(self) -> Mapping[str, Array]:
         """Arrays of the last forward run, by fetch."""
-        answer = self._held.evaluate.SerializeToString()
-        return call_results.result(answer, aliases=self._what.aliases).outputs
+        return {} if self._result is None else self._result.outputs
 
     @property
     def bytes(self) -> int:
         """Bytes that the server keeps for the run on the device."""
         return self._held.size_bytes
 
-    def _forward(self) -> Call[None]:
-        def decode(answer: evaluate_pb2.ForwardResponse) -> None:
-            self._transfer.unpack(answer)
-            self._held, self._handle = answer, answer.handle
+    @property
+    def is_open(self) -> bool:
+        """Whether the run was neither closed nor found to be lost."""
+        return bool(self._handle)
 
-        answer = evaluate_pb2.ForwardResponse.FromString
-        large = self._large
+    def _forward(self) -> Call[None]:
+        def decode(answer: tuple[Answer, evaluate_pb2.ForwardResponse]) -> None:
+            evaluated, self._held = answer
+            self._result = call_results.Result(evaluated, self._details)
+            self._handle = self._held.handle
+            if self._what.why_unique:
+                # The request holds views of the caller's arrays, and is not sent again.
+                self._large = ()
+
         return Call(
-            "forward", self._request, answer, decode, self._blobs, on_stream=True, large=large, may_compile=True
+            "forward",
+            self._request,
+            lambda data: _read(data, self._reader),
+            decode,
+            self._blobs,
+            on_stream=True,
+            large=self._large,
+            may_compile=True,
         )
 
-    def _pull_back(self, grad_ys: GradYs | None, stacked: bool) -> evaluate_pb2.PullBackRequest:
+    def _forget_lost_run(self, lost: GradruleError | None) -> None:
+        """Raises `HandleExpiredError` if the forward run must not be repeated; in a session, the error of the call.
+
+        lost: why the server does not have it; None: it was closed.
+        """
+        self._handle = ""
+        why_unique = self._what.why_unique
+        if not why_unique:
+            return
+        if lost is not None and self._what.in_session:
+            raise lost
+        raise HandleExpiredError(
+            f"the server no longer has the forward run ({'it was closed' if lost is None else lost.message}). "
+            f"It is not repeated: {why_unique}. Run forward again and use the new outputs"
+        ) from lost
+
+    def _pull_back(self, grad_ys: GradYs | None, *, stacked: bool, close: bool) -> evaluate_pb2.PullBackRequest:
         values = request_messages.upstream_values(grad_ys, self._what.ys, self._what.graph)
         request = request_messages.evaluate_request(None, self._what.type_of, grad_ys=values)
-        return evaluate_pb2.PullBackRequest(grad_ys=request.grad_ys, stacked_grad_ys=stacked)
+        pull_back = evaluate_pb2.PullBackRequest(grad_ys=request.grad_ys, stacked_grad_ys=stacked, close_handle=close)
+        self._transfer.prepare(pull_back)
+        return pull_back
 
     def _pulled_back(self, request: evaluate_pb2.PullBackRequest) -> Call[Gradients]:
         request.handle = self._handle
 
-        def decode(answer: evaluate_pb2.PullBackResponse) -> Gradients:
-            gradients = call_results.gradients_by_x(answer.gradients, self._what.aliases)
-            return call_results.regrouped(gradients, self._what.groups)
+        label_of, keep_bfloat16 = labeller(self._what.aliases), self._transfer.keep_wire_dtype
 
-        call = Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode, on_stream=True)
-        return self._transfer.applied(call)
+        def decode(answer: Answer) -> Gradients:
+            if request.close_handle:
+                self._handle = ""
+            return call_results.Result(answer, self._details, self._what.groups).gradients
+
+        return Call(
+            "pull_back",
+            request,
+            lambda data: read_gradients(data, label_of, keep_bfloat16=keep_bfloat16),
+            decode,
+            on_stream=True,
+        )
 
     def _closing(self) -> Call[None]:
         request = evaluate_pb2.CloseHandleRequest(handle=self._handle)
         self._handle = ""
         answer = evaluate_pb2.CloseHandleResponse.FromString
         return Call("close_handle", request, answer, lambda _: None, on_stream=True)
+
+
+def _read(data: bytes, reader: AnswerReader) -> tuple[Answer, evaluate_pb2.ForwardResponse]:
+    """Returns the evaluation in the bytes of a `ForwardResponse`, and the other fields."""
+    evaluated, others, before = b"", [], 0
+    try:
+        for number, start, end in wire_format.fields(data, 0, len(data)):
+            if number == evaluate_pb2.ForwardResponse.EVALUATE_FIELD_NUMBER:
+                evaluated = data[start:end]
+            else:
+                others.append(data[before:end])
+            before = end
+        held = evaluate_pb2.ForwardResponse.FromString(b"".join(others))
+    except (DecodeError, wire_format.MalformedError) as cause:
+        raise InternalError(f"the server's answer cannot be read: {cause}") from None
+    return reader.read(evaluated), held

@@ -203,6 +203,11 @@ class ProgramBase:
         return list(self._message.rewritten)
 
     @property
+    def repeatable(self) -> bool:
+        """Whether calls with equal feeds give equal outputs. False if the program draws random numbers."""
+        return self._message.repeatable
+
+    @property
     def digests(self) -> call_results.Digests:
         """SHA-256 of the graph's bytes and of the program."""
         return call_results.Digests(self._message.digests.graph, self._message.digests.program)
@@ -234,7 +239,7 @@ class ProgramBase:
         stacked_grad_ys: bool = False,
         transfer: Transfer = PLAIN,
     ) -> rpc_calls.Call[call_results.Result]:
-        reader = self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
+        reader = self._answer_reader(transfer)
         parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
         return rpc_calls.Call(
             rpc_calls.EVALUATE,
@@ -246,6 +251,9 @@ class ProgramBase:
             reader=reader,
             may_share=transfer.packing is None,
         )
+
+    def _answer_reader(self, transfer: Transfer) -> AnswerReader:
+        return self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
 
     def _compiling(self, kind: str, call: rpc_calls.Call[R]) -> rpc_calls.Call[R]:
         """Returns a call of a kind that the server compiles at its first use, with time for compiling until then."""

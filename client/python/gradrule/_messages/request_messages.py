@@ -21,9 +21,9 @@ from gradrule._messages.call_arguments import (
     Feeds,
     GradYs,
     ProgramArguments,
-    aliases_of,
     name_of_tensor,
     names_of,
+    sent_aliases,
 )
 from gradrule._messages.feed_values import array_of
 from gradrule.common import large_tensors, tensor_codec, wire_format
@@ -96,18 +96,18 @@ def program_spec(graph: GraphLike, arguments: ProgramArguments, blobs: blob_valu
     spec.no_gradient = _chosen(arguments.no_gradient, _NO_GRADIENT, "no_gradient")
     spec.overrides.extend(override_messages(arguments.overrides))
     spec.rewrites.extend([arguments.rewrites] if isinstance(arguments.rewrites, str) else arguments.rewrites)
-    spec.aliases.update(aliases_of(graph))
+    spec.aliases.update(sent_aliases(graph, arguments))
     if not arguments.batching:
         spec.batching.allowed = False
     spec.jit = _chosen(arguments.jit, _JIT, "jit")
     for override in spec.overrides:
-        _resolve_aliases(override.selector, aliases_of(graph))
+        _resolve_aliases(override.selector, graph)
     put_graph(graph, spec.graph, blobs)
     if isinstance(graph, Graph):
         spec.variables.extend(graph.variables.messages(blobs))
         # Send recorded overrides only with ys: the server rejects overrides without ys.
         if spec.HasField("vjp"):
-            spec.overrides.extend(override.message() for override in graph.node_overrides)
+            spec.overrides.extend(overrides_of_graph(graph))
     return spec, values
 
 
@@ -132,12 +132,20 @@ def requested_spec(graph: GraphLike, arguments: ProgramArguments) -> Spec:
     return spec, values
 
 
-def _resolve_aliases(selector: override_pb2.Selector, aliases: Mapping[str, str]) -> None:
-    """Replaces aliases in a selector by names of tensors."""
+def overrides_of_graph(graph: Graph) -> list[override_pb2.GradientOverride]:
+    """Returns the messages of the overrides that `gradient_override_map` recorded."""
+    messages = [override.message() for override in graph.node_overrides]
+    for message in messages:
+        message.part_of_graph = True
+    return messages
+
+
+def _resolve_aliases(selector: override_pb2.Selector, graph: GraphLike) -> None:
+    """Replaces aliases and names of layers in a selector by names of tensors."""
     for names in (selector.region.inputs, selector.region.outputs, selector.depends_on):
         # Reading a missing region does not create it; writing would.
         for index, name in enumerate(names):
-            names[index] = aliases.get(name, name)
+            names[index] = name_of_tensor(name, graph)
 
 
 def evaluate_request(

@@ -113,7 +113,7 @@ class SessionBase:
         spec, _ = request_messages.program_spec(self._graph, self._words, blobs)
         start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
         if isinstance(self._graph, Graph):
-            start.overrides.extend(override.message() for override in self._graph.node_overrides)
+            start.overrides.extend(request_messages.overrides_of_graph(self._graph))
         start.variables.extend(item for item in spec.variables if item.name not in self._given)
         self._add_variables(start, self._given, "variables")
         if isinstance(self._graph, Graph) and self._graph.optimizer_state is not None:
@@ -211,8 +211,8 @@ class SessionBase:
             self._type_of,
             call_arguments.given_aliases(graph, arguments),
             call_arguments.groups_of(arguments.xs, graph),
-            # The variables may have other values by then.
-            may_repeat=False,
+            "the session's variables may have other values by then",
+            in_session=True,
         )
 
     def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:

@@ -30,6 +30,9 @@ _MAX_LAYOUT_BYTES = 64 * 1024
 
 _OUTPUTS = evaluate_pb2.EvaluateResponse.OUTPUTS_FIELD_NUMBER
 _GRADIENTS = evaluate_pb2.EvaluateResponse.GRADIENTS_FIELD_NUMBER
+_FIELDS = (_OUTPUTS, _GRADIENTS)
+# A `PullBackResponse` has no outputs.
+_PULL_BACK_FIELDS = (0, evaluate_pb2.PullBackResponse.GRADIENTS_FIELD_NUMBER)
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
 _INLINE = tensor_pb2.TensorSource.INLINE_TENSOR_FIELD_NUMBER
@@ -204,7 +207,7 @@ class AnswerReader:
                 rest = evaluate_pb2.EvaluateResponse.FromString(data[layout.end :])
                 if not (rest.outputs or rest.gradients):
                     return Answer(data, layout, rest)
-            layout, others = _scan(data, self._label_of, self._keep_bfloat16)
+            layout, others = _scan(data, self._label_of, self._keep_bfloat16, _FIELDS)
             rest = evaluate_pb2.EvaluateResponse.FromString(others)
             self.room_bytes, self.was_used = _room_bytes(layout), True
         except (DecodeError, wire_format.MalformedError, UnicodeDecodeError) as cause:
@@ -214,6 +217,18 @@ class AnswerReader:
         if self._keeps_layout and is_usual and sum(len(part) for _, part in layout.around) <= _MAX_LAYOUT_BYTES:
             self._last = layout
         return Answer(data, layout, rest)
+
+
+def read_gradients(data: bytes, label_of: Callable[[str], str], *, keep_bfloat16: bool = False) -> Answer:
+    """Finds the gradients in the bytes of a `PullBackResponse`. Arguments as for `AnswerReader`.
+
+    Raises `InternalError` if the bytes are not an answer.
+    """
+    try:
+        layout, _ = _scan(data, label_of, keep_bfloat16, _PULL_BACK_FIELDS)
+    except (DecodeError, wire_format.MalformedError, UnicodeDecodeError) as cause:
+        raise InternalError(f"the server's answer cannot be read: {cause}") from None
+    return Answer(data, layout, evaluate_pb2.EvaluateResponse())
 
 
 def labels(aliases: Mapping[str, str] | None) -> dict[str, str]:
@@ -227,22 +242,28 @@ def labeller(aliases: Mapping[str, str] | None) -> Callable[[str], str]:
     return lambda name: known.get(bare(name), name)
 
 
-def _scan(data: bytes, label_of: Callable[[str], str], keep: bool) -> tuple[Layout, bytes]:
-    """Returns the layout of an answer, and the bytes of all fields but the tensors."""
+def _scan(
+    data: bytes, label_of: Callable[[str], str], keep: bool, tensor_fields: tuple[int, int]
+) -> tuple[Layout, bytes]:
+    """Returns the layout of an answer, and the bytes of all fields but the tensors.
+
+    tensor_fields: numbers of the fields of outputs and gradients.
+    """
+    outputs_field, gradients_field = tensor_fields
     outputs: dict[str, TensorPlace] = {}
     gradients: dict[str, GradientPlace] = {}
     others: list[bytes] = []
     before = end = 0
     for number, start, stop in wire_format.fields(data, 0, len(data)):
-        if number == _OUTPUTS:
+        if number == outputs_field:
             name, place = _output(data, start, stop, keep)
             outputs[label_of(name)] = place
-        elif number == _GRADIENTS:
+        elif number == gradients_field:
             name, gradient = _gradient(data, start, stop, keep)
             gradients[label_of(name)] = gradient
         else:
             others.append(data[before:stop])
-        if number in (_OUTPUTS, _GRADIENTS):
+        if number in tensor_fields:
             end = stop
         before = stop
     places = [*outputs.values(), *(place for gradient in gradients.values() for place in gradient.tensors)]

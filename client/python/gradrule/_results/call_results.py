@@ -68,6 +68,8 @@ class Resolution:
         status: `active`, `off_path` or `not_differentiable`.
         function: Function that contains the node, or empty.
         nodes: All nodes of a pattern or region; empty for a single node.
+        qualified_name: The node's name with the branch behind each loop and conditional, such as `cond[then]/inner`. As
+            the `node` of an override it selects this node alone. Equal to `node` outside of loops and branches.
     """
 
     node: str
@@ -77,6 +79,11 @@ class Resolution:
     status: OverrideStatus
     function: str = ""
     nodes: tuple[str, ...] = ()
+    qualified_name: str = ""
+
+    def __post_init__(self) -> None:
+        # Frozen dataclasses refuse the plain assignment.
+        object.__setattr__(self, "qualified_name", self.qualified_name or self.node)
 
     def __repr__(self) -> str:
         return short_repr(f"<Resolution {self.node!r} ({self.op_type}): {self.rule}, {self.status}>")
@@ -220,7 +227,7 @@ class Result:
 
 def resolutions_table(found: Iterable[Resolution]) -> str:
     """Returns an HTML table of the rules that nodes got."""
-    rows = [(item.node, item.op_type, item.rule, item.label, item.status) for item in found]
+    rows = [(item.qualified_name, item.op_type, item.rule, item.label, item.status) for item in found]
     return html_table("Overrides", ("node", "op type", "rule", "label", "status"), rows)
 
 
@@ -278,6 +285,7 @@ def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]
             _override_status(message.status),
             message.function,
             tuple(message.nodes),
+            message.qualified_name,
         )
         for message in messages
     ]

@@ -20,15 +20,16 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
 
     Inputs become placeholders named after the arguments (`x`; `x_0`, `x_key` within structures). Outputs get aliases:
     `output`, `output_0`, … or the keys of a dict (`output_x` if `x` is an input or a variable). Variables that the
-    function uses are in `graph.variables`, by name. Lookup tables become functions of constants, with the entries that
-    the tables have now. A `tf.custom_gradient` becomes a region with a rule, named after
-    the Python function; so does a gradient registered in this process.
+    function uses are in `graph.variables`, by name; Keras's by `variable.path`. Lookup tables become functions of
+    constants, with the entries that the tables have now. A `tf.custom_gradient` becomes a region with a rule, named
+    after the Python function; so does a gradient registered in this process.
 
     Args:
         fn: the function or model to trace.
         specs: one per positional argument: `tf.TensorSpec`, `gr.TensorSpec`, `(dtype, shape)`, an example array, or
             lists, tuples and dicts of these. Ragged and sparse specs become their component tensors. Numbers, strings
-            and None are passed unchanged. None for a `tf.function` with a signature and for a `ConcreteFunction`.
+            and None are passed unchanged, but dtypes without a shape are refused. None for a `tf.function` with a
+            signature and for a `ConcreteFunction`.
         kwspecs: the same for keyword arguments.
 
     Returns:
@@ -52,8 +53,9 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
 def from_keras(model: Any, /, *specs: Any, training: bool = False) -> Graph:
     """Traces a Keras model to a graph.
 
-    Inputs and outputs get Keras's names as aliases. Nodes of a layer are in the scope of its name; nodes of a nested
-    model's layers in `model/layer`.
+    Inputs and outputs get Keras's names as aliases. Variables have the paths and the order of `model.variables`. Nodes
+    of a layer are in the scope of its name; nodes of a nested model's layers in `model/layer`. A layer's
+    path (`conv1`, `model/layer`) names its output, wherever a tensor's name is valid.
 
     Args:
         model: a Keras model.

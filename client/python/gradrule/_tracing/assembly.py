@@ -156,6 +156,7 @@ def assembled(
     library = Library(Body(definition, graph, list(arguments)))
     attach_gradients(library)
     drop_unused(library)
+    _fill_with_zeros(library)
     return_tensors_directly(library)
     externals = [external for external, _ in tf_private.captures(graph)]
     outer = dict(zip(arguments[len(input_names) :], externals, strict=True))
@@ -166,11 +167,29 @@ def assembled(
     top = _Top(library, definitions)
     result = top.build(graph, arguments[: len(input_names)], input_names, variables, tables, constants)
     wrapped = Graph.from_bytes(result.SerializeToString(deterministic=True))
-    wrapped.variables.update({variable.name: variable.value for variable in variables.values()})
+    order = {node_name(path): index for index, path in enumerate((paths or {}).values())}
+    for variable in sorted(variables.values(), key=lambda variable: order.get(variable.name, len(order))):
+        wrapped.variables[variable.name] = variable.value
     wrapped.non_trainable.update(variable.name for variable in variables.values() if not variable.trainable)
     add_aliases(wrapped, top.input_aliases, zip(aliases, top.outputs, strict=True))
     wrapped.layers.extend(call.named(top.name_of) for call in calls)
     return wrapped
+
+
+def _fill_with_zeros(library: Library) -> None:
+    """Replaces Empty nodes that TensorFlow fills with zeros; servers refuse Empty, as it may return any memory."""
+    for body in library.bodies.values():
+        for node in list(body.definition.node_def):
+            if node.op == "Empty" and node.attr["init"].b:
+                dtype = node.attr["dtype"].type
+                zero = body.add_node("Const", f"{node.name}/zero", [])
+                zero.attr["dtype"].type = dtype
+                zero.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(0, tf.as_dtype(dtype), []))
+                node.op = "Fill"
+                node.input.insert(1, f"{zero.name}:output:0")
+                del node.attr["init"], node.attr["dtype"]
+                node.attr["T"].type = dtype
+                node.attr["index_type"].type = tf.int32.as_datatype_enum
 
 
 class _Top:

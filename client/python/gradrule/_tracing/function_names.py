@@ -51,6 +51,8 @@ def name_functions_by_use(graph: graph_pb2.GraphDef, gradients: Iterable[str]) -
                 function.name = names[function.name]
     for old, function in functions.items():
         function.signature.name = names[old]
+        for attributes in function.arg_attr.values():
+            attributes.attr.pop(_ARGUMENT_NAME_ATTR, None)
         if old not in kept:
             _name_arguments(function)
             if old not in called_directly:
@@ -82,8 +84,6 @@ def _name_arguments(function: Definition) -> None:
         taken.reserve(node.name)
     old_names = [argument.name for argument in function.signature.input_arg]
     renamed(function, old_names, [taken.make(_NUMBERS.sub("", name)) for name in old_names])
-    for attributes in function.arg_attr.values():
-        attributes.attr.pop(_ARGUMENT_NAME_ATTR, None)
 
 
 def _name_results(function: Definition) -> None:

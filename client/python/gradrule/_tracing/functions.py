@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,18 @@ def trace(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Graph:
         if specs or kwspecs:
             raise InvalidGraphError("a ConcreteFunction has its signature; give no specs")
         return graph_of_concrete(fn)
-    return graph_of_concrete(concrete(fn, specs, kwspecs))
+    with _keras_paths() as paths:
+        function = concrete(fn, specs, kwspecs)
+    return graph_of_concrete(function, paths=paths)
+
+
+def _keras_paths() -> contextlib.AbstractContextManager[dict[Hashable, str]]:
+    """Returns a context that collects the paths of the Keras variables that are used in it."""
+    if "keras" not in sys.modules:
+        return contextlib.nullcontext({})
+    from gradrule._tracing import keras_models
+
+    return keras_models.paths_of_used_variables()
 
 
 def concrete(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Any:

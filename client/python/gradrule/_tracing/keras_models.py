@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from gradrule._tracing import tf_private
 from gradrule._tracing.functions import concrete, graph_of_concrete
 from gradrule._tracing.signatures import as_specs, leaf_names
 from gradrule.errors import InvalidGraphError, UnsupportedError
+
+# Held while a property of Keras's class of variables is replaced.
+_PATCHING = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +71,34 @@ def layer_scopes(root: Any, *, include_root: bool = False) -> Iterator[list[Trac
                 object.__delattr__(layer, "call")
             else:
                 object.__setattr__(layer, "call", call)
+
+
+@contextlib.contextmanager
+def paths_of_used_variables() -> Iterator[dict[Hashable, str]]:
+    """Yields a dict that receives the path of each Keras variable used in the context, by identity of the handle.
+
+    TensorFlow's variables do not know the layers between a model and a layer within another layer.
+    """
+    found: dict[Hashable, str] = {}
+    kind: Any = keras.Variable
+
+    def read(variable: Any) -> Any:
+        handle = getattr(variable._value, "handle", None)
+        if handle is not None and tf_private.is_eager(handle):
+            found[tf_private.identity_of(handle)] = variable.path
+        return value.fget(variable)
+
+    with _PATCHING:
+        value: Any = kind.value
+        is_own = "value" in vars(kind)
+        kind.value = property(read)
+        try:
+            yield found
+        finally:
+            if is_own:
+                kind.value = value
+            else:
+                del kind.value
 
 
 def _in_scope(layer: Any, call: Callable[..., Any], stack: list[str], calls: list[TracedCall]) -> Callable[..., Any]:
@@ -163,7 +195,9 @@ def _output_names(model: Any, structure: Any) -> list[str] | None:
     """Returns the output layers' names; None for subclassed models, whose outputs are named by structure."""
     if isinstance(structure, dict):
         return None
-    own = list(getattr(model, "output_names", None) or ())
+    # A Sequential model has no names of outputs; Keras names those of the equal functional model after their layers.
+    last = [model.layers[-1].name] if isinstance(model, keras.Sequential) else []
+    own = list(getattr(model, "output_names", None) or last)
     found = leaf_names("output", structure)
     # Keras gives several outputs of one layer the layer's name each.
     return own if len(own) == len(found) and len(set(own)) == len(own) else None

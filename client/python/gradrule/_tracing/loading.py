@@ -13,6 +13,7 @@ from typing import Any
 from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 
+from gradrule._builder.functional_control_flow import with_functions
 from gradrule._builder.graph import Graph
 from gradrule._builder.saving import read_variables_and_aliases
 from gradrule.common import wire_format
@@ -45,6 +46,9 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
 
     The graph's `inputs` are its placeholders. Its `outputs` are the tensors with an alias, or, if there are none, the
     tensors that no node uses. Names from signatures and from Keras become aliases of tensors.
+
+    Control flow of version 1 (Switch, Merge, Enter) becomes If and While nodes, if it has the form that TensorFlow
+    writes.
 
     Args:
         path: `.pb` (bytes of a GraphDef, with the files that `Graph.save` wrote next to it), `.pbtxt` (protobuf text)
@@ -116,16 +120,20 @@ def _other_format(data: bytes) -> str | None:
     return None
 
 
+def _from_bytes(data: bytes) -> Graph:
+    return Graph.from_bytes(with_functions(data))
+
+
 def _from_text(data: bytes) -> Graph:
     text = _TEXT_TOKEN.sub(lambda match: _RENAMED.get(match[0], match[0]), data.decode())
     message = text_format.Parse(text, graph_pb2.Graph(), allow_unknown_field=True)
-    return Graph.from_bytes(message.SerializeToString(deterministic=True))
+    return _from_bytes(message.SerializeToString(deterministic=True))
 
 
 def _from_json(data: bytes) -> Graph:
     document = _renamed(json.loads(data))
     message = json_format.ParseDict(document, graph_pb2.Graph(), ignore_unknown_fields=True)
-    return Graph.from_bytes(message.SerializeToString(deterministic=True))
+    return _from_bytes(message.SerializeToString(deterministic=True))
 
 
 def _renamed(value: Any, key: str = "") -> Any:
@@ -141,4 +149,4 @@ def _renamed(value: Any, key: str = "") -> Any:
 
 _ENUM_KEYS = {"type", "dtype", "typeId", "type_id"}
 
-_READERS: dict[str, Callable[[bytes], Graph]] = {".pb": Graph.from_bytes, ".pbtxt": _from_text, ".json": _from_json}
+_READERS: dict[str, Callable[[bytes], Graph]] = {".pb": _from_bytes, ".pbtxt": _from_text, ".json": _from_json}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 
 from gradrule._builder.frozen_variables import needed_functions
+from gradrule._builder.functional_control_flow import with_functions
 from gradrule._builder.graph import Graph
 from gradrule._builder.names import UniqueNames, did_you_mean
 from gradrule._tracing.functions import graph_of_concrete
@@ -22,13 +25,15 @@ from gradrule._tracing.signatures import add_aliases
 from gradrule.errors import Detail, GradruleError, InvalidGraphError, UnsupportedError
 
 _SERVE = "serve"
+_BINARY, _TEXT = "saved_model.pb", "saved_model.pbtxt"
 _RESERVED = {"signatures", "variables", "trainable_variables", "non_trainable_variables", "regularization_losses"}
 _REFERENCES = {"Variable", "VariableV2"}
 
 
 def load(folder: Path, signature: str) -> Graph:
     """Loads the graph of a signature, or of a function of the object. Raises `InvalidGraphError`."""
-    meta = _meta_graph(folder)
+    message = _message(folder)
+    meta = _meta_graph(message, folder)
     tags = list(meta.meta_info_def.tags)
     try:
         if not meta.object_graph_def.nodes:
@@ -38,8 +43,8 @@ def load(folder: Path, signature: str) -> Graph:
             if signature not in signatures:
                 raise _unknown(signature, list(signatures), [])
             return _load_tf1(folder, tags, signatures[signature])
-        loaded = tf.saved_model.load(str(folder), tags=tags)
-        return _of_object(loaded, signature)
+        with _without_slots(message, folder) as loadable:
+            return _of_object(tf.saved_model.load(str(loadable), tags=tags), signature)
     except GradruleError as cause:
         details = cause.details if len(cause.details) > 1 else ()
         raise type(cause)(f"{folder}: {cause.message}", details=details) from cause
@@ -47,9 +52,20 @@ def load(folder: Path, signature: str) -> Graph:
         raise InvalidGraphError(f"{folder}: TensorFlow cannot load the SavedModel: {cause}") from cause
 
 
-def _meta_graph(folder: Path) -> Any:
-    """Returns the folder's graph for serving."""
-    binary, text = folder / "saved_model.pb", folder / "saved_model.pbtxt"
+def _meta_graph(message: Any, folder: Path) -> Any:
+    """Returns the model's graph for serving."""
+    for meta in message.meta_graphs:
+        if _SERVE in meta.meta_info_def.tags:
+            return meta
+    if len(message.meta_graphs) == 1:
+        return message.meta_graphs[0]
+    known = "; ".join(", ".join(meta.meta_info_def.tags) or "no tag" for meta in message.meta_graphs) or "none at all"
+    raise InvalidGraphError(f"{folder} has no graph with the tag {_SERVE!r}; there are: {known}")
+
+
+def _message(folder: Path) -> Any:
+    """Returns the content of the folder's SavedModel."""
+    binary, text = folder / _BINARY, folder / _TEXT
     message = saved_model_pb2.SavedModel()
     try:
         if binary.exists():
@@ -58,13 +74,28 @@ def _meta_graph(folder: Path) -> Any:
             text_format.Parse(text.read_text(), message)
     except (OSError, DecodeError, ValueError, text_format.ParseError) as cause:
         raise InvalidGraphError(f"{folder} holds no SavedModel: {cause}") from None
-    for meta in message.meta_graphs:
-        if _SERVE in meta.meta_info_def.tags:
-            return meta
-    if len(message.meta_graphs) == 1:
-        return message.meta_graphs[0]
-    known = "; ".join(", ".join(meta.meta_info_def.tags) or "no tag" for meta in message.meta_graphs) or "none at all"
-    raise InvalidGraphError(f"{folder} has no graph with the tag {_SERVE!r}; there are: {known}")
+    return message
+
+
+@contextlib.contextmanager
+def _without_slots(message: Any, folder: Path) -> Iterator[Path]:
+    """Yields a folder with the model, without the slots of optimizers.
+
+    TensorFlow restores slots with the optimizer's class, which Keras 3 does not register; the functions use no slots.
+    """
+    nodes = [node for meta in message.meta_graphs for node in meta.object_graph_def.nodes if node.slot_variables]
+    if not nodes:
+        yield folder
+        return
+    for node in nodes:
+        del node.slot_variables[:]
+    with tempfile.TemporaryDirectory(prefix="gradrule-") as temporary:
+        copy = Path(temporary)
+        for entry in folder.iterdir():
+            if entry.name not in (_BINARY, _TEXT):
+                (copy / entry.name).symlink_to(entry.resolve())
+        (copy / _BINARY).write_bytes(message.SerializeToString())
+        yield copy
 
 
 def _of_object(loaded: Any, signature: str) -> Graph:
@@ -129,7 +160,7 @@ def _load_tf1(folder: Path, tags: list[str], signature: Any) -> Graph:
     _use_resources(definition)
     for node in definition.node:
         node.device = ""
-    wrapped = Graph.from_bytes(definition.SerializeToString(deterministic=True))
+    wrapped = Graph.from_bytes(with_functions(definition.SerializeToString(deterministic=True)))
     wrapped.variables.update(values)
     add_aliases(wrapped, inputs, outputs.items())
     return wrapped

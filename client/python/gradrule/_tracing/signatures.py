@@ -14,6 +14,7 @@ from gradrule._builder.names import bare
 from gradrule._builder.specs import TensorSpec
 from gradrule._tracing import tf_private
 from gradrule.common import tensor_codec
+from gradrule.common.dtypes import NUMBERS
 from gradrule.errors import InvalidTensorError
 
 _SPARSE_PARTS = ("indices", "values", "dense_shape")
@@ -48,6 +49,12 @@ def as_specs(given: Any, where: str) -> Any:
         return type(given)(*(as_specs(value, f"{where}.{name}") for name, value in parts))
     if isinstance(given, list | tuple):
         return type(given)(as_specs(value, f"{where}[{index}]") for index, value in enumerate(given))
+    if _is_dtype(given):
+        name = _dtype(given, where).name
+        raise InvalidTensorError(
+            f"{where} is the dtype {name!r} without a shape; write ({name!r}, shape), where None is an unknown size or "
+            "shape. A function that takes the dtype itself needs functools.partial"
+        )
     if isinstance(given, bool | int | float | complex | str | bytes | None) or callable(given):
         return given
     if hasattr(given, "shape") and hasattr(given, "dtype"):
@@ -86,6 +93,14 @@ def _words(path: tuple[Any, ...]) -> list[str]:
         else:
             words.append(str(step))
     return words
+
+
+def _is_dtype(given: Any) -> bool:
+    """Returns whether the value names or is an element type; other strings and functions are passed to the function."""
+    if isinstance(given, str):
+        return given in NUMBERS
+    is_scalar = isinstance(given, type) and issubclass(given, np.generic | float | int)
+    return is_scalar or isinstance(given, np.dtype | tf.DType)
 
 
 def _is_pair(given: Any) -> bool:

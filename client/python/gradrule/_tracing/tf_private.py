@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, op_def_pb2
+from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util
@@ -66,6 +67,11 @@ def identity_of(tensor: Any) -> Hashable:
 def is_eager(tensor: Any) -> bool:
     """Returns whether a tensor has a value."""
     return isinstance(tensor, ops.EagerTensor)
+
+
+def is_recorded(tensors: Iterable[Any]) -> bool:
+    """Returns whether a gradient tape records operations on any of the tensors."""
+    return bool(record.should_record_backprop(list(tensors)))
 
 
 def captures(graph: Any) -> list[tuple[Any, Any]]:

@@ -76,20 +76,21 @@ def draw_norms(
         path: The file, .png, .svg or .pdf.
     """
     places = {tensor: place for place, tensor in enumerate([*tensors, *xs])}
+    shown = [value for by_tensor in norms.values() for value in by_tensor.values() if np.isfinite(value)]
     figure = new_figure(max(6.0, 1.5 + 0.45 * len(places)), 5)
     axes = figure.subplots()
     for order, (label, by_tensor) in enumerate(norms.items()):
         # Earlier lines are wider, so that lines on top of each other stay visible.
         style: dict[str, Any] = {"color": f"C{order}", "linewidth": max(1.0, 5.0 - order), "alpha": 0.8}
         style |= {"marker": "o", "markersize": max(3.0, 8.0 - order)}
-        axes.plot(range(len(tensors)), [_positive(by_tensor.get(name)) for name in tensors], label=label, **style)
+        axes.plot(range(len(tensors)), [by_tensor.get(name, np.nan) for name in tensors], label=label, **style)
         style["linestyle"] = "none"
-        axes.plot([places[name] for name in xs], [_positive(by_tensor.get(name)) for name in xs], **style)
+        axes.plot([places[name] for name in xs], [by_tensor.get(name, np.nan) for name in xs], **style)
         if label in first_tensors:
             ring: dict[str, Any] = {"marker": "o", "markersize": 14, "fillstyle": "none", "color": f"C{order}"}
-            axes.plot([places[first_tensors[label]]], [_positive(by_tensor.get(first_tensors[label]))], **ring)
+            axes.plot([places[first_tensors[label]]], [by_tensor.get(first_tensors[label], np.nan)], **ring)
     axes.axvline(len(tensors) - 0.5, color="0.8")
-    axes.set_yscale("log")
+    _set_norm_scale(axes, shown)
     axes.set_xticks(range(len(places)), list(places), rotation=60, ha="right", fontsize=8)
     axes.set(ylabel="norm of the upstream gradient", title="from the ys to the xs; ring: first tensor that differs")
     axes.grid(alpha=0.3)
@@ -97,9 +98,16 @@ def draw_norms(
     figure.savefig(path, dpi=_DPI)
 
 
-def _positive(value: float | None) -> float:
-    """Returns NaN for zero and None, which a logarithmic axis shows as a gap."""
-    return value if value else float("nan")
+def _set_norm_scale(axes: Any, values: Sequence[float]) -> None:
+    """Makes the axis logarithmic; zeros, which mean that nothing came back, are shown at a 0 below all other values."""
+    least = min((value for value in values if value), default=1.0)
+    if 0.0 not in values:
+        axes.set_yscale("log")
+        return
+    decade = 10.0 ** np.floor(np.log10(least))
+    axes.set_yscale("symlog", linthresh=decade, linscale=0.5)
+    axes.set_ylim(bottom=-decade / 4)
+    axes.axhline(0, color="0.5", linewidth=0.8)
 
 
 def finite(values: Array) -> Array:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from gradrule import __version__
+from gradrule._builder.names import did_you_mean
 from gradrule.cli import compare, evaluate, explain, programs, serve, status
 from gradrule.cli.demo import command as demo
-from gradrule.cli.output import FAILED, INTERRUPTED, CommandError, describe, report
+from gradrule.cli.output import FAILED, INTERRUPTED, USAGE, CommandError, describe, report
 from gradrule.cli.rules import checking, drawing, registry
 from gradrule.errors import GradruleError
+
+_WRONG_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+_WRONG_FLAG = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands. Each command sets `run`, a function from options to an exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gradrule",
         description="Computes gradients with your own rules on a server.",
         epilog="`gradrule COMMAND --help` shows the options of a command.",
@@ -56,6 +61,30 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (programs, evaluate, explain, compare, demo):
         command.add(commands)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage in two lines, with a suggestion, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = self._hint(message)
+        self.exit(USAGE, f"{self.prog}: {message}{hint and f'.{hint}'}\n{self.prog} --help shows the usage\n")
+
+    def _hint(self, message: str) -> str:
+        wrong = _WRONG_CHOICE.search(message)
+        if wrong is not None:
+            return did_you_mean(wrong[1], re.findall(r"'([^']*)'", wrong[2]))
+        wrong = _WRONG_FLAG.match(message)
+        return "" if wrong is None else did_you_mean(wrong[1], _flags(self))
+
+
+def _flags(parser: argparse.ArgumentParser) -> set[str]:
+    """Returns the flags of a parser and its subcommands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found.update(*map(_flags, action.choices.values()))
+    return found
 
 
 def _add_rules(commands: Any) -> None:

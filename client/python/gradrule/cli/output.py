@@ -96,26 +96,37 @@ def console() -> Screen:
     return screen
 
 
-def table(screen: Screen, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; prints nothing without rows."""
+def table(
+    screen: Screen, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, one_line: bool = False
+) -> None:
+    """Prints a table; prints nothing without rows. `one_line`: cut long cells on a terminal, one line for each row."""
     cells = [list(row) for row in rows]
     if cells:
-        is_plain = isinstance(screen, PlainScreen)
-        screen.print(plain_table(title, columns, cells) if is_plain else drawn_table(title, columns, cells))
+        is_plain, is_cut = isinstance(screen, PlainScreen), one_line and screen.is_terminal
+        drawn = plain_table(title, columns, cells) if is_plain else drawn_table(title, columns, cells, is_cut=is_cut)
+        screen.print(drawn)
 
 
-def drawn_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Returns a rich table."""
+def counted(count: int, what: str) -> str:
+    """Returns `1 rule`, `2 rules`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def drawn_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, is_cut: bool = False) -> Table:
+    """Returns a rich table. `is_cut`: each row takes one line; long cells are cut."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     style = box.SIMPLE_HEAD if any(columns) else box.SIMPLE
     drawn = Table(title=title or None, title_justify="left", box=style, show_header=any(columns), pad_edge=False)
-    for column in columns:
-        drawn.add_column(printable(column), overflow="fold")
+    for number, column in enumerate(columns):
+        # The first column has the names, by which the other commands find the rows.
+        least = 24 if is_cut and number == 0 else None
+        drawn.add_column(printable(column), overflow="ellipsis" if is_cut else "fold", no_wrap=is_cut, min_width=least)
     for row in rows:
-        drawn.add_row(*(Text(printable(cell)) for cell in row))
+        cells = (printable(cell) for cell in row)
+        drawn.add_row(*(Text(" ".join(cell.split()) if is_cut else cell) for cell in cells))
     return drawn
 
 
@@ -155,7 +166,9 @@ def print_json(value: object) -> None:
 
 def resolution_rows(overrides: Iterable[Resolution]) -> list[list[str]]:
     """Returns rows of `RESOLUTION_COLUMNS`."""
-    return [[item.node, item.op_type, item.rule, item.label, item.status.replace("_", " ")] for item in overrides]
+    return [
+        [item.qualified_name, item.op_type, item.rule, item.label, item.status.replace("_", " ")] for item in overrides
+    ]
 
 
 def array_row(name: str, value: tensor_codec.Array | Sparse | None, kind: str = "dense") -> list[str]:

@@ -68,7 +68,7 @@ def run_list(options: argparse.Namespace) -> int:
         for program in programs
     ]
     columns = ("name", "feeds", "fetches", "gradient of", "compiled")
-    output.table(screen, f"programs ({len(programs)})", columns, rows)
+    output.table(screen, output.counted(len(programs), "program"), columns, rows)
     if not rows:
         screen.print("no programs")
     return 0

@@ -57,6 +57,14 @@ _PYTHON_TYPES = (
     (bytes, Dt.DT_STRING),
 )
 
+# What TensorFlow makes of Python's numbers, and what it calls these types.
+_TYPE_NAMES = {python_type.__name__: number for python_type, number in _PYTHON_TYPES} | {
+    "half": Dt.DT_HALF,
+    "single": Dt.DT_FLOAT,
+    "double": Dt.DT_DOUBLE,
+    "object": Dt.DT_STRING,
+}
+
 _VALUE_FIELDS: dict[int, str] = {
     Dt.DT_FLOAT: "float_val",
     Dt.DT_DOUBLE: "double_val",
@@ -76,8 +84,9 @@ def dtype_number(dtype: DtypeLike) -> int:
     """Returns the number (`Dt`) of an element type.
 
     Args:
-        dtype: A name (`"float32"`, `"DT_FLOAT"`), a NumPy dtype or scalar type, a Python type (`float`), a dtype object
-            of TensorFlow or PyTorch, or a number.
+        dtype: A name (`"float32"`, `"DT_FLOAT"`), a NumPy dtype or scalar type, a dtype object of TensorFlow or
+            PyTorch, a number, or a Python type or its name: `float` and `"float"` are float32, `int` and `"int"` are
+            int32, as in TensorFlow.
 
     Raises:
         ValueError: The value does not denote an element type.
@@ -88,8 +97,8 @@ def dtype_number(dtype: DtypeLike) -> int:
         if dtype not in NAMES:
             raise ValueError(f"{dtype} is no element type; numbers go from 1 to {max(NAMES)}")
         return dtype
-    if isinstance(dtype, str) and dtype in NUMBERS:
-        return NUMBERS[dtype]
+    if isinstance(dtype, str) and (number := NUMBERS.get(dtype) or _TYPE_NAMES.get(dtype)):
+        return number
     for python_type, number in _PYTHON_TYPES:
         if dtype is python_type:
             return number
@@ -100,6 +109,9 @@ def dtype_number(dtype: DtypeLike) -> int:
     if short in Dt.keys() and Dt.Value(short) in NAMES:  # noqa: SIM118  # an enum wrapper is not a dict
         return Dt.Value(short)
     try:
+        if isinstance(dtype, str) and not any(character.isdigit() for character in dtype):
+            # The size of NumPy's "long" and "uint" depends on the machine.
+            raise ValueError("a name without a size")
         return number_of_array(np.empty(0, np.dtype(dtype)))
     except (TypeError, ValueError):
         near = [known for known in NUMBERS if str(name).lower() in known]

@@ -12,7 +12,9 @@ from gradrule._builder.overrides import Overrides
 from gradrule._messages.call_arguments import CallParams, NoGradient
 from gradrule._rpc.sync_client.client import Client, connect
 from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
-from gradrule.keras._part import RemoteOptions, RemotePart, traced
+from gradrule.keras._part import traced
+from gradrule.keras._part_calls import RemoteOptions
+from gradrule.keras._remote_part import RemotePart
 from gradrule.keras._selection import Keyed
 
 
@@ -21,11 +23,16 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
     """Runs part of a Keras model on a server, forward and backward; it trains like a local layer.
 
     The weights are Keras variables of the local part: optimizers, checkpoints and summaries see them. Each call sends
-    the weights and inputs; the backward pass sends both again with upstream gradients, and gets gradients of the
-    trainable weights and of the inputs (zeros if the outputs do not depend on them; `tf.IndexedSlices` of weights that
-    are only gathered, such as embeddings). Moving averages, weights that the part assigns, dropout seeds, losses that
-    layers add, masks and mixed precision work as in a local layer. A call works eagerly and within
-    `tf.function`, but not under XLA: Keras drops `jit_compile`. Second derivatives raise `NotImplementedError`.
+    the weights and inputs. If a gradient may follow, the server keeps the forward run; the backward pass sends only the
+    upstream gradients, and gets gradients of the trainable weights and of the inputs (zeros if the outputs do not
+    depend on them; `tf.IndexedSlices` of weights that are only gathered, such as embeddings). The part runs once, so
+    its random numbers are those of the forward pass. Moving averages, weights that the part assigns, dropout seeds,
+    states of recurrent layers, losses that layers add, masks and mixed precision work as in a local layer. A call works
+    eagerly and within `tf.function`, but not under XLA: Keras drops `jit_compile`.
+
+    Second derivatives (a tape within a tape, forward accumulators) work too; the server then runs the part again, so
+    the part must not draw random numbers without a Keras seed. The same holds for a gradient after the server lost the
+    forward run.
 
     Saving the model's weights saves the part's weights. Saving the model saves the part, the server's address, and
     overrides that are a dict of strings; after loading, `client` may be set to a client with credentials.
@@ -39,7 +46,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
             They affect only the backward pass, which raises their errors.
         params: values of the rules' params by label. Setting the attribute `params` later compiles nothing.
         no_gradient: as for `client.evaluate`.
-        timeout: seconds for each request; the first requests include compilation.
+        timeout: seconds for each request, compiling included; default: that of the client, which gives compiling more.
         name: name of the layer.
         trainable: whether the part's weights are trained.
 
@@ -47,8 +54,10 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         GradruleError: a call failed, as in `client.evaluate`. When a step of `tf.function`, and so of `model.fit`,
             runs, TensorFlow raises an error of its own with the same message; `last_error` is the original error.
         InvalidGraphError: `part` is not a layer, model or list of layers.
-        UnsupportedError: the part uses variables that are not Keras variables, Keras runs on another backend, or the
-            configuration cannot be saved; in the backward pass, the part draws random numbers without a Keras seed.
+        HandleExpiredError: the server lost the forward run, and the part draws random numbers without a Keras seed.
+        UnsupportedError: the part uses variables that are not Keras variables, or contains a RemoteLayer; Keras runs on
+            another backend; the configuration cannot be saved; third derivatives; or second derivatives of a part that
+            draws random numbers without a Keras seed.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
             part = keras.Sequential(list(part))
         if not isinstance(part, keras.layers.Layer):
             raise InvalidGraphError(f"{type(part).__name__} is no Keras layer, model, or list of layers")
+        _refuse_remote_layers(part)
         self.part = part
         self.supports_masking = True
         self.supports_jit = False
@@ -130,7 +140,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         masks = [None] * len(tensors) if mask is None else keras.tree.flatten(mask)
         remote = self._remote.part_for(self.part, inputs, tensors, masks, bool(training))
         found = remote.traced
-        variables = [*self.part.trainable_variables, *self.part.non_trainable_variables]
+        variables = [*self.part.trainable_variables, *found.state]
         outputs = remote(
             [
                 *(tf.convert_to_tensor(variable.value) for variable in variables),
@@ -212,12 +222,25 @@ class _Remote:
         key = (repr(structure), tuple(specs), tuple(mask_specs), frozen, training)
         found = self._parts.get(key)
         if found is None:
-            found = self._parts[key] = RemotePart(traced(part, structure, specs, mask_specs, training), self.options)
+            _refuse_remote_layers(part)
+            of_mode = traced(part, structure, specs, mask_specs, training)
+            found = self._parts[key] = RemotePart.create(of_mode, self.options)
         return found
 
     def release(self) -> None:
         for part in self._parts.values():
             part.release()
+
+
+def _refuse_remote_layers(part: Any) -> None:
+    """Raises `UnsupportedError` if a part contains a remote layer."""
+    for layer in part._flatten_layers():
+        if isinstance(layer, RemoteLayer):
+            raise UnsupportedError(
+                f"the part {part.name!r} contains the RemoteLayer {layer.name!r}, but a server cannot call layers of "
+                "this process. Use the inner layer's `part` instead of the layer, and give its overrides to the outer "
+                "RemoteLayer; or split the part, so that the two RemoteLayers follow each other"
+            )
 
 
 def _spec(tensor: Any) -> tuple[str, tuple[int | None, ...] | None]:

@@ -604,10 +604,13 @@ class PullBackRequest(google.protobuf.message.Message):
     GRAD_YS_FIELD_NUMBER: builtins.int
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     handle: builtins.str
     """Name of the handle."""
     stacked_grad_ys: builtins.bool
     """As in EvaluateRequest."""
+    close_handle: builtins.bool
+    """True: deletes the handle once the gradients are computed. If the request fails, the handle stays."""
     @property
     def grad_ys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Upstream gradients by y. Default for a y without one: ones."""
@@ -623,9 +626,10 @@ class PullBackRequest(google.protobuf.message.Message):
         grad_ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         stacked_grad_ys: builtins.bool = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
+        close_handle: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "grad_ys", b"grad_ys", "handle", b"handle", "stacked_grad_ys", b"stacked_grad_ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "close_handle", b"close_handle", "grad_ys", b"grad_ys", "handle", b"handle", "stacked_grad_ys", b"stacked_grad_ys"]) -> None: ...
 
 global___PullBackRequest = PullBackRequest
 

@@ -107,7 +107,8 @@ class Position(google.protobuf.message.Message):
     """A position on the path from xs to ys, among the candidates: the nodes that meet all other conditions of the selector.
 
     The index of a candidate is the largest number of other candidates before it on any path from the xs. Several nodes on parallel
-    branches can have the same index. Nodes that are not on the path have no index.
+    branches can have the same index. Nodes that are not on the path have no index. The path leads through an op without a gradient,
+    such as the comparison of `@step`, where a group, pattern, region, call or StopGradient has a rule.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -166,7 +167,10 @@ class Selector(google.protobuf.message.Message):
     """Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
 
     Nodes in functions, loop bodies and branches have names such as `call/inner`. Two branches of a conditional can have nodes of
-    the same name; the name then stands for the nodes and tensors of both. A call, a loop or a branch is a node too: if a selector
+    the same name; the name then stands for the nodes and tensors of both. With the branch in brackets, as in `cond[then]/inner`, a
+    name, glob, scope or tensor stands for nodes of that branch alone: `[then]` and `[else]` of an If, `[0]`, `[1]`, … of a Case,
+    `[cond]` and `[body]` of a While. In node_regex the brackets are escaped: `cond\\[then\\]/.*`. A loop or conditional without
+    brackets stands for all of its branches. A call, a loop or a branch is a node too: if a selector
     matches it, the rule applies to it as a whole, and later overrides of nodes inside it have no effect. Earlier overrides of nodes
     inside it apply where the rule uses the op's own gradients. Only op_type, node, nodes, node_regex and scope can select a call
     itself; the other conditions apply to the nodes inside it.
@@ -269,8 +273,8 @@ class Selector(google.protobuf.message.Message):
 
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs. `node` cannot be set
-        as well; INVALID_OVERRIDE otherwise.
+        """Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs or name a branch.
+        `node` cannot be set as well; INVALID_OVERRIDE otherwise.
         """
 
     def __init__(
@@ -374,6 +378,7 @@ class GradientOverride(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     OPTIONAL_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
+    PART_OF_GRAPH_FIELD_NUMBER: builtins.int
     rule: builtins.str
     """Name of a registered rule (UNKNOWN_RULE if there is none), or `default` for the op's own gradient, to make an exception."""
     label: builtins.str
@@ -385,6 +390,10 @@ class GradientOverride(google.protobuf.message.Message):
     """True: it is not an error if the override matches no node on the path."""
     order: global___OverrideOrder.ValueType
     """Default: FIRST."""
+    part_of_graph: builtins.bool
+    """True: the override belongs to the graph, like those that a builder records for the nodes of a context. It is no error if
+    earlier overrides took all nodes that it matches.
+    """
     @property
     def selector(self) -> global___Selector:
         """Nodes to override. Required, except with a preset, which has its own selectors."""
@@ -412,9 +421,10 @@ class GradientOverride(google.protobuf.message.Message):
         label: builtins.str = ...,
         optional: builtins.bool = ...,
         order: global___OverrideOrder.ValueType = ...,
+        part_of_graph: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "order", b"order", "params", b"params", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "order", b"order", "params", b"params", "part_of_graph", b"part_of_graph", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["choice", b"choice"]) -> typing.Literal["rule", "definition", "preset"] | None: ...
 
 global___GradientOverride = GradientOverride
@@ -432,6 +442,7 @@ class Resolution(google.protobuf.message.Message):
     STATUS_FIELD_NUMBER: builtins.int
     FUNCTION_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
+    QUALIFIED_NAME_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Name of the node; inner nodes as `call/inner`."""
     op_type: builtins.str
@@ -446,6 +457,10 @@ class Resolution(google.protobuf.message.Message):
     """Whether the rule is used."""
     function: builtins.str
     """Name of the graph's function that contains the node; empty at the top level."""
+    qualified_name: builtins.str
+    """Name that selects this node alone, if nodes of other branches share `node`: the branch stands in brackets behind each loop
+    and conditional, as in `cond[then]/inner`. Empty if the node lies in no loop and no branch.
+    """
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """All nodes of a pattern or a region, including `node`; empty for a single node."""
@@ -460,7 +475,8 @@ class Resolution(google.protobuf.message.Message):
         status: global___ResolutionStatus.ValueType = ...,
         function: builtins.str = ...,
         nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        qualified_name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["function", b"function", "label", b"label", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "rule", b"rule", "status", b"status"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["function", b"function", "label", b"label", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "qualified_name", b"qualified_name", "rule", b"rule", "status", b"status"]) -> None: ...
 
 global___Resolution = Resolution

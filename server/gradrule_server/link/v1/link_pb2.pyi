@@ -1747,6 +1747,7 @@ class ProgramPlan(google.protobuf.message.Message):
     HAS_YS_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
+    REPEATABLE_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program."""
     graph_digest: builtins.str
@@ -1755,6 +1756,8 @@ class ProgramPlan(google.protobuf.message.Message):
     """Whether the program computes a derivative."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
+    repeatable: builtins.bool
+    """As in `gradrule.v1.Program`."""
     @property
     def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Aliases of the spec."""
@@ -1792,8 +1795,9 @@ class ProgramPlan(google.protobuf.message.Message):
         has_ys: builtins.bool = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
+        repeatable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "repeatable", b"repeatable", "rewritten", b"rewritten"]) -> None: ...
 
 global___ProgramPlan = ProgramPlan
 
@@ -1812,6 +1816,8 @@ class PlannedMatch(google.protobuf.message.Message):
     DIFFERENTIABLE_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     MARK_FIELD_NUMBER: builtins.int
+    QUALIFIED_NAME_FIELD_NUMBER: builtins.int
+    REQUIRED_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Public name of the node."""
     op_type: builtins.str
@@ -1828,6 +1834,10 @@ class PlannedMatch(google.protobuf.message.Message):
     """Whether its element types have gradients."""
     mark: builtins.int
     """Index into CompileRequest.marks. Not set: no gradient reaches the node."""
+    qualified_name: builtins.str
+    """As in Resolution."""
+    required: builtins.bool
+    """Whether the node's own attribute names the rule, and it is an error if that has no effect on any node of this op type."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of all nodes of a subgraph; empty for a single node."""
@@ -1844,9 +1854,11 @@ class PlannedMatch(google.protobuf.message.Message):
         differentiable: builtins.bool = ...,
         nodes: collections.abc.Iterable[builtins.str] | None = ...,
         mark: builtins.int | None = ...,
+        qualified_name: builtins.str = ...,
+        required: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_mark", b"_mark", "mark", b"mark"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "function", b"function", "label", b"label", "mark", b"mark", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "override", b"override", "rule_name", b"rule_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "function", b"function", "label", b"label", "mark", b"mark", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "override", b"override", "qualified_name", b"qualified_name", "required", b"required", "rule_name", b"rule_name"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_mark", b"_mark"]) -> typing.Literal["mark"] | None: ...
 
 global___PlannedMatch = PlannedMatch
@@ -1864,6 +1876,7 @@ class PlannedOverride(google.protobuf.message.Message):
     OPTIONAL_FIELD_NUMBER: builtins.int
     IS_PRESET_FIELD_NUMBER: builtins.int
     HAS_MADE_NODES_FIELD_NUMBER: builtins.int
+    PART_OF_GRAPH_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Index in the request."""
     label: builtins.str
@@ -1878,6 +1891,8 @@ class PlannedOverride(google.protobuf.message.Message):
     """Whether it is part of a preset."""
     has_made_nodes: builtins.bool
     """Whether it also applies to nodes that gradients create."""
+    part_of_graph: builtins.bool
+    """As in GradientOverride."""
     def __init__(
         self,
         *,
@@ -1888,8 +1903,9 @@ class PlannedOverride(google.protobuf.message.Message):
         optional: builtins.bool = ...,
         is_preset: builtins.bool = ...,
         has_made_nodes: builtins.bool = ...,
+        part_of_graph: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["has_made_nodes", b"has_made_nodes", "index", b"index", "is_preset", b"is_preset", "label", b"label", "optional", b"optional", "rule", b"rule", "rule_name", b"rule_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["has_made_nodes", b"has_made_nodes", "index", b"index", "is_preset", b"is_preset", "label", b"label", "optional", b"optional", "part_of_graph", b"part_of_graph", "rule", b"rule", "rule_name", b"rule_name"]) -> None: ...
 
 global___PlannedOverride = PlannedOverride
 

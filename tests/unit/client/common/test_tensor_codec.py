@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensorflow.core.framework import tensor_pb2 as tf_tensor
 
+from gradrule._builder.graph import Graph
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import NAMES
 from gradrule.v1.tensor_pb2 import Tensor, TensorShape
@@ -179,13 +180,24 @@ def test_dtype_names(given_as: Any) -> None:
     assert tensor_codec.dtype_number(given_as) == 1
 
 
+@pytest.mark.parametrize(
+    ("given_as", "name"),
+    [("float", "float32"), ("double", "float64"), ("half", "float16"), ("int", "int32"), ("bool", "bool")],
+)
+def test_names_of_types_have_the_meaning_of_tensorflow(given_as: str, name: str) -> None:
+    """TensorFlow refuses `"int"`; Python's ints become int32."""
+    assert NAMES[tensor_codec.dtype_number(given_as)] == name
+    assert given_as == "int" or tf.as_dtype(given_as).name == name
+    assert Graph().placeholder("x", given_as, []).dtype == name
+
+
 def test_other_dtype_names() -> None:
     found = [
         tensor_codec.dtype_number(name)
         for name in ("bfloat16", ml_dtypes.bfloat16, tf.bfloat16, "string", str, bool, int)
     ]
     assert [NAMES[number] for number in found] == ["bfloat16"] * 3 + ["string"] * 2 + ["bool", "int32"]
-    for bad in ("float33", 0, 101, None, True, "datetime64[D]"):
+    for bad in ("float33", 0, 101, None, True, "datetime64[D]", "long", "uint", "l"):
         with pytest.raises(ValueError, match="is no element type"):
             tensor_codec.dtype_number(bad)
 

@@ -190,7 +190,25 @@ def test_variables_of_nested_layers_have_the_names_of_keras() -> None:
     model = Blocks()
     model(np.ones((1, 3), np.float32))
     graph = gr.from_keras(model, ("float32", [None, 3]))
-    assert {name: value.tolist() for name, value in graph.variables.items()} == {
-        variable.path: variable.numpy().tolist() for variable in model.variables
-    }
+    own = [(variable.path, variable.numpy().tolist()) for variable in model.variables]
+    assert [(name, value.tolist()) for name, value in graph.variables.items()] == own, "also in the order of Keras"
     assert "blocks/two/a/kernel" in graph.variables
+
+
+def test_variables_of_models_in_functions_have_the_names_of_keras() -> None:
+    model, spec = Blocks(), tf.TensorSpec([None, 3])
+    model(X)
+    paths = {variable.path for variable in model.variables}
+    models = [model]
+    assert set(gr.trace(lambda x: tf.reduce_sum(models[0](x)), spec).variables) == paths
+    assert set(gr.trace(tf.function(model.blocks[0]), spec).variables) == {v.path for v in model.blocks[0].variables}
+    assert set(gr.trace(lambda x: x * model.blocks[0].first.kernel[0], spec).variables) == {"blocks/one/a/kernel"}
+    # Nothing of Keras remains changed.
+    assert keras.Variable.value.fget.__module__.startswith("keras.")
+
+
+def test_the_output_of_a_sequential_model_is_named_after_its_layer() -> None:
+    layers = [keras.Input((3,)), keras.layers.Dense(2, name="first"), keras.layers.Dense(2, name="head")]
+    model = keras.Sequential(layers)
+    assert list(gr.from_keras(model).outputs) == ["head"]
+    assert list(gr.from_keras(keras.Model(model.inputs, model.outputs)).outputs) == ["head"]

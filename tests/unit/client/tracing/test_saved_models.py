@@ -105,6 +105,22 @@ def test_a_function_of_several_traces(tmp_path: Path) -> None:
         gr.load(tmp_path / "m", "both")
 
 
+def test_a_model_with_an_optimizer_of_keras_2(folder: Path, tmp_path: Path) -> None:
+    """Keras 2 saves an optimizer's slots as such; without Keras 2, TensorFlow cannot restore them."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    saved = saved_model_pb2.SavedModel.FromString((model / "saved_model.pb").read_bytes())
+    nodes = saved.meta_graphs[0].object_graph_def.nodes
+    children = {child.local_name: child.node_id for child in nodes[0].children}
+    nodes[children["doubled"]].slot_variables.add(
+        original_variable_node_id=children["weight"], slot_name="m", slot_variable_node_id=children["slope"]
+    )
+    (model / "saved_model.pb").write_bytes(saved.SerializeToString())
+    with pytest.raises(AttributeError, match="add_slot"):
+        tf.saved_model.load(str(model))
+    assert gr.load(model).to_bytes() == gr.load(folder).to_bytes()
+
+
 def test_parts_of_a_saved_model(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "saved_model.pb", tmp_path / "renamed.pb")
     with pytest.raises(gr.errors.UnsupportedError, match="is a SavedModel, not a GraphDef; give the whole folder"):

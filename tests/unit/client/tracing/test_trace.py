@@ -270,6 +270,11 @@ def test_all_resources_that_cannot_be_sent_are_named_at_once() -> None:
         ((("flaot32", [3]),), gr.errors.InvalidTensorError, "spec 0.*flaot32"),
         ((SPEC, SPEC), gr.errors.InvalidGraphError, "cannot be traced with these specs"),
         ((("string", [3]),), gr.errors.InvalidGraphError, "cannot be traced with these specs"),
+        (("float32",), gr.errors.InvalidTensorError, r"spec 0 is the dtype 'float32'.*write \('float32', shape\)"),
+        ((np.float32,), gr.errors.InvalidTensorError, r"\('float32', shape\)"),
+        ((float,), gr.errors.InvalidTensorError, r"\('float32', shape\)"),
+        ((tf.float32,), gr.errors.InvalidTensorError, r"\('float32', shape\)"),
+        (([("float32", [3]), "int32"],), gr.errors.InvalidTensorError, r"spec 0\[1\] is the dtype 'int32'"),
     ],
 )
 def test_invalid_specs_are_refused(specs: Any, kind: type[Exception], says: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from gradrule._rpc.async_client.rules import AsyncRuleMethods
 from gradrule._rpc.async_client.sessions import AsyncSession
 from gradrule._rpc.async_transport import run_in_thread
 from gradrule._rpc.local_server import LocalServer
+from gradrule.errors import UnsupportedError
 
 
 def connect(
@@ -65,16 +67,18 @@ def connect(
         channel = grpc.aio.insecure_channel(address, options=channels.OPTIONS, compression=compression)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=channels.OPTIONS, compression=compression)
-    return AsyncClient(
-        channel,
-        target,
-        token=token,
-        timeout=timeout,
-        compile_timeout=compile_timeout,
-        stream=stream,
-        transfer=transfer,
-        shared_memory=shared_memory,
-    )
+    options: dict[str, Any] = {
+        "token": token,
+        "timeout": timeout,
+        "compile_timeout": compile_timeout,
+        "stream": stream,
+        "transfer": transfer,
+        "shared_memory": shared_memory,
+    }
+    client = AsyncClient(channel, target, **options)
+    if credentials is None:
+        client._reconnect = functools.partial(connect, target, insecure_token=insecure_token, **options)
+    return client
 
 
 @contextlib.asynccontextmanager
@@ -107,8 +111,19 @@ class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncProgramMethods)
     """Sends calls to a server. Made by `connect` or `local`; close it, or use it in an `async with` block.
 
     Safe to share between tasks. Every call has a deadline: its `timeout` in seconds, or that of `connect`, and
-    time for compiling. Every failure is a `GradruleError`.
+    time for compiling. Every failure is a `GradruleError`. A pickled client, or program of one, connects again where it
+    is loaded; the pickle contains the token.
     """
+
+    _reconnect: functools.partial[AsyncClient] | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], AsyncClient], tuple[()]]:
+        if self._reconnect is None:
+            raise UnsupportedError(
+                "a client with credentials cannot be pickled, because they may hold a private key; "
+                "connect in the other process"
+            )
+        return self._reconnect, ()
 
     def session(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Self
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
@@ -164,6 +164,9 @@ class AsyncProgram(ProgramBase):
         super().__init__(message, groups)
         self._client = client
 
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self._client, self._message, self._groups)
+
     async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> call_results.Result:
         """Runs the program.
 
@@ -222,6 +225,7 @@ class AsyncProgram(ProgramBase):
         *,
         params: CallParams | None = None,
         ttl: float | None = None,
+        repeat_if_lost: bool = True,
         transfer: Transfer | None = None,
         timeout: float | None = None,
     ) -> AsyncForwardHandle:
@@ -234,6 +238,8 @@ class AsyncProgram(ProgramBase):
             params: As in `evaluate`.
             ttl: Seconds for which the server keeps the run after its last use; a setting of the server is the default
                 and the maximum.
+            repeat_if_lost: Whether `vjp` repeats the forward pass if the server no longer has the run. The handle then
+                keeps a copy of the feeds. A program that draws random numbers is never repeated.
             transfer: As in `evaluate`.
             timeout: Seconds, also the default of the handle's calls; default: that of `connect`.
 
@@ -243,7 +249,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `evaluate`.
         """
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        forward = forward_calls.of_program(self, feeds, params, chosen)
+        forward = forward_calls.of_program(self, feeds, params, chosen, repeat_if_lost=repeat_if_lost)
         handle = AsyncForwardHandle(self._client, forward, ttl, timeout, chosen)
         await handle._run_forward(timeout)
         return handle

@@ -55,6 +55,11 @@ class ClientBase:
         self._sender = CallSender(channel, self._metadata, routes, self._memory, self._closed)
         self.target = target
 
+    @property
+    def may_share_memory(self) -> bool:
+        """Whether large tensors of calls go through memory that is shared with the server, as far as is known."""
+        return self._transfer.packing is None and not self._memory.refusal
+
     def find_missing_blobs(self, names: Iterable[str], *, timeout: float | None = None) -> list[str]:
         """Lists the blobs that the server does not have.
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from gradrule._rpc.sync_client.programs import ProgramMethods
 from gradrule._rpc.sync_client.rules import RuleMethods
 from gradrule._rpc.sync_client.sessions import Session
 from gradrule._rpc.sync_transport import run_in_thread
+from gradrule.errors import UnsupportedError
 
 
 def connect(
@@ -65,16 +67,18 @@ def connect(
         channel = grpc.insecure_channel(address, options=channels.OPTIONS, compression=compression)
     else:
         channel = grpc.secure_channel(address, credentials, options=channels.OPTIONS, compression=compression)
-    return Client(
-        channel,
-        target,
-        token=token,
-        timeout=timeout,
-        compile_timeout=compile_timeout,
-        stream=stream,
-        transfer=transfer,
-        shared_memory=shared_memory,
-    )
+    options: dict[str, Any] = {
+        "token": token,
+        "timeout": timeout,
+        "compile_timeout": compile_timeout,
+        "stream": stream,
+        "transfer": transfer,
+        "shared_memory": shared_memory,
+    }
+    client = Client(channel, target, **options)
+    if credentials is None:
+        client._reconnect = functools.partial(connect, target, insecure_token=insecure_token, **options)
+    return client
 
 
 @contextlib.contextmanager
@@ -107,8 +111,19 @@ class Client(RuleMethods, EvaluationMethods, ProgramMethods):
     """Sends calls to a server. Made by `connect` or `local`; close it, or use it in a `with` block.
 
     Safe to share between threads. Every call has a deadline: its `timeout` in seconds, or that of `connect`, and
-    time for compiling. Every failure is a `GradruleError`.
+    time for compiling. Every failure is a `GradruleError`. A pickled client, or program of one, connects again where it
+    is loaded; the pickle contains the token.
     """
+
+    _reconnect: functools.partial[Client] | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], Client], tuple[()]]:
+        if self._reconnect is None:
+            raise UnsupportedError(
+                "a client with credentials cannot be pickled, because they may hold a private key; "
+                "connect in the other process"
+            )
+        return self._reconnect, ()
 
     def session(
         self,

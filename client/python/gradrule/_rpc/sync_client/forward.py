@@ -11,7 +11,7 @@ from gradrule._messages.call_arguments import GradYs
 from gradrule._messages.forward_calls import LOST, Forward, ForwardBase
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
-from gradrule.errors import HandleExpiredError
+from gradrule.errors import GradruleError
 
 R = TypeVar("R")
 
@@ -26,8 +26,8 @@ class ForwardHandle(ForwardBase):
     """Refers to a forward run that the server keeps. Made by `Program.forward` and `Session.forward`.
 
     Close it, or use it in a `with` block. If the server no longer has the run of a program (it expired, or the
-    engine or the connection was lost), the next `vjp` repeats the forward pass. That of a session is not repeated,
-    since the variables may have changed.
+    engine or the connection was lost), the next `vjp` repeats the forward pass, unless the program draws random
+    numbers. That of a session is not repeated, since the variables may have changed.
     """
 
     def __init__(
@@ -43,38 +43,43 @@ class ForwardHandle(ForwardBase):
         self._timeout = timeout
 
     def vjp(
-        self, grad_ys: GradYs | None = None, *, stacked_grad_ys: bool = False, timeout: float | None = None
+        self,
+        grad_ys: GradYs | None = None,
+        *,
+        stacked_grad_ys: bool = False,
+        close: bool = False,
+        timeout: float | None = None,
     ) -> Mapping[str, Any]:
         """Pulls upstream gradients back through the forward run.
 
         Args:
             grad_ys: As in `Program.evaluate`; a y without one gets ones.
             stacked_grad_ys: As in `Program.evaluate`.
+            close: Release the run once the gradients are computed; saves the request of `close`.
             timeout: Seconds; default: that of `forward`.
 
         Returns:
             By x an array of x's dtype and shape, a `Sparse`, or None if no y depends on x.
 
         Raises:
-            HandleExpiredError: The handle of a session was closed or has expired.
+            HandleExpiredError: The server no longer has the run, and it cannot be repeated: it is that of a session,
+                the program draws random numbers, or `repeat_if_lost` was False.
             GradruleError: As in `Program.evaluate`.
         """
         seconds = self._timeout if timeout is None else timeout
-        request = self._pull_back(grad_ys, stacked_grad_ys)
+        request = self._pull_back(grad_ys, stacked=stacked_grad_ys, close=close)
+        lost: GradruleError | None = None
         if self._handle:
             try:
                 return self._runner._run(self._pulled_back(request), seconds)
-            except LOST:
-                self._handle = ""
-                if not self._what.may_repeat:
-                    raise
-        elif not self._what.may_repeat:
-            raise HandleExpiredError("the handle was closed, or it expired; call forward of the session again")
+            except LOST as cause:
+                lost = cause
+        self._forget_lost_run(lost)
         self._run_forward(seconds)
         return self._runner._run(self._pulled_back(request), seconds)
 
     def close(self) -> None:
-        """Releases the run on the server. A later `vjp` repeats the forward pass of a program."""
+        """Releases the run on the server. A later `vjp` repeats the forward pass, if it can be repeated."""
         if self._handle:
             try:
                 self._runner._run(self._closing(), self._timeout)

@@ -51,8 +51,8 @@ def learning_curves(runs: Mapping[str, TrainingResult], path: Path) -> None:
         window = min(_SMOOTH, len(run.losses))
         smooth = np.convolve(run.losses, np.ones(window) / window, mode="valid")
         right.plot(np.arange(window, len(run.losses) + 1), smooth, label=label)
-    left.set(title="accuracy on test digits", xlabel="step", ylim=(0, 1))
-    right.set(title=f"training loss (mean of {_SMOOTH} steps)", xlabel="step", yscale="log")
+    left.set(title="accuracy on test digits", xlabel="step", ylabel="share of correct digits", ylim=(0, 1))
+    right.set(title="training loss", xlabel="step", ylabel=f"cross entropy, mean of {_SMOOTH} steps", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
@@ -63,10 +63,11 @@ def saliency(rows: Mapping[str, Array], labels: Array, path: Path) -> None:
     """Draws a column for each digit and a row for each named array of shape (n, 64).
 
     The first row is drawn as digits, grey; the others as gradients: red for positive, blue for negative,
-    each on its own scale.
+    each divided by its largest value.
     """
     count = len(labels)
-    figure = Figure(figsize=(1.2 * count + 1, 1.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(1.2 * count + 2, 1.3 * len(rows) + 0.4), layout="constrained")
+    figure.suptitle("Gradient of the digit's score by each pixel")
     grid = figure.subplots(len(rows), count, squeeze=False)
     for row, (title, values) in enumerate(rows.items()):
         for column, flat in enumerate(values):
@@ -77,8 +78,11 @@ def saliency(rows: Mapping[str, Array], labels: Array, path: Path) -> None:
                 axes.set_title(str(labels[column]))
             else:
                 largest = float(np.abs(image).max()) or 1.0
-                axes.imshow(image, cmap="seismic", vmin=-largest, vmax=largest)
+                drawn = axes.imshow(image / largest, cmap="RdBu_r", vmin=-1, vmax=1)
             axes.set_xticks([])
             axes.set_yticks([])
         grid[row][0].set_ylabel(title)
+    if len(rows) > 1:
+        bar = figure.colorbar(drawn, ax=grid, ticks=[-1, 0, 1], pad=0.01, shrink=0.6)
+        bar.set_label("gradient / its largest")
     figure.savefig(path, dpi=_DPI)

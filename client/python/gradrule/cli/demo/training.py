@@ -137,6 +137,7 @@ def train(
             result.seconds += time.perf_counter() - started
             result.losses.append(float(evaluated.outputs["loss"]))
             result.device = evaluated.device
+            if first + 2 * _BATCH > len(order):
+                test()
             progress(len(result.losses), result.losses[-1], result.accuracy)
-        test()
     return result

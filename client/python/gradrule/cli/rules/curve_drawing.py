@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -102,8 +103,11 @@ def print_curve(screen: Screen, curve: Curve, width: int = 72, height: int = 16)
     for line in curve.lines:
         _draw_line(cells, styles, curve.x, line, low, high)
     screen.print(curve.title)
+    # In rows of dots, as in `_draw_line`.
+    downs = {tick: round((high - tick) / (high - low) * (4 * height - 1)) for tick in round_ticks(low, high)}
+    ticks = {down // 4: f"{tick:g}" for tick, down in downs.items()}
     for row in range(height):
-        label = _row_label(row, height, low, high).rjust(_LABEL_WIDTH) + " │"
+        label = ticks.get(row, "").rjust(_LABEL_WIDTH) + (" ┤" if row in ticks else " │")
         dots = ((chr(cell), style) for cell, style in zip(cells[row], styles[row], strict=True))
         print_styled(screen, [(label, ""), *dots])
     left, right = f"{curve.x[0]:g}", f"{curve.x[-1]:g}"
@@ -126,10 +130,16 @@ def _span(curve: Curve) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _row_label(row: int, height: int, low: float, high: float) -> str:
-    if row not in (0, height // 2, height - 1):
-        return ""
-    return f"{high - (high - low) * row / (height - 1):.3g}"
+def round_ticks(low: float, high: float) -> list[float]:
+    """Returns three to six round numbers within a range, at equal distances of 1, 2 or 5 times a power of ten."""
+    size = 10.0 ** math.floor(math.log10(high - low))
+    steps = [factor * size for factor in (5.0, 2.0, 1.0, 0.5, 0.2, 0.1)]
+    step = next(step for step in steps if math.floor(high / step) - math.ceil(low / step) >= 2)
+    # Rounding removes the error of the product, which would be shown.
+    return [
+        round(number * step, 12 - math.floor(math.log10(step)))
+        for number in range(math.ceil(low / step), math.floor(high / step) + 1)
+    ]
 
 
 def _draw_line(cells: Array, styles: Array, x: Array, line: Line, low: float, high: float) -> None:

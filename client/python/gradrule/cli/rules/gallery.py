@@ -42,8 +42,11 @@ article { background: var(--card); border: 1px solid var(--line); border-radius:
   min-width: 0; }
 article h3 { margin: 0 0 4px; font: 600 16px ui-monospace, monospace; }
 article h3 small { font-weight: 400; color: var(--soft); }
-.formula, pre { display: block; overflow-x: auto; white-space: pre; padding: 6px 8px; margin: 6px 0;
+.formula, pre { display: block; white-space: pre-wrap; overflow-wrap: anywhere; padding: 6px 8px; margin: 6px 0;
   background: var(--paper); border: 1px solid var(--line); border-radius: 4px; }
+.copied { position: relative; } .copied pre { padding-right: 60px; }
+.copied button { position: absolute; right: 6px; top: 5px; font: 12px system-ui, sans-serif; color: var(--soft);
+  background: var(--card); border: 1px solid var(--line); border-radius: 4px; cursor: pointer; }
 .none { color: var(--soft); border: 1px dashed var(--line); border-radius: 4px; padding: 14px; margin: 6px 0; }
 .note, .source { color: var(--soft); font-size: 13px; margin: 4px 0; }
 table { border-collapse: collapse; font-size: 13px; margin: 6px 0; }
@@ -67,6 +70,19 @@ box.addEventListener("input", () => {
     const text = card.textContent.toLowerCase();
     card.hidden = !words.every((word) => text.includes(word));
   }
+});
+document.addEventListener("click", async (event) => {
+  if (!event.target.matches(".copied button")) return;
+  const text = event.target.previousElementSibling;
+  try {
+    await navigator.clipboard.writeText(text.textContent);
+    event.target.textContent = "copied";
+  } catch {
+    // Without the right to write the clipboard, select the text, so that Ctrl-C copies it.
+    getSelection().selectAllChildren(text);
+    event.target.textContent = "selected";
+  }
+  setTimeout(() => { event.target.textContent = "copy"; }, 1500);
 });
 """
 
@@ -173,7 +189,8 @@ def _params(infos: Sequence[ParamInfo]) -> str:
 
 
 def _example(example: rule_text.Example) -> str:
-    return f"<pre>{escape(example.python)}</pre><pre>{escape(example.shell)}</pre>"
+    texts = (example.python, example.shell)
+    return "".join(f'<div class="copied"><pre>{escape(text)}</pre><button>copy</button></div>' for text in texts)
 
 
 def _markup(description: str) -> str:

@@ -16,8 +16,15 @@ _KINDS = ("user", "builtin", "op")
 
 def add(group: Any) -> None:
     """Adds the commands that read and change the registry of rules to the parser."""
-    parser = group.add_parser("list", help="list rules by kind and name")
+    parser = group.add_parser(
+        "list",
+        help="list rules by kind and name",
+        description="Lists rules; the gradients of TensorFlow's ops only with --kind op, --search or --json.",
+    )
     parser.add_argument("--kind", choices=_KINDS, help="only rules of this kind")
+    parser.add_argument(
+        "--search", metavar="TEXT", help="only rules with these words in their name, formula, description or ops"
+    )
     parser.add_argument(
         "--family", help="only rules of this family: straight_through, surrogate, attribution, flow, stable"
     )
@@ -76,10 +83,14 @@ def run_list(options: argparse.Namespace) -> int:
         rules = list(client.list_rules(kind=options.kind))
     if options.family is not None:
         rules = [rule for rule in rules if rule.family == options.family]
+    if options.search is not None:
+        rules = [rule for rule in rules if _has_words(rule, options.search)]
     if options.json:
         output.print_json([rule_text.rule_json(rule) for rule in rules])
         return 0
     screen = output.console()
+    is_short = options.kind is options.family is options.search is None
+    shown = [rule for rule in rules if rule.kind != "op"] if is_short else rules
     rows = [
         [
             rule.name,
@@ -88,13 +99,21 @@ def run_list(options: argparse.Namespace) -> int:
             rule_text.formula_text(rule),
             rule.description,
         ]
-        for rule in rules
+        for rule in shown
     ]
-    output.table(screen, f"rules ({len(rules)})", ("name", "family", "params", "formula", "description"), rows)
+    columns = ("name", "family", "params", "formula", "description")
+    output.table(screen, output.counted(len(shown), "rule"), columns, rows, one_line=True)
+    if len(shown) < len(rules):
+        screen.print(f"and {output.counted(len(rules) - len(shown), 'gradient')} of TensorFlow's ops: --kind op")
     if not rows:
-        wanted = [f"of kind {options.kind}" if options.kind else "", f"of family {options.family}"]
-        screen.print(" ".join(["no rules", *filter(None, wanted[: 2 if options.family else 1])]))
+        wanted = {"of kind": options.kind, "of family": options.family, "with": options.search}
+        screen.print(" ".join(["no rules", *(f"{word} {value}" for word, value in wanted.items() if value)]))
     return 0
+
+
+def _has_words(rule: RuleInfo, words: str) -> bool:
+    text = " ".join([rule.name, *rule.aliases, rule_text.formula_text(rule), rule.description, *rule.op_types]).lower()
+    return all(word in text for word in words.lower().split())
 
 
 def run_show(options: argparse.Namespace) -> int:
@@ -149,7 +168,9 @@ def run_presets(options: argparse.Namespace) -> int:
             [preset.name, rule_text.params_text(preset.params), "\n".join(preset.overrides), preset.description]
             for preset in presets
         ]
-        output.table(screen, f"presets ({len(presets)})", ("name", "params", "overrides", "description"), rows)
+        output.table(
+            screen, output.counted(len(presets), "preset"), ("name", "params", "overrides", "description"), rows
+        )
         return 0
     (preset,) = presets
     about = [

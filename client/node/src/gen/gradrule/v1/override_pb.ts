@@ -18,13 +18,14 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/override.proto.
  */
 export const file_gradrule_v1_override: GenFile = /*@__PURE__*/
-  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIqUDCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJEhMKC3JlZ2lvbl9uYW1lGAwgASgJEg0KBWxheWVyGA0gASgJEg0KBW5vZGVzGA4gAygJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIoQDChBHcmFkaWVudE92ZXJyaWRlEicKCHNlbGVjdG9yGAEgASgLMhUuZ3JhZHJ1bGUudjEuU2VsZWN0b3ISDgoEcnVsZRgCIAEoCUgAEjEKCmRlZmluaXRpb24YAyABKAsyGy5ncmFkcnVsZS52MS5SdWxlRGVmaW5pdGlvbkgAEisKBnByZXNldBgHIAEoCzIZLmdyYWRydWxlLnYxLlByZXNldENob2ljZUgAEjkKBnBhcmFtcxgEIAMoCzIpLmdyYWRydWxlLnYxLkdyYWRpZW50T3ZlcnJpZGUuUGFyYW1zRW50cnkSDQoFbGFiZWwYBSABKAkSEAoIb3B0aW9uYWwYBiABKAgSKQoFb3JkZXIYCCABKA4yGi5ncmFkcnVsZS52MS5PdmVycmlkZU9yZGVyGkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBQggKBmNob2ljZSKYAQoKUmVzb2x1dGlvbhIMCgRub2RlGAEgASgJEg8KB29wX3R5cGUYAiABKAkSDAoEcnVsZRgDIAEoCRINCgVsYWJlbBgEIAEoCRItCgZzdGF0dXMYBSABKA4yHS5ncmFkcnVsZS52MS5SZXNvbHV0aW9uU3RhdHVzEhAKCGZ1bmN0aW9uGAYgASgJEg0KBW5vZGVzGAcgAygJKmUKD1Bvc2l0aW9uTmVhcmVzdBIgChxQT1NJVElPTl9ORUFSRVNUX1VOU1BFQ0lGSUVEEAASFwoTUE9TSVRJT05fTkVBUkVTVF9YUxABEhcKE1BPU0lUSU9OX05FQVJFU1RfWVMQAiphCg1PdmVycmlkZU9yZGVyEh4KGk9WRVJSSURFX09SREVSX1VOU1BFQ0lGSUVEEAASGAoUT1ZFUlJJREVfT1JERVJfRklSU1QQARIWChJPVkVSUklERV9PUkRFUl9BTEwQAiqdAQoQUmVzb2x1dGlvblN0YXR1cxIhCh1SRVNPTFVUSU9OX1NUQVRVU19VTlNQRUNJRklFRBAAEhwKGFJFU09MVVRJT05fU1RBVFVTX0FDVElWRRABEh4KGlJFU09MVVRJT05fU1RBVFVTX09GRl9QQVRIEAISKAokUkVTT0xVVElPTl9TVEFUVVNfTk9UX0RJRkZFUkVOVElBQkxFEANCVwoPY29tLmdyYWRydWxlLnYxQg1PdmVycmlkZVByb3RvUAFaFmdyYWRydWxlL3YxO2dyYWRydWxldjGqAgtHcmFkcnVsZS5WMeoCDEdyYWRydWxlOjpWMWIGcHJvdG8z", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIqUDCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJEhMKC3JlZ2lvbl9uYW1lGAwgASgJEg0KBWxheWVyGA0gASgJEg0KBW5vZGVzGA4gAygJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIpsDChBHcmFkaWVudE92ZXJyaWRlEicKCHNlbGVjdG9yGAEgASgLMhUuZ3JhZHJ1bGUudjEuU2VsZWN0b3ISDgoEcnVsZRgCIAEoCUgAEjEKCmRlZmluaXRpb24YAyABKAsyGy5ncmFkcnVsZS52MS5SdWxlRGVmaW5pdGlvbkgAEisKBnByZXNldBgHIAEoCzIZLmdyYWRydWxlLnYxLlByZXNldENob2ljZUgAEjkKBnBhcmFtcxgEIAMoCzIpLmdyYWRydWxlLnYxLkdyYWRpZW50T3ZlcnJpZGUuUGFyYW1zRW50cnkSDQoFbGFiZWwYBSABKAkSEAoIb3B0aW9uYWwYBiABKAgSKQoFb3JkZXIYCCABKA4yGi5ncmFkcnVsZS52MS5PdmVycmlkZU9yZGVyEhUKDXBhcnRfb2ZfZ3JhcGgYCSABKAgaRgoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEiYKBXZhbHVlGAIgASgLMhcuZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZToCOAFCCAoGY2hvaWNlIrABCgpSZXNvbHV0aW9uEgwKBG5vZGUYASABKAkSDwoHb3BfdHlwZRgCIAEoCRIMCgRydWxlGAMgASgJEg0KBWxhYmVsGAQgASgJEi0KBnN0YXR1cxgFIAEoDjIdLmdyYWRydWxlLnYxLlJlc29sdXRpb25TdGF0dXMSEAoIZnVuY3Rpb24YBiABKAkSDQoFbm9kZXMYByADKAkSFgoOcXVhbGlmaWVkX25hbWUYCCABKAkqZQoPUG9zaXRpb25OZWFyZXN0EiAKHFBPU0lUSU9OX05FQVJFU1RfVU5TUEVDSUZJRUQQABIXChNQT1NJVElPTl9ORUFSRVNUX1hTEAESFwoTUE9TSVRJT05fTkVBUkVTVF9ZUxACKmEKDU92ZXJyaWRlT3JkZXISHgoaT1ZFUlJJREVfT1JERVJfVU5TUEVDSUZJRUQQABIYChRPVkVSUklERV9PUkRFUl9GSVJTVBABEhYKEk9WRVJSSURFX09SREVSX0FMTBACKp0BChBSZXNvbHV0aW9uU3RhdHVzEiEKHVJFU09MVVRJT05fU1RBVFVTX1VOU1BFQ0lGSUVEEAASHAoYUkVTT0xVVElPTl9TVEFUVVNfQUNUSVZFEAESHgoaUkVTT0xVVElPTl9TVEFUVVNfT0ZGX1BBVEgQAhIoCiRSRVNPTFVUSU9OX1NUQVRVU19OT1RfRElGRkVSRU5USUFCTEUQA0JXCg9jb20uZ3JhZHJ1bGUudjFCDU92ZXJyaWRlUHJvdG9QAVoWZ3JhZHJ1bGUvdjE7Z3JhZHJ1bGV2MaoCC0dyYWRydWxlLlYx6gIMR3JhZHJ1bGU6OlYxYgZwcm90bzM", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * A position on the path from xs to ys, among the candidates: the nodes that meet all other conditions of the selector.
  *
  * The index of a candidate is the largest number of other candidates before it on any path from the xs. Several nodes on parallel
- * branches can have the same index. Nodes that are not on the path have no index.
+ * branches can have the same index. Nodes that are not on the path have no index. The path leads through an op without a gradient,
+ * such as the comparison of `@step`, where a group, pattern, region, call or StopGradient has a rule.
  *
  * @generated from message gradrule.v1.Position
  */
@@ -96,7 +97,10 @@ export const RegionSchema: GenMessage<Region> = /*@__PURE__*/
  * Selects the nodes of an override. A node must meet all given conditions. A selector without conditions is INVALID_OVERRIDE.
  *
  * Nodes in functions, loop bodies and branches have names such as `call/inner`. Two branches of a conditional can have nodes of
- * the same name; the name then stands for the nodes and tensors of both. A call, a loop or a branch is a node too: if a selector
+ * the same name; the name then stands for the nodes and tensors of both. With the branch in brackets, as in `cond[then]/inner`, a
+ * name, glob, scope or tensor stands for nodes of that branch alone: `[then]` and `[else]` of an If, `[0]`, `[1]`, … of a Case,
+ * `[cond]` and `[body]` of a While. In node_regex the brackets are escaped: `cond\[then\]/.*`. A loop or conditional without
+ * brackets stands for all of its branches. A call, a loop or a branch is a node too: if a selector
  * matches it, the rule applies to it as a whole, and later overrides of nodes inside it have no effect. Earlier overrides of nodes
  * inside it apply where the rule uses the op's own gradients. Only op_type, node, nodes, node_regex and scope can select a call
  * itself; the other conditions apply to the nodes inside it.
@@ -216,8 +220,8 @@ export type Selector = Message<"gradrule.v1.Selector"> & {
   layer: string;
 
   /**
-   * Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs. `node` cannot be set
-   * as well; INVALID_OVERRIDE otherwise.
+   * Node names, each exact or a glob as in `node`; the node must match one of them. At most 1000 may be globs or name a branch.
+   * `node` cannot be set as well; INVALID_OVERRIDE otherwise.
    *
    * @generated from field: repeated string nodes = 14;
    */
@@ -334,6 +338,14 @@ export type GradientOverride = Message<"gradrule.v1.GradientOverride"> & {
    * @generated from field: gradrule.v1.OverrideOrder order = 8;
    */
   order: OverrideOrder;
+
+  /**
+   * True: the override belongs to the graph, like those that a builder records for the nodes of a context. It is no error if
+   * earlier overrides took all nodes that it matches.
+   *
+   * @generated from field: bool part_of_graph = 9;
+   */
+  partOfGraph: boolean;
 };
 
 /**
@@ -398,6 +410,14 @@ export type Resolution = Message<"gradrule.v1.Resolution"> & {
    * @generated from field: repeated string nodes = 7;
    */
   nodes: string[];
+
+  /**
+   * Name that selects this node alone, if nodes of other branches share `node`: the branch stands in brackets behind each loop
+   * and conditional, as in `cond[then]/inner`. Empty if the node lies in no loop and no branch.
+   *
+   * @generated from field: string qualified_name = 8;
+   */
+  qualifiedName: string;
 };
 
 /**
