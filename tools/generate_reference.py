@@ -10,9 +10,10 @@ import argparse
 import itertools
 import json
 import math
+import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def _params(infos: Sequence[rule_infos.ParamInfo]) -> str:
 def _peers(results: dict[str, Any]) -> str:
     """Returns the comparison by rule and library, then each setting that does not agree, with the reason."""
     all_rows: list[dict[str, Any]] = results["rows"]
-    rows = [row for row in all_rows if "network" not in row]
+    rows = [row for row in all_rows if "network" not in row and "layer" not in row]
     parts = ["\n## Compared with other libraries\n\n"]
     parts.append(
         "`make test-peers` compares the rules with other libraries. A setting is a rule with values of its params, "
@@ -143,45 +144,81 @@ def _peers(results: dict[str, Any]) -> str:
         parts.append("\n### Settings that do not agree\n\n")
         lines = [[*entry, note] for entry, note in differing.items()]
         parts.append(_table(("rule", "library", "setting", "", "why"), lines))
-    return "".join([*parts, _networks([row for row in all_rows if "network" in row])])
+    networks, layers = ([row for row in all_rows if kind in row] for kind in ("network", "layer"))
+    return "".join([*parts, _networks(networks), _layers(layers)])
 
 
 def _networks(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the largest difference per network, then each preset that differs from zennit's composite."""
     if not rows:
         return ""
-    parts = ["\n### Whole networks\n\n"]
-    parts.append(
+    text = (
+        "\n### Whole networks\n\n"
         "Presets on Keras models, against zennit's composites on PyTorch models that one mapping of layers made of "
         "them, in float64, with random weights. The outputs of both agree to 1e-9. Each number is the largest "
         "difference of an element as a share of the largest element, among the settings that agree. Folded: "
         'with `rewrites=("fold_batch_norm",)`, against zennit\'s `SequentialMergeBatchNorm`, which merges eps too '
-        "here.\n\n"
+        "here. captum: guided backpropagation, deconvolution and DeepLift on the networks with ReLU, LRP with its "
+        "EpsilonRule on VGG16 and on ResNet50 with merged batch norms; on the others, captum's LRP refuses modules "
+        "(ReLU6, Sigmoid, SiLU, GELU, LayerNorm) or has no rule for batch norms. Max pools keep their gradients in "
+        "DeepLift. ConvNeXtTiny has DepthwiseConv2D for grouped convolutions, of which TensorFlow has no float64 "
+        "gradients on CPUs.\n\n"
     )
+    kinds = ("own", "plain", "folded", "captum")
+    columns = ("network", "settings that agree", "true gradient", "presets", "presets, folded", "captum")
+    return text + _differences(rows, columns, kinds, lambda row: str(row["network"]))
+
+
+def _layers(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the largest difference per layer, then each preset that differs from zennit's composite."""
+    if not rows:
+        return ""
+    text = (
+        "\n### Single layers\n\n"
+        "The same for Keras layers that have a twin in PyTorch, each after a dense layer or a convolution, and linear "
+        "layers alone too, where they get the rules of first layers. float64, but float32 for poolings of volumes and "
+        "bilinear resizing, which TensorFlow does not compute in float64. Kernels, padding, strides, ranks and biases "
+        "of a layer are settings of one row.\n\n"
+    )
+    columns = ("layer", "settings that agree", "true gradient", "presets", "presets, folded")
+    return text + _differences(
+        rows, columns, ("own", "plain", "folded"), lambda row: re.split(r",| \(| on | after | up ", row["layer"])[0]
+    )
+
+
+def _differences(
+    rows: Sequence[dict[str, Any]],
+    columns: Sequence[str],
+    kinds: Sequence[str],
+    name_of: Callable[[dict[str, Any]], str],
+) -> str:
     table = []
-    for network, members in itertools.groupby(rows, key=lambda row: row["network"]):
-        presets = list(members)
-        agreeing = [row for row in presets if row["agrees"]]
-        own, plain, folded = (
-            _largest([row["max_rel_difference"] for row in agreeing if kind == _kind(row)])
-            for kind in ("own", "plain", "folded")
-        )
-        share = f"{len(agreeing)} of {len(presets)}" if len(agreeing) < len(presets) else f"all {len(presets)}"
-        table.append([network, share, own, plain, folded])
-    parts.append(_table(("network", "settings that agree", "true gradient", "presets", "presets, folded"), table))
+    for name, members in itertools.groupby(sorted(rows, key=name_of), key=name_of):
+        settings = list(members)
+        agreeing = [row for row in settings if row["agrees"]]
+        largest = [_largest([row["max_rel_difference"] for row in agreeing if kind == _kind(row)]) for kind in kinds]
+        share = f"{len(agreeing)} of {len(settings)}" if len(agreeing) < len(settings) else f"all {len(settings)}"
+        table.append([name, share, *largest])
+    parts = [_table(columns, table)]
     differing = [
-        [row["what"], row["rule"], f"{float(row['max_rel_difference']):.0e}", row["note"]]
+        [row["what"], row["rule"], _difference(row["max_rel_difference"]), row["note"]]
         for row in rows
         if not row["agrees"]
     ]
     if differing:
-        parts.append("\nPresets that differ:\n\n")
-        parts.append(_table(("network", "preset", "difference", "why"), differing))
+        parts.append("\nSettings that differ:\n\n")
+        parts.append(_table((columns[0], "preset", "difference", "why"), differing))
     return "".join(parts)
+
+
+def _difference(value: float | str | None) -> str:
+    return "" if value is None else f"{float(value):.0e}"
 
 
 def _kind(row: dict[str, Any]) -> str:
     """Returns which column of the table of networks a row counts for."""
+    if row["peer"] == "captum":
+        return "captum"
     if not row["rule"].startswith("preset "):
         return "own"
     return "folded" if row["rewrites"] else "plain"

@@ -47,7 +47,8 @@ def main() -> int:
     cases = [case for case in reference.cases if arguments.k in f"{case.rule} {case.peer} {case.what}"]
     if not cases:
         parser.error(f"no case contains {arguments.k!r}")
-    with gr.local(device="cpu") as client:
+    # Each case is a program of its own, and those of whole networks are large: none is kept for later calls.
+    with gr.local(device="cpu", program_cache=1) as client:
         rows = [row_of(client, reference, case) for case in cases]
     show(rows, arguments.all)
     if not arguments.k:
@@ -76,7 +77,8 @@ def row_of(client: gr.Client, reference: Reference, case: Case) -> dict[str, Any
         "note": case.known_fault or case.explained or (f"not compared: {case.skip}" if case.skip else ""),
     }
     if case.run["kind"] == "keras":
-        row |= {"network": case.run["model"], "rewrites": list(case.run["rewrites"])}
+        kind = "layer" if case.run["is_layer"] else "network"
+        row |= {kind: case.run["model"], "rewrites": list(case.run["rewrites"])}
     try:
         ours = run(client, reference, case)
     except gr.errors.GradruleError as error:

@@ -1,7 +1,7 @@
 """Whole Keras models for the comparison with zennit: builds them, and writes them for a process without Keras.
 
 python -m tests.peers.keras_models FOLDER writes models/NAME.json (layers and their inputs) and models/NAME.npz
-(weights, an input and the outputs) for each model. All values are float64.
+(weights, an input and the outputs) for each model. Values are float64, but for layers that have no float64 on CPUs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.peers.keras_layers import LAYERS
+
 Array = NDArray[Any]
 layers = keras.layers
 
 _SIZE, _CLASSES = 48, 10
-# Batch norms get the moving averages of a batch; one example of it is compared.
+# Batch norms get the moving averages of a batch; one example of it is compared, two of models of one layer.
 _BATCH = 4
 
 
@@ -62,6 +64,21 @@ def _application(name: str) -> Callable[[], Any]:
     return make
 
 
+def _convnext() -> Any:
+    """Returns ConvNeXtTiny; its grouped convolutions are depthwise ones, as TensorFlow has float64 gradients of these.
+
+    With a group per channel, both compute the same.
+    """
+
+    def depthwise(layer: Any) -> Any:
+        config = layer.get_config()
+        if config.get("groups", 1) == 1:
+            return type(layer).from_config(config)
+        return layers.DepthwiseConv2D(config["kernel_size"], padding=config["padding"], name=config["name"])
+
+    return keras.models.clone_model(_application("ConvNeXtTiny")(), clone_function=depthwise)
+
+
 def _vgg16() -> Any:
     """Returns VGG16 with smaller dense layers, which hold nine tenths of its weights."""
     base = keras.applications.VGG16(weights=None, input_shape=(_SIZE, _SIZE, 3), include_top=False)
@@ -94,28 +111,36 @@ def _bert() -> Any:
     return keras.Model(embeddings, layers.Dense(_CLASSES)(layers.Dense(48, activation="tanh")(FirstPosition()(x))))
 
 
-# Without ConvNeXtTiny: on CPUs TensorFlow has no float64 gradients of its grouped convolutions.
 _APPLICATIONS = ("ResNet50", "MobileNetV2", "EfficientNetB0", "DenseNet121")
 MODELS: dict[str, Callable[[], Any]] = {
     "VGG16": _vgg16,
     **{name: _application(name) for name in _APPLICATIONS},
+    "ConvNeXtTiny": _convnext,
     "ViT": _vision_transformer,
     "BERT": _bert,
 }
+MODELS_AND_LAYERS = MODELS | LAYERS
 # Models that normalize pixels themselves.
-_TAKE_PIXELS = ("EfficientNetB0",)
+_TAKE_PIXELS = ("EfficientNetB0", "ConvNeXtTiny")
+# On CPUs TensorFlow has no float64 pooling of volumes, and it resizes in float32.
+_FLOAT32 = ("MaxPooling3D", "AveragePooling3D", "UpSampling2D, bilinear")
 
 
 def model_and_input(name: str) -> tuple[Any, Array]:
     """Returns a model and an input, the same at every call, with random weights that keep activations in range."""
     keras.backend.clear_session()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+    dtype = "float32" if name in _FLOAT32 else "float64"
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
     random = np.random.default_rng(zlib.crc32(name.encode()))
     # Before the layers are made: each dropout takes its seed then.
     keras.utils.set_random_seed(1)
-    model = MODELS[name]()
-    x = random.normal(size=(_BATCH, *model.input_shape[1:]))
+    model = MODELS_AND_LAYERS[name]()
+    shape = (_BATCH, *model.input_shape[1:])
+    if "int" in model.inputs[0].dtype:
+        x = random.integers(0, 7, shape, np.int32)
+    else:
+        x = random.normal(size=shape).astype(dtype)
     if name in _TAKE_PIXELS:
         x = 128 + 50 * x
     for variable in model.weights:
@@ -127,7 +152,7 @@ def model_and_input(name: str) -> tuple[Any, Array]:
     if norms:
         # The moving averages become those of this batch.
         model(x, training=True)
-    return model, x[:1]
+    return model, x[: 2 if name in LAYERS else 1]
 
 
 def _random_weight(variable: Any, random: np.random.Generator) -> Array:
@@ -144,7 +169,7 @@ def _random_weight(variable: Any, random: np.random.Generator) -> Array:
     if name == "variable":
         # ConvNeXt's scale of a layer.
         return 0.2 + 0.05 * value
-    if "variance" in name:
+    if "variance" in name or name == "scale":
         return random.uniform(0.5, 1.5, variable.shape)
     return value if name in ("positions", "token") else 0.1 * value
 
@@ -202,16 +227,14 @@ def _weights(operation: Any) -> Iterator[tuple[str, Array]]:
 def main() -> None:
     folder = Path(sys.argv[1]) / "models"
     folder.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[2:] or MODELS:
+    for name in sys.argv[2:] or MODELS_AND_LAYERS:
         model, x = model_and_input(name)
         steps, weights = exported(model)
         outputs = np.asarray(model(x))
-        description = {"steps": steps, "parameters": model.count_params(), "input": list(x.shape[1:])}
+        description = {"steps": steps, "is_layer": name in LAYERS}
         (folder / f"{name}.json").write_text(json.dumps(description) + "\n")
         np.savez(folder / f"{name}.npz", input=x, outputs=outputs, **weights)
-        print(
-            f"{name}: {len(steps)} steps, {model.count_params():,} weights, outputs up to {np.abs(outputs).max():.3g}"
-        )
+        print(f"{name}: {model.count_params():,} weights, outputs up to {np.abs(outputs).max():.3g}", flush=True)
 
 
 if __name__ == "__main__":

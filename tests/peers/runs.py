@@ -174,15 +174,19 @@ def _keras_model(name: str) -> tuple[gr.Graph, Array]:
 
 def _keras(client: gr.Client, case: Case, values: Mapping[str, Array]) -> dict[str, Array]:
     """A preset on a whole Keras model."""
+    from tests.peers import keras_layers
+
     graph, x = _keras_model(case.run["model"])
-    (x_name,), (y_name,) = graph.inputs, graph.outputs
-    preset = case.run["preset"]
+    (input_name,), (y_name,) = graph.inputs, graph.outputs
+    # An index has no gradient, so that of its embedding is compared.
+    x_name = input_name if np.issubdtype(x.dtype, np.floating) else keras_layers.EMBEDDING
     answer = client.evaluate(
-        graph, {x_name: x}, ys=[y_name], xs=[x_name], grad_ys={y_name: values["dy"]},
-        overrides=[gr.Preset(preset, **case.params)] if preset else [], rewrites=tuple(case.run["rewrites"]),
-        timeout=_MODEL_TIMEOUT,
+        graph, {input_name: x}, ys=[y_name], xs=[x_name], grad_ys={y_name: values["dy"].astype(case.dtype)},
+        overrides=[_override(entry, values) for entry in case.run["overrides"]],
+        rewrites=tuple(case.run["rewrites"]), timeout=_MODEL_TIMEOUT,
     )  # fmt: skip
-    return {"x": np.asarray(answer.gradients[x_name])}
+    gradient = np.asarray(answer.gradients[x_name])
+    return {"x": gradient * values["times"] if "times" in values else gradient}
 
 
 def _override(entry: Mapping[str, Any], values: Mapping[str, Array]) -> Any:

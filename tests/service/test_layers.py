@@ -256,6 +256,48 @@ def test_relevance_passes_through_recurrent_layers_in_loops(client: Any, kind: s
     np.testing.assert_allclose(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
+PADDED: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "same, dilated": (lambda: layers.Conv2D(4, 3, dilation_rate=2, padding="same"), (8, 8, 3)),
+    "causal": (lambda: layers.Conv1D(4, 3, padding="causal"), (8, 3)),
+    "causal, dilated": (lambda: layers.Conv1D(4, 3, dilation_rate=2, padding="causal"), (8, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_of_a_convolution_holds_no_data(client: Any, name: str) -> None:
+    make, shape = PADDED[name]
+    layer = make()
+    x, r, found, _ = relevance(client, model_of(layer, shape), "epsilon_plus_flat")
+    kernel, bias = layer.get_weights()
+    ones = tf.ones(x.shape, tf.float64)
+    with tf.GradientTape() as tape:
+        tape.watch(ones)
+        z = ground(layer, ones, [np.ones_like(kernel), np.zeros_like(bias)])
+    u = r / (z + np.where(z >= 0, EPS, -EPS))
+    np.testing.assert_allclose(found, tape.gradient(z, ones, u), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["Conv1D", "Conv1D, dilated", "Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"])
+def test_batch_norm_is_folded_into_a_convolution(client: Any, name: str) -> None:
+    make, shape = CONVOLUTIONS[name]
+    x = keras.Input(shape, dtype="float64")
+    model = keras.Model(x, layers.BatchNormalization()(make()(x)))
+    random = np.random.default_rng(1)
+    for variable in model.weights:
+        variable.assign(random.uniform(0.5, 1.5, variable.shape))
+    graph = gr.from_keras(model)
+    (x_name,), (y_name,) = graph.inputs, graph.outputs
+    feeds = {x_name: random.normal(size=(2, *shape))}
+    upstream = {y_name: random.normal(size=model(feeds[x_name]).shape)}
+    plain, folded = (
+        client.evaluate(graph, feeds, fetches=[y_name], ys=[y_name], xs=[x_name], grad_ys=upstream, rewrites=rewrites)
+        for rewrites in ((), ("fold_batch_norm",))
+    )
+    assert len(folded.rewritten) == 1
+    np.testing.assert_allclose(folded.outputs[y_name], plain.outputs[y_name], rtol=1e-10)
+    np.testing.assert_allclose(folded.gradients[x_name], plain.gradients[x_name], rtol=1e-10)
+
+
 def test_skip_connection_of_the_input_is_no_bias(client: Any) -> None:
     x = keras.Input((6,), dtype="float64")
     layer = layers.Dense(6, use_bias=False)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
 from gradrule.v1 import errors_pb2, session_pb2
+from gradrule_server.engine import tf_private
 from gradrule_server.errors import did_you_mean, error
 
 NAMES = (
@@ -145,7 +146,9 @@ class StepOptimizer:
         for name in gradients:
             # The client may have assigned them since the last step.
             self._variables[name].assign(values[name])
-        self._update(tuple(gradients))(*gradients.values())
+        # Keras's functions for slices contain branches, which must not run on the calling thread (`build._is_small`).
+        with tf_private.on_tensorflow_threads():
+            self._update(tuple(gradients))(*gradients.values())
         self.message = message
         return {name: tf.identity(self._variables[name].value) for name in gradients}
 

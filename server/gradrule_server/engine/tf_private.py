@@ -143,6 +143,12 @@ def on_calling_thread() -> AbstractContextManager[None]:
     return manager
 
 
+def on_tensorflow_threads() -> AbstractContextManager[None]:
+    """Makes functions run on TensorFlow's threads within the context, also within `on_calling_thread`."""
+    manager: AbstractContextManager[None] = context.function_executor_type(None)
+    return manager
+
+
 def session_call(
     graph: tf.Graph, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], *, single_threaded: bool
 ) -> tuple[Callable[..., list[Any]], Callable[[], None]]:

@@ -1,7 +1,8 @@
 """Finds layers: groups of ops that together do what one layer of a framework does.
 
 - `@linear`, `@convolution`, `@dense`: a linear op and the addition of its bias. Ops that only move elements (Reshape,
-  Squeeze, BatchToSpaceND, …) may stand between them. The inputs are data, weights and bias.
+  Squeeze, BatchToSpaceND, …) may stand between them. The padding of a convolution's data is part of it, where an op of
+  its own does it: SpaceToBatchND, or a Pad in the convolution's name scope. The inputs are data, weights and bias.
 - `@activation`: an elementwise function of one tensor: an op such as Relu, or several, as in x * sigmoid(x).
 - `@batch_norm`: the multiplication and the addition of numbers per channel, or a batch-normalisation op.
 - `@normalization`: a function of one tensor that divides it by, or subtracts, its own means or sums, such as layer
@@ -36,6 +37,7 @@ _MATRIX_PRODUCTS = ops_with("matrix_product")
 _PARAMETERISED = frozenset(_OPERANDS) | ops_with("parameterised")
 # Numbers of the inputs that hold the data of ops which only move elements.
 _MOVES = input_numbers("moves_elements")
+_PADS = frozenset({"SpaceToBatchND", "Pad"})
 _READS_SHAPE = ops_with("reads_shape")
 _ELEMENTWISE = frozenset(trait_values("elementwise"))
 _REDUCTIONS = ops_with("reduction")
@@ -189,7 +191,34 @@ class _BodyLayers:
                 members, bias = [*last, user], other
                 break
         kinds = {LINEAR, DENSE if node.op in _MATRIX_PRODUCTS else CONVOLUTION}
+        if CONVOLUTION in kinds:
+            paddings = self._paddings(index, data)
+            if paddings:
+                members, data = [*paddings, *members], self._body.nodes[paddings[0]].inputs[0]
         return Layer(frozenset(kinds), self._body, tuple(members), (data, weights, *([] if bias is None else [bias])))
+
+    def _paddings(self, convolution: int, data: Ref) -> list[int]:
+        """Returns the nodes that pad the data of a convolution, producers first, with those that move them."""
+        nodes, user = self._body.nodes, convolution
+        found: list[int] = []
+        members: list[int] = []
+        while data[1] == 0 and self.is_inner(data[0]) and self.is_free(data[0]):
+            node = nodes[data[0]]
+            is_pad = node.op in _PADS and (node.op != "Pad" or self._is_within(data[0], convolution))
+            if not (is_pad or _MOVES.get(node.op) == (0,)) or list(self.consumers(data[0])) != [user]:
+                break
+            if any(self.changes(ref) for ref in node.inputs[1:]):
+                break
+            members.insert(0, data[0])
+            if is_pad:
+                found = list(members)
+            user, data = data[0], node.inputs[0]
+        return found
+
+    def _is_within(self, index: int, convolution: int) -> bool:
+        """Returns whether a node is in the name scope of a convolution."""
+        scope, _, _ = self._body.nodes[index].name.rpartition("/")
+        return bool(scope) and self._body.nodes[convolution].name.startswith(f"{scope}/")
 
     def _batch_norm(self, index: int) -> Layer | None:
         node = self._body.nodes[index]

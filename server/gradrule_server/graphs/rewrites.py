@@ -15,14 +15,16 @@ from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import Body, Node, Ref, bodies_of
 from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
-from gradrule_server.graphs.static_shapes import output_channels, static_shape
+from gradrule_server.graphs.static_shapes import TRANSPOSED, output_channels, static_shape
 from gradrule_server.policy.op_tables import ops_with
 
 FOLD_BATCH_NORM = "fold_batch_norm"
 _REWRITES = (FOLD_BATCH_NORM,)
 
 _BATCH_NORMS = ops_with("batch_norm")
-_LINEAR = GROUPS["@linear"]
+_LINEAR = GROUPS["@linear"] | TRANSPOSED
+# Ops that move elements of the output of a convolution along its spatial axes.
+_MOVES = frozenset({"BatchToSpaceND", "Squeeze"})
 
 
 def check_rewrites(names: Sequence[str], findings: Findings) -> None:
@@ -51,6 +53,7 @@ class _FoldableNorm:
 
     Attributes:
         linear: Index of the linear op.
+        moves: Indices of the ops that move elements of its output, producers before consumers.
         bias: Index of the bias add; None: there is no bias add.
         last: Index of the node whose first output is the result.
         mul: Index of the multiplication by the scale; None: `last` is a batch-normalisation op.
@@ -60,6 +63,7 @@ class _FoldableNorm:
     bias: int | None
     last: int
     mul: int | None = None
+    moves: tuple[int, ...] = ()
 
 
 class _Folding:
@@ -145,15 +149,41 @@ class _Folding:
                 return None
             bias, user = value[0], value[0]
             value = inner
-            if producer.op != "BiasAdd" and not self._is_per_channel(
-                self._other(bias), _FoldableNorm(value[0], bias, last)
-            ):
-                return None
+        moves: list[int] = []
+        while self._body.nodes[value[0]].op in _MOVES and self._is_alone(value[0], user):
+            moves.insert(0, value[0])
+            user, value = value[0], self._body.nodes[value[0]].inputs[0]
         linear = self._body.nodes[value[0]]
         if linear.op not in _LINEAR or not self._is_alone(value[0], user):
             return None
-        producer_of_weights = self._body.nodes[linear.inputs[1][0]]
-        return None if id(producer_of_weights) in self._reached else _FoldableNorm(value[0], bias, last, mul)
+        found = _FoldableNorm(value[0], bias, last, mul, tuple(moves))
+        if bias is not None and producer.op != "BiasAdd" and not self._is_per_channel(self._other(bias), found):
+            return None
+        if not self._keeps_channels(found) or id(self._body.nodes[linear.inputs[1][0]]) in self._reached:
+            return None
+        return found
+
+    def _keeps_channels(self, found: _FoldableNorm) -> bool:
+        """Returns whether output channels are along the last axis after each of the ops that move elements."""
+        if not found.moves:
+            return True
+        linear = self._body.nodes[found.linear]
+        data_format, channels = linear.attrs.get("data_format"), output_channels(self._body, linear, 1)
+        if channels is None or (data_format is not None and data_format.s.startswith(b"NC")):
+            return False
+        rank = len(static_shape(self._body, linear.inputs[1]) or ())
+        for index in found.moves:
+            node = self._body.nodes[index]
+            if node.op == "Squeeze":
+                axes = node.attrs["squeeze_dims"].list.i
+                if not axes or any(axis % rank == rank - 1 for axis in axes):
+                    return False
+                rank -= len(axes)
+            else:
+                blocks = static_shape(self._body, node.inputs[1])
+                if blocks is None or blocks[0] >= rank - 1:
+                    return False
+        return True
 
     def _changing(self, node: Node) -> Ref | None:
         """Returns the operand that depends on the xs; None unless exactly one does."""
@@ -175,13 +205,16 @@ class _Folding:
         folded = Node(
             self._copy.unique(self._body, f"{linear.name}/folded"),
             linear.op,
-            [linear.inputs[0], weights],
+            [linear.inputs[0], weights, *linear.inputs[2:]],
             linear.controls,
             linear.attrs,
             linear.outputs,
             watched=linear.watched,
         )
         value = self._append(folded, found.linear, candidates)
+        for index in found.moves:
+            nodes[index].inputs = [value, *nodes[index].inputs[1:]]
+            value = index, 0
         attrs = {"T": AttrValue(type=as_dt(dtype))}
         data_format = linear.attrs.get("data_format")
         spatial = data_format is not None and data_format.s.startswith(b"NC")
@@ -222,7 +255,7 @@ class _Folding:
         """Returns the scale in a shape that broadcasts over the linear op's weights."""
         dtype = (linear.outputs or ())[0]
         transposed = linear.attrs.get("transpose_b") or linear.attrs.get("adj_y")
-        if transposed is not None and transposed.b:
+        if linear.op in TRANSPOSED or (transposed is not None and transposed.b):
             return self._add("Reshape", [scale, self._int_list([-1, 1])], dtype, "column", Tshape=Dt.DT_INT32)
         if linear.op != "DepthwiseConv2dNative":
             return scale

@@ -13,7 +13,9 @@ from gradrule_server.policy.op_tables import ops_with
 
 _MAX_DEPTH = 12
 _INTEGERS = {Dt.DT_INT32: np.int32, Dt.DT_INT64: np.int64}
-_LINEAR = ops_with("@linear")
+# Transposed convolutions, whose weights are [..., outputs, inputs].
+TRANSPOSED = frozenset({"Conv2DBackpropInput", "Conv3DBackpropInputV2"})
+_LINEAR = ops_with("@linear") | TRANSPOSED
 # Ops that compute the parameters of a normalisation.
 _ELEMENTWISE = ops_with("batch_norm_param")
 
@@ -27,6 +29,8 @@ def output_channels(body: Body, linear: Node, operand: int) -> int | None:
         return None
     if linear.op == "DepthwiseConv2dNative":
         return shape[-1] * shape[-2]
+    if linear.op in TRANSPOSED:
+        return shape[-2]
     names = ("transpose_a", "adj_x") if operand == 0 else ("transpose_b", "adj_y")
     is_transposed = any(linear.attrs[name].b for name in names if name in linear.attrs)
     # A product sums over the last axis of the first operand and the last but one of the second.
@@ -68,6 +72,11 @@ def _shape_of_op(body: Body, ref: Ref, depth: int, known: dict[Ref, tuple[int, .
         if before is not None and wanted is not None and wanted.count(-1) <= 1:
             rest = math.prod(size for size in wanted if size != -1)
             return tuple(math.prod(before) // max(rest, 1) if size == -1 else size for size in wanted)
+    if node.op == "ExpandDims" and depth:
+        before, axes = _shape(body, node.inputs[0], depth - 1, known), _int_values(body, node.inputs[1])
+        if before is not None and axes is not None and len(axes) == 1 and -len(before) - 1 <= axes[0] <= len(before):
+            axis = axes[0] % (len(before) + 1)
+            return (*before[:axis], 1, *before[axis:])
     return None
 
 

@@ -8,9 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from gradrule import optimizers
 from gradrule.v1 import session_pb2
+from gradrule_server.engine import tf_private
 from gradrule_server.engine.session_optimizer import NAMES, StepOptimizer
 from gradrule_server.errors import GradruleError, reason_name
 
@@ -55,6 +57,28 @@ def test_restored_slots_continue(name: str) -> None:
         for name in values:
             np.testing.assert_array_equal(got[name], wanted[name])
         values = wanted
+
+
+def test_branches_do_not_run_on_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = optimizers.RMSprop(centered=True).message()
+    table, indices = tf.ones([6, 2]), tf.constant([1, 1, 4])
+    slices = tf.IndexedSlices(tf.ones([3, 2]), indices, tf.constant([6, 2]))
+    optimizer = StepOptimizer(message, {"table": table})
+    optimizer.step(message, {"table": table}, {"table": slices})
+    update = optimizer._update(("table",))
+    concrete = update.get_concrete_function(slices)
+    assert "StatelessIf" in {op.type for op in concrete.graph.get_operations()}
+    executors = []
+
+    def recorded(*gradients: object) -> None:
+        executors.append(context.context().function_call_options.executor_type)
+        update(*gradients)
+
+    monkeypatch.setattr(optimizer, "_update", lambda names: recorded)
+    with tf_private.on_calling_thread():
+        optimizer.step(message, {"table": table}, {"table": slices})
+        assert context.context().function_call_options.executor_type == "SINGLE_THREADED_EXECUTOR"
+    assert executors == [None]
 
 
 def test_slots_fit_the_same_optimizer_on_the_same_shapes() -> None:

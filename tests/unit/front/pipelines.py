@@ -39,7 +39,11 @@ class FakeTenants:
         return self.tenants.setdefault(
             name,
             SimpleNamespace(
-                name=name, in_flight=InFlight(), quotas=quotas, sessions=SimpleNamespace(blobs=None, limits=None)
+                name=name,
+                in_flight=InFlight(),
+                quotas=quotas,
+                sessions=SimpleNamespace(blobs=None, limits=None),
+                handles=None,
             ),
         )
 

@@ -54,6 +54,7 @@ class Graph(GraphLookup, GraphOps):
     Attributes:
         variables: read-only arrays by the name of the variable's node; every request sends them.
         non_trainable: names of the variables that a session's steps do not change by default.
+        optimizer_state: slots of a session's optimizer, from `Session.save`; sessions of this graph continue with them.
         aliases: more names of tensors, valid wherever a tensor's name is. If an alias equals a node's name, the node's
             first output must be written `node:0`.
         layers: calls of Keras layers; empty if the graph was not traced from a Keras model. The path of a layer with

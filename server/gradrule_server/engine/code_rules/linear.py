@@ -28,6 +28,7 @@ Change = Callable[[tf.Tensor], tf.Tensor]
 _OPERANDS = input_numbers("linear_operands")
 _MATRIX_PRODUCTS = ops_with("matrix_product")
 _MOVES = input_numbers("moves_elements")
+_PADS = frozenset({"Pad"})
 _BIAS_ADDS = ops_with("plain_add") | {"BiasAdd"}
 
 _MEANT_FOR = (
@@ -65,7 +66,7 @@ class Applied:
 
 
 class Linear:
-    """A linear layer: a linear op, ops that move elements of its output, and the addition of a bias.
+    """A linear layer: a linear op, ops that move elements of its data or its output, and the addition of a bias.
 
     Raises RULE_NOT_APPLICABLE for other targets, and where both operands of the op depend on the same x.
 
@@ -79,31 +80,41 @@ class Linear:
     def __init__(self, target: RuleTarget, rule: str) -> None:
         # Others compute sizes, such as those that a transposed convolution takes.
         ops = [op for op in target.ops if op.outputs and op.outputs[0].dtype.is_floating]
-        if not ops or ops[0].type not in _OPERANDS:
+        place = next((number for number, op in enumerate(ops) if op.type in _OPERANDS), None)
+        if place is None:
             raise not_applicable(target, rule, _MEANT_FOR)
-        linear, *others = ops
+        self._paddings, linear, others = ops[:place], ops[place], ops[place + 1 :]
         last = others[-1] if others else None
         self._bias_add = last if last is not None and last.type in _BIAS_ADDS else None
         self._moves = others if self._bias_add is None else others[:-1]
         operands = _OPERANDS[linear.type]
         self._inputs = {source.ref(): value for source, value in zip(target.sources, target.inputs, strict=True)}
+        padded = self._paddings[-1].outputs[0] if self._paddings else None
         used = [linear.inputs[number] for number in operands if number < len(linear.inputs)]
+        is_padded = [value is padded for value in used]
+        used = [self._paddings[0].inputs[0] if value is padded else value for value in used]
         if self._bias_add is not None:
             before = (self._moves[-1] if self._moves else linear).outputs[0]
             used += [value for value in self._bias_add.inputs if value is not before]
         if (
             len(linear.inputs) != max(operands) + 1
+            or (padded is not None and sum(is_padded) != 1)
+            or any(_MOVES.get(op.type) != (0,) and op.type not in _PADS for op in self._paddings)
             or any(_MOVES.get(move.type) != (0,) for move in self._moves)
             or any(value.ref() not in self._inputs for value in used)
         ):
             raise not_applicable(target, rule, _MEANT_FOR)
         self.op = linear
-        self._data_operand, self.w_operand = _data_and_weights(target, rule, linear, operands)
-        self._data_place = _place(target.sources, linear.inputs[self._data_operand])
+        if padded is None:
+            self._data_operand, self.w_operand = _data_and_weights(target, rule, linear, operands)
+        else:
+            self._data_operand, self.w_operand = operands if is_padded[0] else operands[::-1]
+        data = linear.inputs[self._data_operand] if padded is None else self._paddings[0].inputs[0]
+        self._data_place = _place(target.sources, data)
         self._n_inputs = len(target.inputs)
         self._dtype = linear.outputs[0].dtype
         self.dtype = wide(self._dtype)
-        self.x = self._input(linear.inputs[self._data_operand])
+        self.x = self._input(data)
         self.w = self._input(linear.inputs[self.w_operand])
         self.bias = None
         if self._bias_add is not None:
@@ -113,9 +124,13 @@ class Linear:
 
     def apply(self, x: tf.Tensor, w: tf.Tensor) -> Applied:
         """Applies the layer, without the bias, to other data and weights of the same shapes."""
+        value, path = x, []
+        for padding in self._paddings:
+            value = _repeated(padding, [value, *list(padding.inputs)[1:]], self.dtype)
+            path.append((value.op, 0))
         operands = list(self.op.inputs)
-        operands[self._data_operand], operands[self.w_operand] = x, w
-        value, path = _repeated(self.op, operands, self.dtype), []
+        operands[self._data_operand], operands[self.w_operand] = value, w
+        value = _repeated(self.op, operands, self.dtype)
         path.append((value.op, self._data_operand))
         for move in self._moves:
             value = _repeated(move, [value, *list(move.inputs)[1:]], self.dtype)
