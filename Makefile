@@ -10,6 +10,7 @@ VENV := .venv
 TOOLS := .venv-tools
 PEERS := .venv-peers
 BENCH_PEERS := .venv-bench
+BRIDGES := .venv-bridges
 NODE_CLIENT := client/node
 PIP_FLAGS := --quiet --disable-pip-version-check --require-hashes
 ARGS ?=
@@ -31,7 +32,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers lint format proto client proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers test-bridges lint format proto client proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -46,7 +47,7 @@ test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these and
 	$(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these, a sample of the battery, the tests of the benchmarks, and large models
-	$(PYTEST) tests $(ARGS)
+	$(PYTEST) tests --ignore=tests/bridges $(ARGS)
 
 test-general: $(VENV)/.installed ## run the tests of calls with every fast path off (docs/guide/operating.md); ARGS selects other files
 	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)
@@ -58,6 +59,9 @@ test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the lib
 	$(VENV)/bin/python -m tests.peers.keras_models out/peers
 	$(PEERS)/bin/python -m tests.peers.reference out/peers
 	$(VENV)/bin/python -m tests.peers.compare out/peers $(ARGS)
+
+test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy, PyTensor and TensorFlow
+	PYTHONDONTWRITEBYTECODE= $(BRIDGES)/bin/python -m pytest tests/bridges $(ARGS)
 
 lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## check style, types, import rules, protos and generated code
 	$(VENV)/bin/ruff check
@@ -124,7 +128,7 @@ lock: $(TOOLS)/.installed ## generate requirements/*.txt (run it with Python 3.1
 	$(TOOLS)/bin/python tools/lock.py
 
 clean: ## delete everything that make created
-	rm -rf $(VENV) $(TOOLS) $(PEERS) $(BENCH_PEERS) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist
+	rm -rf $(VENV) $(TOOLS) $(PEERS) $(BENCH_PEERS) $(BRIDGES) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -not -path './.git/*' -prune -exec rm -rf {} +
@@ -135,26 +139,31 @@ define make_venv
 endef
 
 define install_gradrule
-	$(call make_venv,$(VENV))
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -r $1
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(call make_venv,$1)
+	$1/bin/python -m pip install $(PIP_FLAGS) -r $2
+	$1/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 endef
 
 # The demo needs a subset of what developers need, in the same versions.
 $(VENV)/.demo: requirements/demo.txt pyproject.toml
-	$(call install_gradrule,requirements/demo.txt)
+	$(call install_gradrule,$(VENV),requirements/demo.txt)
 	@touch $@
 
 $(VENV)/.installed: requirements/dev.txt pyproject.toml
-	$(call install_gradrule,requirements/dev.txt)
+	$(call install_gradrule,$(VENV),requirements/dev.txt)
 	@touch $(VENV)/.demo $@
+
+# The CPU build of torch is on PyTorch's own index; PIP_EXTRA_INDEX_URL may have to name it.
+$(BRIDGES)/.installed: requirements/bridges.txt pyproject.toml
+	$(call install_gradrule,$(BRIDGES),requirements/bridges.txt)
+	@touch $@
 
 $(TOOLS)/.installed: requirements/tools.txt
 	$(call make_venv,$(TOOLS))
 	$(TOOLS)/bin/python -m pip install $(PIP_FLAGS) -r requirements/tools.txt
 	@touch $@
 
-# The CPU build of torch is on PyTorch's own index; PIP_EXTRA_INDEX_URL may have to name it.
+# As for the bridges, this needs the CPU build of torch.
 $(PEERS)/.installed: requirements/peers.txt
 	$(call make_venv,$(PEERS))
 	$(PEERS)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/peers.txt

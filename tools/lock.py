@@ -69,6 +69,7 @@ def main() -> None:
     pip_compile("server", flatten("server"), constraint="dev")
     pip_compile("gpu", flatten("gpu"), constraint="dev")
     pip_compile("gpu-check", sorted({*flatten("gpu"), *flatten("test")}), constraint="dev")
+    pip_compile("bridges", [*flatten("dev"), *(LOCKS / "bridges.in").read_text().splitlines()], constraint="dev")
     pip_compile("bench-peers", (LOCKS / "bench-peers.in").read_text().splitlines())
     pip_compile("peers", (LOCKS / "peers.in").read_text().splitlines(), left_out=LEFT_OUT_OF_PEERS)
 

@@ -21,6 +21,16 @@ TESTED = {
     "compression.md": {"compression", "node"},
     "derivatives.md": {"derivatives"},
     "explaining.md": {"compare", "explain"},
+    "frameworks.md": {
+        "program",
+        "torch",
+        "surrogate",
+        "override",
+        "jax",
+        "scipy",
+        "pymc",
+        "tf",
+    },  # in tests/bridges/test_guide.py
     "models.md": {"connect", "models"},
     "operating.md": {"credentials", "serve", "status"},
     "other-languages.md": {"go", "java", "cpp", "csharp", "ruby"},  # in tests/contract/test_other_languages.py

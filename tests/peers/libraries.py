@@ -25,7 +25,7 @@ import captum.attr  # type: ignore[import-not-found]  # noqa: E402
 import captum.attr._utils.lrp_rules  # type: ignore[import-not-found]  # noqa: E402
 import snntorch.surrogate  # type: ignore[import-not-found]  # noqa: E402
 import spikingjelly.activation_based.surrogate  # type: ignore[import-not-found]  # noqa: E402
-import torch as _torch  # type: ignore[import-not-found]  # noqa: E402
+import torch as _torch  # noqa: E402
 import zennit.canonizers  # type: ignore[import-not-found]  # noqa: E402
 import zennit.composites  # type: ignore[import-not-found]  # noqa: E402
 import zennit.layer  # type: ignore[import-not-found]  # noqa: E402

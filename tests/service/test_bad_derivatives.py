@@ -59,7 +59,11 @@ ONES = [1.0, 1.0]
         (VJP, add_tensors("tangents", x=ONES), ["tangents belong to a Jacobian-vector product"]),
         (VJP, add_tensors("vectors", x=ONES), ["vectors belong to a Hessian-vector product"]),
         (JVP, add_tensors("vectors", x=ONES), ["vectors", "takes tangents"]),
-        (JVP, add_tensors("grad_ys", y=ONES), ["grad_ys belong to a vector-Jacobian product"]),
+        (
+            JVP,
+            add_tensors("grad_ys", y=ONES),
+            ["grad_ys belong to a vector-Jacobian product or a Hessian-vector product"],
+        ),
         (HVP, add_tensors("tangents", x=ONES), ["tangents", "takes vectors"]),
         (JACOBIAN, add_tensors("grad_ys", y=ONES), ["grad_ys", "this is a Jacobian"]),
         (JACOBIAN, add_tensors("tangents", x=ONES), ["tangents"]),

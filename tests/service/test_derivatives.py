@@ -42,6 +42,26 @@ def test_hessian_vector_products_equal_tensorflow(client: Any, case: Any) -> Non
     assert_close(found["w"], by_w, rtol=RTOL)
 
 
+def test_hessian_vector_products_with_upstream_gradients_equal_tensorflow(either: Any) -> None:
+    graph, upstream = graph_for_function(plain), GRAD_YS[0]
+    with tf.GradientTape() as outer:
+        x, w = tf.Variable(X), tf.Variable(W)
+        with tf.GradientTape() as inner:
+            loss = tf.reduce_sum(plain(x, w) * upstream)
+        by_x, by_w = inner.gradient(loss, [x, w])
+        along = tf.reduce_sum(by_x * VX) + tf.reduce_sum(by_w * VW)
+    wanted = outer.gradient(along, [x, w])
+    vectors = {"x": VX, "w": VW}
+    found = either.hvp(graph, FEEDS, vectors, ys=["y"], xs=["x", "w"], grad_ys=[upstream])
+    program = either.compile(graph, ys=["y"], xs=["x", "w"])
+    again = program.hvp(FEEDS, vectors, grad_ys={"y": upstream})
+    for index, name in enumerate(["x", "w"]):
+        assert_close(found[name], wanted[index].numpy(), rtol=RTOL)
+        assert_close(again[name], wanted[index].numpy(), rtol=RTOL)
+    with refused("INVALID_DERIVATIVE"):
+        either.hvp(graph, FEEDS, vectors, ys=["y"], xs=["x", "w"], grad_ys=["w"])
+
+
 def test_stacked_pull_backs_equal_tensorflow(client: Any, case: Any) -> None:
     found = client.evaluate(
         graph_for_function(case), FEEDS, ["y"], ys=["y"], xs=["x", "w"], grad_ys={"y": GRAD_YS}, stacked_grad_ys=True

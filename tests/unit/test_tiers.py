@@ -1,4 +1,4 @@
-"""Each folder of tests belongs to exactly one tier: `make check`, `make test` or `make test-all`."""
+"""Each folder of tests belongs to one tier: `make check`, `make test`, `make test-all` or `make test-bridges`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ DEFAULT = {"policy", "xla", "service", "e2e"}
 """What `make test` adds to `make check`."""
 LONG = {"battery", "benchmarks", "generated", "models", "peers"}
 """What `make test-all` adds to `make test`."""
+FRAMEWORKS = {"bridges"}
+"""What `make test-bridges` runs, in an environment with the frameworks."""
 
 
 def paths_of(target: str) -> set[str]:
@@ -24,8 +26,8 @@ def paths_of(target: str) -> set[str]:
 
 def test_each_folder_with_tests_is_in_one_tier() -> None:
     found = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
-    assert found == CHECK | DEFAULT | LONG
-    assert len(found) == len(CHECK) + len(DEFAULT) + len(LONG)
+    assert found == CHECK | DEFAULT | LONG | FRAMEWORKS
+    assert len(found) == len(CHECK) + len(DEFAULT) + len(LONG) + len(FRAMEWORKS)
 
 
 def test_the_tiers_are_what_make_and_pytest_run() -> None:

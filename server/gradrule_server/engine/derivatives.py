@@ -179,7 +179,7 @@ def jvp(request: DifferentiationRequest, tangents: Directions, differentiation: 
 
 
 def hvp(request: DifferentiationRequest, vectors: Directions, differentiation: Differentiation) -> Derivatives:
-    """Builds the gradient by each x of the sum over xs of (d sum(ys) / dx) · vector: reverse over reverse.
+    """Builds the gradient by each x of the sum over xs of (d sum(ys · grad_ys) / dx) · vector: reverse over reverse.
 
     An x without a vector has a vector of zeros.
     """

@@ -185,7 +185,7 @@ class Trace:
         for y, item in zip(ys, request.grad_ys, strict=True):
             source = item.WhichOneof("source")
             given = next(fed) if source == "fed" else None
-            is_pulled = built.kind == _KIND.DERIVATIVE_VJP and not request.split
+            is_pulled = built.kind in (_KIND.DERIVATIVE_VJP, _KIND.DERIVATIVE_HVP) and not request.split
             stacks.append(given if request.stacked_grad_ys else None)
             value = tensors[item.tensor] if source == "tensor" else None if request.stacked_grad_ys else given
             is_given_later = request.stacked_grad_ys and given is not None

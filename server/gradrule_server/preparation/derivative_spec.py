@@ -26,8 +26,12 @@ _NAMES = {
     Kind.DERIVATIVE_BATCH_JACOBIAN: "a batched Jacobian",
     Kind.DERIVATIVE_HVP: "a Hessian-vector product",
 }
-# Fields of a call other than feeds, each with the only kind of derivative that uses it.
-_CALL_FIELDS = {"grad_ys": Kind.DERIVATIVE_VJP, "tangents": Kind.DERIVATIVE_JVP, "vectors": Kind.DERIVATIVE_HVP}
+# Fields of a call other than feeds, each with the kinds of derivatives that use it.
+_CALL_FIELDS = {
+    "grad_ys": (Kind.DERIVATIVE_VJP, Kind.DERIVATIVE_HVP),
+    "tangents": (Kind.DERIVATIVE_JVP,),
+    "vectors": (Kind.DERIVATIVE_HVP,),
+}
 _DIRECTION_FIELDS = {Kind.DERIVATIVE_JVP: "tangents", Kind.DERIVATIVE_HVP: "vectors"}
 _CARRIERS = frozenset({Dt.DT_RESOURCE, Dt.DT_VARIANT})
 
@@ -143,7 +147,7 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
         ys=list(requested.ys),
         xs=list(requested.xs),
         grad_ys={canonical(item.y): item.tensor for item in spec.vjp.grad_ys}
-        if kind == _CALL_FIELDS["grad_ys"]
+        if kind in _CALL_FIELDS["grad_ys"]
         else {},
         grad_ys_fed=call.grad_ys,
         stop_gradients=list(requested.stop_gradients),
@@ -188,10 +192,10 @@ _MALFORMED = errors_pb2.ERROR_REASON_MALFORMED_REQUEST
 
 def _check_call(derivative: DerivativeSpec, call: CallShape, add_finding: Callable[[str, str], None]) -> None:
     """Adds findings for call fields that the kind of derivative does not use."""
-    for word, kind in _CALL_FIELDS.items():
-        if getattr(call, word) and derivative.kind != kind:
+    for word, kinds in _CALL_FIELDS.items():
+        if getattr(call, word) and derivative.kind not in kinds:
             add_finding(
-                f"{word} belong to {_NAMES[kind]}, and this is {_NAMES[derivative.kind]}"
+                f"{word} belong to {' or '.join(_NAMES[kind] for kind in kinds)}, and this is {_NAMES[derivative.kind]}"
                 f"{_direction_hint(derivative.kind)}",
                 word,
             )

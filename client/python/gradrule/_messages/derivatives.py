@@ -11,6 +11,7 @@ from gradrule._builder.names import ByName, bare
 from gradrule._messages.call_arguments import (
     CallParams,
     Feeds,
+    GradYs,
     ProgramArguments,
     given_aliases,
     groups_of,
@@ -22,6 +23,7 @@ from gradrule._messages.request_messages import (
     TypeOf,
     add_named_tensor,
     evaluate_request,
+    program_grad_ys,
     types_of_specs,
 )
 from gradrule._messages.rpc_calls import Call, evaluate_call
@@ -96,11 +98,19 @@ def program_jacobian(
 
 
 def program_hvp(
-    program: program_pb2.Program, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, groups: Groups
+    program: program_pb2.Program,
+    feeds: Feeds | None,
+    vectors: Feeds,
+    grad_ys: GradYs | None,
+    params: CallParams | None,
+    groups: Groups,
 ) -> Call[Products]:
     """Returns the call for Hessian-vector products of a program's ys and xs."""
     request = _program_request(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
-    _add_directions(request, vectors, types_of_specs(program.xs), "vectors", program)
+    type_of = types_of_specs([*program.xs, *program.ys])
+    _add_directions(request, vectors, type_of, "vectors", program)
+    for y, value in program_grad_ys(grad_ys, program).items():
+        add_named_tensor(request, "grad_ys", y, value, type_of)
     return evaluate_call(
         request, lambda response: _products(response, groups, program.aliases), blob_values.blobs_in(feeds, vectors)
     )
@@ -115,13 +125,17 @@ def _graph_request(
     part: str,
     blobs: blob_values.Blobs,
 ) -> evaluate_pb2.EvaluateRequest:
-    spec, _ = source.spec(with_flat_xs(arguments, source.graph), blobs)
+    spec, upstream = source.spec(with_flat_xs(arguments, source.graph), blobs)
     vjp = spec.vjp
+    if vjp.grad_ys:
+        raise InvalidDerivativeError(
+            f"grad_ys of {vjp.grad_ys[0].y!r} names the tensor {vjp.grad_ys[0].tensor!r}; here they are arrays"
+        )
     derivative = kind(ys=vjp.ys, xs=vjp.xs, stop_gradients=vjp.stop_gradients)
     if not isinstance(derivative, program_pb2.Jvp):
         derivative.unconnected_gradients = vjp.unconnected_gradients
     getattr(spec, part).CopyFrom(derivative)
-    request = evaluate_request(feeds, source.type_of, params=params, graph=source.graph)
+    request = evaluate_request(feeds, source.type_of, grad_ys=upstream, params=params, graph=source.graph)
     request.spec.CopyFrom(spec)
     return request
 

@@ -271,7 +271,9 @@ global___Jacobian = Jacobian
 
 @typing.final
 class Hvp(google.protobuf.message.Message):
-    """Hessian-vector product: for each x the gradient of the sum over the xs of (d sum(ys)/dx) · vector of x."""
+    """Hessian-vector product: for each x the gradient of the sum over the xs of (d sum(ys · upstream gradients)/dx) · vector of x. Upstream
+    gradients are ones unless the call gives them (`EvaluateRequest.grad_ys`).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -283,7 +285,7 @@ class Hvp(google.protobuf.message.Message):
     """Default: NONE."""
     @property
     def ys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Tensors to differentiate; their sum is differentiated. At least one."""
+        """Tensors to differentiate; their sum, weighted by upstream gradients, is differentiated. At least one."""
 
     @property
     def xs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, Self
 
 from gradrule._builder.graph_sources import GraphLike
@@ -27,8 +28,10 @@ from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
 from gradrule._rpc.async_transport import AsyncPipeline, ManyFeeds, iterate
-from gradrule.errors import InvalidParamError
+from gradrule.errors import InvalidDerivativeError, InvalidParamError
 from gradrule.v1 import program_pb2
+
+_NO_MORE: Any = object()
 
 
 class AsyncProgramMethods(AsyncClientBase):
@@ -256,6 +259,7 @@ class AsyncProgram(ProgramBase):
         feeds: ManyFeeds,
         in_flight: int = 16,
         *,
+        grad_ys: Iterable[GradYs] | None = None,
         params: CallParams | None = None,
         cast: bool = False,
         transfer: Transfer | None = None,
@@ -266,6 +270,7 @@ class AsyncProgram(ProgramBase):
         Args:
             feeds: Feeds of each call, as in `evaluate`.
             in_flight: Maximum number of calls that run at the same time.
+            grad_ys: Upstream gradients of each call, as in `evaluate`.
             params: As in `evaluate`.
             cast: As in `evaluate`.
             transfer: As in `evaluate`.
@@ -276,18 +281,23 @@ class AsyncProgram(ProgramBase):
 
         Raises:
             InvalidParamError: `in_flight` is less than 1.
+            InvalidDerivativeError: `grad_ys` has fewer entries than `feeds`.
             GradruleError: A call failed. The error is raised in the order of the feeds; running calls are cancelled.
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         pipeline: AsyncPipeline[call_results.Result] = AsyncPipeline(self._client, timeout)
+        upstream: Iterator[Any] = repeat(None) if grad_ys is None else iter(grad_ys)
         try:
             async for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
                     yield await pipeline.next_result()
                 values = casting(one) if cast else one
-                pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, None, transfer=chosen)))
+                given = next(upstream, _NO_MORE)
+                if given is _NO_MORE:
+                    raise InvalidDerivativeError("grad_ys has fewer entries than feeds: give one for each call")
+                pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, given, transfer=chosen)))
             while len(pipeline):
                 yield await pipeline.next_result()
         finally:
@@ -349,6 +359,7 @@ class AsyncProgram(ProgramBase):
         feeds: Feeds | None,
         vectors: Feeds,
         *,
+        grad_ys: GradYs | None = None,
         params: CallParams | None = None,
         timeout: float | None = None,
     ) -> derivatives.Products:
@@ -357,6 +368,7 @@ class AsyncProgram(ProgramBase):
         Args:
             feeds: As in `evaluate`.
             vectors: As in `AsyncClient.hvp`.
+            grad_ys: As in `evaluate`.
             params: As in `evaluate`.
             timeout: Seconds; default: that of `connect`.
 
@@ -366,7 +378,7 @@ class AsyncProgram(ProgramBase):
         Raises:
             GradruleError: As in `AsyncClient.hvp`.
         """
-        call = derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
+        call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
         return await self._client._run(self._compiling("hvp", self._client._transfer.applied(call)), timeout)
 
     async def delete(self, *, timeout: float | None = None) -> None:

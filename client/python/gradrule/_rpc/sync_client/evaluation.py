@@ -316,6 +316,7 @@ class EvaluationMethods(ClientBase):
         *,
         ys: Names,
         xs: GroupedNames,
+        grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: UnconnectedGradients = "none",
         overrides: Overrides | None = None,
@@ -324,8 +325,9 @@ class EvaluationMethods(ClientBase):
         params: CallParams | None = None,
         timeout: float | None = None,
     ) -> derivatives.Products:
-        """Computes Hessian-vector products: for each x the gradient of the sum over xs of (d sum(ys)/dx) · vector.
+        """Computes Hessian-vector products: for each x the gradient of the sum over xs of (ds/dx) · vector.
 
+        s is the sum of all ys, each weighted by its upstream gradient.
         Overrides hold in the first differentiation, those of order `"all"` (`Override`) in the second too.
 
         Args:
@@ -334,6 +336,7 @@ class EvaluationMethods(ClientBase):
             vectors: By x, arrays of x's dtype and shape; an x without one has a vector of zeros.
             ys: As in `evaluate`.
             xs: As in `evaluate`.
+            grad_ys: Upstream gradients by y or in the order of ys, arrays; default: ones.
             stop_gradients: As in `evaluate`.
             unconnected_gradients: As in `evaluate`.
             overrides: As in `evaluate`.
@@ -350,7 +353,7 @@ class EvaluationMethods(ClientBase):
             GradruleError: As in `evaluate`.
         """
         arguments = ProgramArguments(
-            (), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+            (), ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
         return self._run(
             self._transfer.applied(derivatives.hvp(sent_graph(graph), feeds, vectors, params, arguments)), timeout

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, Self
 
 from gradrule._builder.graph_sources import GraphLike
@@ -28,8 +29,10 @@ from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_transport import ManyFeeds, Pipeline, iterate
-from gradrule.errors import InvalidParamError
+from gradrule.errors import InvalidDerivativeError, InvalidParamError
 from gradrule.v1 import program_pb2
+
+_NO_MORE: Any = object()
 
 
 class ProgramMethods(ClientBase):
@@ -255,6 +258,7 @@ class Program(ProgramBase):
         feeds: ManyFeeds,
         in_flight: int = 16,
         *,
+        grad_ys: Iterable[GradYs] | None = None,
         params: CallParams | None = None,
         cast: bool = False,
         transfer: Transfer | None = None,
@@ -265,6 +269,7 @@ class Program(ProgramBase):
         Args:
             feeds: Feeds of each call, as in `evaluate`.
             in_flight: Maximum number of calls that run at the same time.
+            grad_ys: Upstream gradients of each call, as in `evaluate`.
             params: As in `evaluate`.
             cast: As in `evaluate`.
             transfer: As in `evaluate`.
@@ -275,18 +280,23 @@ class Program(ProgramBase):
 
         Raises:
             InvalidParamError: `in_flight` is less than 1.
+            InvalidDerivativeError: `grad_ys` has fewer entries than `feeds`.
             GradruleError: A call failed. The error is raised in the order of the feeds; running calls are cancelled.
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         pipeline: Pipeline[call_results.Result] = Pipeline(self._client, timeout)
+        upstream: Iterator[Any] = repeat(None) if grad_ys is None else iter(grad_ys)
         try:
             for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
                     yield pipeline.next_result()
                 values = casting(one) if cast else one
-                pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, None, transfer=chosen)))
+                given = next(upstream, _NO_MORE)
+                if given is _NO_MORE:
+                    raise InvalidDerivativeError("grad_ys has fewer entries than feeds: give one for each call")
+                pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, given, transfer=chosen)))
             while len(pipeline):
                 yield pipeline.next_result()
         finally:
@@ -348,6 +358,7 @@ class Program(ProgramBase):
         feeds: Feeds | None,
         vectors: Feeds,
         *,
+        grad_ys: GradYs | None = None,
         params: CallParams | None = None,
         timeout: float | None = None,
     ) -> derivatives.Products:
@@ -356,6 +367,7 @@ class Program(ProgramBase):
         Args:
             feeds: As in `evaluate`.
             vectors: As in `Client.hvp`.
+            grad_ys: As in `evaluate`.
             params: As in `evaluate`.
             timeout: Seconds; default: that of `connect`.
 
@@ -365,7 +377,7 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.hvp`.
         """
-        call = derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
+        call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
         return self._client._run(self._compiling("hvp", self._client._transfer.applied(call)), timeout)
 
     def delete(self, *, timeout: float | None = None) -> None:

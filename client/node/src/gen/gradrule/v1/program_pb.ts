@@ -197,13 +197,14 @@ export const JacobianSchema: GenMessage<Jacobian> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_program, 3);
 
 /**
- * Hessian-vector product: for each x the gradient of the sum over the xs of (d sum(ys)/dx) · vector of x.
+ * Hessian-vector product: for each x the gradient of the sum over the xs of (d sum(ys · upstream gradients)/dx) · vector of x. Upstream
+ * gradients are ones unless the call gives them (`EvaluateRequest.grad_ys`).
  *
  * @generated from message gradrule.v1.Hvp
  */
 export type Hvp = Message<"gradrule.v1.Hvp"> & {
   /**
-   * Tensors to differentiate; their sum is differentiated. At least one.
+   * Tensors to differentiate; their sum, weighted by upstream gradients, is differentiated. At least one.
    *
    * @generated from field: repeated string ys = 1;
    */

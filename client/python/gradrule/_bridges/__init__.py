@@ -1,0 +1,1 @@
+"""Calls programs from the functions of other frameworks."""

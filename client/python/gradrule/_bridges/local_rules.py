@@ -1,0 +1,154 @@
+"""Binds elementwise rules for use in this process, without a server.
+
+The expression language and the catalogue are the server's, in the same distribution; they need no package that the
+client does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradrule._bridges.rule_graphs import OPS, Library, run_rule_graph
+from gradrule._builder.rules import Params, Rule, RuleLike, named_or_rule
+from gradrule.common.dtypes import NUMBERS
+from gradrule.errors import (
+    GradruleError,
+    InvalidOverrideError,
+    InvalidParamError,
+    MissingParamError,
+    UnknownParamError,
+    UnknownRuleError,
+    UnsupportedError,
+    error_for_reason,
+)
+from gradrule_server import errors as server_errors
+from gradrule_server.rules import Param, RuleContent, RuleGraph, Signature
+from gradrule_server.rules.catalogue import BUILTINS
+
+_COMPUTED_IN = {"float16": "float32", "bfloat16": "float32"}
+
+
+class LocalRule:
+    """A rule for ops with one input and one output of the same type, with values of its params.
+
+    Args:
+        rule: The name of a rule of the catalogue, a formula, or a `gr.Rule`.
+        params: Values of its params: numbers, or arrays or tensors that broadcast against x.
+
+    Raises:
+        UnknownRuleError: The catalogue has no such rule. Rules of users are known to servers only.
+        UnsupportedError: The rule is code of the engine, or its graph has an op that only TensorFlow has.
+        UnknownParamError: The rule has no such param.
+        MissingParamError: A param without a default has no value.
+        InvalidParamError: A value is outside the param's range.
+        GradruleError: The formula is invalid, as in `client.create_rule`.
+    """
+
+    def __init__(self, rule: RuleLike, params: Params) -> None:
+        chosen = named_or_rule(rule)
+        self.name = chosen if isinstance(chosen, str) else repr(chosen)
+        self._content = _content(chosen, params)
+        values = _checked(self.name, self._content.params, params)
+        self._params = {"salt": np.int64(0), **{f"param/{name}": value for name, value in values.items()}}
+        self._bound: dict[str, RuleGraph] = {}
+
+    @property
+    def uses_default(self) -> bool:
+        """Whether the rule has the op's own gradient as a variable."""
+        return self._content.uses_default
+
+    def gradient(self, library: Library, dtype: str, values: Mapping[str, Any]) -> Any:
+        """Returns the gradient of the input, of the type and shape of `x0`. 16-bit types are computed in float32.
+
+        Args:
+            library: The array library of the values.
+            dtype: Name of their element type.
+            values: Arrays by variable: `x0`, `y0`, `dy0` and, if the rule uses it, `default0`.
+
+        Raises:
+            GradruleError: The rule does not fit an op with one input, or not this type.
+        """
+        wide = _COMPUTED_IN.get(dtype, dtype)
+        bound = self._bound.get(wide)
+        if bound is None:
+            bound = self._bound[wide] = self._bind(wide)
+        given = values if wide == dtype else {name: library.cast(value, wide) for name, value in values.items()}
+        (found,) = run_rule_graph(library, bound.graph, bound.results, bound.inputs, {**given, **self._params})
+        x = values["x0"]
+        if tuple(found.shape) != tuple(x.shape):
+            if found.shape:
+                raise error_for_reason(
+                    "RULE_OUTPUT", f"the rule {self.name} gives shape {tuple(found.shape)} for {tuple(x.shape)}"
+                )
+            # A gradient of rank 0 is broadcast, as on the server.
+            found = found + library.cast(library.function("zeros_like")(x), wide)
+        return found if wide == dtype else library.cast(found, dtype)
+
+    def _bind(self, dtype: str) -> RuleGraph:
+        number = NUMBERS[dtype]
+        try:
+            bound = self._content.bind(Signature((number,), (number,)))
+        except server_errors.GradruleError as cause:
+            raise _as_client_error(cause) from None
+        if bound.results[0] is None:
+            raise InvalidOverrideError(f"the rule {self.name} gives no gradient")
+        known = {*OPS, "Placeholder", "Const"}
+        for node in bound.graph.node:
+            if node.op not in known:
+                raise UnsupportedError(f"the rule {self.name} has the op {node.op}, which runs on a server only")
+        return bound
+
+
+def params_of(name: str, params: Params) -> dict[str, Any]:
+    """Returns the values of the params of a rule of the catalogue, with its defaults.
+
+    Raises:
+        UnknownParamError, MissingParamError, InvalidParamError: As `LocalRule`.
+    """
+    values = _checked(name, BUILTINS[name].params, params)
+    return {param: float(value) if np.ndim(value) == 0 else value for param, value in values.items()}
+
+
+def _checked(rule: str, declared: Sequence[Param], params: Params) -> dict[str, Any]:
+    known = [param.name for param in declared]
+    for name in params:
+        if name not in known:
+            raise UnknownParamError(f"the rule {rule} has no param {name!r}. Params: {', '.join(known) or 'none'}")
+    values = {}
+    for param in declared:
+        value = params.get(param.name, param.default)
+        if value is None:
+            raise MissingParamError(f"the rule {rule} needs the param {param.name!r}: it has no default")
+        if not hasattr(value, "detach"):
+            value = np.asarray(value, np.float64)
+            outside = param.problem(value if value.shape else float(value))
+            if outside is not None:
+                raise InvalidParamError(outside)
+        values[param.name] = value
+    return values
+
+
+def _content(rule: RuleLike, params: Params) -> RuleContent:
+    if isinstance(rule, Rule):
+        try:
+            return RuleContent.from_definition(rule.definition(params))
+        except server_errors.GradruleError as cause:
+            raise _as_client_error(cause) from None
+    name = rule.removeprefix("builtin/")
+    if name not in BUILTINS:
+        hint = server_errors.did_you_mean(name, [known.name for known in BUILTINS])
+        raise UnknownRuleError(
+            f"the catalogue has no rule {name!r}.{hint} Rules of users are known to servers only; a formula is "
+            f"gr.Rule({name!r})"
+        )
+    content = BUILTINS[name].content
+    if content.code is not None:
+        raise UnsupportedError(f"the rule {name!r} is no formula: it needs the op's weights, and runs on a server only")
+    return content
+
+
+def _as_client_error(cause: server_errors.GradruleError) -> GradruleError:
+    return error_for_reason(server_errors.reason_name(cause.reason), cause.message)

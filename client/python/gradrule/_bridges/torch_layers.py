@@ -1,0 +1,187 @@
+"""Computes rules of layer-wise relevance propagation (LRP) for PyTorch's layers.
+
+The formulas are those of the server's rules (docs/reference/rules.md): x is the data, W the weights, b the bias and R
+the relevance at the output, which arrives as the upstream gradient. v⁺ is max(v, 0), v⁻ is min(v, 0), and st(z) is
+z + eps where z >= 0, else z - eps. Where st(z) is 0, R/st(z) is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradrule.errors import RuleNotApplicableError
+
+Params = Mapping[str, Any]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEAR = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
+_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A linear layer with data; 16-bit types are computed in float32.
+
+    Attributes:
+        apply: Applies the layer, without its bias, to data and weights.
+        bias: The bias in a shape that broadcasts to the output; zero if the layer has none.
+    """
+
+    apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    y: torch.Tensor
+    r: torch.Tensor
+
+    def transposed(self, weight: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        """Returns Wᵀr, of the shape of x."""
+        _, pull_back = torch.func.vjp(lambda x: self.apply(x, weight), self.x)
+        found: torch.Tensor = pull_back(r)[0]
+        return found
+
+
+def relevance(
+    module: nn.Module, rule: str, params: Params, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor
+) -> torch.Tensor:
+    """Returns the relevance of the data of a layer, of the type and shape of x.
+
+    Args:
+        module: The layer.
+        rule: Name of a rule in `RULES`.
+        params: Values of the rule's params.
+        x: The data.
+        y: The output of the layer.
+        dy: The relevance at the output.
+
+    Raises:
+        RuleNotApplicableError: The rule is not for this kind of layer.
+    """
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    eps = params.get("eps", 0.0)
+    if rule == "lrp_norm":
+        if not isinstance(module, _POOLS):
+            raise not_applicable(module, rule, "average pooling")
+        own = x.to(wide)
+        _, pull_back = torch.func.vjp(module.forward, own)
+        return (own * pull_back(_ratio(dy.to(wide), y.to(wide), eps))[0]).to(x.dtype)
+    if not isinstance(module, LINEAR):
+        raise not_applicable(module, rule, "Linear, Conv1d to Conv3d, and ConvTranspose1d to ConvTranspose3d")
+    weight = module.weight.to(wide)
+    layer = Layer(_without_bias(module), x.to(wide), weight, _bias(module, wide), y.to(wide), dy.to(wide))
+    return RULES[rule](layer, params).to(x.dtype)
+
+
+def not_applicable(module: nn.Module, rule: str, meant_for: str) -> RuleNotApplicableError:
+    """Returns the error for a rule that is meant for other layers."""
+    return RuleNotApplicableError(f"the rule {rule!r} is for {meant_for}, not for {type(module).__name__}")
+
+
+def _without_bias(module: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    if isinstance(module, nn.Linear):
+        linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.functional.linear
+        return linear
+    if isinstance(module, _CONVOLUTIONS):
+        return lambda x, weight: module._conv_forward(x, weight, None)
+    name = f"conv_transpose{len(module.kernel_size)}d"
+    function = getattr(nn.functional, name)
+    return lambda x, weight: function(
+        x, weight, None, module.stride, module.padding, module.output_padding, module.groups, module.dilation
+    )
+
+
+def _bias(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    if module.bias is None:
+        return torch.zeros((), dtype=dtype, device=module.weight.device)
+    bias: torch.Tensor = module.bias.to(dtype)
+    return bias if isinstance(module, nn.Linear) else bias.reshape(-1, *(1 for _ in module.kernel_size))
+
+
+def _positive(value: torch.Tensor) -> torch.Tensor:
+    return value.clamp(min=0)
+
+
+def _negative(value: torch.Tensor) -> torch.Tensor:
+    return value.clamp(max=0)
+
+
+def _ratio(r: torch.Tensor, z: torch.Tensor, eps: Any) -> torch.Tensor:
+    """Returns R/st(z), 0 where st(z) is 0."""
+    below = z + torch.where(z >= 0, eps, -eps).to(z.dtype)
+    is_zero = below == 0
+    return torch.where(is_zero, torch.zeros_like(z), r / torch.where(is_zero, torch.ones_like(z), below))
+
+
+def _by_sign(
+    layer: Layer, r: torch.Tensor, eps: Any, of_plus: torch.Tensor, of_minus: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Returns x⁺∘Aᵀu + x⁻∘Bᵀu, u = R/st(Ax⁺ + Bx⁻ + bias)."""
+    plus, minus = _positive(layer.x), _negative(layer.x)
+    u = _ratio(r, layer.apply(plus, of_plus) + layer.apply(minus, of_minus) + bias, eps)
+    return plus * layer.transposed(of_plus, u) + minus * layer.transposed(of_minus, u)
+
+
+def _epsilon(layer: Layer, params: Params) -> torch.Tensor:
+    return layer.x * layer.transposed(layer.weight, _ratio(layer.r, layer.y, params.get("eps", 0.0)))
+
+
+def _zplus(layer: Layer, params: Params) -> torch.Tensor:
+    w = layer.weight
+    return _by_sign(layer, layer.r, params["eps"], _positive(w), _negative(w), _positive(layer.bias))
+
+
+def _alpha_beta(layer: Layer, params: Params) -> torch.Tensor:
+    w = layer.weight
+    opposing = _by_sign(layer, layer.r, params["eps"], _negative(w), _positive(w), _negative(layer.bias))
+    return params["alpha"] * _zplus(layer, params) - params["beta"] * opposing
+
+
+def _gamma(layer: Layer, params: Params) -> torch.Tensor:
+    gamma, w, b, nothing = params["gamma"], layer.weight, layer.bias, torch.zeros_like(layer.r)
+    p, n = w + gamma * _positive(w), w + gamma * _negative(w)
+    excited = torch.where(layer.y > 0, layer.r, nothing)
+    inhibited = torch.where(layer.y < 0, layer.r, nothing)
+    return _by_sign(layer, excited, params["eps"], p, n, b + gamma * _positive(b)) + _by_sign(
+        layer, inhibited, params["eps"], n, p, b + gamma * _negative(b)
+    )
+
+
+def _zbox(layer: Layer, params: Params) -> torch.Tensor:
+    w, plus, minus = layer.weight, _positive(layer.weight), _negative(layer.weight)
+    low, high = (
+        torch.as_tensor(params[name], dtype=layer.x.dtype, device=layer.x.device).expand_as(layer.x)
+        for name in ("low", "high")
+    )
+    below = layer.apply(layer.x, w) - layer.apply(low, plus) - layer.apply(high, minus)
+    u = _ratio(layer.r, below, params["eps"])
+    return layer.x * layer.transposed(w, u) - low * layer.transposed(plus, u) - high * layer.transposed(minus, u)
+
+
+def _wsquare(layer: Layer, params: Params) -> torch.Tensor:
+    squared = layer.weight.square()
+    below = layer.apply(torch.ones_like(layer.x), squared) + layer.bias.square()
+    return layer.transposed(squared, _ratio(layer.r, below, params["eps"]))
+
+
+def _flat(layer: Layer, params: Params) -> torch.Tensor:
+    ones = torch.ones_like(layer.weight)
+    below = layer.apply(torch.ones_like(layer.x), ones)
+    return layer.transposed(ones, _ratio(layer.r, below, params["eps"]))
+
+
+RULES: Mapping[str, Callable[[Layer, Params], torch.Tensor]] = {
+    "lrp_epsilon": _epsilon,
+    "lrp_0": _epsilon,
+    "lrp_zplus": _zplus,
+    "lrp_alpha_beta": _alpha_beta,
+    "lrp_gamma": _gamma,
+    "lrp_zbox": _zbox,
+    "lrp_wsquare": _wsquare,
+    "lrp_flat": _flat,
+}

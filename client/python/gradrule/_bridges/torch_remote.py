@@ -1,0 +1,368 @@
+"""Calls programs as differentiable functions of PyTorch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradrule._bridges.program_function import Arrays, ForwardRun, ProgramFunction, RemoteCallable
+from gradrule._bridges.torch_arrays import array_of, tensor_of
+from gradrule._messages.call_arguments import CallParams
+from gradrule._rpc.sync_client.programs import Program
+from gradrule.errors import FeedDtypeError, InvalidDerivativeError, UnknownFeedError
+
+
+def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
+    """Returns a program as a differentiable function of torch tensors.
+
+    `backward`, `torch.autograd.grad` (with `create_graph` for second derivatives), `torch.func.vjp`, `jvp`, `vmap`,
+    `jacrev` and `jacfwd` work with it. The backward pass continues the forward run that the server has kept, so ops
+    that draw random numbers get the gradients of the numbers that were drawn. The program's overrides apply.
+
+    Args:
+        program: A program of `client.compile`, whose xs are inputs and whose ys are among its fetches.
+        params: Values of the rules' params by label, for every call.
+        timeout: Seconds for each request; default: that of `connect`.
+
+    Returns:
+        The function. Its arguments are the program's inputs, by name or in their order: tensors of the dtypes and
+        shapes of `program.inputs`, on any device, or values that a call of the program takes. It returns the y as a
+        tensor, or a dict of tensors if there are several; they are on the device of the first tensor.
+
+    Raises:
+        InvalidDerivativeError: The program has no ys, an x is not an input, or a y is not among its fetches.
+        UnsupportedError: `program` is not a program of the sync client.
+    """
+    return RemoteFunction(ProgramFunction(program, params, timeout))
+
+
+def remote_module(
+    program: Program,
+    *,
+    params: CallParams | None = None,
+    timeout: float | None = None,
+    **weights: Any,
+) -> RemoteModule:
+    """Returns a program as a module, some of whose inputs are parameters.
+
+    Args:
+        program: As for `remote`.
+        params: As for `remote`.
+        timeout: As for `remote`.
+        **weights: Initial values of the inputs that become parameters: arrays, lists or tensors. Lists get the input's
+            dtype.
+
+    Returns:
+        A module with a `torch.nn.Parameter` for each of these inputs, named as the input with `_` for `.` and `/`.
+        Calls give the other inputs.
+
+    Raises:
+        UnknownFeedError: A weight is no input of the program.
+        FeedDtypeError: A weight has another dtype than its input.
+        GradruleError: As for `remote`.
+    """
+    return RemoteModule(remote(program, params=params, timeout=timeout), weights)
+
+
+class RemoteFunction(RemoteCallable):
+    """A program as a function of torch tensors, which `remote` returns."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Runs the program; see `remote`.
+
+        Raises:
+            UnknownFeedError: A name is no input of the program, or there are too many arguments.
+            MissingFeedError: An input has no value.
+            InvalidDerivativeError: A tensor requires a gradient, and its input is not one of the program's xs.
+            GradruleError: As in `program.evaluate`; `backward` raises such errors too.
+        """
+        function = self._function
+        given = function.bind(arguments, named)
+        names = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+        tensors = [given[name] for name in names]
+        constants = {name: value for name, value in given.items() if name not in names}
+        with_gradient = [name for name, tensor in zip(names, tensors, strict=True) if tensor.requires_grad]
+        wants_gradient = torch.is_grad_enabled() and bool(with_gradient)
+        if wants_gradient and not set(with_gradient) <= set(function.xs):
+            other = next(name for name in with_gradient if name not in function.xs)
+            raise InvalidDerivativeError(
+                f"the input {other!r} requires a gradient and is not one of the program's xs, "
+                f"{', '.join(function.xs)}: compile it with this x, or give {other}.detach()"
+            )
+        call = _Call(function, names, constants, wants_gradient)
+        ys = _Forward.apply(call, *tensors)
+        return ys[0] if len(ys) == 1 else dict(zip(function.ys, ys, strict=True))
+
+
+class RemoteModule(torch.nn.Module):
+    """A program as a module, which `remote_module` returns."""
+
+    def __init__(self, function: RemoteFunction, weights: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        inputs = function._function.inputs
+        self._parameter_of: dict[str, str] = {}
+        for name, value in weights.items():
+            if name not in inputs:
+                raise UnknownFeedError(f"{name!r} is no input of the program. Inputs: {', '.join(inputs)}")
+            tensor = _weight(name, value, inputs[name].dtype)
+            own = self._parameter_of[name] = name.replace(".", "_").replace("/", "_")
+            self.register_parameter(own, torch.nn.Parameter(tensor, requires_grad=name in function._function.xs))
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Runs the program with the parameters. arguments: the other inputs, in their order or by name."""
+        others = [name for name in self.function._function.inputs if name not in self._parameter_of]
+        if len(arguments) > len(others):
+            raise UnknownFeedError(f"{len(arguments)} arguments, but the inputs without a parameter are {others}")
+        own = {name: getattr(self, attribute) for name, attribute in self._parameter_of.items()}
+        return self.function(**dict(zip(others, arguments, strict=False)), **named, **own)
+
+
+class _Call:
+    """One call of a function: what is not a tensor, and the forward run for the backward pass.
+
+    Attributes:
+        names: Inputs given as tensors, in the order of the tensors.
+        xs: Positions of the tensors that have gradients, in the order of the function's xs.
+        run: The forward run that the server keeps; None if no backward pass was expected.
+    """
+
+    def __init__(
+        self, function: ProgramFunction, names: Sequence[str], constants: Mapping[str, Any], wants_gradient: bool
+    ) -> None:
+        self.function, self.names = function, list(names)
+        self.wants_gradient = wants_gradient
+        self.run: ForwardRun | None = None
+        self._constants = constants
+
+    def feeds(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        return {**self._constants, **{name: array_of(tensor) for name, tensor in zip(self.names, tensors, strict=True)}}
+
+    def by_tensor(self, gradients: Arrays, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Returns gradients of the xs as one for each tensor; None for tensors that are no xs."""
+        found = dict(zip(self.function.xs, gradients, strict=True))
+        return [
+            tensor_of(found[name], tensor).to(tensor.dtype) if name in found else None
+            for name, tensor in zip(self.names, tensors, strict=True)
+        ]
+
+    def directions(self, given: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+        """Returns the directions of the xs, by input, of one direction for each tensor."""
+        return {
+            name: array_of(direction)
+            for name, direction in zip(self.names, given, strict=True)
+            if direction is not None and name in self.function.xs
+        }
+
+
+class _Forward(torch.autograd.Function):
+    """Runs the program: (call, tensors) → ys."""
+
+    @staticmethod
+    def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        feeds = call.feeds(tensors)
+        if call.wants_gradient:
+            call.run = call.function.forward(feeds)
+            ys = call.run.ys
+        else:
+            ys = call.function.run(feeds)
+        like = tensors[0] if tensors else torch.empty(())
+        return tuple(tensor_of(y, like) for y in ys)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        call, *tensors = inputs
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*(y for y in output if not (y.is_floating_point() or y.is_complex())))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_ys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        upstream = [g if g is not None and (g.is_floating_point() or g.is_complex()) else None for g in grad_ys]
+        return None, *_PullBack.apply(ctx.call, len(tensors), *tensors, *upstream)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        tensors = ctx.saved_tensors
+        return tuple(_PushForward.apply(ctx.call, len(tensors), *tensors, *tangents))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *tensors: torch.Tensor) -> tuple[Any, Any]:
+        rows = _rows(info.batch_size, in_dims[1:], tensors)
+        results = call.function.run_many([call.feeds(row) for row in rows])
+        ys = tuple(tensor_of(np.stack(column), tensors[0]) for column in zip(*results, strict=True))
+        return ys, (0,) * len(ys)
+
+
+class _PullBack(torch.autograd.Function):
+    """Pulls upstream gradients back: (call, number of tensors, tensors, grad_ys) → one gradient for each tensor.
+
+    The derivative of the result by the upstream gradients is a Jacobian-vector product, that by the tensors a
+    Hessian-vector product.
+    """
+
+    @staticmethod
+    def forward(call: _Call, count: int, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors, grad_ys = given[:count], _arrays(given[count:])
+        feeds = call.feeds(tensors)
+        source: ForwardRun | ProgramFunction = call.function if call.run is None else call.run
+        return tuple(call.by_tensor(source.pull_back(feeds, grad_ys), tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
+        ctx.call, ctx.count, *given = inputs
+        ctx.save_for_backward(*given)
+        ctx.save_for_forward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *vectors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call, count = ctx.call, ctx.count
+        tensors, grad_ys = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        return None, None, *_Again.apply(call, count, *tensors, *grad_ys, *vectors)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_FORWARD_AGAIN)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], call: _Call, count: int, *given: torch.Tensor
+    ) -> tuple[Any, Any]:
+        tensors, dims = given[:count], in_dims[2:]
+        if call.run is not None and all(dim is None for dim in dims[:count]):
+            stacked = [
+                None if grad_y is None else _stacked(grad_y, dim, info.batch_size)
+                for grad_y, dim in zip(given[count:], dims[count:], strict=True)
+            ]
+            gradients = call.by_tensor(call.run.pull_back_stacked(_arrays(stacked)), tensors)
+            shapes = [(info.batch_size, *tensor.shape) for tensor in tensors]
+            found = [None if g is None else g.expand(s) for g, s in zip(gradients, shapes, strict=True)]
+        else:
+            rows = _rows(info.batch_size, dims, given)
+            results = call.function.pull_back_many(
+                [call.feeds(row[:count]) for row in rows],
+                [_arrays(row[count:]) for row in rows],
+            )
+            columns = [np.stack(column) for column in zip(*results, strict=True)]
+            found = call.by_tensor(columns, tensors)
+        return tuple(found), tuple(None if gradient is None else 0 for gradient in found)
+
+
+class _PushForward(torch.autograd.Function):
+    """Pushes tangents forward: (call, number of tensors, tensors, tangents) → one tangent for each y."""
+
+    @staticmethod
+    def forward(call: _Call, count: int, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors = given[:count]
+        products = call.function.push_forward(call.feeds(tensors), call.directions(given[count:]))
+        return tuple(None if product is None else tensor_of(product, tensors[0]) for product in products)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
+        ctx.call, ctx.count, *given = inputs
+        ctx.save_for_backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_ys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call, count = ctx.call, ctx.count
+        tensors, tangents = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        by_tensor = _Again.apply(call, count, *tensors, *grad_ys, *tangents)[:count]
+        return None, None, *by_tensor, *_PullBack.apply(call, count, *tensors, *grad_ys)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_FORWARD_AGAIN)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], call: _Call, count: int, *given: torch.Tensor | None
+    ) -> tuple[Any, Any]:
+        return _one_by_one(info.batch_size, in_dims[2:], lambda *row: _PushForward.forward(call, count, *row), given)
+
+
+class _Again(torch.autograd.Function):
+    """Differentiates a pull-back: (call, number of tensors, tensors, grad_ys, vectors) → gradients by both."""
+
+    @staticmethod
+    def forward(call: _Call, count: int, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        function = call.function
+        tensors = [tensor for tensor in given[:count] if tensor is not None]
+        grad_ys = given[count : len(given) - count]
+        vectors = call.directions(given[len(given) - count :])
+        feeds = call.feeds(tensors)
+        again = function.pull_back_again(feeds, _arrays(grad_ys), vectors)
+        pushed = function.push_forward(feeds, vectors)
+        by_y = [None if like is None else tensor_of(y, like) for y, like in zip(pushed, grad_ys, strict=True)]
+        return *call.by_tensor(again, tensors), *by_y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> Any:
+        raise NotImplementedError("gradrule gives first and second derivatives, not third ones")
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], call: _Call, count: int, *given: torch.Tensor | None
+    ) -> tuple[Any, Any]:
+        return _one_by_one(info.batch_size, in_dims[2:], lambda *row: _Again.forward(call, count, *row), given)
+
+
+_NO_FORWARD_AGAIN = (
+    "gradrule has no forward mode of a derivative: use reverse mode for the outer one, torch.func.jacrev or "
+    "torch.autograd.grad"
+)
+
+
+def _one_by_one(
+    size: int,
+    dims: Sequence[int | None],
+    function: Callable[..., tuple[torch.Tensor | None, ...]],
+    given: Sequence[torch.Tensor | None],
+) -> tuple[Any, Any]:
+    """Calls a function for each entry of a batch; returns its results stacked, and their batch axes, for `vmap`."""
+    results = [function(*row) for row in _rows(size, dims, given)]
+    columns = [None if column[0] is None else torch.stack(list(column)) for column in zip(*results, strict=True)]
+    return tuple(columns), tuple(None if column is None else 0 for column in columns)
+
+
+def _rows(
+    size: int, dims: Sequence[int | None], tensors: Sequence[torch.Tensor | None]
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """Returns the arguments of each call of a batch. dims: position of the batch axis; None: not batched."""
+    return [
+        tuple(
+            tensor if dim is None or tensor is None else tensor.select(dim, index)
+            for tensor, dim in zip(tensors, dims, strict=True)
+        )
+        for index in range(size)
+    ]
+
+
+def _stacked(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    """Returns a tensor with its batch axis in front."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _arrays(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    return [None if tensor is None else array_of(tensor) for tensor in tensors]
+
+
+def _weight(name: str, value: Any, dtype: str) -> torch.Tensor:
+    """Returns the initial value of a parameter, which does not share memory with `value`."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach().clone()
+    elif isinstance(value, np.ndarray):
+        tensor = tensor_of(value.copy(), torch.empty(()))
+    else:
+        tensor = tensor_of(np.array(value, np.dtype(dtype)), torch.empty(()))
+    if array_of(tensor).dtype != np.dtype(dtype):
+        raise FeedDtypeError(f"the weight {name!r} is {array_of(tensor).dtype.name}, but the input is {dtype}")
+    return tensor

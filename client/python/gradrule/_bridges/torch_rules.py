@@ -1,0 +1,276 @@
+"""Applies rules to functions and models of PyTorch, without a server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from gradrule._bridges import torch_layers
+from gradrule._bridges.local_rules import LocalRule, params_of
+from gradrule._bridges.torch_arrays import TORCH
+from gradrule._builder.names import did_you_mean, glob_pattern
+from gradrule._builder.rules import OverrideValue, RuleLike, rule_and_params
+from gradrule.errors import InactiveOverrideError, InvalidOverrideError, UnmatchedOverrideError, UnsupportedError
+
+Selector: TypeAlias = "type[nn.Module] | str | nn.Module"
+ModuleOverrides: TypeAlias = "Mapping[Selector, OverrideValue] | Sequence[tuple[Selector, OverrideValue]]"
+
+
+def surrogate(rule: RuleLike, forward: str | Callable[[Any], Any] = "heaviside", **params: Any) -> Surrogate:
+    """Returns an elementwise function with a rule as its gradient, computed by PyTorch without a server.
+
+    `surrogate("fast_sigmoid", slope=10.0)` is a step whose gradient is that of a fast sigmoid, as spiking networks use;
+    `surrogate("ste_sign", "sign")` a sign with a straight-through estimator.
+
+    Args:
+        rule: The name of an elementwise rule of the catalogue, a formula, or a `gr.Rule`.
+        forward: The function itself: "heaviside" (1 where x > 0, otherwise 0), "sign", "round" (halves to even), or a
+            function of a tensor that returns one of the same shape and dtype.
+        **params: Values of the rule's params: numbers, arrays, or tensors, which get no gradient.
+
+    Returns:
+        A function of a tensor of a floating type, which returns a tensor of the same dtype and shape. 16-bit types are
+        computed in float32 and rounded once. It works with double backward, `torch.func` and `torch.compile`'s graph
+        breaks, and can be pickled if `forward` can.
+
+    Raises:
+        UnknownRuleError: The catalogue has no such rule.
+        UnsupportedError: The rule runs on a server only, as rules for LRP do, which need the op's weights.
+        InvalidOverrideError: `forward` is no function, nor the name of one.
+        GradruleError: The formula or a param is invalid.
+    """
+    return Surrogate(rule, forward, params)
+
+
+class Surrogate:
+    """An elementwise function with a rule as its gradient, which `surrogate` returns."""
+
+    def __init__(self, rule: RuleLike, forward: str | Callable[[Any], Any], params: Mapping[str, Any]) -> None:
+        self._given = rule, forward, dict(params)
+        self._rule = LocalRule(rule, params)
+        function = _FORWARD.get(forward) if isinstance(forward, str) else forward
+        if not callable(function):
+            raise InvalidOverrideError(f"forward is a function, or one of {', '.join(_FORWARD)}; not {forward!r}")
+        self._forward: Callable[[Any], Any] = function
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the function of a tensor.
+
+        Raises:
+            GradruleError: The rule does not fit the type of x; raised by `backward`.
+        """
+        found: torch.Tensor = _WithRule.apply(self._forward, self._rule, x)
+        return found
+
+    def __repr__(self) -> str:
+        rule, forward, params = self._given
+        named = "".join(f", {name}={value!r}" for name, value in params.items())
+        return f"surrogate({rule!r}, {forward!r}{named})"
+
+    def __reduce__(self) -> Any:
+        return Surrogate, self._given
+
+
+_FORWARD: Mapping[str, Callable[[Any], Any]] = {
+    "heaviside": lambda x: (x > 0).to(x.dtype),
+    "sign": torch.sign,
+    "round": torch.round,
+}
+
+
+class _WithRule(torch.autograd.Function):
+    """Computes a function whose gradient is a rule: (function, rule, x) → y."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: Callable[[Any], Any], rule: LocalRule, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = function(x)
+        # Functions such as the identity return x itself.
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.function, ctx.rule, x = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, y = ctx.saved_tensors
+        return None, None, _gradient(ctx.function, ctx.rule, x, y, dy)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, tangent: torch.Tensor) -> torch.Tensor:
+        # An elementwise rule is its own transpose.
+        x, y = ctx.saved_tensors
+        return _gradient(ctx.function, ctx.rule, x, y, tangent)
+
+
+def _gradient(
+    function: Callable[[Any], Any], rule: LocalRule, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor
+) -> torch.Tensor:
+    values = {"x0": x, "y0": y, "dy0": dy}
+    if rule.uses_default:
+        values["default0"] = _own_gradient(function, x, dy)
+    found: torch.Tensor = rule.gradient(TORCH, str(x.dtype).removeprefix("torch."), values)
+    return found
+
+
+def _own_gradient(function: Callable[[Any], Any], x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """Returns PyTorch's gradient of a function."""
+    _, pull_back = torch.func.vjp(function, x)
+    (found,) = pull_back(dy)
+    own: torch.Tensor = found
+    return own
+
+
+@contextlib.contextmanager
+def override(module: nn.Module, overrides: ModuleOverrides) -> Iterator[nn.Module]:
+    """Gives layers of a PyTorch model other gradients, within the block: computed by PyTorch without a server.
+
+    `with override(model, {nn.ReLU: "guided_relu"}): model(x).sum().backward()` is guided backpropagation;
+    `{nn.Linear: "lrp_epsilon", nn.Conv2d: "lrp_zplus", nn.ReLU: "lrp_pass", nn.BatchNorm2d: "lrp_pass"}` is LRP.
+
+    Only layers that are modules are found, not calls of functions such as `torch.relu`. A layer with a rule gets no
+    gradients of its weights. Results that were computed within the block keep the rules for a backward pass after it.
+
+    Args:
+        module: The model. Its layers must not be compiled by `torch.jit`.
+        overrides: Rules by selector, as a dict or a list of pairs; the first selector that fits a layer wins. A
+            selector is a class, which includes its subclasses; a name as in `module.named_modules()`, in which `*`
+            stands for a part of a name without dots and `**` for any parts; or a module itself. A rule is a name of
+            the catalogue, a formula, a `gr.Rule`, a pair of one of these and its params, or "default" for the layer's
+            own gradient. Rules for one input fit layers with one tensor as input and one of the same shape as output;
+            `lrp_epsilon` and its kind fit Linear, Conv1d to Conv3d and ConvTranspose1d to ConvTranspose3d; `lrp_norm`
+            average pooling.
+
+    Yields:
+        The model.
+
+    Raises:
+        UnmatchedOverrideError: A selector fits no layer, or only layers that an earlier one took.
+        InactiveOverrideError: At the end of the block: gradients were computed, but none of the layers that a selector
+            took was among the layers that they passed.
+        RuleNotApplicableError: The rule is not for this kind of layer; raised when the layer runs, or by `backward`.
+        GradruleError: As `surrogate`.
+    """
+    applied = [_Applied(selector, value) for selector, value in _pairs(overrides)]
+    changed: list[nn.Module] = []
+    try:
+        for name, layer in module.named_modules():
+            found = next((one for one in applied if one.fits(name, layer)), None)
+            if found is not None:
+                found.count += 1
+                if found.rule is not None:
+                    changed.append(layer)
+                    # An attribute of the instance hides the method of its class.
+                    layer.forward = found.forward_of(layer)
+        for one in applied:
+            if not one.count:
+                raise UnmatchedOverrideError(_unmatched(one.selector, module))
+        yield module
+    finally:
+        for layer in changed:
+            del layer.forward
+    inactive = [one for one in applied if one.rule is not None and not one.is_used]
+    if inactive and any(one.is_used for one in applied):
+        raise InactiveOverrideError(
+            f"gradients were computed, but none of them passed a layer of the override {_text(inactive[0].selector)}: "
+            "its layers did not run, or the result does not depend on them"
+        )
+
+
+class _Applied:
+    """One override within a block.
+
+    Attributes:
+        count: Number of the layers that it took.
+        is_used: Whether a backward pass has used it.
+        rule: The rule; None: the layer's own gradient.
+    """
+
+    def __init__(self, selector: Selector, value: OverrideValue) -> None:
+        self.selector, self.count, self.is_used = selector, 0, False
+        rule, params = rule_and_params(value, f"the override {_text(selector)}")
+        self.rule: Callable[..., torch.Tensor] | None = None
+        name = rule.removeprefix("builtin/") if isinstance(rule, str) else ""
+        if name in torch_layers.RULES or name == "lrp_norm":
+            values = params_of(name, params or {})
+            self.rule = lambda layer, run, x, y, dy: torch_layers.relevance(layer, name, values, x, y, dy)
+        elif rule != "default":
+            local = LocalRule(rule, params or {})
+            self.rule = lambda layer, run, x, y, dy: _gradient(run, local, x, y, dy)
+        glob = selector.replace(".", "/") if isinstance(selector, str) else ""
+        self._pattern = glob_pattern(glob)
+
+    def fits(self, name: str, layer: nn.Module) -> bool:
+        if isinstance(self.selector, str):
+            return self._pattern.fullmatch(name.replace(".", "/")) is not None
+        return isinstance(layer, self.selector) if isinstance(self.selector, type) else layer is self.selector
+
+    def forward_of(self, layer: nn.Module) -> Callable[..., Any]:
+        own = layer.forward
+
+        def run(x: torch.Tensor) -> Any:
+            # The rule needs x as it was before the layer.
+            return own(x.clone() if getattr(layer, "inplace", False) else x)
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            if len(arguments) != 1 or named or not isinstance(arguments[0], torch.Tensor):
+                raise UnsupportedError(
+                    f"{type(layer).__name__} has other arguments than one tensor, so no rule can be its gradient"
+                )
+            return _Overridden.apply(self, layer, run, arguments[0])
+
+        return forward
+
+
+class _Overridden(torch.autograd.Function):
+    """Runs a layer whose gradient is a rule: (override, layer, function, x) → y."""
+
+    @staticmethod
+    def forward(applied: _Applied, layer: nn.Module, run: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = run(x)
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.applied, ctx.layer, ctx.run, x = inputs
+        ctx.save_for_backward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, y = ctx.saved_tensors
+        ctx.applied.is_used = True
+        return None, None, None, ctx.applied.rule(ctx.layer, ctx.run, x, y, dy)
+
+
+def _pairs(overrides: ModuleOverrides) -> list[tuple[Selector, OverrideValue]]:
+    pairs = list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise InvalidOverrideError(f"an override is a pair of a selector and a rule, not {pair!r}")
+        if not isinstance(pair[0], str | nn.Module) and not (
+            isinstance(pair[0], type) and issubclass(pair[0], nn.Module)
+        ):
+            raise InvalidOverrideError(f"a selector is a class of layers, a name or a layer, not {pair[0]!r}")
+    return pairs
+
+
+def _text(selector: Selector) -> str:
+    return selector.__name__ if isinstance(selector, type) else repr(selector)
+
+
+def _unmatched(selector: Selector, module: nn.Module) -> str:
+    names = [name for name, _ in module.named_modules() if name]
+    kinds = sorted({type(layer).__name__ for layer in module.modules()})
+    hint = did_you_mean(selector, names) if isinstance(selector, str) else ""
+    return (
+        f"the override {_text(selector)} takes no layer of the model.{hint} Its layers are of the classes "
+        f"{', '.join(kinds)}; an earlier override may have taken them"
+    )

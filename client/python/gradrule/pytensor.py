@@ -1,0 +1,182 @@
+"""Makes programs functions of PyTensor variables, which PyMC differentiates.
+
+    import gradrule as gr
+    import gradrule.pytensor
+
+    program = client.compile(graph, fetches=["logp"], ys=["logp"], xs=["theta"])
+    logp = gradrule.pytensor.remote(program)
+    with pymc.Model():
+        theta = pymc.Flat("theta", shape=3)
+        pymc.Potential("likelihood", logp(theta=theta))
+        trace = pymc.sample()
+
+It needs PyTensor: `pip install 'gradrule[pytensor]'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.gradient import DisconnectedType, grad_undefined
+from pytensor.graph.basic import Apply
+from pytensor.graph.op import Op
+
+from gradrule._bridges.program_function import ProgramFunction, RemoteCallable
+from gradrule._messages.call_arguments import CallParams
+from gradrule._rpc.sync_client.programs import Program
+
+__all__ = ["RemoteFunction", "remote"]
+
+
+def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
+    """Returns a program as a differentiable function of PyTensor variables.
+
+    `pytensor.grad` and its gradient, and `pytensor.gradient.Rop`, work with it, and so do PyMC's NUTS and Laplace
+    approximations. The program's overrides apply.
+
+    Args:
+        program: A program of `client.compile`, whose xs are inputs and whose ys are among its fetches.
+        params: Values of the rules' params by label, for every call.
+        timeout: Seconds for each request; default: that of `connect`.
+
+    Returns:
+        The function. Its arguments are the program's inputs, by name or in their order: variables or values, which are
+        cast to the dtypes of `program.inputs`. It returns the y as a variable, or a dict of variables if there are
+        several.
+
+    Raises:
+        InvalidDerivativeError: The program has no ys, an x is not an input, or a y is not among its fetches.
+        UnsupportedError: `program` is not a program of the sync client, or it draws random numbers.
+    """
+    function = ProgramFunction(program, params, timeout)
+    function.require_repeatable()
+    return RemoteFunction(function)
+
+
+class RemoteFunction(RemoteCallable):
+    """A program as a function of PyTensor variables, which `remote` returns."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Returns the variables of the ys; see `remote`.
+
+        Raises:
+            UnknownFeedError: A name is no input of the program, or there are too many arguments.
+            MissingFeedError: An input has no value.
+        """
+        function = self._function
+        given = function.bind(arguments, named)
+        variables = [
+            pt.cast(pt.as_tensor_variable(value), function.inputs[name].dtype) for name, value in given.items()
+        ]
+        ys = _Evaluate(function, tuple(given)).make_node(*variables).outputs
+        return ys[0] if len(ys) == 1 else dict(zip(function.ys, ys, strict=True))
+
+
+class _RemoteOp(Op):
+    """Base of the ops: two ops with the same program and inputs are equal, so that PyTensor merges them."""
+
+    __props__ = ("_program", "_names")
+
+    def __init__(self, function: ProgramFunction, names: tuple[str, ...]) -> None:
+        self._function, self._names = function, names
+        self._program = function.program.digests.program
+
+    def _feeds(self, values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self._names, values, strict=False))
+
+    def _spread(self, gradients: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Returns gradients of the xs as one for each input."""
+        found = dict(zip(self._function.xs, gradients, strict=True))
+        return [
+            found[name] if name in found else grad_undefined(self, index, variable, "it is not one of the program's xs")
+            for index, (name, variable) in enumerate(zip(self._names, inputs, strict=False))
+        ]
+
+
+class _Evaluate(_RemoteOp):
+    """Computes the ys of the inputs."""
+
+    def make_node(self, *inputs: Any) -> Apply:
+        return Apply(self, list(inputs), [_type(spec)() for spec in self._function.specs])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        for storage, y in zip(outputs, self._function.run(self._feeds(inputs)), strict=True):
+            storage[0] = np.asarray(y)
+
+    def L_op(self, inputs: Sequence[Any], outputs: Sequence[Any], output_grads: Sequence[Any]) -> list[Any]:
+        upstream = [
+            pt.zeros_like(y) if isinstance(grad.type, DisconnectedType) else pt.cast(grad, y.dtype)
+            for y, grad in zip(outputs, output_grads, strict=True)
+        ]
+        gradients = _PullBack(self._function, self._names).make_node(*inputs, *upstream).outputs
+        return self._spread(gradients, inputs)
+
+    def R_op(self, inputs: Sequence[Any], eval_points: Sequence[Any]) -> list[Any]:
+        tangents = [
+            pt.zeros_like(variable) if point is None else pt.cast(point, variable.dtype)
+            for variable, point in zip(inputs, eval_points, strict=True)
+        ]
+        found: list[Any] = _PushForward(self._function, self._names).make_node(*inputs, *tangents).outputs
+        return found
+
+
+class _PullBack(_RemoteOp):
+    """Computes the gradient by each x of the inputs and one upstream gradient for each y."""
+
+    def make_node(self, *inputs: Any) -> Apply:
+        by_name = dict(zip(self._names, inputs, strict=False))
+        return Apply(self, list(inputs), [by_name[x].type() for x in self._function.xs])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        feeds, upstream = self._feeds(inputs), inputs[len(self._names) :]
+        for storage, gradient in zip(outputs, self._function.pull_back(feeds, upstream), strict=True):
+            storage[0] = np.asarray(gradient)
+
+    def L_op(self, inputs: Sequence[Any], outputs: Sequence[Any], output_grads: Sequence[Any]) -> list[Any]:
+        count = len(self._names)
+        vectors = [
+            pt.zeros_like(x) if isinstance(grad.type, DisconnectedType) else pt.cast(grad, x.dtype)
+            for x, grad in zip(outputs, output_grads, strict=True)
+        ]
+        again = _PullBackAgain(self._function, self._names).make_node(*inputs, *vectors).outputs
+        by_x = dict(zip(self._function.xs, vectors, strict=True))
+        tangents = [by_x.get(name, pt.zeros_like(v)) for name, v in zip(self._names, inputs, strict=False)]
+        pushed = _PushForward(self._function, self._names).make_node(*inputs[:count], *tangents).outputs
+        return [*self._spread(again, inputs), *pushed]
+
+
+class _PullBackAgain(_RemoteOp):
+    """Computes the gradient by each x of the sum of a pull-back times vectors: inputs, upstream gradients, vectors."""
+
+    def make_node(self, *inputs: Any) -> Apply:
+        by_name = dict(zip(self._names, inputs, strict=False))
+        return Apply(self, list(inputs), [by_name[x].type() for x in self._function.xs])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        function, count = self._function, len(self._names)
+        upstream, vectors = inputs[count : count + len(function.ys)], inputs[count + len(function.ys) :]
+        directions = dict(zip(function.xs, vectors, strict=True))
+        found = function.pull_back_again(self._feeds(inputs), upstream, directions)
+        for storage, gradient in zip(outputs, found, strict=True):
+            storage[0] = np.asarray(gradient)
+
+
+class _PushForward(_RemoteOp):
+    """Computes Jacobian-vector products of the inputs and one tangent for each input."""
+
+    def make_node(self, *inputs: Any) -> Apply:
+        return Apply(self, list(inputs), [_type(spec)() for spec in self._function.specs])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        function = self._function
+        tangents = dict(zip(self._names, inputs[len(self._names) :], strict=True))
+        found = function.push_forward(self._feeds(inputs), {x: tangents[x] for x in function.xs})
+        for storage, product in zip(outputs, found, strict=True):
+            storage[0] = np.asarray(product)
+
+
+def _type(spec: Any) -> Any:
+    return pt.TensorType(spec.dtype, shape=spec.shape)

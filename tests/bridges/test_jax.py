@@ -1,0 +1,153 @@
+"""gradrule.jax, compared with the same functions in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import gradrule.jax
+from gradrule.errors import FeedDtypeError, FeedShapeError, InvalidDerivativeError, UnsupportedError
+from tests.bridges import examples
+
+
+@pytest.fixture(autouse=True)
+def _with_64_bits() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+X, W, BATCH = examples.X, examples.W, examples.BATCH
+
+
+def local(x: Any, w: Any) -> Any:
+    """Computes `examples.smooth_graph` in JAX."""
+    h = jnp.tanh(x @ w)
+    return h**2, h.sum()
+
+
+@pytest.fixture
+def remote(smooth: Any) -> Any:
+    """Returns the remote function with a tuple as its result."""
+    function = gradrule.jax.remote(smooth)
+    return lambda x, w: tuple(function(x=x, w=w).values())
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, wanted)
+
+
+def test_gradients_pass_jaxs_check(remote: Any) -> None:
+    check_grads(remote, (X, W), order=1, modes=("fwd", "rev"))
+    check_grads(lambda w: remote(X, w)[1], (W,), order=2, modes=("rev",))
+
+
+@pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_jacobians_equal_those_of_jax(remote: Any, transform: Any, compiled: bool) -> None:
+    found = transform(remote, argnums=(0, 1))
+    assert_equal((jax.jit(found) if compiled else found)(X, W), transform(local, argnums=(0, 1))(X, W))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap_equals_that_of_jax(remote: Any, compiled: bool) -> None:
+    def per_example(function: Any) -> Any:
+        return jax.vmap(jax.value_and_grad(lambda x, w: function(x, w)[1], argnums=(0, 1)), in_axes=(0, None))
+
+    found = per_example(remote)
+    assert_equal((jax.jit(found) if compiled else found)(BATCH, W), per_example(local)(BATCH, W))
+    nested = np.stack([BATCH, BATCH * 2])
+    assert_equal(
+        jax.vmap(jax.vmap(lambda x: remote(x, W)[0]))(nested), jax.vmap(jax.vmap(lambda x: local(x, W)[0]))(nested)
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_gradients_equal_those_of_jax(remote: Any, compiled: bool) -> None:
+    def twice(function: Any) -> Any:
+        return jax.grad(lambda w: jnp.sin(jax.grad(lambda v: function(X, v)[1])(w)).sum())
+
+    found = twice(remote)
+    assert_equal((jax.jit(found) if compiled else found)(W), twice(local)(W))
+
+
+def test_hessians_equal_those_of_jax(remote: Any) -> None:
+    assert_equal(jax.hessian(lambda w: remote(X, w)[1])(W), jax.hessian(lambda w: local(X, w)[1])(W))
+
+
+def test_reverse_over_forward_equals_that_of_jax(remote: Any) -> None:
+    def twice(function: Any) -> Any:
+        return jax.grad(lambda w: jax.jvp(lambda v: function(X, v)[1], (w,), (W,))[1])(W)
+
+    assert_equal(twice(remote), twice(local))
+
+
+def test_overrides_apply(binary: Any) -> None:
+    x, w = np.float32(X), np.float32(W)
+    found = jax.jit(jax.grad(gradrule.jax.remote(binary), argnums=(0, 1)))(x, w)
+    for gradient, wanted in zip(found, examples.straight_through(x, w), strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+def test_forward_mode_of_a_gradient_with_overrides_is_refused(binary: Any) -> None:
+    loss = gradrule.jax.remote(binary)
+    with pytest.raises(NotImplementedError, match="reverse mode for the outer derivative"):
+        jax.hessian(loss)(np.float32(X), np.float32(W))
+
+
+def test_integers_have_no_gradients(client: Any) -> None:
+    g = gradrule.Graph()
+    x, n = g.placeholder("x", "float32", [None]), g.placeholder("n", "int32", [])
+    g.multiply(x, g.op_output("Cast", n, DstT="float32"), name="y")
+    g.op("Add", n, n, name="twice")
+    power = gradrule.jax.remote(client.compile(g, fetches=["y", "twice"], ys=["y", "twice"], xs=["x", "n"]))
+    found = jax.grad(lambda x: power(x, np.int32(3))["y"].sum())(np.float32([1, 2]))
+    np.testing.assert_array_equal(found, [3, 3])
+    assert power(np.float32([1]), np.int32(3))["twice"] == 6
+
+
+def test_a_network_trains(digits_network: Any) -> None:
+    program, start = digits_network
+    loss = gradrule.jax.remote(program)
+    digits = examples.DIGITS
+
+    @jax.jit
+    def step(weights: Any, squares: Any, x: Any, labels: Any) -> Any:
+        gradients = jax.grad(lambda found: loss(x=x, labels=labels, **found))(weights)
+        squares = jax.tree.map(lambda s, g: 0.9 * s + 0.1 * g * g, squares, gradients)
+        return (
+            jax.tree.map(
+                lambda w, g, s: jnp.clip(w - 0.01 * g / (jnp.sqrt(s) + 1e-6), -1, 1), weights, gradients, squares
+            ),
+            squares,
+        )
+
+    weights = {name: jnp.asarray(value) for name, value in start.items()}
+    squares = jax.tree.map(jnp.zeros_like, weights)
+    for batch in examples.BATCHES:
+        weights, squares = step(weights, squares, digits.train_x[batch], digits.train_labels[batch])
+    trained = {name: np.asarray(value) for name, value in weights.items()}
+    assert examples.accuracy(program, trained) >= examples.WANTED_ACCURACY
+
+
+def test_wrong_arguments_are_refused(client: Any, smooth: Any) -> None:
+    remote = gradrule.jax.remote(smooth)
+    with pytest.raises(FeedDtypeError, match="'x' is float64, not float32"):
+        remote(np.float32(X), W)
+    with pytest.raises(FeedShapeError, match="'w' has shape"):
+        remote(X, X)
+    by_w = gradrule.jax.remote(client.compile(examples.smooth_graph(), fetches=["z"], ys=["z"], xs=["w"]))
+    with pytest.raises(InvalidDerivativeError, match="'x' is not one of the program's xs"):
+        jax.grad(by_w)(X, W)
+    with jax.enable_x64(False), pytest.raises(UnsupportedError, match="jax_enable_x64"):
+        gradrule.jax.remote(smooth)
+
+
+def test_programs_that_draw_random_numbers_are_refused(dropout: Any) -> None:
+    with pytest.raises(UnsupportedError, match="draws random numbers"):
+        gradrule.jax.remote(dropout)

@@ -1,0 +1,71 @@
+"""gradrule.pytensor, compared with finite differences and with PyMC's own distributions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pymc
+import pytensor
+import pytensor.tensor as pt
+import pytest
+from pytensor.gradient import hessian_vector_product, verify_grad
+
+import gradrule as gr
+import gradrule.pytensor
+from gradrule.errors import UnsupportedError
+from tests.bridges import examples
+
+
+def test_gradients_pass_pytensors_check(smooth: Any) -> None:
+    remote = gradrule.pytensor.remote(smooth)
+    rng = np.random.default_rng(0)
+    for y in ("y", "z"):
+        verify_grad(lambda x, w, y=y: remote(x=x, w=w)[y], [examples.X, examples.W], rng=rng)
+    verify_grad(lambda w: pytensor.grad(remote(x=examples.X, w=w)["z"], w), [examples.W], rng=rng)
+
+
+def test_second_derivatives_and_forward_mode_equal_numpy(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float64", [3])
+    g.reduce_sum(g.op_output("Sin", x) * x, axis=[0], name="f")
+    remote = gradrule.pytensor.remote(client.compile(g, fetches=["f"], ys=["f"], xs=["x"]))
+    at, v = np.array([0.3, -1.0, 2.0]), np.array([1.0, 2.0, -1.0])
+    point, vector = pt.dvector("point"), pt.dvector("vector")
+    products = pytensor.function([point, vector], hessian_vector_product(remote(point), [point], [vector]))
+    np.testing.assert_allclose(products(at, v)[0], (2 * np.cos(at) - at * np.sin(at)) * v, rtol=1e-12)
+    pushed = pytensor.function([point, vector], pytensor.gradient.Rop(remote(point), point, vector))
+    np.testing.assert_allclose(pushed(at, v), np.sum((np.sin(at) + at * np.cos(at)) * v), rtol=1e-12)
+
+
+def test_overrides_apply(binary: Any) -> None:
+    x, w = pt.fmatrix("x"), pt.fmatrix("w")
+    gradients = pytensor.grad(gradrule.pytensor.remote(binary)(x, w), [x, w])
+    given = np.float32(examples.X), np.float32(examples.W)
+    for found, wanted in zip(
+        pytensor.function([x, w], gradients)(*given), examples.straight_through(*given), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_nuts_samples_the_posterior(client: Any) -> None:
+    """Samples the mean of normal data with a flat prior: the posterior is normal, with a known mean and deviation."""
+    g = gr.Graph()
+    mean, data = g.placeholder("mean", "float64", []), g.placeholder("data", "float64", [None])
+    g.multiply(g.reduce_sum(g.op_output("Square", data - mean), axis=[0]), -0.5, name="logp")
+    logp = gradrule.pytensor.remote(client.compile(g, fetches=["logp"], ys=["logp"], xs=["mean"]))
+    drawn = np.random.default_rng(3).normal(2.0, 1.0, size=50)
+    with pymc.Model():
+        variable = pymc.Flat("mean", initval=0.0)
+        pymc.Potential("likelihood", logp(mean=variable, data=drawn))
+        trace = pymc.sample(
+            400, tune=200, chains=1, cores=1, random_seed=5, progressbar=False, compute_convergence_checks=False
+        )
+    samples = trace.posterior["mean"].to_numpy().ravel()
+    assert np.mean(samples) == pytest.approx(drawn.mean(), abs=0.05)
+    assert np.std(samples) == pytest.approx(1 / np.sqrt(50), rel=0.25)
+
+
+def test_programs_that_draw_random_numbers_are_refused(dropout: Any) -> None:
+    with pytest.raises(UnsupportedError, match="draws random numbers"):
+        gradrule.pytensor.remote(dropout)

@@ -1,0 +1,192 @@
+"""gradrule.torch, compared with the same functions in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+
+import gradrule.torch
+from gradrule.errors import (
+    FeedDtypeError,
+    InvalidDerivativeError,
+    MissingFeedError,
+    UnknownFeedError,
+    UnsupportedError,
+)
+from tests.bridges import examples
+
+# PyTorch's forward mode uses it itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+X, W, BATCH = (torch.tensor(value) for value in (examples.X, examples.W, examples.BATCH))
+
+
+def local(x: Any, w: Any) -> Any:
+    """Computes `examples.smooth_graph` in PyTorch."""
+    h = torch.tanh(x @ w)
+    return h**2, h.sum()
+
+
+@pytest.fixture(scope="module")
+def remote(smooth: Any) -> Any:
+    """Returns the remote function with a tuple as its result."""
+    function = gradrule.torch.remote(smooth)
+    return lambda x, w: tuple(function(x=x, w=w).values())
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_pass_pytorchs_check(remote: Any) -> None:
+    inputs = (X.clone().requires_grad_(), W.clone().requires_grad_())
+    assert gradcheck(remote, inputs, check_forward_ad=True)
+    assert gradgradcheck(remote, inputs)
+
+
+def test_tensors_that_convert_without_loss_get_gradients_of_their_own_dtype(smooth: Any) -> None:
+    x = X.float().requires_grad_()
+    gradrule.torch.remote(smooth)(x=x, w=W)["z"].backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+def test_one_y_is_a_tensor_and_several_are_a_dict(client: Any, smooth: Any) -> None:
+    assert set(gradrule.torch.remote(smooth)(X, W)) == {"y", "z"}
+    one = client.compile(examples.smooth_graph(), fetches=["z"], ys=["z"], xs=["w"])
+    assert_equal(gradrule.torch.remote(one)(x=X, w=W), local(X, W)[1])
+
+
+@pytest.mark.parametrize("transform", [jacrev, jacfwd])
+def test_jacobians_equal_those_of_pytorch(remote: Any, transform: Any) -> None:
+    assert_equal(transform(remote, argnums=(0, 1))(X, W), transform(local, argnums=(0, 1))(X, W))
+
+
+def test_vmap_equals_that_of_pytorch(remote: Any) -> None:
+    assert_equal(vmap(remote, in_dims=(0, None))(BATCH, W), vmap(local, in_dims=(0, None))(BATCH, W))
+    assert_equal(vmap(remote, in_dims=(1, None))(BATCH.movedim(0, 1), W), vmap(local, in_dims=(0, None))(BATCH, W))
+
+
+def test_gradients_per_example_equal_those_of_pytorch(remote: Any) -> None:
+    def per_example(function: Any) -> Any:
+        return vmap(grad(lambda x, w: function(x, w)[1], argnums=(0, 1)), in_dims=(0, None))
+
+    assert_equal(per_example(remote)(BATCH, W), per_example(local)(BATCH, W))
+
+
+def test_jacobian_vector_products_equal_those_of_pytorch(remote: Any) -> None:
+    assert_equal(jvp(remote, (X, W), (BATCH[0], W)), jvp(local, (X, W), (BATCH[0], W)))
+
+
+def test_hessians_equal_those_of_pytorch(remote: Any) -> None:
+    def hessian(function: Any) -> Any:
+        return jacrev(grad(lambda w: function(X, w)[1]))(W)
+
+    assert_equal(hessian(remote), hessian(local))
+
+
+def test_reverse_over_forward_equals_that_of_pytorch(remote: Any) -> None:
+    def twice(function: Any) -> Any:
+        return grad(lambda w: jvp(lambda v: function(X, v)[0].sum(), (w,), (W,))[1])(W)
+
+    assert_equal(twice(remote), twice(local))
+
+
+def test_overrides_apply(binary: Any) -> None:
+    x, w = X.float().requires_grad_(), W.float().requires_grad_()
+    gradrule.torch.remote(binary)(x=x, w=w).backward()
+    by_x, by_w = examples.straight_through(x.detach().numpy(), w.detach().numpy())
+    np.testing.assert_allclose(x.grad, by_x, rtol=1e-6)
+    np.testing.assert_allclose(w.grad, by_w, rtol=1e-6)
+
+
+def test_random_numbers_of_the_backward_pass_are_those_of_the_forward_pass(dropout: Any) -> None:
+    x = torch.arange(1, 1001, dtype=torch.float32, requires_grad=True)
+    y = gradrule.torch.remote(dropout)(x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    np.testing.assert_allclose(found, (y / x).detach())
+    assert 0.3 < float((found == 0).float().mean()) < 0.7
+
+
+def test_bfloat16_is_kept(client: Any) -> None:
+    g = gradrule.Graph()
+    x = g.placeholder("x", "bfloat16", [None])
+    g.multiply(x, x, name="y")
+    square = gradrule.torch.remote(client.compile(g, fetches=["y"], ys=["y"], xs=["x"]))
+    value = torch.tensor([1.5, -2.0], dtype=torch.bfloat16, requires_grad=True)
+    y = square(value)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert y.tolist() == [2.25, 4.0]
+    assert value.grad is not None
+    assert value.grad.dtype == torch.bfloat16
+    assert value.grad.tolist() == [3.0, -4.0]
+
+
+def test_a_network_of_a_remote_module_trains(digits_network: Any) -> None:
+    program, weights = digits_network
+    module = gradrule.torch.remote_module(program, **weights)
+    assert set(dict(module.named_parameters())) == set(weights)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    digits = examples.DIGITS
+    for batch in examples.BATCHES:
+        optimizer.zero_grad()
+        module(x=torch.tensor(digits.train_x[batch]), labels=torch.tensor(digits.train_labels[batch])).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.clamp_(-1, 1)
+    trained = {name: parameter.detach().numpy() for name, parameter in module.named_parameters()}
+    assert examples.accuracy(program, trained) >= examples.WANTED_ACCURACY
+
+
+def test_a_module_takes_its_other_inputs_in_order_and_keeps_its_state(smooth: Any) -> None:
+    module = gradrule.torch.remote_module(smooth, w=examples.W)
+    assert_equal(module(X)["y"], local(X, W)[0])
+    other = gradrule.torch.remote_module(smooth, w=np.zeros((3, 2)))
+    other.load_state_dict(module.state_dict())
+    assert_equal(other(x=X)["z"], local(X, W)[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "wanted", "text"),
+    [
+        ((), {"x": X, "v": W}, UnknownFeedError, "'v' is no input"),
+        ((X,), {}, MissingFeedError, "no value for the input 'w'"),
+        ((X, W, W), {}, UnknownFeedError, "3 arguments"),
+        ((X,), {"x": X, "w": W}, UnknownFeedError, "given twice"),
+        ((X.to(torch.complex128), W), {}, FeedDtypeError, "float64"),
+    ],
+)
+def test_wrong_arguments_are_refused(smooth: Any, arguments: Any, named: Any, wanted: Any, text: str) -> None:
+    with pytest.raises(wanted, match=text):
+        gradrule.torch.remote(smooth)(*arguments, **named)
+
+
+def test_programs_without_what_is_needed_are_refused(client: Any, aio_client: Any) -> None:
+    graph = examples.smooth_graph()
+    with pytest.raises(InvalidDerivativeError, match="does not return its y 'z'"):
+        gradrule.torch.remote(client.compile(graph, ys=["z"], xs=["x"]))
+    with pytest.raises(InvalidDerivativeError, match="has no ys"):
+        gradrule.torch.remote(client.compile(graph, fetches=["z"]))
+    with pytest.raises(InvalidDerivativeError, match="the x 'Tanh' is no input"):
+        gradrule.torch.remote(client.compile(graph, fetches=["z"], ys=["z"], xs=["Tanh"]))
+    with pytest.raises(UnsupportedError, match="takes a program"):
+        gradrule.torch.remote(graph)
+    by_w = gradrule.torch.remote(client.compile(graph, fetches=["z"], ys=["z"], xs=["w"]))
+    with pytest.raises(InvalidDerivativeError, match="'x' requires a gradient"):
+        by_w(X.clone().requires_grad_(), W)
+    with pytest.raises(UnknownFeedError, match="'v' is no input"):
+        gradrule.torch.remote_module(by_w.program, v=examples.W)
+    with pytest.raises(FeedDtypeError, match="'w' is float32"):
+        gradrule.torch.remote_module(by_w.program, w=examples.W.astype(np.float32))
+
+
+def test_third_derivatives_say_that_there_are_none(remote: Any) -> None:
+    with pytest.raises(NotImplementedError, match="not third ones"):
+        grad(lambda a: grad(lambda b: grad(lambda c: remote(X, c)[1])(b).sum())(a).sum())(W)
