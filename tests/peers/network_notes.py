@@ -9,8 +9,8 @@ _PROJECTIONS = _FIRST.format("the query's projection", "the projections of query
 _STEPS = _FIRST.format("that of the first step", "those of the inputs of all steps")
 _WAYS = _FIRST.format("that of the first step forwards", "those of the inputs of all steps both ways")
 _LOOP = (
-    "in a loop, gradrule counts the product of the hidden state among the layers that the input reaches first, as the "
-    "first hidden state does not depend on the input"
+    "a fault of gradrule: in a loop, it counts the product of the hidden state among the layers that the input reaches "
+    "first, as the first hidden state does not depend on the input"
 )
 _NO_ACTIVATION = "zennit 0.5.1 does not count torch.nn.{} as an activation and keeps its gradient; gradrule passes on "
 _MISH = _NO_ACTIVATION.format("Mish") + "relevance, as through other activations"
