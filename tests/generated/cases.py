@@ -194,7 +194,7 @@ class _Cases:
             }
         if how == "dtype":
             return {"dtype": rng.choice([Dt.DT_DOUBLE, Dt.DT_FLOAT, Dt.DT_FLOAT]), **maybe_type}
-        return self._chain(item) if how == "chain" else self._region(item)
+        return self._chain(item) if how == "chain" else self._region(expanded, item)
 
     def _chain(self, item: Item) -> dict[str, Any] | None:
         """The op types of nodes one behind the other, up to the item."""
@@ -210,7 +210,7 @@ class _Cases:
             words.insert(0, node.op)
         return {"pattern": tuple(words)} if len(words) > 1 or self._rng.random() < 0.2 else None
 
-    def _region(self, item: Item) -> dict[str, Any] | None:
+    def _region(self, expanded: Expanded, item: Item) -> dict[str, Any] | None:
         """From tensors some nodes before an item to the item."""
         rng = self._rng
         if not isinstance(item, Node):
@@ -228,7 +228,9 @@ class _Cases:
         outputs = [item.name]
         if rng.random() < 0.1:
             outputs.append(rng.choice([node.name for node in body.nodes]))
-        narrow = any(body.dtype(ref) != Dt.DT_DOUBLE for ref in [*inputs, (item.index, 0)])
+        # In another branch the same names may mean tensors of other types.
+        meant = [place for name in (*names, item.name) for place in expanded.tensors(name)]
+        narrow = any(held.dtype(ref) != Dt.DT_DOUBLE for held, ref in meant)
         return {"region": (tuple(names), tuple(outputs))} if names and not narrow else None
 
     def _arities(self, expanded: Expanded, given: dict[str, Any]) -> set[str]:

@@ -146,10 +146,11 @@ class Interpreter:
             def own(dys: Gradients, stage: Pass) -> Gradients:
                 return self._partial(raw, dys, xs, stage)
 
-            if unit.rule.is_default and self._fine:
+            # A call without a match, which the xs name, has a tensor of its own and nothing else.
+            if unit.rule.is_default and (self._fine or unit.override < 0):
                 frame.units[unit] = [self._passed(unit, value) for value in raw]
                 return frame.units[unit]
-            record = Record(xs, own, origin=unit, every_order=unit.every_order)
+            record = Record(xs, own, origin=unit, every_order=unit.every_order, through=raw)
             if not unit.rule.is_default:
                 record.rule = self._rule(unit, record)
             frame.units[unit] = [record.give(value.data) for value in raw]
@@ -223,7 +224,7 @@ class Interpreter:
         record = Record(flat, lambda dys, stage: list(dys) * len(runs), origin=unit, fills=self._fills)
         self._widen(record, inputs)
         if unit is not None and not unit.rule.is_default:
-            record.inputs = inputs
+            record.inputs, record.through = inputs, runs[0]
             record.own = lambda dys, stage: self._partial(flat, list(dys) * len(runs), inputs, stage)
             record.every_order = unit.every_order
             record.rule = self._rule(unit, record)

@@ -343,10 +343,17 @@ class Resolver:
     def _find_dependence(self) -> None:
         """Tells units whose gradients can reach the xs; rules of subgraphs pass gradients on, whatever is in them."""
         seeds: dict[int, set[Ref]] = {id(self._top): set(self.xs)}
-        for unit in self.found.units:
-            passes_on = not unit.is_node or (unit.shown.op == "StopGradient" and not unit.rule.is_default)
-            if passes_on and any(self._behind_xs.depends(unit.body, ref) for ref in unit.inputs):
+        waiting = [
+            unit
+            for unit in self.found.units
+            if not unit.is_node or (unit.shown.op == "StopGradient" and not unit.rule.is_default)
+        ]
+        reached = self._behind_xs
+        while found := [unit for unit in waiting if any(reached.depends(unit.body, ref) for ref in unit.inputs)]:
+            waiting = [unit for unit in waiting if unit not in found]
+            for unit in found:
                 seeds.setdefault(id(unit.body), set()).update(unit.outputs)
+            reached = Dependents(self._top, seeds, differentiable=True)
         reached = Dependents(self._top, seeds, differentiable=True)
         for unit in self.found.units:
             unit.depends_on_xs = unit.item in reached.nodes or (

@@ -35,7 +35,8 @@ class Record:
 
     origin: the override's match that it computes. fills: whether missing upstream gradients become zeros where another
     output has one. blocks: no gradient passes. enters: it hands a value to a loop or branch. sources: what it depends
-    on; None: its inputs.
+    on; None: its inputs. through: the outputs as other records computed them, if it stands for a subgraph with a rule;
+    where the rule does not hold, gradients go on there, so that each node inside gets the sum of its upstream gradients.
     """
 
     inputs: Sequence[Value]
@@ -47,6 +48,7 @@ class Record:
     blocks: bool = False
     enters: bool = False
     sources: Sequence[Value] | None = None
+    through: Sequence[Value] = ()
     outputs: list[Value] = field(default_factory=list)
     serial: int = field(default_factory=lambda: next(_serial))
 
@@ -55,15 +57,17 @@ class Record:
         self.outputs.append(Value(data, self))
         return self.outputs[-1]
 
-    def pull(self, upstream: Gradients, stage: Pass) -> Sequence[Value | None]:
-        """The gradients of the inputs."""
+    def pull(self, upstream: Gradients, stage: Pass) -> Sequence[tuple[Value, Value | None]]:
+        """The values that gradients go on to, with their gradients."""
         given = [
             zeros_like(output) if dy is None and output.is_float and self.fills else dy
             for output, dy in zip(self.outputs, upstream, strict=True)
         ]
         if self.rule is not None and (stage is Pass.FIRST or self.every_order):
-            return self.rule(given, stage)
-        return self.own(given, stage)
+            return list(zip(self.inputs, self.rule(given, stage), strict=True))
+        if self.through and stage is Pass.AGAIN:
+            return list(zip(self.through, given, strict=True))
+        return list(zip(self.inputs, self.own(given, stage), strict=True))
 
 
 @dataclass(eq=False)
@@ -243,7 +247,7 @@ def gradients(
         dys = [None if id(output) in stops else found.get(id(output)) for output in record.outputs]
         if all(dy is None for dy in dys) or not visit(record):
             continue
-        for value, dy in zip(record.inputs, record.pull(dys, stage), strict=True):
+        for value, dy in record.pull(dys, stage):
             arrive(value, dy)
     if not partial:
         return [found.get(id(x)) for x in xs]

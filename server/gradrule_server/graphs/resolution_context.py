@@ -209,26 +209,37 @@ class ResolutionContext:
         """
         seeds: dict[int, dict[Ref, int]] = {id(self.top): dict.fromkeys(self._requested.xs, 1)}
         # Rules pass gradients on where their nodes do not: a comparison in a subgraph, a StopGradient.
-        passing = [(one.body, one.inputs, one.outputs) for one, _ in self.subgraphs]
+        waiting = [(one.body, one.inputs, one.outputs) for one, _ in self.subgraphs]
         for number, match in self._matches:
             candidate = self.candidates[number]
             if match.rule != OWN_GRADIENT and candidate.call is None and candidate.node.op == "StopGradient":
-                passing.append((candidate.body, tuple(candidate.node.inputs), ((candidate.index, 0),)))
-        for body, inputs, outputs in passing:
-            if any(self.changes(body, ref) for ref in inputs):
-                seeds.setdefault(id(body), {}).update(dict.fromkeys(outputs, 1))
-        reached = paths.reached(self.top, seeds, paths.Cut(), self.orders)
+                waiting.append((candidate.body, tuple(candidate.node.inputs), ((candidate.index, 0),)))
+        reached = self._behind_xs
+
+        def depends(body: Body, refs: Sequence[Ref]) -> bool:
+            own = seeds.get(id(body), {})
+            return any(ref in own or id(body.nodes[ref[0]]) in reached for ref in refs)
+
+        depending = [depends(body, inputs) for body, inputs, _ in waiting]
+        while True:
+            for (body, _, outputs), found in zip(waiting, depending, strict=True):
+                if found:
+                    seeds.setdefault(id(body), {}).update(dict.fromkeys(outputs, 1))
+            reached = paths.reached(self.top, seeds, paths.Cut(), self.orders)
+            # What a rule passes gradients on to may depend on the xs only by way of other rules.
+            waiting = [one for one, found in zip(waiting, depending, strict=True) if not found]
+            depending = [depends(body, inputs) for body, inputs, _ in waiting]
+            if not any(depending):
+                break
         for number, nodes, match in self._matched_nodes:
             candidate = self.candidates[number]
-            own = seeds.get(id(candidate.body), {})
             match.depends_on_xs = not reached.isdisjoint(nodes) or (
                 match.rule != OWN_GRADIENT
                 and candidate.call is None
-                and any(ref in own or id(candidate.body.nodes[ref[0]]) in reached for ref in candidate.node.inputs)
+                and depends(candidate.body, candidate.node.inputs)
             )
         for subgraph, match in self.subgraphs:
-            inner, own = subgraph.body.nodes, seeds.get(id(subgraph.body), {})
-            match.depends_on_xs = any(ref in own or id(inner[ref[0]]) in reached for ref in subgraph.inputs)
+            match.depends_on_xs = depends(subgraph.body, subgraph.inputs)
 
     @property
     def match_count(self) -> int:
