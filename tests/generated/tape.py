@@ -36,7 +36,7 @@ class Record:
     origin: the override's match that it computes. fills: whether missing upstream gradients become zeros where another
     output has one. blocks: no gradient passes. enters: it hands a value to a loop or branch. sources: what it depends
     on; None: its inputs. through: the outputs as other records computed them, if it stands for a subgraph with a rule;
-    where the rule does not hold, gradients go on there, so that each node inside gets the sum of its upstream gradients.
+    where the rule does not hold, gradients go on there, so that a node inside gets the sum of its upstream gradients.
     """
 
     inputs: Sequence[Value]

@@ -390,6 +390,25 @@ def test_a_rule_for_a_call_may_use_default(client: Any) -> None:
     assert sorted(rules_by_node(both).values()) == ["inline", "inline"]
 
 
+def test_rules_of_calls_pass_gradients_on_through_one_another(client: Any) -> None:
+    """The results of both calls come from their second argument alone, so only the rules lead to x."""
+
+    @tf.function
+    def block(ignored: Any, value: Any) -> Any:
+        return tf.sin(value)
+
+    def build() -> None:
+        squared, w = tf.square(placeholder("x")), placeholder("w")
+        tf.tanh(block(block(squared, w), w), name="y")
+
+    graph_def = build_graph_def(build)
+    first, second = [node.name for node in graph_def.node if node.op.endswith("PartitionedCall")]
+    overrides = [gr.Override(gr.Rule("each(3 * dy)"), node=name) for name in (first, second, "y")]
+    r = client.evaluate(load_graph(graph_def), {"x": [2.0], "w": [0.5]}, ys="y", xs="x", overrides=overrides)
+    assert statuses(r) == {first: "active", second: "active", "y": "active"}
+    assert_close(r.gradients["x"], np.float32([3**3 * 4]))
+
+
 def test_what_only_another_output_leads_to_is_off_the_path(either: Any) -> None:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])

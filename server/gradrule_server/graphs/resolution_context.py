@@ -234,9 +234,7 @@ class ResolutionContext:
         for number, nodes, match in self._matched_nodes:
             candidate = self.candidates[number]
             match.depends_on_xs = not reached.isdisjoint(nodes) or (
-                match.rule != OWN_GRADIENT
-                and candidate.call is None
-                and depends(candidate.body, candidate.node.inputs)
+                match.rule != OWN_GRADIENT and candidate.call is None and depends(candidate.body, candidate.node.inputs)
             )
         for subgraph, match in self.subgraphs:
             match.depends_on_xs = depends(subgraph.body, subgraph.inputs)
