@@ -92,27 +92,45 @@ def needed(
     return found
 
 
-def ranks(top: Body, members: Collection[Node], path: Collection[Node], shortcuts: Shortcuts) -> dict[Node, int]:
-    """For each member the largest number of other members before it on one path from the xs."""
+def ranks(
+    top: Body, members: Collection[Node], path: Collection[Node], shortcuts: Shortcuts, xs: Collection[Ref]
+) -> dict[Node, int]:
+    """For each member the largest number of other members before it on one path from the xs.
+
+    In loops, in the first turn in which such a path leads to it: outer turns count before inner ones.
+    """
     found: dict[Node, int] = {}
+    behind: dict[Node, int] = {}
 
-    def walk(body: Body, args: Sequence[int]) -> int:
-        behind = [*args, *[0] * (len(body.nodes) - len(args))]
-        for node in body.nodes[body.arguments :]:
-            if node not in path:
-                continue
-            before = [behind[ref[0]] for ref in node.inputs]
-            after = max((*before, *(behind[ref[0]] for ref in shortcuts.get(node, ()))), default=0)
-            if node in members:
-                found[node] = after
-                after += 1
-            for held in node.bodies:
-                inner = [before[node.argument_of(held, arg)] for arg in range(held.arguments)]
-                after = max(after, walk(held, inner))
-            behind[node.index] = after
-        return max((behind[ref[0]] for ref in body.results), default=0)
+    def count(body: Body, ref: Ref) -> int | None:
+        return behind.get(body.nodes[ref[0]], 0 if body is top and ref in xs else None)
 
-    walk(top, ())
+    def walk(body: Body, args: Sequence[int | None], turns: int) -> int:
+        for turn in range(turns + 1):
+            if turn:
+                args = [count(body, ref) for ref in body.results]
+            for node, given in zip(body.nodes, args, strict=False):
+                if given is not None:
+                    behind.setdefault(node, given)
+            for node in body.nodes[body.arguments :]:
+                before = [count(body, ref) for ref in node.inputs]
+                counts = [
+                    one for one in (*before, *(count(body, ref) for ref in shortcuts.get(node, ()))) if one is not None
+                ]
+                if node not in path or not counts:
+                    continue
+                after = max(counts)
+                if node in members:
+                    found.setdefault(node, after)
+                    after += 1
+                for held in node.bodies:
+                    inner = [before[node.argument_of(held, arg)] for arg in range(held.arguments)]
+                    is_repeated = node.is_loop and held is node.bodies[1]
+                    after = max(after, walk(held, inner, held.arguments if is_repeated else 0))
+                behind.setdefault(node, after)
+        return max((one for ref in body.results if (one := count(body, ref)) is not None), default=0)
+
+    walk(top, (), 0)
     return found
 
 

@@ -207,7 +207,10 @@ class Resolver:
         members = {item for item in items if isinstance(item, Node) and item in self._path}
         index = {"nearest_xs": 0, "nearest_ys": -1}.get(place, place) if isinstance(place, str) else place
         assert isinstance(index, int)
-        rank = (ranks if index >= 0 else ranks_from_ys)(self._top, members, self._path, self._shortcuts)
+        if index >= 0:
+            rank = ranks(self._top, members, self._path, self._shortcuts, self.xs)
+        else:
+            rank = ranks_from_ys(self._top, members, self._path, self._shortcuts)
         return [item for item in items if item in members and rank.get(item) == (index if index >= 0 else -1 - index)]
 
     def _chains(self, item: Item, words: tuple[str, ...]) -> list[list[Item]]:

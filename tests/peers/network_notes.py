@@ -8,10 +8,6 @@ _FIRST = "zennit's first layer is one module, {}; gradrule's are all linear laye
 _PROJECTIONS = _FIRST.format("the query's projection", "the projections of query, key and value")
 _STEPS = _FIRST.format("that of the first step", "those of the inputs of all steps")
 _WAYS = _FIRST.format("that of the first step forwards", "those of the inputs of all steps both ways")
-_LOOP = (
-    "a fault of gradrule: in a loop, it counts the product of the hidden state among the layers that the input reaches "
-    "first, as the first hidden state does not depend on the input"
-)
 _NO_ACTIVATION = "zennit 0.5.1 does not count torch.nn.{} as an activation and keeps its gradient; gradrule passes on "
 _MISH = _NO_ACTIVATION.format("Mish") + "relevance, as through other activations"
 _GLU = _NO_ACTIVATION.format("GLU") + "relevance through the sigmoid of the gate"
@@ -30,7 +26,6 @@ def _explanations() -> Iterator[tuple[tuple[str, str, bool], str]]:
         (("BERT", "MultiHeadAttention (first)", "GroupQueryAttention (first)"), _FLAT, _PROJECTIONS),
         (("SimpleRNN (first)", "LSTM (first)", "GRU (first)"), _FLAT, _STEPS),
         (("Bidirectional (first)",), _FLAT, _WAYS),
-        (("SimpleRNN", "LSTM", "GRU", "Bidirectional"), _FLAT, _LOOP),
         (("Activation, mish",), _PASSING, _MISH),
         (("Activation, glu",), _PASSING, _GLU),
         (("AdaptiveAveragePooling2D",), _ALL, _TWO_POOLINGS),

@@ -256,6 +256,23 @@ def test_relevance_passes_through_recurrent_layers_in_loops(client: Any, kind: s
     np.testing.assert_allclose(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("kind", "before"), [("SimpleRNN", False), ("LSTM", True)], ids=["first", "after a dense layer"]
+)
+def test_first_layers_in_loops_are_those_of_the_unrolled_loop(client: Any, kind: str, before: bool) -> None:
+    make = getattr(layers, kind)
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4, 3), dtype="float64")
+    data = layers.Dense(3)(x) if before else x
+    rolled, unrolled = make(4, unroll=False), make(4, unroll=True)
+    models = [keras.Model(x, layer(data)) for layer in (rolled, unrolled)]
+    unrolled.set_weights(rolled.get_weights())
+    answers = [relevance(client, model, "epsilon_plus_flat") for model in models]
+    np.testing.assert_allclose(answers[0][2], answers[1][2], rtol=1e-7, atol=1e-9)
+    flat = [override for override in answers[0][3] if override.rule == "lrp_flat" and override.status == "active"]
+    assert len(flat) == 1
+
+
 PADDED: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "same, dilated": (lambda: layers.Conv2D(4, 3, dilation_rate=2, padding="same"), (8, 8, 3)),
     "causal": (lambda: layers.Conv1D(4, 3, padding="causal"), (8, 3)),

@@ -6,7 +6,7 @@ Nodes are identified by id(). Every output of a loop or branch node counts as de
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -26,9 +26,6 @@ The rule is that of a subgraph which ends at the node, or of a StopGradient.
 
 Seeds = Mapping[int, Mapping[Ref, int]]
 """For each body, by id(): the tensors where dependence starts, each with the bits of the sets that contain it."""
-
-Flags = NDArray[np.bool_]
-Counts = NDArray[np.int32]
 
 
 def topological_order(body: Body) -> list[int]:
@@ -132,97 +129,7 @@ def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None, or
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """Ranks the members of several node sets along the gradient path, all sets at once.
-
-    Attributes:
-        members: For each node, by id(): a flag for each set that says whether the set contains the node.
-        wanted: The requested rank for each set.
-        path: The nodes on the path, by id().
-        cut: Where gradients stop.
-        orders: The topological orders of the bodies.
-    """
-
-    members: Mapping[int, Flags]
-    wanted: Counts
-    path: AbstractSet[int]
-    cut: Cut
-    orders: Orders
-
-    def from_xs(self, top: Body) -> dict[int, Flags]:
-        """Returns for each member, by id(), a flag for each set: whether its rank from the xs is the wanted rank.
-
-        The rank is the largest number of other members on one path that leads to the node.
-        """
-        found: dict[int, Flags] = {}
-        self._forward(top, (), found)
-        return found
-
-    def from_ys(self, top: Body) -> dict[int, Flags]:
-        """Returns the same flags for the rank from the ys, which counts members on paths from the node to the ys."""
-        found: dict[int, Flags] = {}
-        self._backward(top, np.zeros_like(self.wanted), found)
-        return found
-
-    def _forward(self, body: Body, args: Sequence[Counts], found: dict[int, Flags]) -> Counts:
-        """Ranks the members of a body; returns the largest counts at its results. Nodes share count arrays."""
-        nodes, members = body.nodes, self.members
-        zero: Counts = np.zeros_like(self.wanted)
-        behind = [zero] * len(nodes)
-        behind[: len(args)] = args
-        for position in self.orders.get(body):
-            node = nodes[position]
-            key = id(node)
-            if position < len(args) or key not in self.path:
-                continue
-            before = [
-                behind[producer] if flows_to(node, index, self.cut.flows) else zero
-                for index, (producer, _) in enumerate(node.inputs)
-            ]
-            passed = self.cut.shortcuts.get(key, ())
-            count = after = _largest([*before, *(behind[producer] for producer, _ in passed)], zero)
-            if key in members:
-                found[key] = (count == self.wanted) & members[key]
-                after = count + members[key]
-            for inner, offset, _ in _inner_bodies(node):
-                after = np.maximum(after, self._forward(inner, before[offset:], found))
-            behind[position] = after
-        return _largest([behind[ref[0]] for ref in body.results], zero)
-
-    def _backward(self, body: Body, base: Counts, found: dict[int, Flags]) -> Counts:
-        """Ranks the members of a body with `base` counts at its results; returns the largest at the arguments."""
-        nodes, members = body.nodes, self.members
-        ahead = [base] * len(nodes)
-        for position in reversed(self.orders.get(body)):
-            node = nodes[position]
-            key = id(node)
-            if key not in self.path:
-                continue
-            count = before = ahead[position]
-            if key in members:
-                found[key] = (count == self.wanted) & members[key]
-                before = count + members[key]
-            for inner, _, _ in _inner_bodies(node):
-                before = np.maximum(before, self._backward(inner, count, found))
-            for index, (producer, _) in enumerate(node.inputs):
-                if flows_to(node, index, self.cut.flows):
-                    ahead[producer] = _largest((before, ahead[producer]), base)
-            for producer, _ in self.cut.shortcuts.get(key, ()):
-                ahead[producer] = _largest((before, ahead[producer]), base)
-        return _largest(ahead[: body.arg_count], base)
-
-
-def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
-    """Returns the largest count for each set, at least `least`. Does not compare an array with itself."""
-    largest = least
-    for item in counts:
-        if item is not least and item is not largest:
-            largest = item if largest is least else np.maximum(largest, item)
-    return largest
-
-
-def _inner_bodies(node: Node) -> Iterator[tuple[Body, int, bool]]:
+def inner_bodies(node: Node) -> Iterator[tuple[Body, int, bool]]:
     """Yields the bodies of a loop or branch.
 
     Each comes with the index of the node's input that is its first argument, and whether its results are the arguments
@@ -309,24 +216,17 @@ class _Forward:
             ]
         for item in inputs:
             own |= item
-        for inner, offset, is_loop_body in _inner_bodies(node) if node.functions else ():
+        for inner, offset, is_loop_body in inner_bodies(node) if node.functions else ():
             own |= self.run(inner, inputs[offset:], is_loop_body=is_loop_body)
         return reached.add_bits(position, own)
 
 
 @dataclass(slots=True, eq=False)
-class _Reached:
-    """The bits of the nodes of a body, with its cached consumers."""
+class Links:
+    """A body with the nodes that a change of each node can change, cached."""
 
     body: Body
-    bits: list[int]
-    _consumers: list[list[int]] | None = None
-
-    def add_bits(self, position: int, bits: int) -> bool:
-        """Adds bits to a node; returns whether its bits changed."""
-        changed = bool(bits & ~self.bits[position])
-        self.bits[position] |= bits
-        return changed
+    _consumers: list[list[int]] | None = field(default=None, init=False)
 
     def consumers(self, cut: Cut | None) -> list[list[int]]:
         """Returns the nodes that a change of each node can change: its consumers, and ends of shortcuts from it."""
@@ -344,6 +244,19 @@ class _Reached:
         for arg, (producer, _) in enumerate(self.body.results):
             back.setdefault(producer, []).append(arg)
         return back
+
+
+@dataclass(slots=True, eq=False)
+class _Reached(Links):
+    """The bits of the nodes of a body, with its cached consumers."""
+
+    bits: list[int]
+
+    def add_bits(self, position: int, bits: int) -> bool:
+        """Adds bits to a node; returns whether its bits changed."""
+        changed = bool(bits & ~self.bits[position])
+        self.bits[position] |= bits
+        return changed
 
 
 def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int], orders: Orders) -> None:
@@ -364,7 +277,7 @@ def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int
             continue
         for index, ref in enumerate(node.inputs):
             needed[ref[0]] |= ref not in constants and (cut is None or flows_to(node, index, cut.flows))
-        for inner, _, _ in _inner_bodies(node) if node.functions else ():
+        for inner, _, _ in inner_bodies(node) if node.functions else ():
             _backward(inner, {ref[0] for ref in inner.results}, cut, found, orders)
 
 

@@ -134,7 +134,7 @@ class ResolutionContext:
         self._matches: list[tuple[int, Match]] = []
         # The same matches of nodes and calls, with id() of the nodes that carry them.
         self._matched_nodes: list[tuple[int, list[int], Match]] = []
-        self._requested = requested
+        self.requested = requested
         self.look_up = look_up
         self._find = find
         self.orders = paths.Orders()
@@ -207,7 +207,7 @@ class ResolutionContext:
         TensorFlow asks for more gradients: of the nodes that compute an x, of what other outputs of such a node lead
         to, and of what depends on other inputs of a loop or branch than the xs.
         """
-        seeds: dict[int, dict[Ref, int]] = {id(self.top): dict.fromkeys(self._requested.xs, 1)}
+        seeds: dict[int, dict[Ref, int]] = {id(self.top): dict.fromkeys(self.requested.xs, 1)}
         # Rules pass gradients on where their nodes do not: a comparison in a subgraph, a StopGradient.
         waiting = [(one.body, one.inputs, one.outputs) for one, _ in self.subgraphs]
         for number, match in self._matches:
@@ -378,7 +378,7 @@ class ResolutionContext:
         """Returns the tensors of a body that the request names."""
         if body is not self.top:
             return frozenset()
-        return self._requested.xs | self._requested.ys | self._requested.stop_gradients
+        return self.requested.xs | self.requested.ys | self.requested.stop_gradients
 
     @cached_property
     def kept_nodes(self) -> AbstractSet[tuple[int, int]]:
@@ -396,7 +396,7 @@ class ResolutionContext:
 
     @cached_property
     def _xs_bits(self) -> Mapping[Ref, int]:
-        return {ref: 1 << number for number, ref in enumerate(sorted(self._requested.xs))}
+        return {ref: 1 << number for number, ref in enumerate(sorted(self.requested.xs))}
 
     @cached_property
     def _bits_behind(self) -> Mapping[int, Sequence[int]]:
@@ -404,7 +404,7 @@ class ResolutionContext:
 
     def is_x(self, body: Body, ref: Ref) -> bool:
         """Returns whether a tensor is one of the xs."""
-        return body is self.top and ref in self._requested.xs
+        return body is self.top and ref in self.requested.xs
 
     def _text(self, body: Body, ref: Ref) -> str:
         number = self.number(body, ref[0])
@@ -415,7 +415,7 @@ class ResolutionContext:
 
     @cached_property
     def _behind_xs(self) -> AbstractSet[int]:
-        return paths.dependents(self.top, self.top, self._requested.xs, orders=self.orders)
+        return paths.dependents(self.top, self.top, self.requested.xs, orders=self.orders)
 
     def add_shortcuts(self, subgraph: Subgraph) -> None:
         """Lets the path lead from the outputs of a subgraph that has a rule to its inputs."""
@@ -426,19 +426,19 @@ class ResolutionContext:
     @cached_property
     def cut(self) -> paths.Cut:
         """Where gradients stop."""
-        return paths.Cut(self._requested.stop_gradients, self.flows, self.shortcuts)
+        return paths.Cut(self.requested.stop_gradients, self.flows, self.shortcuts)
 
     @cached_property
     def path(self) -> AbstractSet[int]:
         """Nodes (by id) on the path of gradients from the ys to the xs."""
-        return paths.dependents(self.top, self.top, self._requested.xs, self.cut, self.orders) & paths.dependencies(
-            self.top, self._requested.ys, self.cut, self.orders
+        return paths.dependents(self.top, self.top, self.requested.xs, self.cut, self.orders) & paths.dependencies(
+            self.top, self.requested.ys, self.cut, self.orders
         )
 
     @cached_property
     def before_ys(self) -> AbstractSet[int]:
         """Nodes (by id) that the ys depend on."""
-        return paths.dependencies(self.top, self._requested.ys, orders=self.orders)
+        return paths.dependencies(self.top, self.requested.ys, orders=self.orders)
 
 
 def is_differentiable(node: Node, input_types: Sequence[int]) -> bool:

@@ -19,6 +19,7 @@ from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref
 from gradrule_server.graphs.layers import Layers
 from gradrule_server.graphs.matching import SelectorIndex
 from gradrule_server.graphs.paths import columns, consumers_of
+from gradrule_server.graphs.ranking import Counts, Ranking
 from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selectors import (
     BIAS,
@@ -187,12 +188,12 @@ class Selection:
                 wanted = [indices[column] if is_from_xs else -1 - indices[column] for column in same_end]
                 self._limit_to_ranks(rows[same_end], np.array(wanted, np.int32), is_from_xs=is_from_xs)
 
-    def _limit_to_ranks(self, rows: Numbers, wanted: paths.Counts, *, is_from_xs: bool) -> None:
+    def _limit_to_ranks(self, rows: Numbers, wanted: Counts, *, is_from_xs: bool) -> None:
         context = self._context
         by_place = np.ascontiguousarray(self._flags[rows].T)
         met = np.flatnonzero(by_place.any(axis=1)).tolist()
         members = {id(self._candidates[candidate].node): by_place[candidate] for candidate in met}
-        ranking = paths.Ranking(members, wanted, context.path, context.cut, context.orders)
+        ranking = Ranking(members, wanted, context.path, context.requested.xs, context.cut, context.orders)
         at_place = ranking.from_xs(context.top) if is_from_xs else ranking.from_ys(context.top)
         found = np.zeros_like(by_place)
         for candidate in met:

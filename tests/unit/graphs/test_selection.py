@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
+from gradrule.v1.graph_pb2 import AttrValue, Function, Graph, Node
 from gradrule.v1.override_pb2 import POSITION_NEAREST_XS, POSITION_NEAREST_YS, Position, Region, Selector
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.errors import GradruleError, Reason
@@ -122,31 +122,66 @@ def test_calls_are_not_matched_against_each_override() -> None:
     assert needed(42) - needed(2) < 40 * 400
 
 
-def test_a_loop_that_shifts_its_values_takes_linear_time() -> None:
+@pytest.mark.parametrize(
+    ("conditions", "matched"),
+    [({"depends_on": ["x"]}, lambda count: count + 1), ({"position": Position(index=5)}, lambda count: 1)],
+    ids=["depends_on", "position"],
+)
+def test_a_loop_that_shifts_its_values_takes_linear_time(
+    conditions: dict[str, Any], matched: Callable[[int], int]
+) -> None:
     def needed(count: int) -> int:
         """Counts calls for a loop that shifts its values, so that dependence needs one iteration for each value."""
         args = [f"a{number}" for number in range(count)]
         inside = [node(f"n{number}", "Neg", arg) for number, arg in enumerate(args)]
         results = {f"r{number}": f"n{max(number - 1, 0)}:y:0" for number in range(count)}
-        test = function("cond", args, {"r": "g:z:0"}, [node("g", "Greater", "a0", "a0")])
-        test.signature.output_arg[0].type = Dt.DT_BOOL
-        loop = node("loop", "StatelessWhile", "x", *["w"] * (count - 1))
-        loop.attr["T"].list.type.extend([Dt.DT_FLOAT] * count)
-        loop.attr["cond"].func.name, loop.attr["body"].func.name = "cond", "body"
-        body = function("body", args, {}, inside)
-        for name, source in results.items():
-            body.signature.output_arg.add(name=name, type=Dt.DT_FLOAT)
-            body.ret[name] = source
         made = graph(
-            placeholder(), placeholder("w"), loop, node("y", "Neg", f"loop:{count - 1}"), functions=[test, body]
+            placeholder(),
+            placeholder("w"),
+            loop("loop", "x", *["w"] * (count - 1)),
+            node("y", "Neg", f"loop:{count - 1}"),
+            functions=loop_functions("loop", args, results, inside),
         )
         with counted() as counter:
-            found = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[spec(0, op_type="Neg", depends_on=["x"])])
-        assert len(found.matches) == count + 1
+            found = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[spec(0, op_type="Neg", **conditions)])
+        assert len(found.matches) == matched(count)
         return counter.calls
 
     needed(10)
     assert needed(160) < 6 * needed(40)
+
+
+def loop(name: str, *inputs: str) -> Node:
+    made = node(name, "StatelessWhile", *inputs)
+    made.attr["T"].list.type.extend([Dt.DT_FLOAT] * len(inputs))
+    made.attr["cond"].func.name, made.attr["body"].func.name = f"{name}_cond", f"{name}_body"
+    return made
+
+
+def loop_functions(name: str, args: list[str], results: dict[str, str], nodes: list[Node]) -> list[Function]:
+    test = function(f"{name}_cond", args, {"r": "g:z:0"}, [node("g", "Greater", args[0], args[0])])
+    test.signature.output_arg[0].type = Dt.DT_BOOL
+    return [test, function(f"{name}_body", args, results, nodes)]
+
+
+@pytest.mark.parametrize(("place", "names"), [(0, {"outer/inner/data"}), (1, {"outer/inner/hidden", "y"})])
+def test_positions_in_a_loop_count_the_first_iteration_of_a_path(place: int, names: set[str]) -> None:
+    """In the inner loop, a path leads to the hidden value from the second iteration of the outer loop on."""
+    inside = [node("data", "Neg", "a"), node("hidden", "Neg", "b")]
+    around = [loop("inner", "c", "d")]
+    made = graph(
+        placeholder(),
+        placeholder("w"),
+        loop("outer", "x", "w"),
+        node("y", "Neg", "outer:1"),
+        functions=[
+            *loop_functions("outer", ["c", "d"], {"r": "c", "s": "inner:output:0"}, around),
+            *loop_functions("inner", ["a", "b"], {"r": "data:y:0", "s": "hidden:y:0"}, inside),
+        ],
+    )
+    overrides = [spec(0, op_type="Neg", position=Position(index=place))]
+    found = expand(made, ["y"], ys=["y"], xs=["x"], overrides=overrides)
+    assert {match.node for match in found.matches} == names
 
 
 def test_an_expansion_is_counted_before_functions_are_read() -> None:

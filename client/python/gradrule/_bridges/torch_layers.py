@@ -48,7 +48,13 @@ class Layer:
 
 
 def relevance(
-    module: nn.Module, rule: str, params: Params, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor
+    module: nn.Module,
+    rule: str,
+    params: Params,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    dy: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the relevance of the data of a layer, of the type and shape of x.
 
@@ -56,6 +62,7 @@ def relevance(
         module: The layer.
         rule: Name of a rule in `RULES`.
         params: Values of the rule's params.
+        run: Runs the layer without the rule.
         x: The data.
         y: The output of the layer.
         dy: The relevance at the output.
@@ -69,7 +76,7 @@ def relevance(
         if not isinstance(module, _POOLS):
             raise not_applicable(module, rule, "average pooling")
         own = x.to(wide)
-        _, pull_back = torch.func.vjp(module.forward, own)
+        _, pull_back = torch.func.vjp(run, own)
         return (own * pull_back(_ratio(dy.to(wide), y.to(wide), eps))[0]).to(x.dtype)
     if not isinstance(module, LINEAR):
         raise not_applicable(module, rule, "Linear, Conv1d to Conv3d, and ConvTranspose1d to ConvTranspose3d")

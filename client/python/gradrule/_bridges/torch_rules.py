@@ -201,7 +201,7 @@ class _Applied:
         name = rule.removeprefix("builtin/") if isinstance(rule, str) else ""
         if name in torch_layers.RULES or name == "lrp_norm":
             values = params_of(name, params or {})
-            self.rule = lambda layer, run, x, y, dy: torch_layers.relevance(layer, name, values, x, y, dy)
+            self.rule = lambda layer, run, x, y, dy: torch_layers.relevance(layer, name, values, run, x, y, dy)
         elif rule != "default":
             local = LocalRule(rule, params or {})
             self.rule = lambda layer, run, x, y, dy: _gradient(run, local, x, y, dy)
