@@ -159,3 +159,77 @@ def test_a_saved_model_of_tensorflow_1_with_variables(client: gr.Client, use_res
         np.testing.assert_allclose(r.outputs["y"], wanted, rtol=1e-5)
         np.testing.assert_allclose(r.gradients["x"], dx, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(r.gradients["w"], dw, rtol=1e-4, atol=1e-5)
+
+
+def after_an_assignment(v: Any, p: Any, x: Any) -> Any:
+    with tf.control_dependencies([v.assign(x)]):
+        return tf.cond(p, lambda: v.read_value() * 2.0 * x, lambda: v.read_value() * 3.0 * x)
+
+
+def after_an_assignment_in_a_branch(v: Any, p: Any, x: Any) -> Any:
+    return tf.cond(x > 0.0, lambda: after_an_assignment(v, p, x), lambda: v.read_value() * x)
+
+
+def switches_after_an_assignment(v: Any, p: Any, x: Any) -> Any:
+    with tf.control_dependencies([v.assign(x)]):
+        chosen = tf.identity(p)
+    no, yes = tf.raw_ops.Switch(data=v.handle, pred=chosen)
+    read = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32) for handle in (no, yes)]
+    values = tf.raw_ops.Switch(data=x, pred=chosen)
+    return tf.raw_ops.Merge(inputs=[read[0] * values[0], read[1] * tf.sin(values[1])]).output
+
+
+def merge_after_assignments_in_both_branches(v: Any, p: Any, x: Any) -> Any:
+    handles = tf.raw_ops.Switch(data=v.handle, pred=p)
+    values = tf.raw_ops.Switch(data=x, pred=p)
+    assigned = [tf.raw_ops.AssignVariableOp(resource=h, value=y * 2.0) for h, y in zip(handles, values, strict=True)]
+    products = [values[0] * 3.0, values[1] * 4.0]
+    with tf.control_dependencies(assigned):
+        merged = tf.raw_ops.Merge(inputs=products).output
+    with tf.control_dependencies([merged]):
+        return merged + v.read_value()
+
+
+def loop_after_an_assignment(v: Any, p: Any, x: Any) -> Any:
+    with tf.control_dependencies([v.assign(x)]):
+        count = tf.cond(p, lambda: 2, lambda: 3)
+        return tf.while_loop(lambda i, y: i < count, lambda i, y: (i + 1, y + v.read_value() * x), [0, 0.0])[1]
+
+
+def assignments_in_a_loop(v: Any, p: Any, x: Any) -> Any:
+    def body(i: Any, y: Any) -> Any:
+        with tf.control_dependencies([v.assign(y + x)]):
+            return i + 1, tf.cond(p, lambda: v.read_value() * 2.0 * x, lambda: v.read_value() * 3.0 * x)
+
+    return tf.while_loop(lambda i, y: i < 2, body, [0, 0.0])[1]
+
+
+@pytest.mark.usefixtures("version_1")
+@pytest.mark.parametrize(
+    "function",
+    [
+        after_an_assignment,
+        after_an_assignment_in_a_branch,
+        switches_after_an_assignment,
+        merge_after_assignments_in_both_branches,
+        loop_after_an_assignment,
+        assignments_in_a_loop,
+    ],
+)
+def test_control_flow_waits_for_its_control_inputs(
+    client: gr.Client, function: Callable[[Any, Any, Any], Any], tmp_path: Path
+) -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        x, p = v1.placeholder(tf.float32, [], name="x"), v1.placeholder(tf.bool, [], name="p")
+        v = v1.get_variable("v", initializer=1.0, use_resource=True)
+        y = function(v, p, x)
+        session.run(v1.global_variables_initializer())
+        v1.saved_model.simple_save(session, str(tmp_path / "m"), {"x": x, "p": p}, {"y": y})
+        fetches = [y, v1.gradients(y, x)[0]]
+        expected = {value: session.run(fetches, {x: 5.0, p: value}) for value in (True, False)}
+    loaded = gr.load(tmp_path / "m")
+    assert not {"Switch", "Merge", "Enter"} & {node.op_type for node in loaded.find()}
+    for value, (wanted, gradient) in expected.items():
+        r = client.evaluate(loaded, {"x": np.float32(5.0), "p": np.bool_(value)}, "y", ys="y", xs="x")
+        np.testing.assert_allclose(r.outputs["y"], wanted, rtol=1e-5)
+        np.testing.assert_allclose(r.gradients["x"], gradient, rtol=1e-5)

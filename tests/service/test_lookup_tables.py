@@ -176,6 +176,10 @@ TABLES: dict[str, tuple[Callable[[], Any], Any]] = {
         lambda: tf.lookup.experimental.MutableHashTable(tf.string, tf.float32, 0.5),
         np.array([["a", ""], ["b", "c"]], object),
     ),
+    "vectors, nothing in it": (
+        lambda: tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, [-1.0, 0.5]),
+        np.array([[2**40, -3, 4], [0, 5, 6]]),
+    ),
     "32-bit keys": (
         lambda: static(tf.constant([7, 3, -2]), tf.constant([1, 2, 3]), 9),
         np.array([[3, 7], [8, -2]], np.int32),
@@ -235,6 +239,18 @@ def test_a_model_of_tensorflow_1_with_a_vocabulary_file(client: gr.Client, tmp_p
     r = client.evaluate(graph, {"words": ["dog", "bird", "the"]}, "score", ys="score", xs="weights")
     np.testing.assert_allclose(r.outputs["score"], wanted[0], rtol=1e-6)
     np.testing.assert_allclose(dense(r.gradients["weights"]), wanted[1], rtol=1e-6)
+
+
+def test_an_empty_table_gives_each_key_its_own_default_value(client: gr.Client) -> None:
+    table = tf.lookup.experimental.MutableHashTable(tf.string, tf.float32, 0.5)
+
+    def with_defaults(keys: Any, defaults: Any) -> Any:
+        return table.lookup(keys, dynamic_default_values=defaults)
+
+    feeds = {"keys": KEYS, "defaults": np.arange(5, dtype=np.float32)}
+    graph = gr.trace(with_defaults, ("string", [None]), ("float32", [None]))
+    found = client.evaluate(graph, feeds, "output").outputs["output"]
+    np.testing.assert_array_equal(found, with_defaults(tf.constant(KEYS), tf.constant(feeds["defaults"])).numpy())
 
 
 def test_what_is_no_table_of_constants_is_refused() -> None:

@@ -106,6 +106,7 @@ def test_graphs_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (b"PK nothing", "cannot be read"),
+        ({"optimizer": np.asarray('{"slots": []}')}, "cannot be read"),
         ({"variable:none": np.zeros(2)}, "no variable of the graph"),
         ({"variable:half": np.zeros(2, np.float64)}, "'half' is float64, the variable bfloat16"),
     ],

@@ -16,7 +16,7 @@ LOOP_OPS = {"Enter", "Exit", "NextIteration", "LoopCond"}
 _ARG = "_Arg"
 
 
-class OtherFormError(Exception):
+class UnsupportedControlFlowError(Exception):
     """Describes a graph whose control flow has another form than TensorFlow writes."""
 
 
@@ -61,7 +61,7 @@ class FunctionWriter:
         for slot, (first, count) in self._slots(node).items():
             if first <= output < first + count:
                 return f"{name}:{slot}:{output - first}"
-        raise OtherFormError(name)
+        raise UnsupportedControlFlowError(name)
 
     def _slots(self, node: Node) -> Mapping[str, tuple[int, int]]:
         for function in self._library.function:
@@ -69,7 +69,7 @@ class FunctionWriter:
                 return {argument.name: (i, 1) for i, argument in enumerate(function.signature.output_arg)}
         op = op_definitions.find(node.op)
         if op is None:
-            raise OtherFormError(node.op)
+            raise UnsupportedControlFlowError(node.op)
         return op_inference.output_slices(op, _attributes(op, node))
 
     def types(self, node: Node) -> list[int]:
@@ -79,7 +79,7 @@ class FunctionWriter:
                 return [argument.type for argument in function.signature.output_arg]
         op = op_definitions.find(node.op)
         if op is None:
-            raise OtherFormError(node.op)
+            raise UnsupportedControlFlowError(node.op)
         attributes = _attributes(op, node)
         found: list[int] = []
         for argument in op.outputs:
@@ -112,8 +112,16 @@ class FlatBody:
         """Returns producers with their outputs; control inputs have output -1."""
         return [(text[1:], -1) if text.startswith("^") else parsed(text) for text in node.input]
 
-    def before(self, names: Iterable[str], is_followed: Callable[[str], bool]) -> set[str]:
-        """Returns nodes and all nodes that they depend on; the inputs of some are not followed."""
+    def controls(self, nodes: Iterable[Node]) -> list[str]:
+        """Returns the control inputs of nodes, each once."""
+        return self.waited_for(text for node in nodes for text in node.input if text.startswith("^"))
+
+    def waited_for(self, controls: Iterable[str]) -> list[str]:
+        """Returns control inputs, each once, without those from a Placeholder or argument, which have no effect."""
+        return [text for text in dict.fromkeys(controls) if self.nodes[text[1:]].op not in ("Placeholder", _ARG)]
+
+    def dependencies(self, names: Iterable[str], is_followed: Callable[[str], bool]) -> set[str]:
+        """Returns nodes and what they depend on; follows inputs of a node only if `is_followed` accepts its name."""
         pending, seen = list(names), set[str]()
         while pending:
             name = pending.pop()
@@ -141,7 +149,7 @@ class FlatBody:
             if (name, output) in arguments:
                 return arguments[name, output], 0
             if not is_inside(name) or self.nodes[name].op in {"Placeholder", *LOOP_OPS}:
-                raise OtherFormError(name)
+                raise UnsupportedControlFlowError(name)
             pending.append(name)
             return name, output
 
@@ -159,7 +167,7 @@ class FlatBody:
                     copy.input.append(output_name(*inner(text)))
             for control, output in self.all_inputs(self.nodes[name]):
                 is_boundary = any((control, number) in arguments for number in (0, 1))
-                is_boundary |= self.nodes[control].op in {"Switch", "Placeholder", *LOOP_OPS}
+                is_boundary |= self.nodes[control].op in {"Placeholder", *LOOP_OPS}
                 if output < 0 and is_inside(control) and not is_boundary:
                     copy.input.append(f"^{control}")
                     pending.append(control)
@@ -170,7 +178,7 @@ class FlatBody:
         self.nodes[node.name] = node
         return node
 
-    def after(self, names: Iterable[str], is_passed: Callable[[Node], bool]) -> set[str]:
+    def dependents(self, names: Iterable[str], is_passed: Callable[[Node], bool]) -> set[str]:
         """Returns nodes and all nodes that depend on them through nodes that `is_passed` accepts."""
         users: dict[str, list[Node]] = {}
         for node in self.nodes.values():
@@ -186,7 +194,7 @@ class FlatBody:
 
     def remove(self, names: set[str]) -> None:
         """Removes nodes and all nodes that depend on them."""
-        for name in self.after(names, lambda node: True):
+        for name in self.dependents(names, lambda node: True):
             self.nodes.pop(name, None)
 
     def constant(self, requested: str, value: int) -> str:

@@ -7,9 +7,10 @@ are the branches. A graph of another form stays as it is; servers then refuse it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gradrule._builder.flat_bodies import FlatBody, FunctionWriter, OtherFormError, output_name, parsed
+from gradrule._builder.flat_bodies import FlatBody, FunctionWriter, UnsupportedControlFlowError, output_name, parsed
 from gradrule._builder.names import UniqueNames
 from gradrule.common.dtypes import as_dt
 from gradrule.v1 import graph_pb2
@@ -33,7 +34,7 @@ def with_functions(data: bytes) -> bytes:
     try:
         body.convert_loops()
         body.convert_conditionals()
-    except (OtherFormError, KeyError, IndexError):
+    except (UnsupportedControlFlowError, KeyError, IndexError):
         # Nodes or attributes that are missing are for the server to report.
         return data
     used = {name for node in body.nodes.values() for name, _ in body.all_inputs(node)}
@@ -67,7 +68,7 @@ class _Converter(FlatBody):
             frames = dict.fromkeys(node.attr["frame_name"].s for node in self.nodes.values() if node.op == "Enter")
             inner = [frame for frame in frames if not self._has_inner(self._loop(frame))]
             if not inner:
-                raise OtherFormError("frames contain each other")
+                raise UnsupportedControlFlowError("frames contain each other")
             for frame in inner:
                 self._convert_loop(self._loop(frame), frame.decode())
 
@@ -81,7 +82,7 @@ class _Converter(FlatBody):
             if merge.op == "Merge" and entering:
                 nexts = [node for node in sources if node.op == "NextIteration"]
                 if len(entering) != 1 or len(nexts) != 1:
-                    raise OtherFormError(merge.name)
+                    raise UnsupportedControlFlowError(merge.name)
                 found.enters += entering
                 found.merges.append(merge)
                 found.nexts += nexts
@@ -94,7 +95,7 @@ class _Converter(FlatBody):
                     found.switches[parsed(node.input[0])[0]] = node
                     conditions.add(condition.name)
         if len(conditions) != 1 or len(found.switches) > len(merges):
-            raise OtherFormError(frame.decode())
+            raise UnsupportedControlFlowError(frame.decode())
         found.condition = self.nodes[conditions.pop()]
         used = {node.name for node in found.enters}
         found.invariants = [node for node in enters if node.name not in used]
@@ -128,9 +129,13 @@ class _Converter(FlatBody):
         invariants = {node.name: f"arg{i}" for i, node in enumerate(loop.invariants, first + len(loop.merges))}
         arguments |= {(name, 0): argument for name, argument in invariants.items()}
         own = {name for name, _ in arguments} | {node.name for node in loop.enters} | {loop.condition.name}
-        functions = []
+        if self.controls([*loop.merges, *loop.switches.values()]):
+            raise UnsupportedControlFlowError(f"{frame}: a Merge or Switch of a loop has control inputs")
+        # The loop waits by its counter: TensorFlow's gradient of While appends inputs, also behind control inputs.
+        self.nodes[added[0]].input.extend(self.controls([*loop.enters, *loop.invariants]))
+        functions, holders = [], set[str]()
         for what, ends in (("cond", [loop.condition]), ("body", loop.nexts)):
-            texts = [node.input[0] for node in ends]
+            texts = [self._held(node, own, holders) for node in ends]
             body, results = self.copied(texts, arguments, types, lambda name: name not in own)
             body.convert_conditionals()
             if what == "body":
@@ -150,7 +155,21 @@ class _Converter(FlatBody):
             if exit_node.op == "Exit" and parsed(exit_node.input[0])[0] in outputs:
                 exit_node.op = "Identity"
                 exit_node.input[0] = output_name(node.name, outputs[parsed(exit_node.input[0])[0]])
-        self.remove(own | {node.name for node in loop.nexts})
+        self.remove(own | {node.name for node in loop.nexts} | holders)
+
+    def _held(self, node: Node, own: set[str], holders: set[str]) -> str:
+        """Returns what a node of a loop passes on; if it waits for other nodes too, an Identity that does so."""
+        controls = [text for text in self.controls([node]) if text[1:] not in own]
+        if not controls:
+            return node.input[0]
+        holders.add(holder := self._waiting(node.name, node.input[0], controls))
+        return holder
+
+    def _waiting(self, name: str, text: str, controls: list[str]) -> str:
+        """Adds an Identity of a tensor that waits for other nodes too; returns its name."""
+        holder = self.add(f"{name}/controlled", "Identity", [text, *controls])
+        holder.attr["T"].type = as_dt(self.dtype(*parsed(text)))
+        return str(holder.name)
 
     def count(self, argument: str) -> tuple[str, int]:
         """Adds a node with the next number; returns its output."""
@@ -162,32 +181,48 @@ class _Converter(FlatBody):
 
     def convert_conditionals(self) -> None:
         """Replaces all Merge nodes by outputs of If nodes; removes what only the branches used."""
-        while merges := [node for node in self.nodes.values() if node.op == "Merge"]:
-            behind = {node.name: self._merges_behind(node) for node in merges}
-            first = next((node for node in merges if not behind[node.name]), None)
-            if first is None:
-                raise OtherFormError(merges[0].name)
-            condition = self._condition(first)
-            group = [first] + [
-                node
-                for node in merges
-                if node is not first and not behind[node.name] and self._condition(node) == condition
-            ]
+        merges = [node for node in self.nodes.values() if node.op == "Merge"]
+        names = {node.name for node in merges}
+        # What a Merge depends on stays the same until it is converted, so one search for each is enough.
+        waiting = {node.name: self._merges_behind(node, names) for node in merges}
+        waiters: dict[str, list[Node]] = {}
+        for node in merges:
+            for name in waiting[node.name]:
+                waiters.setdefault(name, []).append(node)
+        ready = {node.name: self._condition(node) for node in merges if not waiting[node.name]}
+        while ready:
+            condition = next(iter(ready.values()))
+            group = [self.nodes[name] for name, other in ready.items() if other == condition]
             self._convert_conditional(group, condition)
+            for merge in group:
+                del ready[merge.name], waiting[merge.name]
+            for merge in group:
+                for node in waiters.get(merge.name, ()):
+                    waiting[node.name].discard(merge.name)
+                    if not waiting[node.name]:
+                        ready[node.name] = self._condition(node)
+        if waiting:
+            raise UnsupportedControlFlowError(f"{next(iter(waiting))} depends on itself")
         self.remove({node.name for node in self.nodes.values() if node.op == "Switch"})
 
-    def _merges_behind(self, merge: Node) -> bool:
-        """Returns whether a Merge depends on another one."""
-        return any(
-            self.nodes[name].op == "Merge" for name in self.before([merge.name], lambda name: True) - {merge.name}
-        )
+    def _merges_behind(self, merge: Node, merges: set[str]) -> set[str]:
+        """Returns the Merge nodes that a Merge depends on, without those behind them."""
+        producers = [name for name, _ in self.all_inputs(merge)]
+        return self.dependencies(producers, lambda name: name not in merges) & merges
 
     def _selector(self, switch: Node) -> str:
         """Returns the condition of a Switch; copies of a condition count as the condition."""
-        name, output = parsed(switch.input[1])
-        while self.nodes[name].op == "Identity":
-            name, output = parsed(self.nodes[name].input[0])
-        return output_name(name, output)
+        return output_name(*parsed(self._copies(switch)[-1]))
+
+    def _copies(self, switch: Node) -> list[str]:
+        """Returns the condition of a Switch as it takes it, then what each copy (Identity) was made of."""
+        texts, seen = [switch.input[1]], set[str]()
+        while self.nodes[name := parsed(texts[-1])[0]].op == "Identity":
+            if name in seen:
+                raise UnsupportedControlFlowError(f"{name} depends on itself")
+            seen.add(name)
+            texts.append(self.nodes[name].input[0])
+        return texts
 
     def _sides(self, text: str) -> dict[str, set[int]]:
         """Returns which outputs of Switch nodes a tensor depends on, by condition."""
@@ -211,7 +246,7 @@ class _Converter(FlatBody):
         """Returns the condition that selects an input of a Merge."""
         sides = [self._sides(text) for text in merge.input if not text.startswith("^")]
         if len(sides) != 2:
-            raise OtherFormError(merge.name)
+            raise UnsupportedControlFlowError(merge.name)
         found = [
             condition
             for condition in {**sides[0], **sides[1]}
@@ -219,22 +254,31 @@ class _Converter(FlatBody):
             and sides[0].get(condition) != sides[1].get(condition)
         ]
         if len(found) != 1:
-            raise OtherFormError(merge.name)
+            raise UnsupportedControlFlowError(merge.name)
         return found[0]
 
     def _convert_conditional(self, merges: list[Node], condition: str) -> None:
         ends: tuple[list[str], list[str]] = ([], [])
+        inside = self._inside(condition)
         for merge in merges:
             texts = [text for text in merge.input if not text.startswith("^")]
             sides = [self._sides(text).get(condition) for text in texts]
             if sides[0] == {1} or sides[1] == {0}:
                 texts.reverse()
-            ends[0].append(texts[0])
-            ends[1].append(texts[1])
+            # A Merge may wait for nodes of both branches; each branch then waits for its own.
+            waited = [text for text in self.controls([merge]) if text[1:] in inside]
+            for side, text in enumerate(texts):
+                own = [control for control in waited if self._sides(control).get(condition) == {side}]
+                waited = [control for control in waited if control not in own]
+                ends[side].append(self._waiting(merge.name, text, own) if own else text)
+            if waited:
+                raise UnsupportedControlFlowError(f"{merge.name} waits for a node of no branch")
         inside = self._inside(condition)
         inputs: dict[str, int] = {}
+        reached: dict[str, None] = {}
         for branch in ends:
-            for name in self.before([parsed(text)[0] for text in branch], inside.__contains__):
+            for name in sorted(self.dependencies([parsed(text)[0] for text in branch], inside.__contains__)):
+                reached[name] = None
                 for text in self.nodes[name].input if name in inside else ():
                     if not text.startswith("^") and parsed(text)[0] not in inside:
                         inputs.setdefault(self._unswitched(text, condition), len(inputs))
@@ -255,7 +299,8 @@ class _Converter(FlatBody):
             body, results = self.copied(branch, arguments, types, inside.__contains__)
             name = f"{_identifier(merges[0].name)}_{what}"
             functions.append(self._library.add(name, types, body, results))
-        node = self.add(f"{merges[0].name}/If", "If", [condition, *inputs])
+        controls = self._controls_of_branches(merges, reached, inside, condition)
+        node = self.add(f"{merges[0].name}/If", "If", [condition, *inputs, *controls])
         node.attr["Tcond"].type = Dt.DT_BOOL
         node.attr["Tin"].list.type.extend(map(as_dt, types))
         node.attr["Tin"].list.SetInParent()
@@ -269,7 +314,24 @@ class _Converter(FlatBody):
             merge.attr.clear()
             merge.attr["T"].type = dtype
         if any((merge.name, 1) in self.all_inputs(user) for merge in merges for user in self.nodes.values()):
-            raise OtherFormError("the index of the branch is used")
+            raise UnsupportedControlFlowError("the index of the branch is used")
+
+    def _controls_of_branches(
+        self, merges: list[Node], reached: Iterable[str], inside: set[str], condition: str
+    ) -> list[str]:
+        """Returns control inputs for an If node: those of the nodes that it replaces, except from its branches."""
+        own = [
+            self.nodes[name]
+            for name in reached
+            if self.nodes[name].op == "Switch" and self._selector(self.nodes[name]) == condition
+        ]
+        copies = {parsed(text)[0]: None for switch in own for text in self._copies(switch)[:-1]}
+        inner = [self.nodes[name] for name in reached if name in inside]
+        outer = self.controls([*own, *(self.nodes[name] for name in copies), *merges])
+        # A node may wait for a Switch itself, and so for what the Switch takes.
+        switches = {f"^{node.name}": f"^{parsed(node.input[0])[0]}" for node in own}
+        found = [switches.get(text, text) for text in [*outer, *self.controls(inner)]]
+        return self.waited_for(text for text in found if text[1:] not in inside)
 
     def _unswitched(self, text: str, condition: str) -> str:
         """Returns the tensor that a branch takes: the input of a Switch, or a tensor of outside."""
@@ -283,7 +345,7 @@ class _Converter(FlatBody):
         switches = [
             node.name for node in self.nodes.values() if node.op == "Switch" and self._selector(node) == condition
         ]
-        return self.after(switches, lambda node: node.op not in ("Switch", "Merge")) - set(switches)
+        return self.dependents(switches, lambda node: node.op not in ("Switch", "Merge")) - set(switches)
 
 
 def _identifier(name: str) -> str:

@@ -73,7 +73,7 @@ def read_variables_and_aliases(graph: Graph, path: Path) -> None:
                     graph.variables[name] = _typed(graph, name, entries[key])
             if _OPTIMIZER in entries.files:
                 graph.optimizer_state = _read_state(entries)
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as cause:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as cause:
         raise InvalidGraphError(f"{beside}, which belongs to {path}, cannot be read: {cause}") from None
 
 

@@ -211,7 +211,7 @@ def _find(content: Content, keys: Any, default_value: Any) -> list[Any]:
     # As in TensorFlow, a lookup has no gradient.
     default_value = tf.stop_gradient(default_value)
     if not len(known):
-        return [tf.broadcast_to(default_value, tf.concat([tf.shape(keys), tf.shape(default_value)], 0))]
+        return [tf.broadcast_to(default_value, tf.concat([tf.shape(keys), values.shape[1:]], 0))]
     codes, code = _codes(known)
     order = np.argsort(codes, kind="stable")
     wanted = tf.reshape(code(keys), [1, -1])
