@@ -128,7 +128,7 @@ def _primitive(operation: _Operation) -> Primitive:
             return [np.zeros(type_.shape, type_.dtype) for type_ in types]
         rows = operation.compute(signature, calls)
         columns = [np.stack([row[index] for row in rows]) for index in range(len(rows[0]))]
-        found = [column.reshape(*batch, *column.shape[1:]) for column in columns]
+        found = [column.reshape((*batch, *column.shape[1:])) for column in columns]
         for type_, array in zip(types or (), found, strict=False):
             if array.shape != type_.shape:
                 raise FeedShapeError(
