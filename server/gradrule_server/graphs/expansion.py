@@ -240,9 +240,9 @@ class _Expansion:
                 public = without_branches(name)
                 named = tuple(position for position, part in enumerate(name.split("/")) if names_branch(part))
                 if (public, named) not in by_branches:
-                    index = by_branches[public, named] = {}
-                    for one in inner.get(public, ()):
-                        index.setdefault(without_branches(one[2], named), []).append(one)
+                    places = by_branches[public, named] = {}
+                    for known in inner.get(public, ()):
+                        places.setdefault(without_branches(known[2], named), []).append(known)
                 found = by_branches[public, named].get(name, ())
             return [
                 (body, (index, output)) for body, index, _ in found if output < len(body.nodes[index].outputs or ())
