@@ -297,7 +297,7 @@ class _Expansion:
             scopes={inner.name: self._copy.scopes[inner.name] for inner in bodies_of(body) if inner.name},
             matches=self._matches,
             rewritten=self._rewritten,
-            repeatable=all(node.op not in _DRAWS_RANDOM for inner in bodies_of(body) for node in inner.nodes),
+            draws_random=any(node.op in _DRAWS_RANDOM for inner in bodies_of(body) for node in inner.nodes),
             embedded_rules=embedded_rules,
             embedded_rule_nodes={index: len(rules[name].nodes) for (name, _), index in indices.items()},
             inputs=_inputs(self._top, body, self._cut, self._fed, self._variables, set(given.values())),

@@ -1755,7 +1755,7 @@ class ProgramPlan(google.protobuf.message.Message):
     HAS_YS_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
-    REPEATABLE_FIELD_NUMBER: builtins.int
+    DRAWS_RANDOM_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program."""
     graph_digest: builtins.str
@@ -1764,7 +1764,7 @@ class ProgramPlan(google.protobuf.message.Message):
     """Whether the program computes a derivative."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
-    repeatable: builtins.bool
+    draws_random: builtins.bool
     """As in `gradrule.v1.Program`."""
     @property
     def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
@@ -1803,9 +1803,9 @@ class ProgramPlan(google.protobuf.message.Message):
         has_ys: builtins.bool = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
-        repeatable: builtins.bool = ...,
+        draws_random: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "repeatable", b"repeatable", "rewritten", b"rewritten"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "draws_random", b"draws_random", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
 
 global___ProgramPlan = ProgramPlan
 
