@@ -285,7 +285,8 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
 
     The first run of a program compiles too, so only the deadline of the whole call ends it.
     """
-    with gr.connect(own_server.target, timeout=2.0) as client, futures.ThreadPoolExecutor() as pool:
+    connection = gr.connect(own_server.target, timeout=2.0, compile_timeout=60.0)
+    with connection as client, futures.ThreadPoolExecutor() as pool:
         program = client.compile(linear(), ys="y", xs="x")
         with client.session(linear()) as s:
             with stopped_workers(own_server):
@@ -302,10 +303,11 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
             assert calls[2].result()["y"]["x"].shape == (2, 2, 2, 3)
             assert calls[3].result()["y"]["w"].shape == (2, 2, 3, 2)
             calls[1].result()
-        assert client.evaluate(loop_graphs.endless(), {"x": loop_graphs.ENDS}, "y").outputs["y"] == loop_graphs.ENDS
+        loop = loop_graphs.endless()
+        assert client.evaluate(loop, {"x": loop_graphs.ENDS}, "y").outputs["y"] == loop_graphs.ENDS
         started = time.monotonic()
         with refused("DEADLINE_EXCEEDED") as refusal:
-            client.evaluate(loop_graphs.endless(), {"x": loop_graphs.ENDLESS}, "y")
+            client.evaluate(loop, {"x": loop_graphs.ENDLESS}, "y")
         refusal.says("2 s", "run_timeout")
         assert time.monotonic() - started < 60
     with gr.connect(own_server.target, timeout=1.0, compile_timeout=2.0) as client:
