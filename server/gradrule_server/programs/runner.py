@@ -184,12 +184,14 @@ class ForwardRun(NamedTuple):
         kept_bytes: Bytes that the engine keeps on the device.
         process: The engine process that keeps it.
         workload: What the program counts as in the history of crashes.
+        is_within_quota: Whether the engine has checked `kept_bytes`, before the run changed variables of a session.
     """
 
     answer: bytes
     kept_bytes: int
     process: ProcessRef
     workload: Workload
+    is_within_quota: bool = False
 
 
 class ProgramRunner:

@@ -1027,8 +1027,14 @@ class SessionRun(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
     HANDLE_FIELD_NUMBER: builtins.int
+    MAX_KEPT_BYTES_FIELD_NUMBER: builtins.int
+    MAX_KEPT_BYTES_SETTING_FIELD_NUMBER: builtins.int
     handle: builtins.str
     """For a split program: name under which the engine keeps the tensors that pull-backs need. They do not change with the variables."""
+    max_kept_bytes: builtins.int
+    """Most bytes that the engine may keep under the handle; if it would keep more, the run is refused and changes nothing."""
+    max_kept_bytes_setting: builtins.str
+    """Flag of the setting that limits `max_kept_bytes`, for error messages."""
     @property
     def run(self) -> global___RunRequest:
         """The run."""
@@ -1048,9 +1054,11 @@ class SessionRun(google.protobuf.message.Message):
         store: collections.abc.Iterable[builtins.str] | None = ...,
         optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
         handle: builtins.str = ...,
+        max_kept_bytes: builtins.int = ...,
+        max_kept_bytes_setting: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["handle", b"handle", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "max_kept_bytes", b"max_kept_bytes", "max_kept_bytes_setting", b"max_kept_bytes_setting", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
 
 global___SessionRun = SessionRun
 
