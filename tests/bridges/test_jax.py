@@ -111,6 +111,25 @@ def test_integers_have_no_gradients(client: Any) -> None:
     assert power(np.float32([1]), np.int32(3))["twice"] == 6
 
 
+def test_complex_programs_are_refused(client: Any) -> None:
+    g = gradrule.Graph()
+    z = g.placeholder("z", "complex128", [2])
+    g.reduce_sum(g.op_output("Real", g.op_output("Exp", z), Tout="float64"), axis=[0], name="y")
+    with pytest.raises(UnsupportedError, match="'z' is complex128"):
+        gradrule.jax.remote(client.compile(g, fetches=["y"], ys=["y"], xs=["z"]))
+
+
+def test_shapes_of_eager_calls_are_those_of_the_results(client: Any) -> None:
+    g = gradrule.Graph()
+    m = g.placeholder("m", "float64", [None, None])
+    g.op("MatrixInverse", m, name="y")
+    inverse = gradrule.jax.remote(client.compile(g, fetches=["y"], ys=["y"], xs=["m"]))
+    value = np.array([[2.0, 0.0], [0.0, 4.0]])
+    np.testing.assert_allclose(inverse(value), np.linalg.inv(value))
+    with pytest.raises(FeedShapeError, match="with zeros, to learn them, failed"):
+        jax.jit(inverse)(value)
+
+
 def test_a_network_trains(digits_network: Any) -> None:
     program, start = digits_network
     loss = gradrule.jax.remote(program)

@@ -48,6 +48,21 @@ def test_overrides_apply(binary: Any) -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+def test_functions_with_other_params_are_other_functions(client: Any) -> None:
+    program = client.compile(
+        examples.binary_graph(), fetches=["loss"], ys=["loss"], xs=["x", "w"], overrides={"Sign": "fast_sigmoid"}
+    )
+    x = pt.fmatrix("x")
+    gradients = [
+        pytensor.grad(
+            gradrule.pytensor.remote(program, params={"Sign": {"slope": slope}})(x, examples.W.astype("f4")), x
+        )
+        for slope in (1.0, 100.0)
+    ]
+    mild, steep = pytensor.function([x], gradients)(np.float32(examples.X))
+    assert np.abs(mild).max() > 2 * np.abs(steep).max()
+
+
 def test_nuts_samples_the_posterior(client: Any) -> None:
     """Samples the mean of normal data with a flat prior: the posterior is normal, with a known mean and deviation."""
     g = gr.Graph()

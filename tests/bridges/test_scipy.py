@@ -57,6 +57,16 @@ def test_least_squares_takes_residuals_and_their_jacobian(client: Any) -> None:
     np.testing.assert_allclose(r.jac([1.0, 1.0]), numeric, rtol=1e-5, atol=1e-6)
 
 
+def test_residuals_that_do_not_depend_on_x_have_zeros_in_the_jacobian(client: Any) -> None:
+    g = gr.Graph()
+    x, c = g.placeholder("x", "float64", [2]), g.placeholder("c", "float64", [3])
+    g.op("Square", x, name="r")
+    g.op("Square", c, name="q")
+    program = client.compile(g, fetches=["r", "q"], ys=["r", "q"], xs=["x"])
+    r = gradrule.scipy.residuals(program, "x", c=[1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(r.jac([3.0, 4.0]), [[6, 0], [0, 8], [0, 0], [0, 0], [0, 0]])
+
+
 def test_several_inputs_are_one_vector(smooth: Any, client: Any) -> None:
     program = client.compile(examples.smooth_graph(), fetches=["z"], ys=["z"], xs=["x", "w"])
     objective = gradrule.scipy.value_and_grad(program, ["w", "x"])

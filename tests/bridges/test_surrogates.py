@@ -119,6 +119,22 @@ def test_second_derivatives_are_those_of_the_rule() -> None:
     np.testing.assert_allclose(by_jax, second, rtol=2e-4, atol=1e-5)
 
 
+def test_outputs_have_their_own_gradient_in_second_derivatives() -> None:
+    """The first gradient of the square with the rule dy y² is x⁴, so the second is 4x³."""
+    square, rule = (lambda v: v * v), gr.Rule("dy * y * y")
+    x = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(gradrule.torch.surrogate(rule, square)(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 4 * x.detach() ** 3)
+    by_jax = jax.grad(lambda v: jax.grad(lambda w: gradrule.jax.surrogate(rule, square)(w).sum())(v).sum())
+    np.testing.assert_allclose(by_jax(np.float32([0.3, -0.2])), second, rtol=1e-5)
+
+
+def test_rounding_in_jax_has_the_gradient_of_the_rule() -> None:
+    found = jax.grad(lambda v: gradrule.jax.surrogate("ste", "round")(v).sum())(X)
+    np.testing.assert_array_equal(found, np.ones_like(X))
+
+
 def test_transforms_of_torch_func_work() -> None:
     spike = gradrule.torch.surrogate("atan")
     x = torch.tensor(X).reshape(4, 2)
@@ -168,6 +184,8 @@ def test_wrong_rules_and_params_are_refused(make: Any) -> None:
         make("fast_sigmoid", steepness=1.0)
     with pytest.raises(InvalidParamError, match="outside its range"):
         make("fast_sigmoid", slope=-1.0)
+    with pytest.raises(InvalidParamError, match="outside its range"):
+        make("fast_sigmoid", slope=torch.tensor(-5.0))
     with pytest.raises(MissingParamError, match="needs the param 'k'"):
         make(gr.Rule("k * dy", params=["k"]))
     with pytest.raises(InvalidExpressionError):

@@ -70,6 +70,32 @@ def test_random_numbers_of_the_backward_pass_are_those_of_the_forward_pass(dropo
         tf.function(remote)(x)
 
 
+def test_gradients_by_inputs_that_are_no_xs_are_refused(client: Any) -> None:
+    by_w = gradrule.tf.remote(client.compile(examples.smooth_graph(), fetches=["z"], ys=["z"], xs=["w"]))
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([X, W])
+        z = by_w(X, W) + tf.reduce_sum(X)
+        constant = by_w(tf.stop_gradient(X), W)
+    assert tape.gradient(constant, W) is not None
+    with pytest.raises(gradrule.errors.InvalidDerivativeError, match="'x' is not one of the program's xs"):
+        tape.gradient(z, X)
+
+
+def test_third_derivatives_say_that_there_are_none(smooth: Any) -> None:
+    remote = gradrule.tf.remote(smooth)
+    with tf.GradientTape() as third:
+        third.watch(W)
+        with tf.GradientTape() as second:
+            second.watch(W)
+            with tf.GradientTape() as first:
+                first.watch(W)
+                z = remote(X, W)["z"]
+            one = first.gradient(z, W)
+        two = second.gradient(one, W)
+    with pytest.raises(NotImplementedError, match="not third ones"):
+        third.gradient(two, W)
+
+
 def test_a_loop_around_a_remote_function_has_the_gradient_of_each_call(client: Any) -> None:
     g = gradrule.Graph()
     x = g.placeholder("x", "float64", [])

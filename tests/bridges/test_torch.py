@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,70 @@ def test_programs_without_what_is_needed_are_refused(client: Any, aio_client: An
         gradrule.torch.remote_module(by_w.program, v=examples.W)
     with pytest.raises(FeedDtypeError, match="'w' is float32"):
         gradrule.torch.remote_module(by_w.program, w=examples.W.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda f, w: vmap(lambda x: f(x, w)[1])(BATCH).pow(2).sum(),
+        lambda f, w: vmap(f, in_dims=(0, None))(BATCH, w)[0].pow(2).sum(),
+        lambda f, w: jacrev(lambda v: f(X, v)[1])(w).pow(2).sum(),
+        lambda f, w: jacfwd(lambda v: f(X, v)[1])(w).pow(2).sum(),
+        lambda f, w: vmap(grad(lambda x: f(x, w)[1]))(BATCH).pow(2).sum(),
+    ],
+)
+def test_results_of_transforms_are_differentiable(remote: Any, result: Any) -> None:
+    found = []
+    for function in (remote, local):
+        w = W.clone().requires_grad_()
+        result(function, w).backward()
+        found.append(w.grad)
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: vmap(vmap(lambda x: f(x, W)[1]))(torch.stack([BATCH, 2 * BATCH])),
+        lambda f: vmap(jacrev(lambda x: f(x, W)[1]))(BATCH),
+        lambda f: grad(lambda w: vmap(lambda x: f(x, w)[1])(BATCH).sum())(W),
+        lambda f: vmap(jacrev(grad(lambda x: f(x, W)[1])))(BATCH[:2]),
+    ],
+)
+def test_nested_transforms_equal_those_of_pytorch(remote: Any, transform: Any) -> None:
+    assert_equal(transform(remote), transform(local))
+
+
+def test_derivatives_that_would_draw_other_numbers_are_refused(dropout: Any) -> None:
+    remote, x = gradrule.torch.remote(dropout), torch.ones(3)
+    with pytest.raises(UnsupportedError, match="draws random numbers"):
+        jvp(remote, (x,), (x,))
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(remote(leaf).sum(), leaf, create_graph=True)
+    with pytest.raises(UnsupportedError, match="draws random numbers"):
+        first.sum().backward()
+
+
+def test_tangents_of_inputs_that_are_no_xs_are_refused(client: Any) -> None:
+    by_w = gradrule.torch.remote(client.compile(examples.smooth_graph(), fetches=["z"], ys=["z"], xs=["w"]))
+    with pytest.raises(InvalidDerivativeError, match="'x' has a tangent"):
+        jvp(lambda x: by_w(x, W), (X,), (X,))
+    _, pushed = jvp(lambda w: by_w(X, w), (W,), (W,))
+    assert_equal(pushed, jvp(lambda w: local(X, w)[1], (W,), (W,))[1])
+
+
+def test_many_results_that_are_kept_do_not_use_up_the_server(smooth: Any) -> None:
+    remote, w = gradrule.torch.remote(smooth), W.clone().requires_grad_()
+    kept = [remote(X, w)["z"] for _ in range(1030)]
+    (found,) = torch.autograd.grad(kept[-1], w)
+    (wanted,) = torch.autograd.grad(local(X, w)[1], w)
+    assert_equal(found, wanted)
+
+
+def test_modules_can_be_copied(smooth: Any) -> None:
+    module = gradrule.torch.remote_module(smooth, w=examples.W)
+    again = copy.deepcopy(module)
+    assert_equal(again(X)["z"], module(X)["z"])
 
 
 def test_third_derivatives_say_that_there_are_none(remote: Any) -> None:

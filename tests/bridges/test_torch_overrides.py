@@ -142,6 +142,16 @@ def test_the_model_is_as_before_after_the_block(dense: Any) -> None:
     assert "forward" not in vars(model[1])
 
 
+def test_blocks_may_be_nested() -> None:
+    model = nn.Sequential(nn.Tanh())
+    x = torch.tensor([0.5], requires_grad=True)
+    with override(model, {nn.Tanh: gr.Rule("2 * dy")}):
+        with override(model, {nn.Tanh: gr.Rule("3 * dy")}):
+            assert torch.autograd.grad(model(x).sum(), x)[0].item() == 3
+        assert torch.autograd.grad(model(x).sum(), x)[0].item() == 2
+    assert "forward" not in vars(model[0])
+
+
 def test_overrides_that_do_nothing_are_refused(dense: Any) -> None:
     model, _ = dense
     with pytest.raises(UnmatchedOverrideError, match="Linear, ReLU, Sequential"), override(model, {nn.Conv2d: "lrp_0"}):

@@ -281,8 +281,12 @@ def stopped_workers(server: RunningServer) -> Iterator[None]:
 
 
 def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -> None:
-    """Compile workers stand still for longer than calls may run; then a program runs for too long."""
-    with gr.connect(own_server.target, timeout=2.0) as client, futures.ThreadPoolExecutor() as pool:
+    """Compile workers stand still for longer than calls may run; then a program runs for too long.
+
+    The first run of a program compiles too, so only the deadline of the whole call ends it.
+    """
+    connection = gr.connect(own_server.target, timeout=2.0, compile_timeout=60.0)
+    with connection as client, futures.ThreadPoolExecutor() as pool:
         program = client.compile(linear(), ys="y", xs="x")
         with client.session(linear()) as s:
             with stopped_workers(own_server):
@@ -299,11 +303,18 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
             assert calls[2].result()["y"]["x"].shape == (2, 2, 2, 3)
             assert calls[3].result()["y"]["w"].shape == (2, 2, 3, 2)
             calls[1].result()
+        loop = loop_graphs.endless()
+        assert client.evaluate(loop, {"x": loop_graphs.ENDS}, "y").outputs["y"] == loop_graphs.ENDS
         started = time.monotonic()
         with refused("DEADLINE_EXCEEDED") as refusal:
-            client.evaluate(loop_graphs.counted(2_000_000_000), {"x": np.float32(1)}, "y")
+            client.evaluate(loop, {"x": loop_graphs.ENDLESS}, "y")
         refusal.says("2 s", "run_timeout")
         assert time.monotonic() - started < 60
+    with gr.connect(own_server.target, timeout=1.0, compile_timeout=2.0) as client:
+        started = time.monotonic()
+        with refused("DEADLINE_EXCEEDED"):
+            client.evaluate(loop_graphs.counted(2_000_000_000), {"x": np.float32(1)}, "y")
+        assert 2.5 < time.monotonic() - started < 60
 
 
 def test_server_that_answers_no_ping_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,28 @@ def test_async_client_gives_the_same_steps(aio_client: Any) -> None:
         assert_close(s.read()["w"], variables["w"], rtol=1e-3)
         s.assign({"b": [1.0, 2.0]})
         assert_close(s.save().variables["b"], np.float32([1, 2]))
+
+
+def test_calls_made_at_the_same_time_run_one_after_the_other(server: RunningServer) -> None:
+    rate = gr.schedules.PiecewiseConstantDecay([1, 2, 3], [0.4, 0.3, 0.2, 0.1])
+    losses, variables = train_with_keras(
+        keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([1, 2, 3], [0.4, 0.3, 0.2, 0.1])), 6
+    )
+
+    async def train() -> tuple[list[gr.StepResult], Any]:
+        async with gr.aio.connect(server.target) as client, client.session(linear()) as s:
+            steps = (s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(rate)) for _ in range(6))
+            return await asyncio.gather(*steps), await s.read()
+
+    def train_in_threads() -> tuple[list[gr.StepResult], Any]:
+        with gr.connect(server.target) as client, client.session(linear()) as s, ThreadPoolExecutor(6) as pool:
+            steps = [pool.submit(s.step, {"x": X, "t": T}, "loss", gr.optimizers.SGD(rate)) for _ in range(6)]
+            return sorted((step.result() for step in steps), key=lambda result: result.step), s.read()
+
+    for results, read in (asyncio.run(train()), train_in_threads()):
+        assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
+        assert_close(np.array([result.loss for result in results]), np.float32(losses), rtol=1e-4)
+        assert_close(read["w"], variables["w"], rtol=1e-3)
 
 
 def test_learning_rate_may_change_between_steps(client: Any) -> None:
@@ -647,7 +671,7 @@ def test_calls_of_a_session_have_its_graph_and_overrides(channel: grpc.Channel) 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    flags = ("--max-sessions", "2", "--max-session-bytes", "1MiB")
+    flags = ("--max-sessions", "2", "--max-session-bytes", "1MiB", "--max-handle-bytes", "1KiB")
     with running_server(tmp_path_factory.mktemp("small"), flags) as running:
         yield running
 
@@ -679,6 +703,39 @@ def test_number_and_bytes_of_sessions_are_limited(small: RunningServer) -> None:
         g.op("Sum", g.variable("w", np.ones(400_000, np.float32)), g.constant([0]), name="loss")
         with refused("QUOTA_EXCEEDED"), client.session(g):
             pass
+
+
+def test_forward_that_exceeds_the_bytes_of_handles_changes_no_variable(small: RunningServer) -> None:
+    def build() -> None:
+        x = tf.compat.v1.placeholder(tf.float32, [None], "x")
+        v = tf.compat.v1.get_variable("v", initializer=tf.constant(0.0), use_resource=True)
+        with tf.control_dependencies([v.assign_add(1.0)]):
+            tf.square(x, name="y")
+
+    with tf.Graph().as_default() as graph:
+        build()
+    fits, too_large = np.ones(4, np.float32), np.ones(1000, np.float32)
+
+    with gr.connect(small.target) as client:
+
+        def started() -> Any:
+            try:
+                return client.session(graph.as_graph_def()).__enter__()
+            except gr.errors.QuotaExceededError:
+                # The closed sessions of other tests may still count.
+                return None
+
+        with wait_until(started, "room for a session") as s:
+            kept = s.forward({"x": fits}, ys="y", xs="x")
+            for _ in range(2):
+                with refused("QUOTA_EXCEEDED") as refusal:
+                    s.forward({"x": too_large}, ys="y", xs="x")
+                refusal.says("handle would keep", "max-handle-bytes")
+                assert s.read("v")["v"] == 1
+            assert_close(kept.vjp()["x"], 2 * fits)
+            kept.close()
+            s.forward({"x": fits}, ys="y", xs="x").close()
+            assert s.read("v")["v"] == 2
 
 
 @provokes("SESSION_LOST")

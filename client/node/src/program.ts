@@ -26,7 +26,6 @@ export interface ProgramCallOptions extends CallOptions, TransferOptions {
   readonly gradYs?: GradYs;
 }
 
-/** Tensors and rules of a program. */
 export const PROGRAM_CALL_OPTIONS = {
   ...CALL_OPTIONS,
   transfer: true,
@@ -34,6 +33,7 @@ export const PROGRAM_CALL_OPTIONS = {
   gradYs: true,
 } as const satisfies OptionNames<ProgramCallOptions>;
 
+/** Tensors and rules of a program. */
 class Signature {
   /** Placeholders that calls feed. */
   readonly inputs: Readonly<Record<string, TensorSpec>>;

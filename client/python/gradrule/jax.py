@@ -25,7 +25,9 @@ from gradrule._bridges.local_rules import LocalRule
 from gradrule._bridges.program_function import ProgramFunction, RemoteCallable
 from gradrule._builder.rules import RuleLike
 from gradrule._messages.call_arguments import CallParams
+from gradrule._messages.feed_values import array_of
 from gradrule._rpc.sync_client.programs import Program
+from gradrule.common.dtypes import NUMBERS
 from gradrule.errors import (
     FeedDtypeError,
     FeedShapeError,
@@ -57,8 +59,8 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
 
     Raises:
         InvalidDerivativeError: The program has no ys, an x is not an input, or a y is not among its fetches.
-        UnsupportedError: `program` is not a program of the sync client, it draws random numbers, or it needs
-            JAX's 64-bit types, which are off.
+        UnsupportedError: `program` is not a program of the sync client, it draws random numbers, has complex
+            tensors, or needs JAX's 64-bit types, which are off.
     """
     return RemoteFunction(ProgramFunction(program, params, timeout))
 
@@ -103,7 +105,8 @@ def surrogate(
             values["default0"] = jax.vjp(function, x)[1](dy)[0]
         return (local.gradient(JAX, str(x.dtype), values),)
 
-    with_rule: Any = jax.custom_vjp(function)
+    # Without the defaults of other arguments, as `jnp.round` has.
+    with_rule: Any = jax.custom_vjp(lambda x: run(x)[0])
     with_rule.defvjp(run, pull_back)
 
     def call(x: Any) -> jax.Array:
@@ -131,6 +134,7 @@ class RemoteFunction(RemoteCallable):
                 )
         super().__init__(function)
         function.require_repeatable()
+        function.require_real()
         self._signatures: dict[tuple[str, ...], Signature] = {}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -157,7 +161,7 @@ class RemoteFunction(RemoteCallable):
 def _checked(name: str, value: Any, function: ProgramFunction) -> Any:
     spec = function.inputs[name]
     if not hasattr(value, "dtype"):
-        value = np.asarray(value, np.dtype(spec.dtype))
+        value = array_of(value, NUMBERS[spec.dtype], f"the input {name!r}")
     if np.dtype(value.dtype) != np.dtype(spec.dtype):
         raise FeedDtypeError(f"the input {name!r} is {spec.dtype}, not {np.dtype(value.dtype).name}")
     if spec.shape is not None and (

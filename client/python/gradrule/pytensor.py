@@ -8,7 +8,7 @@
     with pymc.Model():
         theta = pymc.Flat("theta", shape=3)
         pymc.Potential("likelihood", logp(theta=theta))
-        trace = pymc.sample()
+        trace = pymc.sample(cores=1)
 
 It needs PyTensor: `pip install 'gradrule[pytensor]'`.
 """
@@ -21,12 +21,15 @@ from typing import Any
 import numpy as np
 import pytensor.tensor as pt
 from pytensor.gradient import DisconnectedType, grad_undefined
-from pytensor.graph.basic import Apply
+from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
 
-from gradrule._bridges.program_function import ProgramFunction, RemoteCallable
+from gradrule._bridges.program_function import ProgramFunction, RemoteCallable, has_gradients
 from gradrule._messages.call_arguments import CallParams
+from gradrule._messages.feed_values import array_of
 from gradrule._rpc.sync_client.programs import Program
+from gradrule.common.dtypes import NUMBERS
+from gradrule.errors import UnsupportedError
 
 __all__ = ["RemoteFunction", "remote"]
 
@@ -35,7 +38,8 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
     """Returns a program as a differentiable function of PyTensor variables.
 
     `pytensor.grad` and its gradient, and `pytensor.gradient.Rop`, work with it, and so do PyMC's NUTS and Laplace
-    approximations. The program's overrides apply.
+    approximations. The program's overrides apply. Processes that PyMC forks cannot use the client's connection: sample
+    with `cores=1`, or with `mp_ctx="forkserver"`.
 
     Args:
         program: A program of `client.compile`, whose xs are inputs and whose ys are among its fetches.
@@ -49,10 +53,15 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
 
     Raises:
         InvalidDerivativeError: The program has no ys, an x is not an input, or a y is not among its fetches.
-        UnsupportedError: `program` is not a program of the sync client, or it draws random numbers.
+        UnsupportedError: `program` is not a program of the sync client, it draws random numbers, has complex
+            tensors, or does not tell the rank of a y.
     """
     function = ProgramFunction(program, params, timeout)
     function.require_repeatable()
+    function.require_real()
+    for y, spec in zip(function.ys, function.specs, strict=True):
+        if spec.shape is None:
+            raise UnsupportedError(f"the program does not tell the rank of {y!r}, which PyTensor needs")
     return RemoteFunction(function)
 
 
@@ -68,31 +77,42 @@ class RemoteFunction(RemoteCallable):
         """
         function = self._function
         given = function.bind(arguments, named)
-        variables = [
-            pt.cast(pt.as_tensor_variable(value), function.inputs[name].dtype) for name, value in given.items()
-        ]
+        variables = [_variable(name, value, function) for name, value in given.items()]
         ys = _Evaluate(function, tuple(given)).make_node(*variables).outputs
         return ys[0] if len(ys) == 1 else dict(zip(function.ys, ys, strict=True))
 
 
 class _RemoteOp(Op):
-    """Base of the ops: two ops with the same program and inputs are equal, so that PyTensor merges them."""
+    """Base of the ops: two ops of one remote function with the same inputs are equal, and PyTensor merges them."""
 
-    __props__ = ("_program", "_names")
+    __props__ = ("_function", "_names")
 
     def __init__(self, function: ProgramFunction, names: tuple[str, ...]) -> None:
         self._function, self._names = function, names
-        self._program = function.program.digests.program
+        self._xs = [x for x in function.xs if x in names and function.has_gradient(x)]
 
     def _feeds(self, values: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self._names, values, strict=False))
 
     def _spread(self, gradients: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Returns gradients of the xs as one for each input."""
-        found = dict(zip(self._function.xs, gradients, strict=True))
+        found = dict(zip(self._xs, gradients, strict=True))
+        why = "it is not one of the program's xs, or has integers"
         return [
-            found[name] if name in found else grad_undefined(self, index, variable, "it is not one of the program's xs")
+            found[name] if name in found else grad_undefined(self, index, variable, why)
             for index, (name, variable) in enumerate(zip(self._names, inputs, strict=False))
+        ]
+
+    def _of_xs(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns the gradients by the xs of the op, of those by all xs of the program."""
+        found = dict(zip(self._function.xs, gradients, strict=True))
+        return [found[x] for x in self._xs]
+
+    def _upstream(self, values: Sequence[Any]) -> list[Any]:
+        """Returns upstream gradients, None for ys that are integers."""
+        return [
+            value if has_gradients(spec.dtype) else None
+            for spec, value in zip(self._function.specs, values, strict=True)
         ]
 
 
@@ -128,11 +148,12 @@ class _PullBack(_RemoteOp):
 
     def make_node(self, *inputs: Any) -> Apply:
         by_name = dict(zip(self._names, inputs, strict=False))
-        return Apply(self, list(inputs), [by_name[x].type() for x in self._function.xs])
+        return Apply(self, list(inputs), [by_name[x].type() for x in self._xs])
 
     def perform(self, node: Apply, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        feeds, upstream = self._feeds(inputs), inputs[len(self._names) :]
-        for storage, gradient in zip(outputs, self._function.pull_back(feeds, upstream), strict=True):
+        feeds, upstream = self._feeds(inputs), self._upstream(inputs[len(self._names) :])
+        found = self._of_xs(self._function.pull_back(feeds, upstream))
+        for storage, gradient in zip(outputs, found, strict=True):
             storage[0] = np.asarray(gradient)
 
     def L_op(self, inputs: Sequence[Any], outputs: Sequence[Any], output_grads: Sequence[Any]) -> list[Any]:
@@ -142,10 +163,16 @@ class _PullBack(_RemoteOp):
             for x, grad in zip(outputs, output_grads, strict=True)
         ]
         again = _PullBackAgain(self._function, self._names).make_node(*inputs, *vectors).outputs
-        by_x = dict(zip(self._function.xs, vectors, strict=True))
+        by_x = dict(zip(self._xs, vectors, strict=True))
         tangents = [by_x.get(name, pt.zeros_like(v)) for name, v in zip(self._names, inputs, strict=False)]
         pushed = _PushForward(self._function, self._names).make_node(*inputs[:count], *tangents).outputs
-        return [*self._spread(again, inputs), *pushed]
+        by_y = [
+            product
+            if has_gradients(spec.dtype)
+            else grad_undefined(self, count + index, inputs[count + index], "integers")
+            for index, (spec, product) in enumerate(zip(self._function.specs, pushed, strict=True))
+        ]
+        return [*self._spread(again, inputs), *by_y]
 
 
 class _PullBackAgain(_RemoteOp):
@@ -153,13 +180,13 @@ class _PullBackAgain(_RemoteOp):
 
     def make_node(self, *inputs: Any) -> Apply:
         by_name = dict(zip(self._names, inputs, strict=False))
-        return Apply(self, list(inputs), [by_name[x].type() for x in self._function.xs])
+        return Apply(self, list(inputs), [by_name[x].type() for x in self._xs])
 
     def perform(self, node: Apply, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         function, count = self._function, len(self._names)
-        upstream, vectors = inputs[count : count + len(function.ys)], inputs[count + len(function.ys) :]
-        directions = dict(zip(function.xs, vectors, strict=True))
-        found = function.pull_back_again(self._feeds(inputs), upstream, directions)
+        upstream = self._upstream(inputs[count : count + len(function.ys)])
+        directions = dict(zip(self._xs, inputs[count + len(function.ys) :], strict=True))
+        found = self._of_xs(function.pull_back_again(self._feeds(inputs), upstream, directions))
         for storage, gradient in zip(outputs, found, strict=True):
             storage[0] = np.asarray(gradient)
 
@@ -173,9 +200,18 @@ class _PushForward(_RemoteOp):
     def perform(self, node: Apply, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         function = self._function
         tangents = dict(zip(self._names, inputs[len(self._names) :], strict=True))
-        found = function.push_forward(self._feeds(inputs), {x: tangents[x] for x in function.xs})
-        for storage, product in zip(outputs, found, strict=True):
-            storage[0] = np.asarray(product)
+        found = function.push_forward(self._feeds(inputs), {x: tangents[x] for x in self._xs})
+        for storage, product, spec, tangent in zip(outputs, found, function.specs, node.outputs, strict=True):
+            # Integers have no tangent; PyTensor wants a value nevertheless.
+            none = np.zeros((0,) * tangent.type.ndim, spec.dtype)
+            storage[0] = none if product is None else np.asarray(product)
+
+
+def _variable(name: str, value: Any, function: ProgramFunction) -> Any:
+    dtype = function.inputs[name].dtype
+    if isinstance(value, Variable):
+        return pt.cast(value, dtype)
+    return pt.as_tensor_variable(array_of(value, NUMBERS[dtype], f"the input {name!r}"))
 
 
 def _type(spec: Any) -> Any:

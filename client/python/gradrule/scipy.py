@@ -90,7 +90,11 @@ class _Vectors:
 
     def __init__(self, function: ProgramFunction, x: str | Sequence[str], others: dict[str, Any]) -> None:
         self._function = function
+        function.require_real()
         self._names = [function.input_name(name) for name in ([x] if isinstance(x, str) else x)]
+        twice = [name for name in self._names if self._names.count(name) > 1 or name in others]
+        if twice:
+            raise UnknownFeedError(f"the input {twice[0]!r} is given twice: as x and as a value, or twice as x")
         bound = function.bind((), {**others, **dict.fromkeys(self._names)})
         self._others = {name: value for name, value in bound.items() if name not in self._names}
         for name in self._names:
@@ -187,9 +191,15 @@ class Residuals(_Vectors):
     def jac(self, x: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Returns the Jacobian, float64, of shape (number of residuals, size of the vector)."""
         feeds = self._feeds(x)
+        sizes = [np.size(y) for y in self._function.run(feeds)]
         rows = []
-        for by_x in self._function.jacobian(feeds):
-            columns = [np.asarray(by_x[name], np.float64).reshape(-1, np.size(feeds[name])) for name in self._names]
+        for size, by_x in zip(sizes, self._function.jacobian(feeds), strict=True):
+            columns = [
+                np.zeros((size, np.size(feeds[name])))
+                if by_x[name] is None
+                else np.asarray(by_x[name], np.float64).reshape(size, np.size(feeds[name]))
+                for name in self._names
+            ]
             rows.append(np.concatenate(columns, axis=1))
         return np.concatenate(rows)
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 from gradrule._bridges.program_function import Arrays, ForwardRun, ProgramFunction, RemoteCallable
 from gradrule._messages.call_arguments import CallParams
 from gradrule._rpc.sync_client.programs import Program
+from gradrule.errors import InvalidDerivativeError
 
 __all__ = ["RemoteFunction", "remote"]
 
@@ -77,7 +78,8 @@ class _Call:
         self.function, self.names = function, names
         self.y_specs = [tf.TensorSpec(spec.shape, spec.dtype) for spec in function.specs]
         self.run: ForwardRun | None = None
-        self._positions = [names.index(x) for x in function.xs]
+        # An optional input need not be given.
+        self._positions = [names.index(x) for x in function.xs if x in names]
 
     def feeds(self, arrays: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.names, arrays, strict=True))
@@ -86,14 +88,27 @@ class _Call:
         return [tf.TensorSpec(tensors[position].shape, tensors[position].dtype) for position in self._positions]
 
     def spread(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns gradients of the xs as one for each tensor; None for tensors that are no xs."""
+        """Returns gradients of the xs as one for each tensor; None for tensors of types without gradients."""
         found: list[Any] = [None] * len(self.names)
         for position, gradient in zip(self._positions, gradients, strict=True):
             found[position] = gradient
         return found
 
+    def of_given(self, gradients: Arrays) -> Arrays:
+        """Returns the gradients by the xs that the call gives, of those by all xs."""
+        return [gradient for x, gradient in zip(self.function.xs, gradients, strict=True) if x in self.names]
+
+    def guarded(self, tensors: Sequence[Any]) -> list[Any]:
+        """Returns the tensors so that a gradient by one that is not among the xs is an error, not a silent None."""
+        xs = self.function.xs
+        return [
+            _without_gradient(name, xs, tensor) if name not in xs and _has_gradients(tensor.dtype) else tensor
+            for name, tensor in zip(self.names, tensors, strict=True)
+        ]
+
     def directions(self, values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(self.function.xs, values, strict=True))
+        named = zip((self.names[position] for position in self._positions), values, strict=True)
+        return {name: value for name, value in named if self.function.has_gradient(name)}
 
 
 def _evaluated(call: _Call, tensors: Sequence[Any]) -> list[Any]:
@@ -105,16 +120,52 @@ def _evaluated(call: _Call, tensors: Sequence[Any]) -> list[Any]:
     def forward(*arrays: Any) -> Arrays:
         # A node inside tf.function may run several times before the backward pass.
         if is_eager:
-            call.run = function.forward(call.feeds(arrays))
-            return call.run.ys
+            ys, call.run = function.forward(call.feeds(arrays))
+            return ys
         return function.run(call.feeds(arrays))
 
     @tf.custom_gradient
     def evaluate(*given: Any) -> tuple[Any, Callable[..., Any]]:
         ys = _on_host(forward, given, call.y_specs)
-        return ys, lambda *grad_ys: call.spread(_pulled_back(call, given, _upstream(ys, grad_ys)))
 
-    return _listed(evaluate(*tensors))
+        def backward(*grad_ys: Any) -> list[Any]:
+            gradients = call.spread(_pulled_back(call, given, _upstream(ys, grad_ys)))
+            # Zeros for the others, so that `guarded` learns of the request.
+            return [
+                tf.zeros_like(tensor) if gradient is None and _has_gradients(tensor.dtype) else gradient
+                for gradient, tensor in zip(gradients, given, strict=True)
+            ]
+
+        return ys, backward
+
+    return _listed(evaluate(*call.guarded(tensors)))
+
+
+def _without_gradient(name: str, xs: Sequence[str], tensor: Any) -> Any:
+    @tf.custom_gradient
+    def identity(value: Any) -> tuple[Any, Callable[..., Any]]:
+        def backward(_: Any) -> Any:
+            raise InvalidDerivativeError(
+                f"the input {name!r} is not one of the program's xs, {', '.join(xs)}: compile it with this x, or give "
+                f"tf.stop_gradient({name})"
+            )
+
+        return tf.identity(value), backward
+
+    return identity(tensor)
+
+
+def _once(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Returns a function of tensors whose derivative is an error."""
+
+    @tf.custom_gradient
+    def compute(*given: Any) -> tuple[Any, Callable[..., Any]]:
+        def backward(*_: Any) -> Any:
+            raise NotImplementedError("gradrule gives first and second derivatives, not third ones")
+
+        return function(*given), backward
+
+    return lambda *given: _listed(compute(*given))
 
 
 def _pulled_back(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any]) -> list[Any]:
@@ -122,8 +173,11 @@ def _pulled_back(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any]) ->
     function, count = call.function, len(tensors)
 
     def compute(*arrays: Any) -> Arrays:
+        if call.run is None:
+            function.require_repeatable()
         source = function if call.run is None else call.run
-        return source.pull_back(call.feeds(arrays[:count]), _without_integers(function, arrays[count:]))
+        upstream = _without_integers(function, arrays[count:])
+        return call.of_given(source.pull_back(call.feeds(arrays[:count]), upstream))
 
     @tf.custom_gradient
     def pull_back(*given: Any) -> tuple[Any, Callable[..., Any]]:
@@ -143,10 +197,12 @@ def _second(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any], vectors
     function, count, ys = call.function, len(tensors), len(grad_ys)
 
     def compute(*arrays: Any) -> Arrays:
+        function.require_repeatable()
         feeds, upstream = call.feeds(arrays[:count]), _without_integers(function, arrays[count : count + ys])
-        return function.pull_back_again(feeds, upstream, call.directions(arrays[count + ys :]))
+        return call.of_given(function.pull_back_again(feeds, upstream, call.directions(arrays[count + ys :])))
 
-    return _on_host(compute, [*tensors, *grad_ys, *vectors], call.like_xs(tensors))
+    specs = call.like_xs(tensors)
+    return _once(lambda *given: _on_host(compute, given, specs))(*tensors, *grad_ys, *vectors)
 
 
 def _pushed_forward(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any], vectors: Sequence[Any]) -> list[Any]:
@@ -159,7 +215,8 @@ def _pushed_forward(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any],
         return [np.asarray(found[index]) for index in wanted]
 
     specs = [tf.TensorSpec(grad_ys[index].shape, grad_ys[index].dtype) for index in wanted]
-    products = dict(zip(wanted, _on_host(compute, [*tensors, *vectors], specs), strict=True))
+    found = _once(lambda *given: _on_host(compute, given, specs))(*tensors, *vectors) if wanted else []
+    products = dict(zip(wanted, found, strict=True))
     return [products.get(index) for index in range(len(grad_ys))]
 
 

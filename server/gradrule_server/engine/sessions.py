@@ -186,10 +186,12 @@ class Sessions:
             )
         elif not (request.store or request.handle):
             write_derivatives(response, built, derivatives, packing)
-        session.values = self._check_size(session, values, message)
+        values = self._check_size(session, values, message)
         if request.handle:
             # The derivatives of a program in two parts are what its forward part saved.
+            _check_kept_size(derivatives, request)
             reply.kept_bytes = self._forward_runs.keep(request.handle, built, derivatives)
+        session.values = values
         session.steps += request.HasField("optimizer")
         set_timings(response.timings, request.run.received_ns, started)
         reply.response = response.SerializeToString()
@@ -246,6 +248,17 @@ def _require_values(session: _Session, names: Iterable[str], field: str) -> None
             errors_pb2.ERROR_REASON_MISSING_FEED,
             f"variables without a value: {shown}; assign them, or give them values at the start",
             field=field,
+        )
+
+
+def _check_kept_size(saved: Sequence[tf.Tensor], request: link_pb2.SessionRun) -> None:
+    """Raises QUOTA_EXCEEDED if the tensors that a handle would keep exceed the limit of the run."""
+    size = saved_bytes(saved)
+    if size > request.max_kept_bytes:
+        raise error(
+            errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+            f"the handle would keep {size} bytes; {request.max_kept_bytes} are left for handles; close some of them, "
+            f"or raise the server's {request.max_kept_bytes_setting}",
         )
 
 

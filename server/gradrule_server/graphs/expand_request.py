@@ -120,8 +120,8 @@ class Expanded:
     inputs: list[GraphInput]
     # Public names of the nodes that rewrites replaced.
     rewritten: list[str]
-    # Whether equal feeds give equal results: no node draws random numbers.
-    repeatable: bool
+    # Whether a node draws random numbers, so that equal feeds give different results.
+    draws_random: bool
     # Names in the expanded graph and element types, by requested name. Pruned stop_gradients have no name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]

@@ -42,13 +42,7 @@ from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.resolution_context import RequestTensors, ResolutionContext
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.rewrites import check_rewrites, rewrite
-from gradrule_server.graphs.selectors import (
-    compile_regex,
-    compile_selectors,
-    names_branch,
-    qualified_glob_regex,
-    without_branches,
-)
+from gradrule_server.graphs.selectors import compile_selectors, names_branch, without_branches
 from gradrule_server.graphs.subgraphs import insert_custom_gradient_nodes
 from gradrule_server.graphs.variable_lowering import lower_variables
 from gradrule_server.graphs.variables import VARIABLE_OPS, Variable, VariableTable, fed_in_place
@@ -225,6 +219,8 @@ class _Expansion:
         # The closures must not refer to `self`, which refers to them: reference counting frees all of it.
         copy, selected, requested, findings = self._copy, self._selected, self._requested, self._findings
         inner: dict[str, list[tuple[Body, int, str]]] = {}
+        # By public name and the positions of the parts with a branch, by the name with these branches.
+        by_branches: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[Body, int, str]]]] = {}
 
         def look_up(text: str) -> Sequence[tuple[Body, Ref]]:
             if text in selected:
@@ -240,8 +236,14 @@ class _Expansion:
             name, output = parse_tensor_name(text) or ("", 0)
             found: Sequence[tuple[Body, int, str]] = inner.get(name, ())
             if not found and names_branch(name):
-                wanted = compile_regex(qualified_glob_regex(name, is_glob=False))
-                found = [one for one in inner.get(without_branches(name), ()) if wanted.fullmatch(one[2])]
+                # Many names differ in their branches only: index the nodes once for all of them.
+                public = without_branches(name)
+                named = tuple(position for position, part in enumerate(name.split("/")) if names_branch(part))
+                if (public, named) not in by_branches:
+                    places = by_branches[public, named] = {}
+                    for known in inner.get(public, ()):
+                        places.setdefault(without_branches(known[2], named), []).append(known)
+                found = by_branches[public, named].get(name, ())
             return [
                 (body, (index, output)) for body, index, _ in found if output < len(body.nodes[index].outputs or ())
             ]
@@ -295,7 +297,7 @@ class _Expansion:
             scopes={inner.name: self._copy.scopes[inner.name] for inner in bodies_of(body) if inner.name},
             matches=self._matches,
             rewritten=self._rewritten,
-            repeatable=all(node.op not in _DRAWS_RANDOM for inner in bodies_of(body) for node in inner.nodes),
+            draws_random=any(node.op in _DRAWS_RANDOM for inner in bodies_of(body) for node in inner.nodes),
             embedded_rules=embedded_rules,
             embedded_rule_nodes={index: len(rules[name].nodes) for (name, _), index in indices.items()},
             inputs=_inputs(self._top, body, self._cut, self._fed, self._variables, set(given.values())),

@@ -1,8 +1,8 @@
 """Finds layers: groups of ops that together do what one layer of a framework does.
 
 - `@linear`, `@convolution`, `@dense`: a linear op and the addition of its bias. Ops that only move elements (Reshape,
-  Squeeze, BatchToSpaceND, …) may stand between them. The padding of a convolution's data is part of it, where an op of
-  its own does it: SpaceToBatchND, or a Pad in the convolution's name scope. The inputs are data, weights and bias.
+  Squeeze, BatchToSpaceND, …) may stand between them. The padding of a convolution's data is part of it, if a separate
+  op does it: SpaceToBatchND, or a Pad in the convolution's name scope. The inputs are data, weights and bias.
 - `@activation`: an elementwise function of one tensor: an op such as Relu, or several, as in x * sigmoid(x).
 - `@batch_norm`: the multiplication and the addition of numbers per channel, or a batch-normalisation op.
 - `@normalization`: a function of one tensor that divides it by, or subtracts, its own means or sums, such as layer
@@ -198,7 +198,10 @@ class _BodyLayers:
         return Layer(frozenset(kinds), self._body, tuple(members), (data, weights, *([] if bias is None else [bias])))
 
     def _paddings(self, convolution: int, data: Ref) -> list[int]:
-        """Returns the nodes that pad the data of a convolution, producers first, with those that move them."""
+        """Returns the nodes that pad the data of a convolution, and the ops between them that only move elements.
+
+        Producers come first.
+        """
         nodes, user = self._body.nodes, convolution
         found: list[int] = []
         members: list[int] = []

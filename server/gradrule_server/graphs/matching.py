@@ -103,6 +103,8 @@ class NameIndex:
             for place, patterns in enumerate(conditions):
                 for pattern in filter(None, patterns):
                     self._by_qualified.setdefault(pattern, [0, 0, 0])[place] |= 1 << number
+        # Of the qualified patterns, only a node_regex can match a name without a branch, as in `fork\[then\]/s|s`.
+        self._has_qualified_regex = any(matcher.qualified_regex for matcher in matchers)
         self._qualified_bits = list(self._by_qualified.values())
         self._qualified_patterns = PatternSet(list(self._by_qualified))
 
@@ -122,7 +124,7 @@ class NameIndex:
         """
         scope, (globs, regex) = self._scope(name), self._matching(name)
         node = self._exact.matching(name) | globs
-        if self._by_qualified and qualified_name != name:
+        if self._by_qualified and (qualified_name != name or self._has_qualified_regex):
             for bits in map(self._qualified_bits.__getitem__, self._qualified_patterns.matching(qualified_name)):
                 scope, node, regex = scope | bits[0], node | bits[1], regex | bits[2]
         return scope, node, scope & node & regex

@@ -143,8 +143,8 @@ class Selection:
     def _add_shortcuts(self, selected: Selected) -> None:
         """Lets the path lead through chains, calls and StopGradients to which overrides give a rule.
 
-        The first override without a position takes a node. An override with a position counts as if it had none and
-        takes no node here, because its position follows from the path.
+        The first override without a position takes a node. An override with a position opens the path at every node
+        that its other conditions match, but takes no node yet: positions are counted on the finished path.
         """
         context = self._context
         for subgraph, match in context.subgraphs:

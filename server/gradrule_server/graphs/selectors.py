@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import re2
@@ -232,7 +232,7 @@ class OverrideMatcher:
     @property
     def pattern_count(self) -> int:
         """Number of patterns that each node's name is matched against; at least 1."""
-        return max(1, len(self.globs) + len(self.qualified))
+        return max(1, len(self.globs) + len(self.qualified) + bool(self.qualified_scope))
 
     @property
     def names_branches(self) -> bool:
@@ -391,9 +391,15 @@ def names_branch(text: str) -> bool:
     return "[" in text
 
 
-def without_branches(name: str) -> str:
-    """Returns the public name of a qualified name."""
-    return _BRANCH.sub("", name)
+def without_branches(name: str, kept: Container[int] = ()) -> str:
+    """Returns a qualified name without its branches, except those behind the parts at these positions.
+
+    Without `kept`: the public name.
+    """
+    if not kept:
+        return _BRANCH.sub("", name)
+    parts = name.split("/")
+    return "/".join(part if position in kept else _BRANCH.sub("", part) for position, part in enumerate(parts))
 
 
 def qualified_glob_regex(name: str, *, is_glob: bool = True) -> str:

@@ -19,7 +19,7 @@ _INT64 = AttrValue(type=Dt.DT_INT64)
 
 # The state of the Philox algorithm: a counter of 128 bits, and a key.
 _STATE_SIZE = 3
-# TensorFlow skips so many numbers of the counter for each number that it draws.
+# For each number that it draws, TensorFlow advances the counter by this much.
 _SKIP = 256
 _NOT_PHILOX = (
     "advances a random generator whose state is not that of the Philox algorithm, three numbers of type int64; create "

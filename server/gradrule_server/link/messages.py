@@ -245,7 +245,11 @@ def session_restore(
 
 
 def session_run(
-    run: Sequence[bytes], store: Iterable[str], optimizer: session_pb2.Optimizer | None, handle: str
+    run: Sequence[bytes],
+    store: Iterable[str],
+    optimizer: session_pb2.Optimizer | None,
+    handle: str,
+    available_bytes: tuple[int, str],
 ) -> Sequence[bytes]:
     """Returns the part of a `SessionRequest` that runs a program.
 
@@ -254,9 +258,12 @@ def session_run(
         store: Variables that are set to the outputs.
         optimizer: Applies the gradients to their variables; None: the answer holds the gradients.
         handle: Name under which the engine keeps the tensors of a forward run; empty: it keeps none.
+        available_bytes: Most bytes that it may keep under that name, and the flag of the setting that limits them.
     """
-    rest = link_pb2.SessionRun(store=store, optimizer=optimizer, handle=handle).SerializeToString()
-    whole = (*_field(link_pb2.SessionRun.RUN_FIELD_NUMBER, run), rest)
+    rest = link_pb2.SessionRun(store=store, optimizer=optimizer, handle=handle)
+    if handle:
+        rest.max_kept_bytes, rest.max_kept_bytes_setting = available_bytes
+    whole = (*_field(link_pb2.SessionRun.RUN_FIELD_NUMBER, run), rest.SerializeToString())
     return _field(link_pb2.SessionRequest.RUN_FIELD_NUMBER, whole)
 
 

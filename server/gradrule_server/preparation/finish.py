@@ -84,7 +84,7 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
         has_ys=bool(request.ys),
         no_gradient=request.no_gradient,
         rewritten=expanded.rewritten,
-        repeatable=expanded.repeatable,
+        draws_random=expanded.draws_random,
     )
 
 
@@ -129,7 +129,7 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         rewritten=plan.rewritten,
         aliases=dict(plan.aliases),
         sparse_gradients=reply.sparse_gradients,
-        repeatable=plan.repeatable,
+        draws_random=plan.draws_random,
     )
     tail = evaluate_pb2.EvaluateResponse(
         overrides=resolutions, default_gradient_nodes=reply.default_gradient_nodes, rewritten=plan.rewritten

@@ -75,6 +75,8 @@ class Load:
     ends_at: float
     """Loop time until which loading may take; see `_LOAD_S`."""
     holders: int = 0
+    has_run: bool = False
+    """Whether a run of it has completed."""
     is_forgotten: bool = False
     """Whether the engine has unloaded the program, or will soon."""
 

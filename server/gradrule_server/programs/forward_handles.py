@@ -86,9 +86,18 @@ class HandleManager:
         """Releases a name that no handle uses."""
         self._quota.release()
 
-    def add(self, handle: _Handle) -> None:
-        """Adds a handle's bytes. Raises QUOTA_EXCEEDED if they are too many."""
-        self._bytes_quota.reserve(handle.kept_bytes)
+    @property
+    def available_bytes(self) -> tuple[int, str]:
+        """The most bytes that a new handle may keep, and the flag of the setting that limits them."""
+        return self._bytes_quota.available, self._bytes_quota.limiting_setting
+
+    def add(self, handle: _Handle, *, is_within_quota: bool) -> None:
+        """Adds a handle's bytes. Raises QUOTA_EXCEEDED if they are too many, unless the engine has checked them."""
+        if is_within_quota:
+            # The run has changed variables of a session, so it can no longer be refused.
+            self._bytes_quota.adjust(handle.kept_bytes)
+        else:
+            self._bytes_quota.reserve(handle.kept_bytes)
         handle.process.engine.add_kept(handle.process.generation, 1)
 
     def remove(self, handle: _Handle) -> None:
@@ -123,7 +132,7 @@ class StreamHandles:
             # The handle does not keep the program, whose bytes no quota counts.
             recorder = manager.program_service.runner.recovery().recorder(run.workload)
             handle = _Handle(name, run.process, recorder, run.kept_bytes, min(ttl_s, manager.ttl_s))
-            manager.add(handle)
+            manager.add(handle, is_within_quota=run.is_within_quota)
         except BaseException as cause:
             manager.release_name()
             if not isinstance(cause, GradruleError) or cause.reason in _KEPT_REASONS:

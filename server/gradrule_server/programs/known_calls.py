@@ -263,6 +263,7 @@ class KnownCalls:
             return None
         finally:
             load.holders -= 1
+        load.has_run = True
         if now >= call.used_at + _MARK_INTERVAL_S:
             self._mark_used(structure, call, load, now)
         record_known_call(answer, received_ns)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
-from gradrule_server.errors import error
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
@@ -21,6 +21,7 @@ from gradrule_server.link.shared_memory import MemoryUse
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_run, timing_compilation
 from gradrule_server.programs.compiler import RunnableProgram
+from gradrule_server.programs.engine_cache import Load
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
@@ -183,12 +184,14 @@ class ForwardRun(NamedTuple):
         kept_bytes: Bytes that the engine keeps on the device.
         process: The engine process that keeps it.
         workload: What the program counts as in the history of crashes.
+        is_within_quota: Whether the engine has checked `kept_bytes`, before the run changed variables of a session.
     """
 
     answer: bytes
     kept_bytes: int
     process: ProcessRef
     workload: Workload
+    is_within_quota: bool = False
 
 
 class ProgramRunner:
@@ -228,7 +231,7 @@ class ProgramRunner:
             program: The program.
             request: The parsed request. Its program is removed if `values` is None.
             received_ns: When the request was received, CLOCK_MONOTONIC.
-            compile_started_ns: When compiling began, CLOCK_MONOTONIC.
+            compile_started_ns: When finding or compiling the program began, CLOCK_MONOTONIC.
             mode: How the engine runs the program.
             values: Bytes of an `EvaluateRequest` with the values; None: `request` is serialized.
             recovery: Runs the call again if its engine ends; None: a new one.
@@ -244,7 +247,8 @@ class ProgramRunner:
         workload = program.loadable.workload
         recorder = recovery.recorder(workload)
 
-        limit = _RunLimit(mode, request, received_ns, time.monotonic_ns() - compile_started_ns if is_new else 0)
+        # Another call may have compiled the program while this one waited: that is no time of the run either.
+        limit = _RunLimit(mode, request, received_ns, time.monotonic_ns() - compile_started_ns)
 
         async def attempt(engine: Engine | None) -> tuple[bytes, int, bool, ProcessRef]:
             nonlocal lost
@@ -265,7 +269,8 @@ class ProgramRunner:
                 run = Run(load.engine_key, template.settings, template.payload(queued_ns, values))
                 process = ProcessRef(load.engine, load.generation)
                 try:
-                    answer = await mode.run(load.engine, run, recorder)
+                    with limit.for_run(load):
+                        answer = await mode.run(load.engine, run, recorder)
                 except ProgramNotLoaded:
                     self._loaded.forget(load)
                     raise
@@ -294,7 +299,7 @@ class _RunLimit:
         mode: How the program runs. Its deadline is the earlier of its own and the end of the limit.
         request: The request.
         received_ns: When the request was received, CLOCK_MONOTONIC.
-        compiled_ns: Time that compiling has taken since; it does not count.
+        compiled_ns: Time that finding or compiling the program has taken since; it does not count.
     """
 
     def __init__(self, mode: RunMode, request: link_pb2.RawEvaluateRequest, received_ns: int, compiled_ns: int) -> None:
@@ -320,8 +325,23 @@ class _RunLimit:
         try:
             await self._timeout.__aexit__(kind, cause, trace)
         except TimeoutError:
-            message = f"not done within {self._limit_s:.3g} s, not counting the time for compiling (run_timeout)"
-            raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout") from cause
+            raise self._error() from cause
+
+    @contextlib.contextmanager
+    def for_run(self, load: Load) -> Iterator[None]:
+        """Limits a run of a loaded program; the deadline alone limits the first one, which also compiles.
+
+        Raises DEADLINE_EXCEEDED if the limit is over already.
+        """
+        if load.has_run:
+            yield
+            return
+        # TensorFlow optimizes functions when they run for the first time, which takes as long as compiling.
+        if asyncio.get_running_loop().time() >= self._ends_at:
+            raise self._error()
+        with self.paused():
+            yield
+        load.has_run = True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -337,6 +357,10 @@ class _RunLimit:
             self._ends_at += loop.time() - started
             if self._limit_s < math.inf and not self._timeout.expired():
                 self._start()
+
+    def _error(self) -> GradruleError:
+        message = f"not done within {self._limit_s:.3g} s, not counting the time for compiling (run_timeout)"
+        return error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, message, field="run_timeout")
 
     def _start(self) -> None:
         latest = self.latest or math.inf

@@ -46,6 +46,7 @@ class Session:
 
     def __init__(self, manager: SessionManager, handles: HandleManager) -> None:
         self._manager = manager
+        self._handle_manager = handles
         self._handles = StreamHandles(handles, self)
         self._name = ""
         self._process: ProcessRef | None = None
@@ -288,7 +289,7 @@ class Session:
             growth = 0 if name in self._used_optimizers else _MAX_SLOTS * self._variables.known_bytes()
         else:
             growth = self._variables.known_bytes(set(mode.store))
-        action = session_run(run, mode.store, mode.optimizer, mode.handle)
+        action = session_run(run, mode.store, mode.optimizer, mode.handle, self._handle_manager.available_bytes)
         reply = await self._send(action, growth, mode.ends_at, recorder)
         self._used_optimizers.add(name)
         return reply
@@ -301,7 +302,7 @@ class Session:
         answer, program, _ = await self._run(request, received_ns, mode)
         assert mode.reply is not None
         assert self._process is not None
-        return ForwardRun(answer, mode.reply.kept_bytes, self._process, program.loadable.workload)
+        return ForwardRun(answer, mode.reply.kept_bytes, self._process, program.loadable.workload, True)
 
     async def _send(
         self, action: Sequence[bytes], growth: int, ends_at: float, recorder: OutcomeRecorder | None = None

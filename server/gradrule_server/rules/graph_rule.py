@@ -343,7 +343,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
 
 
 def _bind_variable(
-    graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str, dtype: int, variable: str
+    graph: graph_pb2.Graph, nodes: dict[str, graph_pb2.Node], name: str, dtype: int, variable: str
 ) -> str:
     """Gives a variable's placeholder the type of its tensor; returns the one to feed. Raises RULE_NOT_APPLICABLE."""
     node = nodes[name]
@@ -364,7 +364,7 @@ def _bind_variable(
     return _feed_by_cast(graph, nodes, name, dtype, stated)
 
 
-def _bind_param(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str) -> str:
+def _bind_param(graph: graph_pb2.Graph, nodes: dict[str, graph_pb2.Node], name: str) -> str:
     """Adds a float64 placeholder for a param, and makes its node a cast from it; returns the placeholder's name."""
     node = nodes[name]
     dtype = node.attr["dtype"].type if "dtype" in node.attr else Dt.DT_DOUBLE
@@ -378,13 +378,11 @@ def _bind_param(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], nam
     return _feed_by_cast(graph, nodes, name, Dt.DT_DOUBLE, dtype)
 
 
-def _feed_by_cast(
-    graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str, source: int, target: int
-) -> str:
+def _feed_by_cast(graph: graph_pb2.Graph, nodes: dict[str, graph_pb2.Node], name: str, source: int, target: int) -> str:
     """Makes a placeholder a cast from a new placeholder of the type `source`; returns the name of that placeholder."""
     fed = _unused_name(f"fed/{name}", nodes)
     attrs = {"dtype": type_attr(source), "shape": nodes[name].attr["shape"]}
-    graph.node.append(graph_pb2.Node(name=fed, op="Placeholder", attr=attrs))
+    nodes[fed] = graph.node.add(name=fed, op="Placeholder", attr=attrs)
     nodes[name].CopyFrom(_cast(name, fed, source, target))
     return fed
 

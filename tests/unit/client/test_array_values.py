@@ -56,7 +56,6 @@ def test_values_that_do_not_change_are_converted(value: Any, dtype: str) -> None
         (np.int64([[1, 2**24 + 1]]), "float32", r"16777217 \(at \[0, 1\]\)"),
         (np.int64([2**63 - 1]), "float64", "9223372036854775807"),
         (np.float64([1]), "int64", "floats cannot become int64.*cast=True"),
-        (np.uint8([200]), "int8", "integers cannot become int8"),
         (np.int64([2]), "bool", "integers cannot become bool"),
     ],
 )
@@ -82,9 +81,49 @@ def test_values_that_cannot_be_converted_are_refused(value: Any, dtype: str, say
             read(given_value, dtype)
 
 
-def test_a_cast_refuses_what_integers_cannot_hold() -> None:
-    with pytest.raises(FeedDtypeError, match="no value for NaN"):
-        read(Cast(np.float64([np.nan])), "int64")
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (np.float64([np.nan]), "int64"),
+        (np.float64([1, np.nan]), "bool"),
+        (np.float32([np.inf]), "bool"),
+        (np.int64([3_000_000_000]), "int32"),
+        (np.float64([3e9]), "int32"),
+        (np.float64([-1, 300]), "uint8"),
+        (np.uint8([200]), "int8"),
+        (np.uint64([2**63]), "int64"),
+        (np.int8([-1]), "uint64"),
+        (np.float64([2.0**63]), "int64"),
+        (np.float32([2.0**64]), "uint64"),
+        (np.float64(100), "int4"),
+        (np.array([8], ml_dtypes.uint4), "int4"),
+        (np.array([300], ml_dtypes.bfloat16), "uint8"),
+        (np.float16([np.inf]), "int64"),
+    ],
+    ids=str,
+)
+def test_a_cast_refuses_what_integers_cannot_hold(value: Any, dtype: str) -> None:
+    with pytest.raises(FeedDtypeError, match="no value for NaN, infinity and numbers out of range"):
+        read(Cast(value), dtype)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (np.float64([-0.9, 255.9]), "uint8", [0, 255]),
+        (np.float64([-(2.0**63)]), "int64", [-(2**63)]),
+        (np.float64([-128.9, 127.9]), "int8", [-128, 127]),
+        (np.uint64([2**63 - 1]), "int64", [2**63 - 1]),
+        (np.float64([7.5, -8]), "int4", [7, -8]),
+        (np.array([-7], ml_dtypes.int4), "int64", [-7]),
+        (np.float64([0.5, 0, -2]), "bool", [True, False, True]),
+        (np.array([True]), "uint8", [1]),
+        (np.float64([]), "uint8", []),
+    ],
+    ids=str,
+)
+def test_a_cast_to_integers_rounds_towards_zero(value: Any, dtype: str, expected: list[Any]) -> None:
+    assert read(Cast(value), dtype).tolist() == expected
 
 
 class NoArray:

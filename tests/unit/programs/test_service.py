@@ -201,11 +201,15 @@ async def test_tensors_of_a_call_are_serialized_at_most_once(
     assert sum(_MARK in data for data in serialized) == requests + most
 
 
-@pytest.mark.parametrize(("compiling_s", "is_answered"), [(100.0, True), (0.0, False)])
+@pytest.mark.parametrize(
+    ("compiling_s", "is_new", "is_answered"),
+    [(100.0, True, True), (100.0, False, True), (0.0, True, False), (0.0, False, False)],
+    ids=["compiled", "waited for another call", "sent late", "found and sent late"],
+)
 async def test_time_for_compiling_does_not_count_as_time_of_the_run(
-    compiling_s: float, is_answered: bool, tmp_path: Path
+    compiling_s: float, is_new: bool, is_answered: bool, tmp_path: Path
 ) -> None:
-    """A request of 100 s ago may run for 30 s: it has time left only if the server has compiled meanwhile."""
+    """A request of 100 s ago may run for 30 s: it has time left only if its program was compiled meanwhile."""
     fixture = Fixture(tmp_path)
     program = fixture.service.cache.get(InlineKey(hashlib.sha256(_SPEC.SerializeToString()).digest(), 0, _SHAPE))
     assert program is not None
@@ -214,7 +218,9 @@ async def test_time_for_compiling_does_not_count_as_time_of_the_run(
     now = time.monotonic_ns()
     mode = RunOnce(asyncio.get_running_loop().time() + 300)
     running = asyncio.ensure_future(
-        fixture.service.runner.run(program, request, now - 100 * 10**9, now - int(compiling_s * 1e9), mode, is_new=True)
+        fixture.service.runner.run(
+            program, request, now - 100 * 10**9, now - int(compiling_s * 1e9), mode, is_new=is_new
+        )
     )
     if is_answered:
         await fixture.answered(running, Kind.RUN)
@@ -227,14 +233,65 @@ async def test_time_for_compiling_does_not_count_as_time_of_the_run(
     assert failure.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
 
 
+async def test_only_the_deadline_limits_the_first_run_after_a_load(tmp_path: Path) -> None:
+    """The first run compiles TensorFlow's functions. Another process of the engine compiles them again."""
+    fixture = Fixture(tmp_path)
+    raw = evaluate_pb2.EvaluateRequest(spec=_SPEC, feeds=feeds())
+    raw.run_timeout.FromMilliseconds(50)
+    loop = asyncio.get_running_loop()
+
+    def evaluate(deadline_s: float) -> asyncio.Task[bytes]:
+        request = link_pb2.RawEvaluateRequest.FromString(raw.SerializeToString())
+        mode = RunOnce(loop.time() + deadline_s)
+        return asyncio.create_task(fixture.service.run_inline(request, time.monotonic_ns(), mode))
+
+    for _ in range(2):
+        first = evaluate(60)
+        fixture.engine.answer(await fixture.engine.next(Kind.COMPILE), Kind.COMPILED)
+        sent = await fixture.engine.next(Kind.RUN)
+        await asyncio.wait([first], timeout=0.2)
+        assert not first.done()
+        # A call that runs at the same time waits for the same functions.
+        second = evaluate(60)
+        sent_second = await fixture.engine.next(Kind.RUN, 2)
+        await asyncio.wait([second], timeout=0.2)
+        for payload in (sent, sent_second):
+            fixture.engine.answer(payload, Kind.RAN)
+        await asyncio.gather(first, second)
+        with pytest.raises(GradruleError, match="run_timeout"):
+            await evaluate(60)
+        fixture.engine.start_another()
+
+
+async def test_first_run_after_a_load_ends_at_the_deadline(tmp_path: Path) -> None:
+    fixture = Fixture(tmp_path)
+    request = link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString(), feeds=feeds())
+    request.run_timeout.FromMilliseconds(50)
+    ends_at = asyncio.get_running_loop().time() + 0.3
+    mode = RunOnce(ends_at)
+    running = asyncio.create_task(fixture.service.run_inline(request, time.monotonic_ns(), mode))
+    fixture.engine.answer(await fixture.engine.next(Kind.COMPILE), Kind.COMPILED)
+    await fixture.engine.next(Kind.RUN)
+    assert mode.ends_at == ends_at
+    connection = fixture.engine.fake.connection
+    # The front end cancels calls at their deadlines.
+    await asyncio.wait([running], timeout=0.35)
+    running.cancel()
+    async with asyncio.timeout(10):
+        await connection.wait_closed()
+
+
 async def test_forward_run_that_took_too_long_is_released(tmp_path: Path) -> None:
     fixture = Fixture(tmp_path)
     handles = StreamHandles(fixture.handle_manager(), fixture.service)
     forward = link_pb2.RawForwardRequest(evaluate=link_pb2.RawEvaluateRequest(spec=_SPEC.SerializeToString()))
     forward.evaluate.feeds.add(name="x")
     forward.evaluate.run_timeout.FromMilliseconds(100)
-    running = asyncio.ensure_future(handles.forward(forward, time.monotonic_ns(), _LATE))
-    fixture.engine.answer(await fixture.engine.next(Kind.COMPILE), Kind.COMPILED)
+    again = link_pb2.RawForwardRequest.FromString(forward.SerializeToString())
+    # The limit does not apply to the first run of a loaded program.
+    running = handles.forward(forward, time.monotonic_ns(), _LATE)
+    await fixture.answered(running, Kind.FORWARD, link_pb2.ForwardReply())
+    running = handles.forward(again, time.monotonic_ns(), _LATE)
     with pytest.raises(GradruleError) as failure:
         await running
     assert failure.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED

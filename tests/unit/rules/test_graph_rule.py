@@ -134,6 +134,16 @@ def squares(variable: Callable[..., tf.Tensor]) -> None:
     named(variable("dy") * tf.square(1000.0 * variable("x")) / 1e6, "dx")
 
 
+def test_the_placeholders_of_params_have_different_names() -> None:
+    def build(variable: Callable[..., tf.Tensor]) -> None:
+        taken = tf.identity(variable("dy"), name="fed/a")
+        named(taken * variable("a") - variable("a_"), "dx")
+
+    graph = RuleContent(graph_bytes=made(build), params=(Param("a"), Param("a_"))).bind(ONE)
+    (result,) = run(graph, {"x0": X, "dy0": DY, "param/a": np.float64(2), "param/a_": np.float64(1)})
+    np.testing.assert_array_equal(np.asarray(result), 2 * DY - 1)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("typed", [True, False])
 def test_16_bit_types_are_computed_in_float32(dtype: str, typed: bool) -> None:

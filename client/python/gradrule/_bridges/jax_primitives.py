@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from gradrule._bridges.program_function import Arrays, ProgramFunction
-from gradrule.errors import InvalidDerivativeError
+from gradrule.errors import FeedShapeError, GradruleError, InvalidDerivativeError
 
 
 class Signature:
@@ -62,7 +62,13 @@ class Signature:
         if key not in self._shapes:
             dtypes = [np.dtype(self.function.inputs[name].dtype) for name in self.names]
             zeros = [np.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-            self._shapes[key] = [np.shape(y) for y in self.function.run(self.feeds(zeros))]
+            try:
+                self._shapes[key] = [np.shape(y) for y in self.function.run(self.feeds(zeros))]
+            except GradruleError as cause:
+                raise FeedShapeError(
+                    f"the program does not tell the shapes of its ys, and a call with zeros, to learn them, failed: "
+                    f"{cause.message}"
+                ) from cause
         return self._shapes[key]
 
 
@@ -111,21 +117,28 @@ def _primitive(operation: _Operation) -> Primitive:
             return [jax.ShapeDtypeStruct((*batch, *shapes[index]), dtypes[index]) for index in wanted]
         return [jax.ShapeDtypeStruct(arguments[position].shape, arguments[position].dtype) for position in signature.xs]
 
-    def on_host(signature: Signature, depth: int, types: Sequence[Any], values: Sequence[Any]) -> Arrays:
+    def on_host(signature: Signature, depth: int, types: Sequence[Any] | None, values: Sequence[Any]) -> Arrays:
         arrays = [np.asarray(value) for value in values]
         batch = arrays[0].shape[:depth] if arrays else ()
         size = math.prod(batch)
         flat = [array.reshape(size, *array.shape[depth:]) for array in arrays]
         calls = [_split([array[index] for array in flat], signature, operation) for index in range(size)]
-        rows = operation.compute(signature, calls) if calls else []
-        return [
-            np.asarray(np.stack([row[index] for row in rows]) if rows else np.empty(0)).reshape(type_.shape)
-            for index, type_ in enumerate(types)
-        ]
+        if not calls:
+            types = result_types(arrays, signature, depth)
+            return [np.zeros(type_.shape, type_.dtype) for type_ in types]
+        rows = operation.compute(signature, calls)
+        columns = [np.stack([row[index] for row in rows]) for index in range(len(rows[0]))]
+        found = [column.reshape((*batch, *column.shape[1:])) for column in columns]
+        for type_, array in zip(types or (), found, strict=False):
+            if array.shape != type_.shape:
+                raise FeedShapeError(
+                    f"a result has shape {array.shape}, but {type_.shape} for zeros of the same shapes: jit needs "
+                    "shapes that depend on shapes only"
+                )
+        return found
 
     def implementation(*values: Any, signature: Signature, depth: int) -> list[jax.Array]:
-        types = result_types(values, signature, depth)
-        return [jnp.asarray(array) for array in on_host(signature, depth, types, values)]
+        return [jnp.asarray(array) for array in on_host(signature, depth, None, values)]
 
     def callback(*values: Any, signature: Signature, depth: int) -> Any:
         types = result_types(values, signature, depth)

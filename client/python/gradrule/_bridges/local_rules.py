@@ -60,6 +60,16 @@ class LocalRule:
         """Whether the rule has the op's own gradient as a variable."""
         return self._content.uses_default
 
+    def uses_output(self, dtype: str) -> bool:
+        """Returns whether the rule has the op's output as a variable."""
+        return "y0" in self._bound_for(_COMPUTED_IN.get(dtype, dtype)).inputs
+
+    def _bound_for(self, dtype: str) -> RuleGraph:
+        bound = self._bound.get(dtype)
+        if bound is None:
+            bound = self._bound[dtype] = self._bind(dtype)
+        return bound
+
     def gradient(self, library: Library, dtype: str, values: Mapping[str, Any]) -> Any:
         """Returns the gradient of the input, of the type and shape of `x0`. 16-bit types are computed in float32.
 
@@ -72,9 +82,7 @@ class LocalRule:
             GradruleError: The rule does not fit an op with one input, or not this type.
         """
         wide = _COMPUTED_IN.get(dtype, dtype)
-        bound = self._bound.get(wide)
-        if bound is None:
-            bound = self._bound[wide] = self._bind(wide)
+        bound = self._bound_for(wide)
         given = values if wide == dtype else {name: library.cast(value, wide) for name, value in values.items()}
         (found,) = run_rule_graph(library, bound.graph, bound.results, bound.inputs, {**given, **self._params})
         x = values["x0"]
@@ -122,11 +130,12 @@ def _checked(rule: str, declared: Sequence[Param], params: Params) -> dict[str, 
         value = params.get(param.name, param.default)
         if value is None:
             raise MissingParamError(f"the rule {rule} needs the param {param.name!r}: it has no default")
-        if not hasattr(value, "detach"):
-            value = np.asarray(value, np.float64)
-            outside = param.problem(value if value.shape else float(value))
-            if outside is not None:
-                raise InvalidParamError(outside)
+        is_tensor = hasattr(value, "detach")
+        numbers = np.asarray(value.detach().cpu() if is_tensor else value, np.float64)
+        outside = param.problem(numbers if numbers.shape else float(numbers))
+        if outside is not None:
+            raise InvalidParamError(outside)
+        value = value if is_tensor else numbers
         values[param.name] = value
     return values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
@@ -13,10 +14,17 @@ from gradrule._builder.names import bare, did_you_mean
 from gradrule._builder.specs import TensorSpec
 from gradrule._messages.call_arguments import CallParams
 from gradrule._results.call_results import Sparse
+from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_client.programs import Program
 from gradrule.common.tensor_codec import Array
-from gradrule.errors import InvalidDerivativeError, MissingFeedError, UnknownFeedError, UnsupportedError
+from gradrule.errors import (
+    InvalidDerivativeError,
+    MissingFeedError,
+    QuotaExceededError,
+    UnknownFeedError,
+    UnsupportedError,
+)
 
 Arrays = list[Array]
 Values = Mapping[Any, Any]
@@ -49,7 +57,7 @@ class ProgramFunction:
         # Without the groups of the xs: gradients are by x.
         self.program = Program(program._client, program.message)
         self._params, self._timeout = params, timeout
-        self._unused: SimpleQueue[ForwardHandle] = SimpleQueue()
+        self._unused = _unused_handles(program._client)
         self.inputs: Mapping[str, TensorSpec] = program.inputs
         self._input_of = {self._tensor(name): name for name in self.inputs}
         self._x_names, self._y_names = list(program.xs), list(program.ys)
@@ -73,6 +81,18 @@ class ProgramFunction:
                 f"{self.program.name} draws random numbers, and the backward pass would draw others: feed the numbers, "
                 "or use gradrule.torch or eager gradrule.tf, whose backward passes continue the forward run"
             )
+
+    def require_real(self) -> None:
+        """Raises `UnsupportedError` for complex inputs and ys, for which frameworks have other conventions."""
+        for name, spec in [*self.inputs.items(), *zip(self.ys, self.specs, strict=True)]:
+            if spec.dtype.startswith("complex"):
+                raise UnsupportedError(
+                    f"{name!r} is {spec.dtype}; of the frameworks, only PyTorch takes complex tensors"
+                )
+
+    def has_gradient(self, name: str) -> bool:
+        """Returns whether an input is one of the xs and of a type with gradients."""
+        return name in self.xs and has_gradients(self.inputs[name].dtype)
 
     def bind(self, arguments: Sequence[Any], named: Values) -> dict[str, Any]:
         """Returns the values of a call by input, in the order of the inputs.
@@ -115,11 +135,28 @@ class ProgramFunction:
         results = self.program.map(feeds, params=self._params, timeout=self._timeout)
         return [self._ys_of(result.outputs) for result in results]
 
-    def forward(self, feeds: Values) -> ForwardRun:
-        """Returns the ys, with the means to pull back through the same forward run."""
+    def __reduce__(self) -> Any:
+        return ProgramFunction, (self.program, self._params, self._timeout)
+
+    def forward(self, feeds: Values) -> tuple[Arrays, ForwardRun | None]:
+        """Returns the ys and the forward run that the server keeps.
+
+        If the server keeps too many already, and running again gives the same values, it keeps none.
+        """
         self._close_unused()
-        handle = self.program.forward(feeds, params=self._params, timeout=self._timeout)
-        return ForwardRun(self, handle, self._ys_of(handle.outputs), self._unused)
+        try:
+            handle = self.program.forward(feeds, params=self._params, timeout=self._timeout)
+        except QuotaExceededError:
+            # Results that only refer to one another hold runs, too.
+            gc.collect()
+            self._close_unused()
+            try:
+                handle = self.program.forward(feeds, params=self._params, timeout=self._timeout)
+            except QuotaExceededError:
+                if not self.program.repeatable:
+                    raise
+                return self.run(feeds), None
+        return self._ys_of(handle.outputs), ForwardRun(self, handle, self._unused)
 
     def value_and_gradients(self, feeds: Values) -> tuple[Arrays, Arrays]:
         """Returns the ys, and the gradients of their sum by each x."""
@@ -147,8 +184,11 @@ class ProgramFunction:
         products = self.program.jvp(feeds, named, params=self._params, timeout=self._timeout)
         return [products[y] for y in self._y_names]
 
-    def jacobian(self, feeds: Values) -> list[dict[str, Array]]:
-        """Returns for each y the Jacobian by each x, by input, of the shape (*shape of y, *shape of x)."""
+    def jacobian(self, feeds: Values) -> list[dict[str, Array | None]]:
+        """Returns for each y the Jacobian by each x, by input, of the shape (*shape of y, *shape of x).
+
+        None if y does not depend on x.
+        """
         found = self.program.jacobian(feeds, params=self._params, timeout=self._timeout)
         return [{name: found[y][x] for x, name in zip(self._x_names, self.xs, strict=True)} for y in self._y_names]
 
@@ -182,7 +222,7 @@ class ProgramFunction:
 
     def _dense(self, gradients: Mapping[str, Any], feeds: Values) -> Arrays:
         return [
-            _as_array(gradients[x], feeds[name], self.inputs[name])
+            _as_array(gradients[x], feeds.get(name, 0), self.inputs[name])
             for x, name in zip(self._x_names, self.xs, strict=True)
         ]
 
@@ -214,16 +254,9 @@ class RemoteCallable:
 
 
 class ForwardRun:
-    """A forward run whose intermediate values the server keeps until nothing refers to this object.
+    """A forward run whose intermediate values the server keeps until nothing refers to this object."""
 
-    Attributes:
-        ys: The ys.
-    """
-
-    def __init__(
-        self, function: ProgramFunction, handle: ForwardHandle, ys: Arrays, unused: SimpleQueue[ForwardHandle]
-    ) -> None:
-        self.ys = ys
+    def __init__(self, function: ProgramFunction, handle: ForwardHandle, unused: SimpleQueue[ForwardHandle]) -> None:
         self._function, self._handle = function, handle
         # A finalizer may run in any thread and must not wait for the server: the next forward run closes the handle.
         weakref.finalize(self, unused.put, handle).atexit = False
@@ -234,17 +267,25 @@ class ForwardRun:
         gradients = self._handle.vjp(function._upstream(grad_ys))
         return function._dense(gradients, feeds)
 
-    def pull_back_stacked(self, grad_ys: Sequence[Any]) -> Arrays:
+    def pull_back_stacked(self, feeds: Values, grad_ys: Sequence[Any]) -> Arrays:
         """Returns the gradients for several upstream gradients, along an additional first axis."""
         function = self._function
         gradients = self._handle.vjp(function._upstream(grad_ys), stacked_grad_ys=True)
         count = next(len(value) for value in grad_ys if value is not None)
         return [
-            np.broadcast_to(np.zeros((), _dtype(function.inputs[name])), (count, 1))
+            np.zeros((count, *np.shape(feeds.get(name, 0))), _dtype(function.inputs[name]))
             if gradients[x] is None
             else _as_array(gradients[x], None, function.inputs[name])
             for x, name in zip(function._x_names, function.xs, strict=True)
         ]
+
+
+_UNUSED: weakref.WeakKeyDictionary[ClientBase, SimpleQueue[ForwardHandle]] = weakref.WeakKeyDictionary()
+
+
+def _unused_handles(client: ClientBase) -> SimpleQueue[ForwardHandle]:
+    """Returns the handles of a client that nothing refers to any more; the next forward run closes them."""
+    return _UNUSED.setdefault(client, SimpleQueue())
 
 
 def _as_array(gradient: Any, value: Any, spec: TensorSpec) -> Array:
@@ -253,6 +294,11 @@ def _as_array(gradient: Any, value: Any, spec: TensorSpec) -> Array:
         return np.zeros(np.shape(value), _dtype(spec))
     dense: Array = gradient.to_dense() if isinstance(gradient, Sparse) else gradient
     return dense
+
+
+def has_gradients(dtype: str) -> bool:
+    """Returns whether tensors of a type have gradients."""
+    return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def _dtype(spec: TensorSpec) -> np.dtype[Any]:

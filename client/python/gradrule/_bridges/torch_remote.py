@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,16 @@ from gradrule._bridges.program_function import Arrays, ForwardRun, ProgramFuncti
 from gradrule._bridges.torch_arrays import array_of, tensor_of
 from gradrule._messages.call_arguments import CallParams
 from gradrule._rpc.sync_client.programs import Program
-from gradrule.errors import FeedDtypeError, InvalidDerivativeError, UnknownFeedError
+from gradrule.errors import FeedDtypeError, InvalidDerivativeError, UnknownFeedError, UnsupportedError
 
 
 def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
     """Returns a program as a differentiable function of torch tensors.
 
     `backward`, `torch.autograd.grad` (with `create_graph` for second derivatives), `torch.func.vjp`, `jvp`, `vmap`,
-    `jacrev` and `jacfwd` work with it. The backward pass continues the forward run that the server has kept, so ops
-    that draw random numbers get the gradients of the numbers that were drawn. The program's overrides apply.
+    `jacrev` and `jacfwd` work with it. The first backward pass continues the forward run that the server has kept, so
+    ops that draw random numbers get the gradients of the numbers that were drawn; other derivatives of such programs
+    are refused. The server keeps the run until the result is no longer referred to. The program's overrides apply.
 
     Args:
         program: A program of `client.compile`, whose xs are inputs and whose ys are among its fetches.
@@ -70,6 +71,7 @@ def remote_module(
 class RemoteFunction(RemoteCallable):
     """A program as a function of torch tensors, which `remote` returns."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Runs the program; see `remote`.
 
@@ -102,7 +104,7 @@ class RemoteModule(torch.nn.Module):
 
     def __init__(self, function: RemoteFunction, weights: Mapping[str, Any]) -> None:
         super().__init__()
-        self.function = function
+        self._remote = function
         inputs = function._function.inputs
         self._parameter_of: dict[str, str] = {}
         for name, value in weights.items():
@@ -110,15 +112,18 @@ class RemoteModule(torch.nn.Module):
                 raise UnknownFeedError(f"{name!r} is no input of the program. Inputs: {', '.join(inputs)}")
             tensor = _weight(name, value, inputs[name].dtype)
             own = self._parameter_of[name] = name.replace(".", "_").replace("/", "_")
-            self.register_parameter(own, torch.nn.Parameter(tensor, requires_grad=name in function._function.xs))
+            if hasattr(self, own):
+                raise UnsupportedError(f"the input {name!r} cannot be the parameter {own!r}: the module has that name")
+            has_gradient = function._function.has_gradient(name)
+            self.register_parameter(own, torch.nn.Parameter(tensor, requires_grad=has_gradient))
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Runs the program with the parameters. arguments: the other inputs, in their order or by name."""
-        others = [name for name in self.function._function.inputs if name not in self._parameter_of]
+        others = [name for name in self._remote._function.inputs if name not in self._parameter_of]
         if len(arguments) > len(others):
             raise UnknownFeedError(f"{len(arguments)} arguments, but the inputs without a parameter are {others}")
         own = {name: getattr(self, attribute) for name, attribute in self._parameter_of.items()}
-        return self.function(**dict(zip(others, arguments, strict=False)), **named, **own)
+        return self._remote(**dict(zip(others, arguments, strict=False)), **named, **own)
 
 
 class _Call:
@@ -138,6 +143,20 @@ class _Call:
         self.run: ForwardRun | None = None
         self._constants = constants
 
+    def again(self, tensors: Sequence[torch.Tensor | None]) -> _Call:
+        """Returns the same call for other tensors, with a forward run of its own."""
+        wants_gradient = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in tensors
+        )
+        return _Call(self.function, self.names, self._constants, wants_gradient)
+
+    def source(self) -> ForwardRun | ProgramFunction:
+        """Returns what pulls back: the kept forward run, or the program, which runs again."""
+        if self.run is not None:
+            return self.run
+        self.function.require_repeatable()
+        return self.function
+
     def feeds(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         return {**self._constants, **{name: array_of(tensor) for name, tensor in zip(self.names, tensors, strict=True)}}
 
@@ -154,7 +173,7 @@ class _Call:
         return {
             name: array_of(direction)
             for name, direction in zip(self.names, given, strict=True)
-            if direction is not None and name in self.function.xs
+            if direction is not None and self.function.has_gradient(name)
         }
 
 
@@ -165,8 +184,7 @@ class _Forward(torch.autograd.Function):
     def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         feeds = call.feeds(tensors)
         if call.wants_gradient:
-            call.run = call.function.forward(feeds)
-            ys = call.run.ys
+            ys, call.run = call.function.forward(feeds)
         else:
             ys = call.function.run(feeds)
         like = tensors[0] if tensors else torch.empty(())
@@ -176,6 +194,9 @@ class _Forward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         call, *tensors = inputs
         ctx.call = call
+        ctx.ys = [(y.shape, y.dtype, y.device) for y in output]
+        # Tells a tensor without a tangent from one whose tangent is zero.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*(y for y in output if not (y.is_floating_point() or y.is_complex())))
@@ -183,17 +204,32 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_ys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        upstream = [g if g is not None and (g.is_floating_point() or g.is_complex()) else None for g in grad_ys]
+        upstream = [
+            (torch.zeros(shape, dtype=dtype, device=device) if grad_y is None else grad_y)
+            if dtype.is_floating_point or dtype.is_complex
+            else None
+            for grad_y, (shape, dtype, device) in zip(grad_ys, ctx.ys, strict=True)
+        ]
         return None, *_PullBack.apply(ctx.call, len(tensors), *tensors, *upstream)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        tensors = ctx.saved_tensors
-        return tuple(_PushForward.apply(ctx.call, len(tensors), *tensors, *tangents))
+        tensors, call = ctx.saved_tensors, ctx.call
+        for name, tensor, tangent in zip(call.names, tensors, tangents, strict=True):
+            if tangent is not None and tensor.is_floating_point() and name not in call.function.xs:
+                raise InvalidDerivativeError(
+                    f"the input {name!r} has a tangent and is not one of the program's xs, "
+                    f"{', '.join(call.function.xs)}: compile it with this x"
+                )
+        return tuple(_PushForward.apply(call, len(tensors), *tensors, *tangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *tensors: torch.Tensor) -> tuple[Any, Any]:
         rows = _rows(info.batch_size, in_dims[1:], tensors)
+        if not rows:
+            raise UnsupportedError("vmap over no examples: the shapes of the ys are not known")
+        if not _are_plain(tensors):
+            return _stacked_rows([_Forward.apply(call.again(row), *row) for row in rows])
         results = call.function.run_many([call.feeds(row) for row in rows])
         ys = tuple(tensor_of(np.stack(column), tensors[0]) for column in zip(*results, strict=True))
         return ys, (0,) * len(ys)
@@ -210,8 +246,7 @@ class _PullBack(torch.autograd.Function):
     def forward(call: _Call, count: int, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors, grad_ys = given[:count], _arrays(given[count:])
         feeds = call.feeds(tensors)
-        source: ForwardRun | ProgramFunction = call.function if call.run is None else call.run
-        return tuple(call.by_tensor(source.pull_back(feeds, grad_ys), tensors))
+        return tuple(call.by_tensor(call.source().pull_back(feeds, grad_ys), tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
@@ -234,15 +269,17 @@ class _PullBack(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], call: _Call, count: int, *given: torch.Tensor
     ) -> tuple[Any, Any]:
         tensors, dims = given[:count], in_dims[2:]
+        if not _are_plain(given):
+            rows = _rows(info.batch_size, dims, given)
+            return _stacked_rows([_PullBack.apply(call, count, *row) for row in rows])
         if call.run is not None and all(dim is None for dim in dims[:count]):
             stacked = [
                 None if grad_y is None else _stacked(grad_y, dim, info.batch_size)
                 for grad_y, dim in zip(given[count:], dims[count:], strict=True)
             ]
-            gradients = call.by_tensor(call.run.pull_back_stacked(_arrays(stacked)), tensors)
-            shapes = [(info.batch_size, *tensor.shape) for tensor in tensors]
-            found = [None if g is None else g.expand(s) for g, s in zip(gradients, shapes, strict=True)]
+            found = call.by_tensor(call.run.pull_back_stacked(call.feeds(tensors), _arrays(stacked)), tensors)
         else:
+            call.function.require_repeatable()
             rows = _rows(info.batch_size, dims, given)
             results = call.function.pull_back_many(
                 [call.feeds(row[:count]) for row in rows],
@@ -259,6 +296,7 @@ class _PushForward(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, count: int, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors = given[:count]
+        call.function.require_repeatable()
         products = call.function.push_forward(call.feeds(tensors), call.directions(given[count:]))
         return tuple(None if product is None else tensor_of(product, tensors[0]) for product in products)
 
@@ -272,7 +310,11 @@ class _PushForward(torch.autograd.Function):
         call, count = ctx.call, ctx.count
         tensors, tangents = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         by_tensor = _Again.apply(call, count, *tensors, *grad_ys, *tangents)[:count]
-        return None, None, *by_tensor, *_PullBack.apply(call, count, *tensors, *grad_ys)
+        by_tangent = [
+            None if tangent is None else gradient
+            for tangent, gradient in zip(tangents, _PullBack.apply(call, count, *tensors, *grad_ys), strict=True)
+        ]
+        return None, None, *by_tensor, *by_tangent
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
@@ -282,7 +324,8 @@ class _PushForward(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], call: _Call, count: int, *given: torch.Tensor | None
     ) -> tuple[Any, Any]:
-        return _one_by_one(info.batch_size, in_dims[2:], lambda *row: _PushForward.forward(call, count, *row), given)
+        rows = _rows(info.batch_size, in_dims[2:], given)
+        return _stacked_rows([_PushForward.apply(call, count, *row) for row in rows])
 
 
 class _Again(torch.autograd.Function):
@@ -291,6 +334,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, count: int, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         function = call.function
+        function.require_repeatable()
         tensors = [tensor for tensor in given[:count] if tensor is not None]
         grad_ys = given[count : len(given) - count]
         vectors = call.directions(given[len(given) - count :])
@@ -312,7 +356,8 @@ class _Again(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], call: _Call, count: int, *given: torch.Tensor | None
     ) -> tuple[Any, Any]:
-        return _one_by_one(info.batch_size, in_dims[2:], lambda *row: _Again.forward(call, count, *row), given)
+        rows = _rows(info.batch_size, in_dims[2:], given)
+        return _stacked_rows([_Again.apply(call, count, *row) for row in rows])
 
 
 _NO_FORWARD_AGAIN = (
@@ -321,15 +366,21 @@ _NO_FORWARD_AGAIN = (
 )
 
 
-def _one_by_one(
-    size: int,
-    dims: Sequence[int | None],
-    function: Callable[..., tuple[torch.Tensor | None, ...]],
-    given: Sequence[torch.Tensor | None],
-) -> tuple[Any, Any]:
-    """Calls a function for each entry of a batch; returns its results stacked, and their batch axes, for `vmap`."""
-    results = [function(*row) for row in _rows(size, dims, given)]
-    columns = [None if column[0] is None else torch.stack(list(column)) for column in zip(*results, strict=True)]
+def _are_plain(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Returns whether nothing differentiates or maps further what is computed of these tensors."""
+    return not any(
+        tensor is not None
+        and (
+            torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            or (torch.is_grad_enabled() and tensor.requires_grad)
+        )
+        for tensor in tensors
+    )
+
+
+def _stacked_rows(rows: Sequence[Sequence[torch.Tensor | None]]) -> tuple[Any, Any]:
+    """Returns the results of each entry of a batch stacked, and their batch axes, for `vmap`."""
+    columns = [None if column[0] is None else torch.stack(list(column)) for column in zip(*rows, strict=True)]
     return tuple(columns), tuple(None if column is None else 0 for column in columns)
 
 

@@ -114,10 +114,14 @@ class _WithRule(torch.autograd.Function):
 def _gradient(
     function: Callable[[Any], Any], rule: LocalRule, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor
 ) -> torch.Tensor:
+    dtype = str(x.dtype).removeprefix("torch.")
+    if torch.is_grad_enabled() and rule.uses_output(dtype):
+        # In the second differentiation, the output has the function's own gradient.
+        y = function(x)
     values = {"x0": x, "y0": y, "dy0": dy}
     if rule.uses_default:
         values["default0"] = _own_gradient(function, x, dy)
-    found: torch.Tensor = rule.gradient(TORCH, str(x.dtype).removeprefix("torch."), values)
+    found: torch.Tensor = rule.gradient(TORCH, dtype, values)
     return found
 
 
@@ -160,23 +164,26 @@ def override(module: nn.Module, overrides: ModuleOverrides) -> Iterator[nn.Modul
         GradruleError: As `surrogate`.
     """
     applied = [_Applied(selector, value) for selector, value in _pairs(overrides)]
-    changed: list[nn.Module] = []
+    changed: list[tuple[nn.Module, Any]] = []
     try:
         for name, layer in module.named_modules():
             found = next((one for one in applied if one.fits(name, layer)), None)
             if found is not None:
                 found.count += 1
                 if found.rule is not None:
-                    changed.append(layer)
-                    # An attribute of the instance hides the method of its class.
+                    # An attribute of the instance hides the method of its class; an outer block may have set one.
+                    changed.append((layer, vars(layer).get("forward")))
                     layer.forward = found.forward_of(layer)
         for one in applied:
             if not one.count:
                 raise UnmatchedOverrideError(_unmatched(one.selector, module))
         yield module
     finally:
-        for layer in changed:
-            del layer.forward
+        for layer, before in reversed(changed):
+            if before is None:
+                del layer.forward
+            else:
+                layer.forward = before
     inactive = [one for one in applied if one.rule is not None and not one.is_used]
     if inactive and any(one.is_used for one in applied):
         raise InactiveOverrideError(
@@ -232,6 +239,8 @@ class _Applied:
 
 class _Overridden(torch.autograd.Function):
     """Runs a layer whose gradient is a rule: (override, layer, function, x) → y."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(applied: _Applied, layer: nn.Module, run: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:

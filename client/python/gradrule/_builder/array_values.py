@@ -86,12 +86,12 @@ def converted(array: Array, number: int, *, cast: bool) -> Array:
     Args:
         array: The array.
         number: The element type (`Dt`).
-        cast: Allows to change values, as `numpy.astype` does; otherwise every value must stay the same, and floats do
-            not become integers.
+        cast: Allows to change values, as `numpy.astype` does, except that integer types need values in their range;
+            otherwise every value must stay the same, and floats do not become integers.
 
     Raises:
         ValueError: A value would change and `cast` is false, or the conversion is not possible: strings to numbers,
-            complex numbers to real ones, NaN to integers.
+            complex numbers to real ones, NaN, infinity and numbers out of range to integers, NaN and infinity to bool.
     """
     name, actual = dtype_name(number), dtype_name(tensor_codec.number_of_array(array))
     mismatch = f"is an array of {'objects' if array.dtype == object else actual}, the tensor is {name}"
@@ -102,15 +102,16 @@ def converted(array: Array, number: int, *, cast: bool) -> Array:
         array.dtype.kind not in "OSU" and target.kind != "O" and (array.dtype.kind != "c" or target.kind == "c")
     )
     remedy = f"convert it with .astype({name!r}), or give cast=True to evaluate" if is_possible else "convert it"
+    # NumPy does not report that it wraps integers, nor that it makes NaN true.
+    if is_possible and cast and not tensor_codec.holds(array, target):
+        raise ValueError(f"{mismatch}, which has no value for NaN, infinity and numbers out of range")
     try:
         if is_possible and cast:
-            with np.errstate(over="ignore", invalid="raise"):
+            with np.errstate(over="ignore"):
                 found: Array = array.astype(target)
         else:
             found = tensor_codec.from_value(array, number)
             _check_equal(array, found)
-    except FloatingPointError:
-        raise ValueError(f"{mismatch}, which has no value for NaN, infinity and numbers out of range") from None
     except ValueError as cause:
         raise ValueError(f"{mismatch}: {cause}; {remedy}") from None
     if tensor_codec.number_of_array(found) != number:

@@ -15,8 +15,9 @@ from gradrule.errors import UnknownTensorError
 from gradrule.v1 import graph_pb2
 
 GRADIENT_ATTR = "_gradient_op_type"
-OPTIONAL_ATTR = "_gradrule_optional"
 """Attribute with the name of a node's rule, as in TensorFlow."""
+OPTIONAL_ATTR = "_gradrule_optional"
+"""Attribute of a node whose rule may have no effect."""
 
 _VARIABLE_OPS = ("VarHandleOp", "VariableV2", "Variable")
 _INPUT_OPS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")

@@ -205,7 +205,7 @@ class ProgramBase:
     @property
     def repeatable(self) -> bool:
         """Whether calls with equal feeds give equal outputs. False if the program draws random numbers."""
-        return self._message.repeatable
+        return not self._message.draws_random
 
     @property
     def digests(self) -> call_results.Digests:

@@ -26,6 +26,7 @@ CHANNEL_CLOSED = grpc.aio.UsageError
 """Exception of gRPC for the use of a closed channel."""
 
 sleep = asyncio.sleep
+Lock = asyncio.Lock
 ManyFeeds: TypeAlias = "Iterable[Feeds] | AsyncIterable[Feeds]"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ CHANNEL_CLOSED = ValueError
 """Exception of gRPC for the use of a closed channel."""
 
 sleep = time.sleep
+Lock = threading.Lock
 ManyFeeds: TypeAlias = "Iterable[Feeds]"
 iterate = iter
 

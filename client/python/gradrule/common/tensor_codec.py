@@ -375,6 +375,22 @@ def _fits(natural: Array, kind: str, dtype: np.dtype[Any]) -> bool:
     return kind in "cfiub" or _numeric_kind(natural.dtype) == "f"
 
 
+def holds(array: Array, dtype: np.dtype[Any]) -> bool:
+    """Returns whether a type has a value for every number of an array, with floats rounded towards 0.
+
+    Only integer types and bool can lack values. In bool, all finite numbers other than 0 are true.
+    """
+    target = _numeric_kind(dtype)
+    if target in "fc" or not array.size:
+        return True
+    # NumPy has no minima of the narrow types of ml_dtypes; float64 holds all their values.
+    values = array if array.dtype.kind in "biu" else np.trunc(array.astype(np.float64))
+    if not np.isfinite(values).all():
+        return False
+    low, high = _range_of(dtype) if target in "iu" else (-math.inf, math.inf)
+    return bool(low <= int(values.min()) and int(values.max()) <= high)
+
+
 def _numeric_kind(dtype: np.dtype[Any]) -> str:
     """Returns `b`, `i`, `u`, `f` or `c`; types of ml_dtypes, which NumPy reports as `V`, are classified by name."""
     if dtype.kind != "V":

@@ -188,6 +188,7 @@ class EvaluateRequest(google.protobuf.message.Message):
     def run_timeout(self) -> google.protobuf.duration_pb2.Duration:
         """Time limit that does not count the time for compiling the program, which only the deadline of the call limits. Default: the
         deadline. With a deadline of 330 s and a run_timeout of 30 s, compiling may take 300 s, but a program that is compiled gets 30 s.
+        The first run after a program is loaded counts as compiling: TensorFlow prepares its functions then.
         """
 
     def __init__(

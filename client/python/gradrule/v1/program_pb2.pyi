@@ -502,13 +502,15 @@ class Program(google.protobuf.message.Message):
     REWRITTEN_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
     SPARSE_GRADIENTS_FIELD_NUMBER: builtins.int
-    REPEATABLE_FIELD_NUMBER: builtins.int
+    DRAWS_RANDOM_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`programs/{id}`. The ID is the requested one, or is derived from the content."""
     device: builtins.str
     """Device that runs the program, for example `CPU:0`."""
-    repeatable: builtins.bool
-    """True: calls with equal feeds give equal outputs. False: the program draws random numbers from a state that is not among its feeds."""
+    draws_random: builtins.bool
+    """True: calls with equal feeds give different outputs, because the program draws random numbers from a state that is not among its
+    feeds.
+    """
     @property
     def digests(self) -> global___Digests:
         """Hashes of the graph and the program."""
@@ -569,10 +571,10 @@ class Program(google.protobuf.message.Message):
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
         aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         sparse_gradients: collections.abc.Iterable[builtins.str] | None = ...,
-        repeatable: builtins.bool = ...,
+        draws_random: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "digests", b"digests"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "repeatable", b"repeatable", "rewritten", b"rewritten", "sparse_gradients", b"sparse_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "draws_random", b"draws_random", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "sparse_gradients", b"sparse_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___Program = Program
 

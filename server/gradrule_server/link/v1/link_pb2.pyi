@@ -1027,8 +1027,14 @@ class SessionRun(google.protobuf.message.Message):
     STORE_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
     HANDLE_FIELD_NUMBER: builtins.int
+    MAX_KEPT_BYTES_FIELD_NUMBER: builtins.int
+    MAX_KEPT_BYTES_SETTING_FIELD_NUMBER: builtins.int
     handle: builtins.str
     """For a split program: name under which the engine keeps the tensors that pull-backs need. They do not change with the variables."""
+    max_kept_bytes: builtins.int
+    """Most bytes that the engine may keep under the handle; if it would keep more, the run is refused and changes nothing."""
+    max_kept_bytes_setting: builtins.str
+    """Flag of the setting that limits `max_kept_bytes`, for error messages."""
     @property
     def run(self) -> global___RunRequest:
         """The run."""
@@ -1048,9 +1054,11 @@ class SessionRun(google.protobuf.message.Message):
         store: collections.abc.Iterable[builtins.str] | None = ...,
         optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
         handle: builtins.str = ...,
+        max_kept_bytes: builtins.int = ...,
+        max_kept_bytes_setting: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["handle", b"handle", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "max_kept_bytes", b"max_kept_bytes", "max_kept_bytes_setting", b"max_kept_bytes_setting", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
 
 global___SessionRun = SessionRun
 
@@ -1747,7 +1755,7 @@ class ProgramPlan(google.protobuf.message.Message):
     HAS_YS_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
-    REPEATABLE_FIELD_NUMBER: builtins.int
+    DRAWS_RANDOM_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program."""
     graph_digest: builtins.str
@@ -1756,7 +1764,7 @@ class ProgramPlan(google.protobuf.message.Message):
     """Whether the program computes a derivative."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
-    repeatable: builtins.bool
+    draws_random: builtins.bool
     """As in `gradrule.v1.Program`."""
     @property
     def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
@@ -1795,9 +1803,9 @@ class ProgramPlan(google.protobuf.message.Message):
         has_ys: builtins.bool = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
-        repeatable: builtins.bool = ...,
+        draws_random: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "repeatable", b"repeatable", "rewritten", b"rewritten"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "draws_random", b"draws_random", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
 
 global___ProgramPlan = ProgramPlan
 

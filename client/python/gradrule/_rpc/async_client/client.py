@@ -46,7 +46,7 @@ def connect(
         token: Sent as a bearer token with each call.
         timeout: Default timeout of calls, in seconds.
         compile_timeout: Additional seconds for compiling a program, in calls that have no timeout of their own. The
-            call of a compiled program, and of one that was just compiled, still gets `timeout` seconds.
+            run of a compiled program still gets `timeout` seconds, but its first run may use this time too.
         insecure_token: Allow to send the token to another machine without encryption.
         stream: Send repeated calls of programs over one persistent stream, which makes each call faster. Must be False
             if a proxy distributes calls over several servers.

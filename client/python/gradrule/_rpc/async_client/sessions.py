@@ -24,7 +24,7 @@ from gradrule._messages.session_calls import SessionBase, SessionOptions, StepRe
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
-from gradrule._rpc.async_transport import CHANNEL_CLOSED, AsyncSessionStream
+from gradrule._rpc.async_transport import CHANNEL_CLOSED, AsyncSessionStream, Lock
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
 from gradrule.optimizers import Optimizer
@@ -35,7 +35,7 @@ R = TypeVar("R")
 class AsyncSession(SessionBase):
     """Trains variables that the server holds: `async with client.session(graph) as s` releases them after the block.
 
-    Only one call may run at a time, because messages are answered one after the other.
+    Calls run one after the other: a call that is made while another runs waits, and its timeout starts after that.
     """
 
     def __init__(self, client: AsyncClientBase, options: SessionOptions) -> None:
@@ -43,6 +43,8 @@ class AsyncSession(SessionBase):
         self._client = client
         self._send_blobs = client._send_blobs
         self._stream: AsyncSessionStream | None = None
+        # Held while a call runs. A step's message depends on the number of steps that were answered.
+        self._lock = Lock()
 
     async def __aenter__(self) -> Self:
         try:
@@ -93,7 +95,9 @@ class AsyncSession(SessionBase):
             InvalidOptimizerError: `optimizer` is not an optimizer, or a setting is out of range.
             GradruleError: As in `AsyncClient.evaluate`.
         """
-        return await self._run(self._step(feeds, loss, optimizer, variables, fetches, params), timeout)
+        async with self._lock:
+            call = self._step(feeds, loss, optimizer, variables, fetches, params)
+            return await self._run_locked(call, timeout)
 
     async def evaluate(
         self,
@@ -318,6 +322,10 @@ class AsyncSession(SessionBase):
         return await self._run(self._save(optimizer_state), timeout)
 
     async def _run(self, call: Call[R], timeout: float | None) -> R:
+        async with self._lock:
+            return await self._run_locked(call, timeout)
+
+    async def _run_locked(self, call: Call[R], timeout: float | None) -> R:
         if self._stream is None and call.method != "start":
             raise UnavailableError("the session is not open; use it as `async with client.session(graph) as s`")
         await self._upload(self._not_uploaded(call), timeout)

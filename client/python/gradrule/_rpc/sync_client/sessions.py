@@ -25,7 +25,7 @@ from gradrule._messages.session_calls import SessionBase, SessionOptions, StepRe
 from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
-from gradrule._rpc.sync_transport import CHANNEL_CLOSED, SessionStream
+from gradrule._rpc.sync_transport import CHANNEL_CLOSED, Lock, SessionStream
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
 from gradrule.optimizers import Optimizer
@@ -36,7 +36,7 @@ R = TypeVar("R")
 class Session(SessionBase):
     """Trains variables that the server holds: `with client.session(graph) as s` releases them after the block.
 
-    Only one call may run at a time, because messages are answered one after the other.
+    Calls run one after the other: a call that is made while another runs waits, and its timeout starts after that.
     """
 
     def __init__(self, client: ClientBase, options: SessionOptions) -> None:
@@ -44,6 +44,8 @@ class Session(SessionBase):
         self._client = client
         self._send_blobs = client._send_blobs
         self._stream: SessionStream | None = None
+        # Held while a call runs. A step's message depends on the number of steps that were answered.
+        self._lock = Lock()
 
     def __enter__(self) -> Self:
         try:
@@ -94,7 +96,9 @@ class Session(SessionBase):
             InvalidOptimizerError: `optimizer` is not an optimizer, or a setting is out of range.
             GradruleError: As in `Client.evaluate`.
         """
-        return self._run(self._step(feeds, loss, optimizer, variables, fetches, params), timeout)
+        with self._lock:
+            call = self._step(feeds, loss, optimizer, variables, fetches, params)
+            return self._run_locked(call, timeout)
 
     def evaluate(
         self,
@@ -319,6 +323,10 @@ class Session(SessionBase):
         return self._run(self._save(optimizer_state), timeout)
 
     def _run(self, call: Call[R], timeout: float | None) -> R:
+        with self._lock:
+            return self._run_locked(call, timeout)
+
+    def _run_locked(self, call: Call[R], timeout: float | None) -> R:
         if self._stream is None and call.method != "start":
             raise UnavailableError("the session is not open; use it as `with client.session(graph) as s`")
         self._upload(self._not_uploaded(call), timeout)

@@ -152,6 +152,7 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
   /**
    * Time limit that does not count the time for compiling the program, which only the deadline of the call limits. Default: the
    * deadline. With a deadline of 330 s and a run_timeout of 30 s, compiling may take 300 s, but a program that is compiled gets 30 s.
+   * The first run after a program is loaded counts as compiling: TensorFlow prepares its functions then.
    *
    * @generated from field: google.protobuf.Duration run_timeout = 13;
    */
