@@ -43,7 +43,7 @@ demo: $(VENV)/.demo ## start a server and train a binary network through it; wri
 check: $(VENV)/.installed ## run the quick tests: units, contracts, rules; 2 minutes on two cores
 	$(PYTEST) tests/rules tests/contract tests/unit $(ARGS)
 
-test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these and all tests with servers, including the Node client's; 12 minutes on two cores
+test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these and all tests with servers, including the Node client's; 15 minutes on two cores
 	$(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these, a sample of the battery, the tests of the benchmarks, and large models

@@ -35,9 +35,9 @@ def _keras_paths() -> contextlib.AbstractContextManager[dict[Hashable, str]]:
     """Returns a context that collects the paths of the Keras variables that are used in it."""
     if "keras" not in sys.modules:
         return contextlib.nullcontext({})
-    from gradrule._tracing import keras_models
+    from gradrule._tracing import keras_variables
 
-    return keras_models.paths_of_used_variables()
+    return keras_variables.paths_of_used_variables()
 
 
 def concrete(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Any:

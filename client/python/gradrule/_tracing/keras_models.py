@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,6 @@ from gradrule._tracing import tf_private
 from gradrule._tracing.functions import concrete, graph_of_concrete
 from gradrule._tracing.signatures import as_specs, leaf_names
 from gradrule.errors import InvalidGraphError, UnsupportedError
-
-# Held while a property of Keras's class of variables is replaced.
-_PATCHING = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,34 +67,6 @@ def layer_scopes(root: Any, *, include_root: bool = False) -> Iterator[list[Trac
                 object.__delattr__(layer, "call")
             else:
                 object.__setattr__(layer, "call", call)
-
-
-@contextlib.contextmanager
-def paths_of_used_variables() -> Iterator[dict[Hashable, str]]:
-    """Yields a dict that receives the path of each Keras variable used in the context, by identity of the handle.
-
-    TensorFlow's variables do not know the layers between a model and a layer within another layer.
-    """
-    found: dict[Hashable, str] = {}
-    kind: Any = keras.Variable
-
-    def read(variable: Any) -> Any:
-        handle = getattr(variable._value, "handle", None)
-        if handle is not None and tf_private.is_eager(handle):
-            found[tf_private.identity_of(handle)] = variable.path
-        return value.fget(variable)
-
-    with _PATCHING:
-        value: Any = kind.value
-        is_own = "value" in vars(kind)
-        kind.value = property(read)
-        try:
-            yield found
-        finally:
-            if is_own:
-                kind.value = value
-            else:
-                del kind.value
 
 
 def _in_scope(layer: Any, call: Callable[..., Any], stack: list[str], calls: list[TracedCall]) -> Callable[..., Any]:
