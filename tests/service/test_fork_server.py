@@ -67,7 +67,8 @@ def _parent(pid: int) -> int:
 async def test_engine_is_a_child_of_the_front_end_and_ends_with_its_socket(shared: ForkServer) -> None:
     process, link = await _fork(shared, *_FLAGS)
     assert _parent(process.pid) == os.getpid()
-    assert Path(f"/proc/{process.pid}/comm").read_text() == "gradrule-engine\n"
+    # The new process sets its name itself.
+    await wait_for_condition(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "gradrule-engine\n")
     await _end(process, link)
 
 
