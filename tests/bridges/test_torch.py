@@ -253,5 +253,5 @@ def test_modules_can_be_copied(smooth: Any) -> None:
 
 
 def test_third_derivatives_say_that_there_are_none(remote: Any) -> None:
-    with pytest.raises(NotImplementedError, match="not third ones"):
+    with pytest.raises(UnsupportedError, match="not third ones"):
         grad(lambda a: grad(lambda b: grad(lambda c: remote(X, c)[1])(b).sum())(a).sum())(W)

@@ -23,7 +23,7 @@ import tensorflow as tf
 from gradrule._bridges.program_function import Arrays, ForwardRun, ProgramFunction, RemoteCallable
 from gradrule._messages.call_arguments import CallParams
 from gradrule._rpc.sync_client.programs import Program
-from gradrule.errors import InvalidDerivativeError
+from gradrule.errors import InvalidDerivativeError, UnsupportedError
 
 __all__ = ["RemoteFunction", "remote"]
 
@@ -161,7 +161,7 @@ def _once(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @tf.custom_gradient
     def compute(*given: Any) -> tuple[Any, Callable[..., Any]]:
         def backward(*_: Any) -> Any:
-            raise NotImplementedError("gradrule gives first and second derivatives, not third ones")
+            raise UnsupportedError("gradrule gives first and second derivatives, not third ones")
 
         return function(*given), backward
 

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from gradrule._bridges.program_function import Arrays, ProgramFunction
-from gradrule.errors import FeedShapeError, GradruleError, InvalidDerivativeError
+from gradrule.errors import FeedShapeError, GradruleError, InvalidDerivativeError, UnsupportedError
 
 
 class Signature:
@@ -200,7 +200,7 @@ def _differentiate_pull(signature: Signature, calls: list[list[list[Any]]]) -> l
 
 def _pull_along(signature: Signature, calls: list[list[list[Any]]]) -> list[Arrays]:
     if signature.function.program.overrides:
-        raise NotImplementedError(
+        raise UnsupportedError(
             "forward mode of a gradient with overrides: use reverse mode for the outer derivative, jax.jacrev or "
             "jax.grad; a rule's gradient need not have a symmetric derivative"
         )
@@ -209,7 +209,7 @@ def _pull_along(signature: Signature, calls: list[list[list[Any]]]) -> list[Arra
 
 
 def _push_along(signature: Signature, calls: list[list[list[Any]]]) -> list[Arrays]:
-    raise NotImplementedError("forward mode of forward mode: use reverse mode for one of them, jax.jacrev or jax.grad")
+    raise UnsupportedError("forward mode of forward mode: use reverse mode for one of them, jax.jacrev or jax.grad")
 
 
 def _n_xs(signature: Signature) -> int:
@@ -321,7 +321,7 @@ def _along_transpose(upstream_is_given: bool) -> Callable[..., list[Any]]:
         count = len(signature.names)
         second = values[count : len(values) - len(signature.xs)]
         if any(map(ad.is_undefined_primal, [*values[:count], *second])):
-            raise NotImplementedError(_NO_THIRD)
+            raise UnsupportedError(_NO_THIRD)
         instantiated = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
         pair = [*second, *instantiated] if upstream_is_given else [*instantiated, *second]
         found = _again.bind(*values[:count], *pair, signature=signature, depth=depth)
@@ -334,7 +334,7 @@ _NO_THIRD = "gradrule gives first and second derivatives, not third ones"
 
 
 def _no_third(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(_NO_THIRD)
+    raise UnsupportedError(_NO_THIRD)
 
 
 ad.primitive_jvps[EVALUATE] = _evaluate_jvp

@@ -262,7 +262,7 @@ class _PullBack(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(_NO_FORWARD_AGAIN)
+        raise UnsupportedError(_NO_FORWARD_AGAIN)
 
     @staticmethod
     def vmap(
@@ -318,7 +318,7 @@ class _PushForward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(_NO_FORWARD_AGAIN)
+        raise UnsupportedError(_NO_FORWARD_AGAIN)
 
     @staticmethod
     def vmap(
@@ -350,7 +350,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> Any:
-        raise NotImplementedError("gradrule gives first and second derivatives, not third ones")
+        raise UnsupportedError("gradrule gives first and second derivatives, not third ones")
 
     @staticmethod
     def vmap(
