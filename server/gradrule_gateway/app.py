@@ -9,10 +9,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Mount, Router
 from starlette.routing import Route as StarletteRoute
+from starlette.routing import Router
 from starlette.staticfiles import StaticFiles
 
 from gradrule.v1 import blob_pb2
@@ -55,11 +56,10 @@ def create_app(upstream: Upstream, limits: Limits, *, insecure_tokens: bool = Fa
         StarletteRoute("/openapi.json", _openapi),
     ]
     console = Path(__file__).parent / "console"
-    if (console / "index.html").is_file():
-        routes.append(Mount("/", StaticFiles(directory=console, html=True)))
-    else:
-        routes.append(StarletteRoute("/", _no_console))
-    return Guard(Router(routes), limits)
+    # The default, not a route: a route for all paths would hide that a path has no such method.
+    has_console = (console / "index.html").is_file()
+    others: Any = StaticFiles(directory=console, html=True) if has_console else _no_console
+    return Guard(Router(routes, redirect_slashes=False, default=others), limits)
 
 
 class Gateway:
@@ -215,5 +215,7 @@ def _openapi_text() -> bytes:
     return resources.files("gradrule_gateway").joinpath("openapi.json").read_bytes()
 
 
-async def _no_console(request: Request) -> Response:
-    return PlainTextResponse(_NO_CONSOLE, 404)
+async def _no_console(scope: Any, receive: Any, send: Any) -> None:
+    if scope["path"] != "/":
+        raise HTTPException(404)
+    await PlainTextResponse(_NO_CONSOLE, 404)(scope, receive, send)
