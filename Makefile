@@ -12,6 +12,7 @@ PEERS := .venv-peers
 BENCH_PEERS := .venv-bench
 BRIDGES := .venv-bridges
 NODE_CLIENT := client/node
+CONSOLE := client/console
 PIP_FLAGS := --quiet --disable-pip-version-check --require-hashes
 ARGS ?=
 
@@ -32,7 +33,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers test-bridges lint format proto client proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers test-bridges lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -63,7 +64,7 @@ test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the lib
 test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy, PyTensor and TensorFlow
 	PYTHONDONTWRITEBYTECODE= $(BRIDGES)/bin/python -m pytest tests/bridges $(ARGS)
 
-lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## check style, types, import rules, protos and generated code
+lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed $(CONSOLE)/node_modules/.installed ## check style, types, import rules, protos and generated code
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
@@ -73,6 +74,7 @@ lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.instal
 	$(TOOLS)/bin/python tools/generate_protos.py --check
 	$(VENV)/bin/python tools/generate_sync_client.py --check
 	cd $(NODE_CLIENT) && npm run --silent lint
+	cd $(CONSOLE) && npm run --silent lint
 
 format: $(VENV)/.installed ## format the Python code
 	$(VENV)/bin/ruff check --fix
@@ -99,6 +101,9 @@ docs: $(VENV)/.installed ## generate docs/reference/rules.md from the registry a
 
 node: $(NODE_CLIENT)/node_modules/.installed ## build the Node client
 	cd $(NODE_CLIENT) && npm run --silent build
+
+console: $(CONSOLE)/node_modules/.installed ## build the console in the browser to server/gradrule_gateway/console
+	cd $(CONSOLE) && npm run --silent build
 
 bench: $(VENV)/.installed $(BENCH_PEERS)/.installed ## measure against echo servers, TensorFlow and other services; ARGS="--rows tiny,profile" selects rows; writes JSON to out/
 	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
@@ -128,7 +133,7 @@ lock: $(TOOLS)/.installed ## generate requirements/*.txt (run it with Python 3.1
 	$(TOOLS)/bin/python tools/lock.py
 
 clean: ## delete everything that make created
-	rm -rf $(VENV) $(TOOLS) $(PEERS) $(BENCH_PEERS) $(BRIDGES) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist
+	rm -rf $(VENV) $(TOOLS) $(PEERS) $(BENCH_PEERS) $(BRIDGES) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist $(CONSOLE)/node_modules $(CONSOLE)/test-results
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -not -path './.git/*' -prune -exec rm -rf {} +
@@ -174,6 +179,6 @@ $(BENCH_PEERS)/.installed: requirements/bench-peers.txt
 	$(BENCH_PEERS)/bin/python -m pip install $(PIP_FLAGS) -r requirements/bench-peers.txt
 	@touch $@
 
-$(NODE_CLIENT)/node_modules/.installed: $(NODE_CLIENT)/package-lock.json $(NODE_NEEDS)
-	cd $(NODE_CLIENT) && npm ci --no-audit --no-fund --loglevel=error
+$(NODE_CLIENT)/node_modules/.installed $(CONSOLE)/node_modules/.installed: %/node_modules/.installed: %/package-lock.json $(NODE_NEEDS)
+	cd $* && npm ci --no-audit --no-fund --loglevel=error
 	@touch $@

@@ -1,0 +1,110 @@
+import type { ComponentType } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { ProgramsPage } from "./programs/page";
+import { href, useRoute, type Route } from "./router";
+import { RulesPage } from "./rules/page";
+import { ServerPage } from "./server/page";
+import { useTheme, type Theme } from "./theme";
+import { SignIn } from "./ui/sign-in";
+import { ErrorBox, Loading } from "./ui/states";
+
+/** A page of the navigation. It gets the route: `route.path[0]` is its own name. */
+export type Page = ComponentType<{ route: Route }>;
+
+const PAGES: { name: string; title: string; page: Page }[] = [
+  { name: "rules", title: "Rules", page: RulesPage },
+  // A chunk of its own: other pages do not need the graph layout.
+  {
+    name: "graphs",
+    title: "Graphs",
+    page: lazyPage(() => import("./graphs/page").then((module) => module.GraphsPage)),
+  },
+  { name: "programs", title: "Programs", page: ProgramsPage },
+  { name: "server", title: "Server", page: ServerPage },
+];
+
+/** The console: header, navigation and the page of the route. */
+export function App() {
+  const route = useRoute();
+  const main = useRef<HTMLElement>(null);
+  const current = PAGES.find(({ name }) => name === (route.path[0] ?? "rules"));
+  const place = route.path.join("/");
+  const first = useRef(true);
+  useEffect(() => {
+    document.title = [...route.path.slice(1).reverse(), current?.title ?? "Not found", "gradrule"].join(" · ");
+    // Screen readers and the keyboard start at the new page's top.
+    if (!first.current) {
+      main.current?.focus({ preventScroll: true });
+      window.scrollTo(0, 0);
+    }
+    first.current = false;
+  }, [place]);
+  return (
+    <>
+      <button class="skip" type="button" onClick={() => main.current?.focus()}>
+        Skip to content
+      </button>
+      <header class="header">
+        <a class="brand" href={href("rules")}>
+          <img src="./icon.svg" alt="" width="24" height="24" /> gradrule
+        </a>
+        <nav class="nav" aria-label="Pages">
+          {PAGES.map(({ name, title }) => (
+            <a href={href(name)} aria-current={name === current?.name ? "page" : undefined}>
+              {title}
+            </a>
+          ))}
+        </nav>
+        <div class="header-end">
+          <ThemeChoice />
+          <SignIn />
+        </div>
+      </header>
+      <main ref={main} tabIndex={-1} class="main">
+        {current ? (
+          <current.page route={route} />
+        ) : (
+          <>
+            <h1>Not found</h1>
+            <p>
+              The console has no page <code>{place}</code>. Start at <a href={href("rules")}>the rules</a>.
+            </p>
+          </>
+        )}
+      </main>
+    </>
+  );
+}
+
+function ThemeChoice() {
+  const [theme, setTheme] = useTheme();
+  return (
+    <select
+      class="select"
+      aria-label="Theme"
+      value={theme}
+      onChange={(event) => setTheme(event.currentTarget.value as Theme)}
+    >
+      <option value="system">System</option>
+      <option value="light">Light</option>
+      <option value="dark">Dark</option>
+    </select>
+  );
+}
+
+/** Returns a page that loads its code when it is first shown. */
+function lazyPage(load: () => Promise<Page>): Page {
+  return function LazyPage(props) {
+    const [state, setState] = useState<{ page?: Page; error?: unknown }>({});
+    const start = () => {
+      setState({});
+      load().then(
+        (page) => setState({ page }),
+        (error: unknown) => setState({ error }),
+      );
+    };
+    useEffect(start, []);
+    if (state.error) return <ErrorBox error={state.error} retry={start} />;
+    return state.page ? <state.page {...props} /> : <Loading what="the page" />;
+  };
+}

@@ -1,0 +1,75 @@
+import { useEffect, useRef, useState } from "preact/hooks";
+import { setBearerToken, tokenProblem, useBearerToken } from "../api/token";
+
+const OPEN = "gradrule-sign-in";
+
+/** Opens the dialog that asks for a token. */
+export function openSignIn(): void {
+  window.dispatchEvent(new Event(OPEN));
+}
+
+/** Button of the header and the dialog that asks for a bearer token. */
+export function SignIn() {
+  const token = useBearerToken();
+  const dialog = useRef<HTMLDialogElement>(null);
+  const [text, setText] = useState("");
+  const [problem, setProblem] = useState<string>();
+  useEffect(() => {
+    const open = () => {
+      setText("");
+      setProblem(undefined);
+      dialog.current?.showModal();
+    };
+    window.addEventListener(OPEN, open);
+    return () => window.removeEventListener(OPEN, open);
+  }, []);
+  const submit = (event: Event) => {
+    event.preventDefault();
+    const next = text.trim().replace(/^Bearer\s+/i, "");
+    const found = tokenProblem(next);
+    setProblem(found);
+    if (found) return;
+    setBearerToken(next);
+    dialog.current?.close();
+  };
+  return (
+    <>
+      {token ? (
+        <button class="button" type="button" onClick={() => setBearerToken("")}>
+          Sign out
+        </button>
+      ) : (
+        <button class="button" type="button" onClick={openSignIn}>
+          Sign in
+        </button>
+      )}
+      <dialog ref={dialog} aria-labelledby="sign-in-title" class="dialog">
+        <form onSubmit={submit}>
+          <h2 id="sign-in-title">Sign in</h2>
+          <label class="field">
+            <span>Token</span>
+            <input
+              type="password"
+              autocomplete="off"
+              value={text}
+              aria-invalid={!!problem}
+              aria-describedby="sign-in-help"
+              onInput={(event) => setText(event.currentTarget.value)}
+            />
+          </label>
+          <p id="sign-in-help" class={problem ? "field-error" : "field-help"}>
+            {problem ?? "The console sends it with each call. This tab keeps it until you sign out or close the tab."}
+          </p>
+          <p class="row row-end">
+            <button class="button" type="button" onClick={() => dialog.current?.close()}>
+              Cancel
+            </button>
+            <button class="button button-primary" type="submit">
+              Sign in
+            </button>
+          </p>
+        </form>
+      </dialog>
+    </>
+  );
+}

@@ -1,0 +1,1 @@
+import{t as e}from"./index.js";function t(t){return e(`h1`,{children:`Graphs`})}export{t as GraphsPage};
