@@ -86,7 +86,9 @@ class ProgramFunction:
         """Raises `UnsupportedError` for complex inputs and ys, which SciPy and PyTensor do not differentiate by."""
         for name, spec in [*self.inputs.items(), *zip(self.ys, self.specs, strict=True)]:
             if spec.dtype.startswith("complex"):
-                raise UnsupportedError(f"{name!r} is {spec.dtype}; gradrule.torch, jax and tf take complex tensors, this module does not"
+                raise UnsupportedError(
+                    f"{name!r} is {spec.dtype}; gradrule.torch, jax and tf take complex tensors, this module does not"
+                )
 
     def has_gradient(self, name: str) -> bool:
         """Returns whether an input is one of the xs and of a type with gradients."""
