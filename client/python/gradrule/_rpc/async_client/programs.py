@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, Self
 
+from gradrule import _progress
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._messages import derivatives, forward_calls, rpc_calls
@@ -24,6 +25,7 @@ from gradrule._messages.call_arguments import (
 from gradrule._messages.feed_values import casting
 from gradrule._messages.program_calls import ProgramBase, merged
 from gradrule._messages.transfer_options import Transfer
+from gradrule._progress import Progress
 from gradrule._results import call_results
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_client.forward import AsyncForwardHandle
@@ -54,6 +56,7 @@ class AsyncProgramMethods(AsyncClientBase):
         batching: bool = True,
         jit: Jit = "off",
         name: str | None = None,
+        progress: Progress = None,
         timeout: float | None = None,
     ) -> AsyncProgram:
         """Compiles a program, which the server keeps until it is deleted.
@@ -75,6 +78,8 @@ class AsyncProgramMethods(AsyncClientBase):
             batching: As in `evaluate`.
             jit: As in `evaluate`.
             name: Id of the program; default: derived from its content. Equal content returns the existing program.
+            progress: A function that gets a `gr.ProgressReport` for each step; True: a bar, if standard error is a
+                terminal or this is a notebook. Uploads of the graph and of its variables are reported too.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
@@ -99,7 +104,9 @@ class AsyncProgramMethods(AsyncClientBase):
             batching=batching,
             jit=jit,
         )
-        message = await self._run(rpc_calls.compile_program(graph, name, arguments), timeout)
+        call = rpc_calls.compile_program(graph, name, arguments)
+        with _progress.start(progress, "compiling", None, ""):
+            message = await self._run(call, timeout, progress)
         return AsyncProgram(self, message, groups_of(xs, graph))
 
     async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:
@@ -214,10 +221,7 @@ class AsyncProgram(ProgramBase):
         if cast:
             feeds, grad_ys = casting(feeds), casting(grad_ys)
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        call = self._call(feeds, params, grad_ys, stacked_grad_ys, chosen)
-        if grad_ys is not None:
-            call = self._compiling("stacked_grad_ys" if stacked_grad_ys else "grad_ys", call)
-        return await self._client._run(call, timeout)
+        return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
     async def forward(
         self,
@@ -263,6 +267,7 @@ class AsyncProgram(ProgramBase):
         params: CallParams | None = None,
         cast: bool = False,
         transfer: Transfer | None = None,
+        progress: Progress = None,
         timeout: float | None = None,
     ) -> AsyncIterator[call_results.Result]:
         """Runs the program on each of many feeds, several at a time: `async for result in program.map(batches)`.
@@ -274,6 +279,8 @@ class AsyncProgram(ProgramBase):
             params: As in `evaluate`.
             cast: As in `evaluate`.
             transfer: As in `evaluate`.
+            progress: A function that gets a `gr.ProgressReport` after each result; True: a bar, if standard error is a
+                terminal or this is a notebook.
             timeout: Seconds for each call; default: that of `connect`.
 
         Yields:
@@ -289,18 +296,24 @@ class AsyncProgram(ProgramBase):
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         pipeline: AsyncPipeline[call_results.Result] = AsyncPipeline(self._client, timeout)
         upstream: Iterator[Any] = repeat(None) if grad_ys is None else iter(grad_ys)
+        task = _progress.start(progress, "running", _progress.total_of(feeds), "calls")
         try:
             async for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
-                    yield await pipeline.next_result()
-                values = casting(one) if cast else one
+                    result = await pipeline.next_result()
+                    task.advance()
+                    yield result
                 given = next(upstream, _NO_MORE)
                 if given is _NO_MORE:
                     raise InvalidDerivativeError("grad_ys has fewer entries than feeds: give one for each call")
+                values, given = (casting(one), casting(given)) if cast else (one, given)
                 pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, given, transfer=chosen)))
             while len(pipeline):
-                yield await pipeline.next_result()
+                result = await pipeline.next_result()
+                task.advance()
+                yield result
         finally:
+            task.close()
             await pipeline.cancel()
 
     async def jvp(
@@ -326,7 +339,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.jvp`.
         """
         call = derivatives.program_jvp(self._message, feeds, tangents, params)
-        return await self._client._run(self._compiling("jvp", self._client._transfer.applied(call)), timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def jacobian(
         self,
@@ -351,8 +364,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.jacobian`.
         """
         call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        compiling = self._compiling("batch_jacobian" if batched else "jacobian", self._client._transfer.applied(call))
-        return await self._client._run(compiling, timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def hvp(
         self,
@@ -379,7 +391,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.hvp`.
         """
         call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
-        return await self._client._run(self._compiling("hvp", self._client._transfer.applied(call)), timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def delete(self, *, timeout: float | None = None) -> None:
         """Deletes the program from the server.
