@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gradrule_gateway import logs
 from gradrule_gateway.app import create_app
+from gradrule_gateway.converters import Converters
 from gradrule_gateway.guard import MAX_HEADER_BYTES, Limits
 from gradrule_gateway.upstream import Upstream
 
@@ -94,7 +95,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
     upstream = Upstream(settings.target, settings.credentials, settings.server_name)
-    app = create_app(upstream, settings.limits, insecure_tokens=settings.insecure_tokens)
+    converters = Converters()
+    app = create_app(upstream, converters, settings.limits, insecure_tokens=settings.insecure_tokens)
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -124,6 +126,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     finally:
         if watch is not None:
             watch.cancel()
+        converters.stop()
         await upstream.close()
 
 
