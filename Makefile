@@ -160,7 +160,7 @@ $(VENV)/.installed: requirements/dev.txt pyproject.toml
 
 # The CPU build of torch is on PyTorch's own index; PIP_EXTRA_INDEX_URL may have to name it.
 $(BRIDGES)/.installed: requirements/bridges.txt pyproject.toml
-	$(call install_gradrule,$(BRIDGES),requirements/bridges.txt)
+	$(call install_gradrule,$(BRIDGES),requirements/bridges.txt --no-deps)
 	@touch $@
 
 $(TOOLS)/.installed: requirements/tools.txt

@@ -204,7 +204,7 @@ def evaluate_call(
     answer: Callable[[bytes], Any] = evaluate_pb2.EvaluateResponse.FromString,
 ) -> Call[R]:
     """Returns a call of Evaluate for a request."""
-    return Call(EVALUATE, request, answer, decode, blobs, large=large, may_compile=request.HasField("spec"))
+    return Call(EVALUATE, request, answer, decode, blobs, large=large, may_compile=True)
 
 
 def full_name(collection: str, name: str) -> str:
