@@ -21,11 +21,11 @@ import tensorflow as tf
 import gradrule as gr
 import gradrule.pytensor
 
-DRAWS, TUNE, CHAINS = 150, 150, 2
+DRAWS, TUNE, CHAINS = 150, 200, 2
 END, STEPS = 12.0, 16
 START = 0.5  # the population at the time 0
-TRUE = {"r": 0.8, "c": 10.0, "error": 0.4}
-WANTED_SAMPLES = 60
+TRUE = {"r": 0.8, "c": 10.0, "error": 1.0}
+WANTED_SAMPLES = 50
 OUT = Path("out/examples")
 
 client = gr.local()
@@ -61,9 +61,9 @@ clean = program(r=TRUE["r"], c=TRUE["c"]).outputs["population"]
 measured = clean + np.random.default_rng(1).normal(0, TRUE["error"], STEPS)
 
 with pymc.Model():
-    r = pymc.LogNormal("r", mu=0.0, sigma=0.5)
-    c = pymc.LogNormal("c", mu=2.0, sigma=0.5)
-    error = pymc.HalfNormal("error", sigma=1.0)
+    r = pymc.LogNormal("r", mu=0.0, sigma=0.3)
+    c = pymc.LogNormal("c", mu=2.0, sigma=0.3)
+    error = pymc.LogNormal("error", mu=0.0, sigma=0.5)
     pymc.Normal("measured", mu=population(r=r, c=c), sigma=error, observed=measured)
     # A forked process cannot use the connection, so the chains run one after the other.
     trace = pymc.sample(DRAWS, tune=TUNE, chains=CHAINS, cores=1, random_seed=0, progressbar=False)
