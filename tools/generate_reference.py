@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from gradrule._results import rule_infos
-from gradrule.cli.rules import rule_text
-from gradrule.cli.rules.gallery import FAMILIES
 from gradrule.v1 import rule_pb2
+from gradrule.viz import _rule_text as rule_text
+from gradrule.viz._gallery import FAMILIES
 from gradrule_server.registry.rule_entries import preset_message, rule_message
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store

@@ -32,6 +32,7 @@ TESTED = {
         "tf",
     },  # in tests/bridges/test_guide.py
     "models.md": {"connect", "models"},
+    "notebooks.md": {"start", "pictures", "saliency", "progress"},
     "operating.md": {"credentials", "serve", "status"},
     "other-languages.md": {"go", "java", "cpp", "csharp", "ruby"},  # in tests/contract/test_other_languages.py
     "overrides.md": {"overrides", "keras"},
@@ -63,6 +64,19 @@ def signs() -> gr.Graph:
 @pytest.fixture
 def keras() -> Any:
     return pytest.importorskip("keras")
+
+
+@pytest.fixture
+def pyplot() -> Iterator[Any]:
+    """Returns pyplot without figures, drawing into memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.close("all")
+    yield pyplot
+    pyplot.close("all")
 
 
 def test_client(server: Any) -> None:
@@ -166,10 +180,33 @@ def test_remote_layer(client: Any, keras: Any, capsys: pytest.CaptureFixture[str
     assert "loss" in capsys.readouterr().out
 
 
-def test_compare(client: Any, signs: gr.Graph) -> None:
+def test_compare(client: Any, pyplot: Any, signs: gr.Graph) -> None:
     scope: dict[str, Any] = {"gr": gr, "client": client, "graph": signs, "feeds": {"x": [-2.0, 0.25]}}
     exec(read_example(GUIDE / "explaining.md", "compare"), scope)
     assert scope["found"].first_differences["ste"].tensor == "h"
+    assert len(pyplot.get_fignums()) == 1
+
+
+def test_notebooks(
+    client: Any, pyplot: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gr, "local", lambda: client)
+    scope: dict[str, Any] = {}
+    exec(read_example(GUIDE / "notebooks.md", "start"), scope)
+    exec(read_example(GUIDE / "notebooks.md", "pictures"), scope)
+    result, rule, check, compared = (
+        pyplot.figure(number).axes[0].get_title().replace("\n", " ") for number in pyplot.get_fignums()
+    )
+    assert result.startswith("gradient of x") and rule == "atan (alpha=3)"
+    assert "as the gradient of Softplus: holds" in check
+    assert compared.startswith("Norms of upstream gradients")
+    rng = np.random.default_rng(0)
+    scope |= {"images": rng.random((2, 28, 28, 3), np.float32), "kernel": rng.normal(size=(3, 3, 3, 4)).astype("f")}
+    exec(read_example(GUIDE / "notebooks.md", "saliency"), scope)
+    assert scope["gradient"].shape == (2, 28, 28, 3)
+    exec(read_example(GUIDE / "notebooks.md", "progress"), scope)
+    assert len(scope["results"]) == 3
+    assert capsys.readouterr().out.splitlines() == [f"running {done} 3" for done in (0, 1, 2, 3, 3)]
 
 
 def test_compression(client: Any, server: Any, signs: gr.Graph) -> None:

@@ -15,8 +15,8 @@ from matplotlib import image
 import gradrule as gr
 from gradrule._builder.overrides import override_messages
 from gradrule.cli.main import build_parser
-from gradrule.cli.rules import rule_text
-from gradrule.cli.rules.checking import check
+from gradrule.viz import _rule_text as rule_text
+from gradrule.viz._checking import check
 from tests.service.servers import RunningServer
 from tests.service.shell import Shell, shell_in
 
@@ -256,7 +256,8 @@ def _words(flag: str) -> list[str]:
 
 def report(client: Any, rule: str, **words: Any) -> Any:
     found = client.get_rule(rule) if not rule.startswith("expr:") else gr.Rule(rule.removeprefix("expr:"))
-    return check(client, found, **words)
+    report, _ = check(client, found, **words)
+    return report
 
 
 def test_every_true_gradient_of_the_catalogue_passes_the_check(client: Any, builtins: list[gr.RuleInfo]) -> None:

@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import gradrule as gr
 from tests.processes import children, has_ended
 from tests.service.servers import server_environment
 from tests.waiting import wait_until
@@ -64,3 +67,77 @@ def test_local_server_ends_with_a_client_that_a_signal_ends(tmp_path: Path, numb
 def _descendants(pid: int) -> set[int]:
     found = set(children(pid))
     return found.union(*map(_descendants, found))
+
+
+def test_local_server_without_a_block_ends_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    ends: dict[str, Callable[[list[gr.Client]], object]] = {
+        "closed": lambda clients: clients[0].close(),
+        "dropped": lambda clients: clients.clear(),
+    }
+    for how, end in ends.items():
+        before = _descendants(os.getpid())
+        clients = [gr.local(device="cpu")]
+        started = _descendants(os.getpid()) - before
+        assert len(started) >= 3, "supervisor, server and engine"
+        graph = gr.Graph()
+        graph.sign(graph.placeholder("x", "float32", [None]), name="y")
+        program = clients[0].compile(graph, fetches="y")
+        # Repeated calls open a stream, which must not keep the client.
+        assert [program(x=[2.0]).outputs["y"].tolist() for _ in range(3)] == [[1.0]] * 3
+        del program
+        end(clients)
+        assert all(map(has_ended, started)), how
+        assert not any(tmp_path.iterdir()), how
+        if clients:
+            clients[0].close()
+            with pytest.raises(gr.errors.UnavailableError, match="closed"):
+                clients[0].list_presets()
+
+
+_AIO_CLIENT = """
+import asyncio, sys
+import gradrule as gr
+
+async def main():
+    client = await gr.aio.local(device="cpu")
+    sampled = await client.sample_rule("Relu", x=[1.0], dy=[3.0])
+    print(sampled.gradients["dx"], flush=True)
+    sys.stdin.readline()
+    if "close" in sys.argv:
+        await client.close()
+        print("closed", flush=True)
+        sys.stdin.readline()
+    return client
+
+kept = asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("close",)], ids=["exit", "close"])
+def test_awaited_local_server_ends_with_close_or_with_the_interpreter(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", _AIO_CLIENT, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=server_environment({"TMPDIR": str(tmp_path)}),
+        text=True,
+        bufsize=1,
+    ) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        assert client.stdout.readline() == "[3.]\n"
+        started = _descendants(client.pid)
+        assert len(started) >= 3, "supervisor, server and engine"
+        client.stdin.write("\n")
+        if arguments:
+            assert client.stdout.readline() == "closed\n"
+            assert all(map(has_ended, started))
+            assert not any(tmp_path.iterdir())
+            client.stdin.write("\n")
+        assert client.wait() == 0
+        assert all(map(has_ended, started))
+        assert not any(tmp_path.iterdir())

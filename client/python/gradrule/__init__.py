@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradrule import aio, errors, keras, optimizers, schedules
+    from gradrule import aio, errors, keras, optimizers, schedules, viz
     from gradrule._builder.blob_values import Blob
     from gradrule._builder.graph import Graph
     from gradrule._builder.handles import Node, TensorHandle
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradrule._comparison.numeric_gradients import FiniteDifferences
     from gradrule._messages.session_calls import StepResult
     from gradrule._messages.transfer_options import Transfer
+    from gradrule._progress import ProgressReport
     from gradrule._results.call_results import Digests, Explanation, Resolution, Result, Sparse, Timings
     from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo, SampleResult
     from gradrule._results.status_report import ServerStatus
@@ -50,7 +51,7 @@ __all__ = [
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "FirstDifference", "FiniteDifferences",
     "Resolution", "Timings", "Digests", "Sparse", "TensorSpec", "ServerStatus",
-    "Transfer", "errors", "GradruleError", "keras",
+    "Transfer", "ProgressReport", "errors", "GradruleError", "keras", "viz",
     "__version__",
 ]  # fmt: skip
 
@@ -93,12 +94,13 @@ _MODULES = {
     "TensorSpec": "_builder.specs",
     "tls": "_rpc.channels",
     "Transfer": "_messages.transfer_options",
+    "ProgressReport": "_progress",
     "GradruleError": "errors",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("aio", "errors", "keras", "optimizers", "schedules"):
+    if name in ("aio", "errors", "keras", "optimizers", "schedules", "viz"):
         return importlib.import_module(f"gradrule.{name}")
     module = _MODULES.get(name)
     if module is None:

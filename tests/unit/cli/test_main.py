@@ -133,8 +133,8 @@ def test_serve_ignores_environment_variables_of_clients() -> None:
     [
         ("pydantic", ("serve",), "gradrule[server]"),
         ("matplotlib", ("demo",), "gradrule[demo]"),
-        ("matplotlib", ("rules", "plot", "ste", "--output", "ste.png"), "gradrule[demo]"),
-        ("matplotlib", ("compare", "g.pb", "--map", "a=Sign=ste", "--output", "a.png"), "gradrule[demo]"),
+        ("matplotlib", ("rules", "plot", "ste", "--output", "ste.png"), "gradrule[plot]"),
+        ("matplotlib", ("compare", "g.pb", "--map", "a=Sign=ste", "--output", "a.png"), "gradrule[plot]"),
     ],
 )
 def test_a_missing_package_is_named_with_the_extra_to_install(

@@ -1,4 +1,4 @@
-"""Axes of drawn pictures."""
+"""Axes of the pictures that commands draw."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from gradrule.cli import figures
-from gradrule.cli.demo import pictures
+from gradrule.cli.demo import data, pictures
 from gradrule.cli.demo.training import TrainingResult
 from gradrule.cli.output import PlainScreen
-from gradrule.cli.rules.curve_drawing import print_curve, round_ticks
-from gradrule.cli.rules.curves import Curve, Line
+from gradrule.cli.rules.curve_drawing import print_curve
+from gradrule.viz._curve_svg import round_ticks
+from gradrule.viz._curves import Curve, Line
 
 
 @pytest.mark.parametrize(
@@ -43,23 +43,42 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return found
 
 
-def test_norms_of_zero_are_drawn_below_all_others(saved: list[Figure]) -> None:
-    norms = {"default": {"a": 1.0, "b": 0.01, "x": 0.001}, "cut": {"a": 1.0, "b": 0.0, "x": 0.0}}
-    figures.draw_norms(["a", "b"], ["x"], norms, {"cut": "b"}, Path("norms.png"))
-    (axes,) = saved[0].axes
-    assert axes.get_yscale() == "symlog"
-    drawn = [value for line in axes.lines for value in np.asarray(line.get_ydata(), float)]
-    assert drawn.count(0.0) >= 3
-    assert axes.get_ylim()[0] < 0
-    figures.draw_norms(["a", "b"], ["x"], {"default": norms["default"]}, {}, Path("norms.png"))
-    assert saved[1].axes[0].get_yscale() == "log"
-
-
-def test_pictures_of_the_demo_name_their_axes(saved: list[Figure]) -> None:
+def test_learning_curves_show_the_accuracy_of_each_test(saved: list[Figure]) -> None:
     run = TrainingResult(losses=[1.0, 0.5] * 20, accuracies=[(0, 0.1), (40, 0.9)])
     pictures.learning_curves({"rule": run}, Path("curves.png"))
-    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in saved[0].axes)
-    values = np.linspace(-1, 3, 128).reshape(2, 64)
-    pictures.saliency({"digit": values, "gradient": values}, np.array([3, 5]), Path("saliency.png"))
-    *_, bar = saved[1].axes
-    assert bar.get_ylabel() == "gradient / its largest"
+    left, right = saved[0].axes
+    assert all(axes.get_xlabel() and axes.get_ylabel() and axes.get_title() for axes in (left, right))
+    (line,) = [line for line in left.lines if line.get_label() == "rule"]
+    assert np.asarray(line.get_xydata()).tolist() == [[0, 0.1], [40, 0.9]]
+    assert [text.get_text() for text in left.texts] == ["90.0%"]
+    (losses,) = right.lines
+    assert np.asarray(losses.get_ydata())[0] == pytest.approx(np.mean([1.0, 0.5] * 7 + [1.0]))
+    assert np.asarray(losses.get_xdata())[0] == 15
+
+
+def test_saliency_shows_images_and_scaled_gradients(saved: list[Figure]) -> None:
+    values = np.linspace(-1, 1, 128).reshape(2, 64)
+    gradients = np.linspace(-4, 2, 128).reshape(2, 64)
+    pictures.saliency({"digit": values, "gradient": gradients}, np.array([3, 5]), Path("saliency.png"))
+    *panels, bar = saved[0].axes
+    assert [panel.get_title() for panel in panels] == ["3", "5", "", ""]
+    assert [panel.get_ylabel() for panel in panels] == ["digit", "", "gradient", ""]
+    assert bar.get_ylabel() == "gradient / its 99.5th percentile"
+    # Ink, which is 1 in the data, is black.
+    np.testing.assert_allclose(panels[0].images[0].get_array(), (1 - values[0].reshape(8, 8)) / 2)
+    shown = panels[2].images[1].get_array()
+    np.testing.assert_allclose(shown, gradients[0].reshape(8, 8) / np.percentile(np.abs(gradients[0]), 99.5))
+
+
+def test_printed_digits_are_drawn_from_their_seed() -> None:
+    digits, again, other = (data.draw_printed(seed, count=40) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(digits.train_x, again.train_x)
+    assert not np.array_equal(digits.train_x, other.train_x)
+    assert digits.train_x.shape == (30, 28 * 28) and digits.test_x.shape == (10, 28 * 28)
+    assert digits.train_x.dtype == np.float32
+    assert np.unique(digits.test_labels).tolist() == list(range(10))
+    everything = np.concatenate([digits.train_x, digits.test_x])
+    assert everything.min() >= -1 and everything.max() <= 1
+    # Each image has ink, and more paper than ink.
+    ink = (everything > 0).mean(axis=1)
+    assert ink.min() > 0.02 and ink.max() < 0.5

@@ -148,7 +148,7 @@ SHOWN: dict[str, Any] = {
 @pytest.mark.parametrize("kind", SHOWN)
 def test_html_of_a_hostile_name_is_escaped(kind: str) -> None:
     html = SHOWN[kind](HOSTILE)._repr_html_()
-    assert html.startswith("<table>")
+    assert html.startswith('<div class="gradrule"><style>') and html.endswith("</div>") and "<table>" in html
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&amp;" in html
     assert "<script" not in html
 

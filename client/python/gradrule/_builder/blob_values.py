@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -71,13 +71,14 @@ class Upload:
     sha256: str
     data: Data
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yields the messages of the stream."""
+    def pieces(self, advance: Callable[[int], object] = lambda _: None) -> Iterator[bytes]:
+        """Yields the messages of the stream. Calls `advance` with the number of bytes of each, once it is sent."""
         view = memoryview(self.data)
         for start in range(0, max(len(view), 1), _PIECE_BYTES):
             name = "" if start else self.sha256
-            message = blob_pb2.UploadBlobRequest(sha256=name, data=bytes(view[start : start + _PIECE_BYTES]))
-            yield message.SerializeToString()
+            piece = bytes(view[start : start + _PIECE_BYTES])
+            yield blob_pb2.UploadBlobRequest(sha256=name, data=piece).SerializeToString()
+            advance(len(piece))
 
     def deadline(self, timeout: float) -> float:
         """Returns the timeout of the upload in seconds, from the timeout of the call."""

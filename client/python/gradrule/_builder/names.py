@@ -83,6 +83,14 @@ class ByName(dict[str, V]):
         super().__init__(values or {})
         self._aliases = dict(aliases or {})
 
+    def _repr_html_(self) -> str | None:
+        from gradrule._builder.array_html import are_tensors, tensors_table
+        from gradrule._builder.notebook_text import html_block
+
+        if not are_tensors(self):
+            return None
+        return html_block(tensors_table("", [("", name, value) for name, value in self.items()]))
+
     def part(self, names: Iterable[str]) -> ByName[V]:
         """Returns the values of these names."""
         return ByName({name: self[name] for name in names}, self._aliases)

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from gradrule._builder.notebook_text import html_table, short_repr
+from gradrule._builder.notebook_text import html_block, html_line, html_table, short_repr
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidOverrideError, InvalidParamError, InvalidRuleError
 from gradrule.v1 import rule_pb2
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from gradrule import Client
     from gradrule._builder.graph_sources import GraphLike
 
 Params: TypeAlias = "Mapping[str, Any]"
@@ -91,11 +94,30 @@ class Rule:
         return short_repr(f"Rule({what}{params}{gradient})")
 
     def _repr_html_(self) -> str:
-        rows = [("expression", self.expression) if self.graph is None else ("graph", "a graph")]
-        rows += [(f"param {name}", default) for name, default in (self.params or {}).items()]
+        rows: list[tuple[str, object]] = [("dx", self.expression if self.graph is None else "a graph")]
+        rows += [
+            (f"param {name}", "required" if default is None else default)
+            for name, default in (self.params or {}).items()
+        ]
         if self.gradient is not None:
-            rows.append(("gradient", repr(self.gradient)))
-        return html_table("Rule", ("part", "value"), rows)
+            rows.append(("its gradient", repr(self.gradient)))
+        return html_block(html_table("Rule", ("", ""), rows), html_line("plot(client) draws the curve"))
+
+    def plot(self, client: Client, *, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draws the rule's curve, see `gradrule.viz.plot_rule`.
+
+        Args:
+            client: The synchronous client of the server that runs the rule.
+            ax: Axes to draw into.
+            **options: Further arguments of `plot_rule`: `op_type`, `params`, `interval`, …
+
+        Raises:
+            UnsupportedError: The rule is no function of one number, or Matplotlib is not installed.
+            GradruleError: As in `client.sample_rule`.
+        """
+        import gradrule as gr
+
+        return gr.viz.plot_rule(client, self, ax=ax, **options)
 
 
 RuleLike: TypeAlias = "str | Rule"
@@ -103,6 +125,8 @@ RuleLike: TypeAlias = "str | Rule"
 OverrideValue: TypeAlias = "RuleLike | tuple[RuleLike, Params]"
 
 
+EXPRESSION = "expr:"
+"""Prefix of a formula where text may also be a name."""
 # Names of registered rules and of op types.
 _NAME = re.compile(r"((rules|builtin)/)?[A-Za-z_][A-Za-z0-9_.>-]*")
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes
 from gradrule._builder.names import ByName, bare, split
-from gradrule._builder.notebook_text import html_table, names_text, short_repr
+from gradrule._builder.notebook_text import html_block, html_line, html_table, names_text, short_repr
 from gradrule._builder.overrides import Overrides
 from gradrule._comparison import numeric_gradients
 from gradrule._comparison.numeric_gradients import FiniteDifferences
@@ -30,6 +30,9 @@ from gradrule.errors import (
     NoGradientError,
     error_for_reason,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DEFAULT = "default"
 FINITE_DIFFERENCES = "finite_differences"
@@ -115,8 +118,31 @@ class Comparison:
         return short_repr(f"<Comparison of {names_text(self.labels)}: {len(self.rows)} rows>")
 
     def _repr_html_(self) -> str:
-        rows = [(row.label, row.tensor, row.op_type, row.norm, row.difference) for row in self.rows]
-        return html_table("Comparison", ("label", "tensor", "op type", "norm", "relative difference"), rows)
+        cells = {(row.tensor, row.label): _norm_text(row) for row in self.rows}
+        tensors = dict.fromkeys(("x" if row.is_x else "", row.tensor, row.op_type) for row in self.rows)
+        rows = [(*tensor, *(cells.get((tensor[1], label)) for label in self.labels)) for tensor in tensors]
+        firsts = [
+            f"{label}: differs from {self.reference} first at {first.tensor}" if first else f"{label}: same gradients"
+            for label, first in self.first_differences.items()
+        ]
+        return html_block(
+            html_table("Norms of upstream gradients", ("", "tensor", "op type", *self.labels), rows),
+            html_line(f"in brackets: distance from {self.reference}, relative to its norm" if self.reference else ""),
+            *map(html_line, [*firsts, *self.notes]),
+        )
+
+    def plot(self, *, ax: Axes | None = None) -> Axes:
+        """Draws the norms of the gradients under each label, see `gradrule.viz.plot_comparison`.
+
+        Args:
+            ax: Axes to draw into.
+
+        Raises:
+            UnsupportedError: Matplotlib is not installed.
+        """
+        import gradrule as gr
+
+        return gr.viz.plot_comparison(self, ax=ax)
 
     def table(self) -> list[dict[str, object]]:
         """Returns the rows as dicts, for data frames and CSV writers."""
@@ -129,6 +155,15 @@ class Comparison:
             label: One of `labels`.
         """
         return {row.tensor: row.norm for row in self.rows if row.label == label}
+
+
+def _norm_text(row: ComparedRow) -> str:
+    norm = "none" if row.norm is None else f"{row.norm:.4g}"
+    return norm if not row.difference or row.norm is None else f"{norm} ({_share_text(row.difference)})"
+
+
+def _share_text(difference: float) -> str:
+    return f"{difference:.2%}" if difference < 10 else "∞" if difference == float("inf") else f"× {difference:.3g}"
 
 
 @dataclass

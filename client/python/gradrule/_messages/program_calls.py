@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradrule._builder import blob_values
-from gradrule._builder.notebook_text import html_table, short_repr
+from gradrule._builder.notebook_text import html_block, html_line, short_digest, short_repr
 from gradrule._builder.specs import TensorSpec
 from gradrule._messages import call_arguments, request_messages, rpc_calls
 from gradrule._messages.call_arguments import CallParams, Feeds, GradYs, Name
@@ -226,10 +226,19 @@ class ProgramBase:
         return short_repr(f"<{type(self).__name__} {self.name!r}>")
 
     def _repr_html_(self) -> str:
-        kinds = (("input", self.inputs), ("output", self.outputs), ("y", self.ys), ("x", self.xs))
-        rows = [(kind, name, spec.dtype, spec.shape) for kind, specs in kinds for name, spec in specs.items()]
-        tensors = html_table(self.name, ("kind", "tensor", "dtype", "shape"), rows)
-        return tensors + call_results.resolutions_table(self.overrides)
+        kinds = {"input": self.inputs, "output": self.outputs, "y": self.ys, "x": self.xs}
+        digests = self.digests
+        return html_block(
+            call_results.specs_table(f"Program {self.name.removeprefix('programs/')}", kinds),
+            html_line(
+                self.device,
+                digests.program and f"program {short_digest(digests.program)}",
+                digests.graph and f"graph {short_digest(digests.graph)}",
+                "" if self.repeatable else "draws random numbers",
+            ),
+            call_results.resolutions_table(self.overrides),
+            call_results.default_nodes_line(self.default_gradient_nodes),
+        )
 
     def _call(
         self,

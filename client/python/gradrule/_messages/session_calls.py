@@ -23,6 +23,7 @@ from gradrule._messages.error_status import error_from_status_bytes, message_par
 from gradrule._messages.forward_calls import Forward
 from gradrule._messages.rpc_calls import Call
 from gradrule._messages.transfer_options import Transfer
+from gradrule._progress import SILENT, Progress, Task
 from gradrule._results import call_results
 from gradrule._results.call_results import Resolution, Timings
 from gradrule.common import wire_format
@@ -77,6 +78,7 @@ class SessionOptions(NamedTuple):
     variables: Mapping[str, Any] | None
     no_gradient: NoGradient
     transfer: Transfer
+    progress: Progress = None
 
 
 class SessionBase:
@@ -95,6 +97,8 @@ class SessionBase:
         self._numbers: dict[str, int] = {}
         # Number of completed steps.
         self._steps = 0
+        self._progress = options.progress
+        self._task: Task = SILENT
         # Hashes of the blobs that were sent to the server.
         self._uploaded: set[str] = set()
 

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from gradrule._builder.array_html import tensors_table
 from gradrule._builder.names import ByName, bare
-from gradrule._builder.notebook_text import html_table, names_text, short_repr
+from gradrule._builder.notebook_text import (
+    html_block,
+    html_line,
+    html_table,
+    names_text,
+    short_digest,
+    short_repr,
+)
 from gradrule._builder.specs import TensorSpec
 from gradrule._results.answers import Answer, AnswerReader, GradientKind, labeller, labels
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import Detail, InvalidTensorError, error_for_reason, reason_name
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 V = TypeVar("V")
+
+# Bytes of a graph, and characters of its picture, that a notebook shows without being asked.
+_MAX_DRAWN_GRAPH = 200_000
+_MAX_PICTURE = 150_000
 
 OverrideStatus: TypeAlias = Literal["active", "off_path", "not_differentiable"]
 Groups: TypeAlias = "Mapping[str, list[str]] | None"
@@ -214,15 +231,41 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        values = [("output", name, value) for name, value in self.outputs.items()]
-        for name, value in self.gradients.items():
-            if isinstance(value, Mapping):
-                values += [("gradient", f"{name}/{x}", gradient) for x, gradient in value.items()]
-            else:
-                values.append(("gradient", name, value))
-        rows = [(kind, name, *_dtype_and_shape(value)) for kind, name, value in values]
-        tensors = html_table("Result", ("kind", "tensor", "dtype", "shape"), rows)
-        return tensors + resolutions_table(self.overrides)
+        tensors = [("output", name, value) for name, value in self.outputs.items()]
+        tensors += [("gradient", name, value) for name, value in self.gradients.items()]
+        digests = self.digests
+        facts = [
+            self.device,
+            f"run {self.timings.run * 1e3:.3g} ms",
+            "compiled by XLA" if self.jit else "",
+            digests.program and f"program {short_digest(digests.program)}",
+            digests.graph and f"graph {short_digest(digests.graph)}",
+        ]
+        return html_block(
+            tensors_table("Result", tensors),
+            html_line(*facts),
+            resolutions_table(self.overrides),
+            default_nodes_line(self.default_gradient_nodes),
+        )
+
+    def plot(self, name: str | None = None, *, ax: Axes | None = None) -> Figure:
+        """Draws the outputs and gradients, see `gradrule.viz.plot_tensors`.
+
+        Args:
+            name: Draw this tensor only.
+            ax: Axes to draw one tensor into.
+
+        Returns:
+            The figure.
+
+        Raises:
+            UnknownTensorError: There is no output or gradient `name`.
+            InvalidParamError: `ax` is given for several tensors.
+            UnsupportedError: Matplotlib is not installed.
+        """
+        import gradrule as gr
+
+        return gr.viz.plot_tensors(self, name, ax=ax)
 
 
 def resolutions_table(found: Iterable[Resolution]) -> str:
@@ -231,12 +274,24 @@ def resolutions_table(found: Iterable[Resolution]) -> str:
     return html_table("Overrides", ("node", "op type", "rule", "label", "status"), rows)
 
 
-def _dtype_and_shape(value: Array | Sparse | None) -> tuple[str, str]:
-    if value is None:
-        return "", "none"
-    if isinstance(value, Sparse):
-        return str(value.values.dtype), f"sparse {[int(size) for size in value.dense_shape]}"
-    return str(value.dtype), str(list(value.shape))
+def default_nodes_line(nodes: Sequence[str]) -> str:
+    """Returns a line of HTML that counts the nodes that keep TensorFlow's gradient; empty without such nodes."""
+    count = f"{len(nodes)} nodes keep" if len(nodes) != 1 else "1 node keeps"
+    return html_line(f"{count} TensorFlow's gradient: {names_text(nodes)}" if nodes else "")
+
+
+def specs_table(caption: str, specs_by_kind: Mapping[str, Mapping[str, TensorSpec]]) -> str:
+    """Returns an HTML table of the dtypes and shapes of tensors, by kind and name."""
+    rows = [
+        (kind, name, spec.dtype, "unknown" if spec.shape is None else _shape_text(spec.shape))
+        for kind, by_name in specs_by_kind.items()
+        for name, spec in by_name.items()
+    ]
+    return html_table(caption, ("", "tensor", "dtype", "shape"), rows)
+
+
+def _shape_text(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
 
 
 def gradients_by_x(
@@ -351,8 +406,38 @@ class Explanation:
     def _repr_html_(self) -> str:
         if self.findings:
             rows = [(item.reason, item.node, item.message) for item in self.findings]
-            return html_table("Findings", ("reason", "node", "message"), rows)
-        return resolutions_table(self.overrides)
+            return html_block(html_table("Findings: this request would fail", ("reason", "node", "message"), rows))
+        kinds = {"input": self.inputs, "output": self.outputs, "y": self.ys, "x": self.xs}
+        return html_block(
+            specs_table("Explanation", kinds),
+            resolutions_table(self.overrides),
+            default_nodes_line(self.default_gradient_nodes),
+            self._picture_html(),
+        )
+
+    def _picture_html(self) -> str:
+        """Returns the picture of a small graph, folded away; those of large graphs would fill the notebook's file."""
+        if not self.graph or len(self.graph) > _MAX_DRAWN_GRAPH:
+            return html_line("svg() and html() draw the graph" if self.graph else "")
+        data = base64.b64encode(self.svg().encode()).decode()
+        if len(data) > _MAX_PICTURE:
+            return html_line("svg() and html() draw the graph")
+        return (
+            f'<details><summary>graph</summary><img alt="the graph" src="data:image/svg+xml;base64,{data}"></details>'
+        )
+
+    def plot(self, *, ax: Axes | None = None) -> Axes:
+        """Draws how many nodes each rule got, see `gradrule.viz.plot_explanation`; `svg` and `html` draw the graph.
+
+        Args:
+            ax: Axes to draw into.
+
+        Raises:
+            UnsupportedError: Matplotlib is not installed.
+        """
+        import gradrule as gr
+
+        return gr.viz.plot_explanation(self, ax=ax)
 
     def svg(self) -> str:
         """Returns an SVG picture of the graph: folded by scope, nodes coloured by rule, with the path from xs to ys."""

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from gradrule._builder.notebook_text import html_table, names_text, short_repr
+from gradrule._builder.array_html import tensors_table
+from gradrule._builder.notebook_text import html_block, html_line, html_table, names_text, short_digest, short_repr
 from gradrule._builder.rules import Rule
 from gradrule._results.call_results import array
 from gradrule.common.tensor_codec import Array
 from gradrule.v1 import rule_pb2
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from gradrule import Client
 
 RuleKind: TypeAlias = Literal["user", "builtin", "op"]
 
@@ -31,6 +38,30 @@ class SampleResult:
         return short_repr(
             f"<SampleResult gradients: {names_text(self.gradients)}; outputs: {names_text(self.outputs)}>"
         )
+
+    def _repr_html_(self) -> str:
+        tensors: list[tuple[str, str, Any]] = [("output", name, value) for name, value in self.outputs.items()]
+        tensors += [("gradient", name, value) for name, value in self.gradients.items()]
+        return html_block(tensors_table("Sample of a rule", tensors))
+
+    def plot(self, name: str | None = None, *, ax: Axes | None = None) -> Figure:
+        """Draws outputs and gradients, see `gradrule.viz.plot_tensors`.
+
+        Args:
+            name: Draw this tensor only.
+            ax: Axes to draw one tensor into.
+
+        Returns:
+            The figure.
+
+        Raises:
+            UnknownTensorError: There is no output or gradient `name`.
+            InvalidParamError: `ax` is given for several tensors.
+            UnsupportedError: Matplotlib is not installed.
+        """
+        import gradrule as gr
+
+        return gr.viz.plot_tensors(self, name, ax=ax)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -123,15 +154,44 @@ class RuleInfo:
         return short_repr(f"<RuleInfo {self.name!r} ({self.kind}): {self.formula or self.expression or ''}>")
 
     def _repr_html_(self) -> str:
-        rows: list[tuple[str, object]] = [
-            ("kind", self.kind),
-            ("formula", self.formula or self.expression),
+        source = self.formula or self.expression or ("a graph" if self.graph is not None else "TensorFlow's own")
+        facts: list[tuple[str, object]] = [
+            ("dx", source),
             ("description", self.description),
-            ("op types", ", ".join(self.op_types)),
-            ("reference", self.reference),
+            ("for ops", ", ".join(self.op_types) or "any"),
+            ("source", self.reference),
         ]
-        rows += [(f"param {item.name}", f"{item.default!r} {item.range}") for item in self.param_infos]
-        return html_table(self.name, ("part", "value"), rows)
+        params = [
+            (item.name, "required" if item.default is None else item.default, item.range, item.description)
+            for item in self.param_infos
+        ]
+        return html_block(
+            html_table(f"Rule {self.name}", ("", ""), [fact for fact in facts if fact[1]]),
+            html_table("Params", ("param", "default", "range", "meaning"), params),
+            html_line(
+                self.kind,
+                self.family.replace("_", " "),
+                "true gradient" if self.true_gradient else "",
+                f"digest {short_digest(self.digest)}" if self.digest else "",
+                "plot(client) draws the curve",
+            ),
+        )
+
+    def plot(self, client: Client, *, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draws the rule's curve, see `gradrule.viz.plot_rule`.
+
+        Args:
+            client: The synchronous client of the server that runs the rule.
+            ax: Axes to draw into.
+            **options: Further arguments of `plot_rule`: `op_type`, `params`, `interval`, …
+
+        Raises:
+            UnsupportedError: The rule is no function of one number, or Matplotlib is not installed.
+            GradruleError: As in `client.sample_rule`.
+        """
+        import gradrule as gr
+
+        return gr.viz.plot_rule(client, self, ax=ax, **options)
 
 
 def sample_result(response: rule_pb2.SampleRuleResponse) -> SampleResult:

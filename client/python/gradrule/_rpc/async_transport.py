@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import grpc
@@ -28,6 +29,32 @@ CHANNEL_CLOSED = grpc.aio.UsageError
 sleep = asyncio.sleep
 Lock = asyncio.Lock
 ManyFeeds: TypeAlias = "Iterable[Feeds] | AsyncIterable[Feeds]"
+
+
+class Starting(Generic[R]):
+    """Starts a client when it is awaited, or at the start of an `async with` block, which closes it."""
+
+    def __init__(self, start: Callable[[], Awaitable[R]]) -> None:
+        self._start = start
+        self._client: Any = None
+
+    def __await__(self) -> Generator[Any, Any, R]:
+        return self._start().__await__()
+
+    async def __aenter__(self) -> R:
+        self._client = await self._start()
+        client: R = self._client
+        return client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()
+
+
+def starting(start: Callable[[], Awaitable[R]]) -> Starting[R]:
+    """Returns what starts a client later, because starting takes an event loop."""
+    return Starting(start)
 
 
 async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import grpc
 
@@ -30,7 +30,13 @@ CHANNEL_CLOSED = ValueError
 sleep = time.sleep
 Lock = threading.Lock
 ManyFeeds: TypeAlias = "Iterable[Feeds]"
+Starting: TypeAlias = Annotated[R, "a client that is started at once"]
 iterate = iter
+
+
+def starting(start: Callable[[], R]) -> R:
+    """Starts a client and returns it."""
+    return start()
 
 
 def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:

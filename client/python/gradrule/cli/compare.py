@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gradrule.cli import figures, output, parsing
+from gradrule.cli import output, parsing
 from gradrule.cli.call_flags import add_feed_flag, add_rewrite_flag, add_tensor_flags, feeds, load_graph
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.output import USAGE, CommandError
+from gradrule.viz import _figures as figures
 
 if TYPE_CHECKING:
     from gradrule import Comparison, Override, Preset
@@ -49,7 +50,7 @@ def add(commands: Any) -> None:
         "--no-finite-differences", action="store_true", help="skip the finite differences, which take many evaluations"
     )
     parser.add_argument(
-        "--output", metavar="FILE.png", type=figures.picture, help="draw the norms into this file (.png, .svg, .pdf)"
+        "--output", metavar="FILE.png", type=output.picture, help="draw the norms into this file (.png, .svg, .pdf)"
     )
     finish(parser, run)
 
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if not maps:
         raise CommandError("nothing to compare: give --map NAME=OVERRIDE,… or --preset NAME=PRESET", USAGE)
     if options.output is not None:
-        figures.new_figure(1, 1)
+        figures.require_matplotlib()
     graph = load_graph(options.graph)
     with connect(options) as client:
         found = client.compare(
@@ -134,13 +135,11 @@ def _percent(value: float | None) -> str:
 
 
 def _draw(found: Comparison, options: argparse.Namespace) -> None:
-    tensors, xs = (list(dict.fromkeys(row.tensor for row in found.rows if row.is_x == is_x)) for is_x in (False, True))
-    norms = {
-        label: {tensor: norm for tensor, norm in found.norms(label).items() if norm is not None}
-        for label in found.labels
-    }
-    first_tensors = {label: item.tensor for label, item in found.first_differences.items() if item is not None}
-    figures.draw_norms(tensors, xs, norms, first_tensors, options.output)
+    from gradrule.viz._lines import comparison_size, draw_comparison
+
+    figure = figures.file_figure(*comparison_size(found))
+    draw_comparison(figure.add_subplot(), found)
+    figure.savefig(options.output, dpi=figures.DPI)
 
 
 def _json(found: Comparison) -> dict[str, object]:

@@ -51,7 +51,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--insecure-token",
         action="store_true",
-        default=_is_set(INSECURE_TOKEN_VARIABLE),
+        default=is_set(INSECURE_TOKEN_VARIABLE),
         help=f"allow sending the token unencrypted to another machine [{INSECURE_TOKEN_VARIABLE}=1]",
     )
     add_tls(group)
@@ -62,7 +62,7 @@ def add_tls(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--tls",
         action="store_true",
-        default=_is_set(TLS_VARIABLE),
+        default=is_set(TLS_VARIABLE),
         help=f"connect by TLS, trusting the system's certificate authorities [{TLS_VARIABLE}=1]",
     )
     for flag, variable, help_text in (
@@ -117,5 +117,6 @@ def seconds(text: str) -> float:
     return value
 
 
-def _is_set(variable: str) -> bool:
+def is_set(variable: str) -> bool:
+    """Returns whether an environment variable is set to a word that means yes."""
     return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")

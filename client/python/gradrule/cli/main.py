@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from gradrule import __version__
 from gradrule._builder.names import did_you_mean
-from gradrule.cli import compare, evaluate, explain, programs, serve, status
+from gradrule.cli import compare, evaluate, explain, gateway, programs, serve, status
 from gradrule.cli.demo import command as demo
 from gradrule.cli.output import FAILED, INTERRUPTED, USAGE, CommandError, describe, report
 from gradrule.cli.rules import checking, drawing, registry
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     status.add_health(commands)
     status.add_status(commands)
     _add_rules(commands)
-    for command in (programs, evaluate, explain, compare, demo):
+    for command in (programs, evaluate, explain, compare, gateway, demo):
         command.add(commands)
     return parser
 

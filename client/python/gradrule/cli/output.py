@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
+import importlib.util
 import itertools
 import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gradrule._progress import can_show
 from gradrule._results.call_results import Resolution, Sparse
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
@@ -25,6 +29,7 @@ USAGE = 2
 INTERRUPTED = 130
 _PIPE_WIDTH = 200
 _SHOWN_VALUES = 24
+_PICTURES = (".png", ".svg", ".pdf")
 RESOLUTION_COLUMNS = ("node", "op type", "rule", "label", "status")
 ARRAY_COLUMNS = ("name", "type", "shape", "norm", "values")
 
@@ -58,6 +63,19 @@ def describe(failure: GradruleError) -> str:
     if failure.retry_delay is not None:
         lines.append(f"  retry after {failure.retry_delay:g} s")
     return "\n".join(lines)
+
+
+def picture(text: str) -> Path:
+    """Returns the path of a picture file; serves as an argparse type."""
+    path = Path(text)
+    if path.suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"a picture's name ends with {', '.join(_PICTURES)}, got {text!r}")
+    return path
+
+
+def shows_progress() -> bool:
+    """Returns whether a command shows bars: standard error is a terminal, and rich is installed."""
+    return can_show() and importlib.util.find_spec("rich") is not None
 
 
 class Screen(Protocol):

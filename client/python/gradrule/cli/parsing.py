@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from gradrule._builder.overrides import Override, Preset, Region
-from gradrule._builder.rules import Rule, named_or_rule
+from gradrule._builder.rules import EXPRESSION, Rule, named_or_rule
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import NUMBERS
 from gradrule.errors import GradruleError
 
-EXPRESSION = "expr:"
 _TENSOR = "tensor:"
 _VARIABLE = re.compile(r"(x|y|dy|default)\d*")
 PRESET = "preset:"

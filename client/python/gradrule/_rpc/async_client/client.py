@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -15,12 +15,13 @@ from gradrule._builder.overrides import Overrides
 from gradrule._messages.call_arguments import NoGradient
 from gradrule._messages.session_calls import SessionOptions
 from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._progress import Progress
 from gradrule._rpc import call_routes, channels
 from gradrule._rpc.async_client.evaluation import AsyncEvaluationMethods
 from gradrule._rpc.async_client.programs import AsyncProgramMethods
 from gradrule._rpc.async_client.rules import AsyncRuleMethods
 from gradrule._rpc.async_client.sessions import AsyncSession
-from gradrule._rpc.async_transport import run_in_thread
+from gradrule._rpc.async_transport import Starting, run_in_thread, starting
 from gradrule._rpc.local_server import LocalServer
 from gradrule.errors import UnsupportedError
 
@@ -81,30 +82,38 @@ def connect(
     return client
 
 
-@contextlib.asynccontextmanager
-async def local(**settings: Any) -> AsyncIterator[AsyncClient]:
-    """Starts a server in a separate process and stops it at the end: `async with gr.aio.local() as client`.
+def local(**settings: Any) -> Starting[AsyncClient]:
+    """Starts a server in a separate process: `client = await gr.aio.local()`, or `async with gr.aio.local() as client`.
 
-    The server also stops, and its temporary folder is removed, if this process ends in another way, even by SIGKILL.
+    The server stops, and its temporary folder is removed, when the client is closed, at the end of the block, or when
+    this process ends in any way, even by SIGKILL. It stops too when nothing refers to the client any more.
     Needs the extra `gradrule[server]` or `gradrule[gpu]`.
 
     Args:
         **settings: Flags of `gradrule serve`: `device="cpu"` for `--device cpu`. By default the server listens on a
             free port and stores its data in a temporary folder.
 
-    Yields:
+    Returns:
         A client of the server.
 
     Raises:
         InvalidParamError: The server refuses a setting.
         UnavailableError: The server does not start for another reason.
     """
+    return starting(functools.partial(_start_local, settings))
+
+
+async def _start_local(settings: Mapping[str, Any]) -> AsyncClient:
     server = LocalServer(settings)
     try:
-        async with connect(await run_in_thread(server.start)) as client:
-            yield client
-    finally:
+        client = connect(await run_in_thread(server.start))
+    except BaseException:
+        # A cancelled task leaves the thread that starts the server.
         await run_in_thread(server.stop)
+        raise
+    # At the latest when the interpreter ends.
+    client._stop_server = weakref.finalize(client, server.stop)
+    return client
 
 
 class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncProgramMethods):
@@ -132,6 +141,7 @@ class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncProgramMethods)
         variables: Mapping[str, Any] | None = None,
         overrides: Overrides | None = None,
         no_gradient: NoGradient = "error",
+        progress: Progress = None,
     ) -> AsyncSession:
         """Returns a session: `async with client.session(graph) as s`, then `await s.step(…)`.
 
@@ -141,8 +151,10 @@ class AsyncClient(AsyncRuleMethods, AsyncEvaluationMethods, AsyncProgramMethods)
                 graph's initializers compute.
             overrides: As in `evaluate`; used wherever the session differentiates.
             no_gradient: As in `evaluate`.
+            progress: A function that gets a `gr.ProgressReport` with the loss after each step; True: a bar, if standard
+                error is a terminal or this is a notebook.
 
         Raises:
             GradruleError: At the start of the block: as in `evaluate`, or `QuotaExceededError`.
         """
-        return AsyncSession(self, SessionOptions(graph, overrides, variables, no_gradient, self._transfer))
+        return AsyncSession(self, SessionOptions(graph, overrides, variables, no_gradient, self._transfer, progress))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from gradrule import _progress
 from gradrule._builder import blob_values
 from gradrule._builder.graph import Graph
 from gradrule._messages import derivatives
@@ -52,6 +53,7 @@ class AsyncSession(SessionBase):
         except BaseException:
             self.close()
             raise
+        self._task = _progress.start(self._progress, "training", None, "steps")
         return self
 
     async def __aexit__(
@@ -61,6 +63,7 @@ class AsyncSession(SessionBase):
 
     def close(self) -> None:
         """Ends the session; the server releases its variables."""
+        self._task.close()
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
@@ -97,7 +100,10 @@ class AsyncSession(SessionBase):
         """
         async with self._lock:
             call = self._step(feeds, loss, optimizer, variables, fetches, params)
-            return await self._run_locked(call, timeout)
+            result = await self._run_locked(call, timeout)
+            if self._progress:
+                self._task.advance(loss=float(result.loss.item()))
+            return result
 
     async def evaluate(
         self,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
@@ -11,16 +12,18 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from gradrule import _progress
 from gradrule._builder import blob_values
 from gradrule._messages import rpc_calls
 from gradrule._messages.error_status import error_of, waiting_error
 from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._progress import Progress
 from gradrule._results.status_report import ServerStatus, server_status
 from gradrule._rpc import call_routes, channels
 from gradrule._rpc.call_routes import Routes
 from gradrule._rpc.shared_memory import SharedMemory
 from gradrule._rpc.sync_client.sending import CallSender
-from gradrule._rpc.sync_transport import CHANNEL_CLOSED, sleep
+from gradrule._rpc.sync_transport import CHANNEL_CLOSED, run_in_thread, sleep
 from gradrule.errors import EngineUnavailableError, GradruleError, UnavailableError
 from gradrule.v1 import admin_pb2
 
@@ -52,7 +55,10 @@ class ClientBase:
         self._compile_timeout = compile_timeout
         routes = Routes(use_stream=stream)
         self._memory = SharedMemory(is_enabled=shared_memory)
-        self._sender = CallSender(channel, self._metadata, routes, self._memory, self._closed)
+        # Not a method of this object: without a reference to itself, it is freed when its last user drops it.
+        closed = functools.partial(_closed_error, target)
+        self._sender = CallSender(channel, self._metadata, routes, self._memory, closed)
+        self._stop_server: Callable[[], object] | None = None
         self.target = target
 
     @property
@@ -72,13 +78,15 @@ class ClientBase:
         """
         return self._run(rpc_calls.find_missing(names), timeout)
 
-    def upload(self, value: Any, *, timeout: float | None = None) -> str:
+    def upload(self, value: Any, *, progress: Progress = None, timeout: float | None = None) -> str:
         """Sends a graph or a tensor unless the server has it.
 
         Calls upload missing blobs themselves; this method does it in advance.
 
         Args:
             value: A graph, a graph's bytes, an array or list of numbers, or a `Blob`.
+            progress: A function that gets a `gr.ProgressReport` for each part that was sent; True: a bar, if standard
+                error is a terminal or this is a notebook.
             timeout: Seconds, plus one for every 4 MiB; default: that of `connect`.
 
         Returns:
@@ -89,7 +97,7 @@ class ClientBase:
             QuotaExceededError: The tenant's blobs take too many bytes.
         """
         upload = rpc_calls.make_upload(value)
-        self._follow(rpc_calls.upload_steps({upload.sha256: upload.data}), timeout)
+        self._follow(rpc_calls.upload_steps({upload.sha256: upload.data}), timeout, progress)
         return upload.sha256
 
     def server_status(self, *, timeout: float | None = None) -> ServerStatus:
@@ -140,9 +148,13 @@ class ClientBase:
             sleep(_HEALTH_CHECK_S)
 
     def close(self) -> None:
-        """Closes the connection; running calls are cancelled."""
-        self._sender.close()
-        self._channel.close()
+        """Closes the connection; running calls are cancelled. Stops the server of `local`."""
+        try:
+            self._sender.close()
+            self._channel.close()
+        finally:
+            if self._stop_server is not None:
+                run_in_thread(self._stop_server)
 
     def __enter__(self) -> Self:
         return self
@@ -169,19 +181,24 @@ class ClientBase:
         """
         return self._run(rpc_calls.unary(method, request, response, decode), timeout)
 
-    def _run(self, call: rpc_calls.Call[R], timeout: float | None) -> R:
+    def _run(self, call: rpc_calls.Call[R], timeout: float | None, progress: Progress = None) -> R:
         """Sends a call, and the blobs that the server lacks for it. Raises the error of a failed call."""
         if call.blobs:
-            return self._follow(rpc_calls.call_steps(call), timeout)
+            return self._follow(rpc_calls.call_steps(call), timeout, progress)
         return self._sender.send(call, self._limit(call, timeout))
 
-    def _follow(self, steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R], timeout: float | None) -> R:
+    def _follow(
+        self,
+        steps: Generator[rpc_calls.Call[Any] | blob_values.Upload, Any, R],
+        timeout: float | None,
+        progress: Progress = None,
+    ) -> R:
         """Runs the steps that a generator yields, sends it their outcomes, and returns its result."""
         try:
             step = next(steps)
             while True:
                 try:
-                    outcome = self._step(step, timeout)
+                    outcome = self._step(step, timeout, progress)
                 except GradruleError as refusal:
                     step = steps.throw(refusal)
                 else:
@@ -190,13 +207,14 @@ class ClientBase:
             found: R = end.value
             return found
 
-    def _step(self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None) -> Any:
+    def _step(self, step: rpc_calls.Call[Any] | blob_values.Upload, timeout: float | None, progress: Progress) -> Any:
         if not isinstance(step, blob_values.Upload):
             return self._run(step, timeout)
         deadline = step.deadline(call_routes.call_timeout(timeout, self._timeout))
         try:
             send: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(blob_values.UPLOAD_METHOD)
-            return send(step.pieces(), timeout=deadline, metadata=self._metadata)
+            with _progress.start(progress, "uploading", len(step.data), "bytes") as task:
+                return send(step.pieces(task.advance), timeout=deadline, metadata=self._metadata)
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except CHANNEL_CLOSED as cause:
@@ -209,4 +227,8 @@ class ClientBase:
         return call_routes.limit(call, timeout, self._timeout, self._compile_timeout)
 
     def _closed(self) -> UnavailableError:
-        return UnavailableError(f"the client of {self.target!r} is closed")
+        return _closed_error(self.target)
+
+
+def _closed_error(target: str) -> UnavailableError:
+    return UnavailableError(f"the client of {target!r} is closed")

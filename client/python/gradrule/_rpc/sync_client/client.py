@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -15,13 +15,14 @@ from gradrule._builder.overrides import Overrides
 from gradrule._messages.call_arguments import NoGradient
 from gradrule._messages.session_calls import SessionOptions
 from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._progress import Progress
 from gradrule._rpc import call_routes, channels
 from gradrule._rpc.local_server import LocalServer
 from gradrule._rpc.sync_client.evaluation import EvaluationMethods
 from gradrule._rpc.sync_client.programs import ProgramMethods
 from gradrule._rpc.sync_client.rules import RuleMethods
 from gradrule._rpc.sync_client.sessions import Session
-from gradrule._rpc.sync_transport import run_in_thread
+from gradrule._rpc.sync_transport import Starting, run_in_thread, starting
 from gradrule.errors import UnsupportedError
 
 
@@ -81,30 +82,38 @@ def connect(
     return client
 
 
-@contextlib.contextmanager
-def local(**settings: Any) -> Iterator[Client]:
-    """Starts a server in a separate process and stops it at the end: `with gr.local() as client`.
+def local(**settings: Any) -> Starting[Client]:
+    """Starts a server in a separate process: `client = gr.local()`, or `with gr.local() as client`.
 
-    The server also stops, and its temporary folder is removed, if this process ends in another way, even by SIGKILL.
+    The server stops, and its temporary folder is removed, when the client is closed, at the end of the block, or when
+    this process ends in any way, even by SIGKILL. It stops too when nothing refers to the client any more.
     Needs the extra `gradrule[server]` or `gradrule[gpu]`.
 
     Args:
         **settings: Flags of `gradrule serve`: `device="cpu"` for `--device cpu`. By default the server listens on a
             free port and stores its data in a temporary folder.
 
-    Yields:
+    Returns:
         A client of the server.
 
     Raises:
         InvalidParamError: The server refuses a setting.
         UnavailableError: The server does not start for another reason.
     """
+    return starting(functools.partial(_start_local, settings))
+
+
+def _start_local(settings: Mapping[str, Any]) -> Client:
     server = LocalServer(settings)
     try:
-        with connect(run_in_thread(server.start)) as client:
-            yield client
-    finally:
+        client = connect(run_in_thread(server.start))
+    except BaseException:
+        # A cancelled task leaves the thread that starts the server.
         run_in_thread(server.stop)
+        raise
+    # At the latest when the interpreter ends.
+    client._stop_server = weakref.finalize(client, server.stop)
+    return client
 
 
 class Client(RuleMethods, EvaluationMethods, ProgramMethods):
@@ -132,6 +141,7 @@ class Client(RuleMethods, EvaluationMethods, ProgramMethods):
         variables: Mapping[str, Any] | None = None,
         overrides: Overrides | None = None,
         no_gradient: NoGradient = "error",
+        progress: Progress = None,
     ) -> Session:
         """Returns a session: `with client.session(graph) as s`, then `s.step(…)`.
 
@@ -141,8 +151,10 @@ class Client(RuleMethods, EvaluationMethods, ProgramMethods):
                 graph's initializers compute.
             overrides: As in `evaluate`; used wherever the session differentiates.
             no_gradient: As in `evaluate`.
+            progress: A function that gets a `gr.ProgressReport` with the loss after each step; True: a bar, if standard
+                error is a terminal or this is a notebook.
 
         Raises:
             GradruleError: At the start of the block: as in `evaluate`, or `QuotaExceededError`.
         """
-        return Session(self, SessionOptions(graph, overrides, variables, no_gradient, self._transfer))
+        return Session(self, SessionOptions(graph, overrides, variables, no_gradient, self._transfer, progress))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, Self
 
+from gradrule import _progress
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
 from gradrule._messages import derivatives, forward_calls, rpc_calls
@@ -25,6 +26,7 @@ from gradrule._messages.call_arguments import (
 from gradrule._messages.feed_values import casting
 from gradrule._messages.program_calls import ProgramBase, merged
 from gradrule._messages.transfer_options import Transfer
+from gradrule._progress import Progress
 from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
@@ -55,6 +57,7 @@ class ProgramMethods(ClientBase):
         batching: bool = True,
         jit: Jit = "off",
         name: str | None = None,
+        progress: Progress = None,
         timeout: float | None = None,
     ) -> Program:
         """Compiles a program, which the server keeps until it is deleted.
@@ -76,6 +79,8 @@ class ProgramMethods(ClientBase):
             batching: As in `evaluate`.
             jit: As in `evaluate`.
             name: Id of the program; default: derived from its content. Equal content returns the existing program.
+            progress: A function that gets a `gr.ProgressReport` for each step; True: a bar, if standard error is a
+                terminal or this is a notebook. Uploads of the graph and of its variables are reported too.
             timeout: Seconds; default: that of `connect`.
 
         Returns:
@@ -100,7 +105,9 @@ class ProgramMethods(ClientBase):
             batching=batching,
             jit=jit,
         )
-        message = self._run(rpc_calls.compile_program(graph, name, arguments), timeout)
+        call = rpc_calls.compile_program(graph, name, arguments)
+        with _progress.start(progress, "compiling", None, ""):
+            message = self._run(call, timeout, progress)
         return Program(self, message, groups_of(xs, graph))
 
     def program(self, name: str, *, timeout: float | None = None) -> Program:
@@ -262,6 +269,7 @@ class Program(ProgramBase):
         params: CallParams | None = None,
         cast: bool = False,
         transfer: Transfer | None = None,
+        progress: Progress = None,
         timeout: float | None = None,
     ) -> Iterator[call_results.Result]:
         """Runs the program on each of many feeds, several at a time: `for result in program.map(batches)`.
@@ -273,6 +281,8 @@ class Program(ProgramBase):
             params: As in `evaluate`.
             cast: As in `evaluate`.
             transfer: As in `evaluate`.
+            progress: A function that gets a `gr.ProgressReport` after each result; True: a bar, if standard error is a
+                terminal or this is a notebook.
             timeout: Seconds for each call; default: that of `connect`.
 
         Yields:
@@ -288,18 +298,24 @@ class Program(ProgramBase):
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
         pipeline: Pipeline[call_results.Result] = Pipeline(self._client, timeout)
         upstream: Iterator[Any] = repeat(None) if grad_ys is None else iter(grad_ys)
+        task = _progress.start(progress, "running", _progress.total_of(feeds), "calls")
         try:
             for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
-                    yield pipeline.next_result()
+                    result = pipeline.next_result()
+                    task.advance()
+                    yield result
                 values = casting(one) if cast else one
                 given = next(upstream, _NO_MORE)
                 if given is _NO_MORE:
                     raise InvalidDerivativeError("grad_ys has fewer entries than feeds: give one for each call")
                 pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, given, transfer=chosen)))
             while len(pipeline):
-                yield pipeline.next_result()
+                result = pipeline.next_result()
+                task.advance()
+                yield result
         finally:
+            task.close()
             pipeline.cancel()
 
     def jvp(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from gradrule import _progress
 from gradrule._builder import blob_values
 from gradrule._builder.graph import Graph
 from gradrule._messages import derivatives
@@ -53,6 +54,7 @@ class Session(SessionBase):
         except BaseException:
             self.close()
             raise
+        self._task = _progress.start(self._progress, "training", None, "steps")
         return self
 
     def __exit__(
@@ -62,6 +64,7 @@ class Session(SessionBase):
 
     def close(self) -> None:
         """Ends the session; the server releases its variables."""
+        self._task.close()
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
@@ -98,7 +101,10 @@ class Session(SessionBase):
         """
         with self._lock:
             call = self._step(feeds, loss, optimizer, variables, fetches, params)
-            return self._run_locked(call, timeout)
+            result = self._run_locked(call, timeout)
+            if self._progress:
+                self._task.advance(loss=float(result.loss.item()))
+            return result
 
     def evaluate(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradrule import _progress
 from gradrule.cli import output
 from gradrule.cli.output import Screen, missing_extra
 
@@ -22,13 +23,13 @@ _LINES = 5
 Report = Callable[[int, float, float], None]
 RULE = {"Sign": "ste_sign"}
 _EPOCHS = 20
-_RELU_EPOCHS = 4
+_RELU_EPOCHS = 8
 
 
 @contextlib.contextmanager
 def _shown(screen: Screen, title: str, total: int) -> Iterator[Report]:
     """Yields the function to call after each step, with the number of steps, the loss and the latest test accuracy."""
-    if not screen.is_terminal:
+    if not output.shows_progress():
 
         def line(done: int, loss: float, accuracy: float) -> None:
             if done == total or done % max(total // _LINES, 1) == 0:
@@ -36,20 +37,8 @@ def _shown(screen: Screen, title: str, total: int) -> Iterator[Report]:
 
         yield line
         return
-    # Bars need rich.
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    assert isinstance(screen, Console)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    detail = TextColumn("loss {task.fields[loss]:.3f}  test accuracy {task.fields[accuracy]:.3f}")
-    with Progress(*columns, detail, console=screen) as bars:
-        task = bars.add_task(title, total=total, loss=float("nan"), accuracy=float("nan"))
-
-        def bar(done: int, loss: float, accuracy: float) -> None:
-            bars.update(task, completed=done, loss=loss, accuracy=accuracy)
-
-        yield bar
+    with _progress.start(True, title, total, "steps") as task:
+        yield lambda done, loss, accuracy: task.advance(loss=loss, accuracy=accuracy)
 
 
 def add(commands: Any) -> None:
@@ -58,8 +47,9 @@ def add(commands: Any) -> None:
         "demo",
         help="train a binary network on handwritten digits through a server, with a rule and without",
         description="Starts a server of its own, trains a network with sign activations and binary weights on "
-        "handwritten digits twice, with TensorFlow's gradient of Sign and with the rule ste_sign. Then draws which "
-        "pixels determine the result of a second network (guided backpropagation). The last line is a JSON object.",
+        "handwritten digits twice, with TensorFlow's gradient of Sign and with the rule ste_sign. Then trains a second "
+        "network on printed digits and draws which pixels determine its result (guided backpropagation). The last line "
+        "is a JSON object.",
     )
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=Path("out/demo"), help="folder for the pictures [default: out/demo]"
@@ -108,32 +98,34 @@ def _train_and_draw(
     screen: output.Screen, client: Client, digits: Digits, options: argparse.Namespace
 ) -> dict[str, object]:
     from gradrule.cli.demo import pictures
+    from gradrule.cli.demo.data import PRINTED_SIDE, draw_printed
     from gradrule.cli.demo.networks import binary_network, relu_network
     from gradrule.cli.demo.training import TrainingOptions
 
     def train(
-        title: str, network: Any, training_options: TrainingOptions, overrides: dict[str, str] | None
+        title: str, network: Any, data: Digits, training_options: TrainingOptions, overrides: dict[str, str] | None
     ) -> TrainingResult:
-        return _train(screen, client, title, network, digits, training_options, overrides, options.seed)
+        return _train(screen, client, title, network, data, training_options, overrides, options.seed)
 
     binary = TrainingOptions(options.epochs, learning_rate=0.03, weight_limit=1.0)
-    default = train("binary network, own gradient", binary_network(options.seed), binary, None)
-    rule = train("binary network, ste_sign", binary_network(options.seed), binary, RULE)
-    relu = relu_network(options.seed)
-    explained = train("ReLU network", relu, TrainingOptions(_RELU_EPOCHS, learning_rate=0.003), None)
+    default = train("binary network, own gradient", binary_network(options.seed), digits, binary, None)
+    rule = train("binary network, ste_sign", binary_network(options.seed), digits, binary, RULE)
+    printed = draw_printed(options.seed)
+    relu = relu_network(options.seed, PRINTED_SIDE)
+    explained = train("ReLU network", relu, printed, TrainingOptions(_RELU_EPOCHS, learning_rate=0.003), None)
 
     curves_path = options.out / "learning_curves.png"
     pictures.learning_curves({"TensorFlow's gradient of Sign": default, "rule ste_sign": rule}, curves_path)
-    chosen = pictures.one_of_each(digits)
-    x, labels = digits.test_x[chosen], digits.test_labels[chosen]
+    chosen = pictures.one_of_each(printed)
+    x, labels = printed.test_x[chosen], printed.test_labels[chosen]
     plain, guided = pictures.gradients(client, relu, explained.weights, x, labels)
     saliency_path = options.out / "saliency.png"
-    pictures.saliency({"digit": x, "gradient": plain, "guided": guided}, labels, saliency_path)
+    pictures.saliency({"digit": x, "gradient": plain, "rule guided_relu": guided}, labels, saliency_path)
 
     rows = [
         ["binary, signs everywhere", "TensorFlow's own (zero)", *_result_cells(default)],
         ["binary, signs everywhere", "Sign → ste_sign", *_result_cells(rule)],
-        ["ReLU, floats", "TensorFlow's own", *_result_cells(explained)],
+        ["ReLU, floats, printed digits", "TensorFlow's own", *_result_cells(explained)],
     ]
     output.table(screen, "test digits", ("network", "gradient", "test accuracy", "steps", "steps/s"), rows)
     screen.print(f"pictures: {curves_path}, {saliency_path}")

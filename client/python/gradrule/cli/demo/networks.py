@@ -22,16 +22,16 @@ _GAIN = 2.0
 class Network:
     """Holds a graph and the initial values of its weights, by placeholder name.
 
-    The graph takes `x` (float32, (n, 64)) and `labels` (int64, (n,)); it has `logits` ((n, 10)), `loss` (the mean cross
-    entropy) and `score` (the sum over examples of the logit of the label).
+    The graph takes `x` (float32, (n, pixels)) and `labels` (int64, (n,)); it has `logits` ((n, 10)), `loss` (the mean
+    cross entropy) and `score` (the sum over examples of the logit of the label).
     """
 
     graph: Graph = field(default_factory=Graph)
     weights: dict[str, Array] = field(default_factory=dict)
 
-    def inputs(self) -> tuple[TensorHandle, TensorHandle]:
+    def inputs(self, pixels: int) -> tuple[TensorHandle, TensorHandle]:
         """Adds the placeholders `x` and `labels`."""
-        x = self.graph.placeholder("x", "float32", [None, PIXELS])
+        x = self.graph.placeholder("x", "float32", [None, pixels])
         return x, self.graph.placeholder("labels", "int64", [None])
 
     def weight(self, name: str, value: Array) -> TensorHandle:
@@ -57,7 +57,7 @@ def binary_network(seed: int, hidden: Sequence[int] = (256, 256)) -> Network:
     rng = np.random.default_rng(seed)
     network = Network()
     g = network.graph
-    h, labels = network.inputs()
+    h, labels = network.inputs(PIXELS)
     widths = [PIXELS, *hidden, CLASSES]
     for layer, (fan_in, width) in enumerate(itertools.pairwise(widths), start=1):
         latent = network.weight(f"w{layer}", rng.uniform(-0.5, 0.5, (fan_in, width)))
@@ -68,8 +68,11 @@ def binary_network(seed: int, hidden: Sequence[int] = (256, 256)) -> Network:
     return network
 
 
-def relu_network(seed: int, channels: Sequence[int] = (16, 32), width: int = 64) -> Network:
-    """Builds two convolutions and two dense layers with ReLU, whose decisions the demo explains."""
+def relu_network(seed: int, side: int = SIDE, channels: Sequence[int] = (16, 32), width: int = 64) -> Network:
+    """Builds two convolutions and two dense layers with ReLU, whose decisions the demo explains.
+
+    side: height and width of the images, an even number.
+    """
     rng = np.random.default_rng(seed)
     network = Network()
     g = network.graph
@@ -80,14 +83,14 @@ def relu_network(seed: int, channels: Sequence[int] = (16, 32), width: int = 64)
     def bias(name: str, size: int) -> TensorHandle:
         return network.weight(name, np.zeros(size))
 
-    x, labels = network.inputs()
-    h = g.op_output("Reshape", x, [-1, SIDE, SIDE, 1])
+    x, labels = network.inputs(side * side)
+    h = g.op_output("Reshape", x, [-1, side, side, 1])
     first, second = channels
     for layer, (fan_in, fan_out, stride) in enumerate([(1, first, 1), (first, second, 2)], start=1):
         kernel = weight(f"kernel{layer}", 3, 3, fan_in, fan_out)
         h = g.op_output("Conv2D", h, kernel, strides=[1, stride, stride, 1], padding="SAME")
         h = g.op_output("Relu", g.op_output("BiasAdd", h, bias(f"kernel{layer}_bias", fan_out)))
-    flat = (SIDE // 2) ** 2 * second
+    flat = (side // 2) ** 2 * second
     h = g.op_output("Reshape", h, [-1, flat])
     h = g.op_output(
         "Relu", g.op_output("BiasAdd", g.matmul(h, weight("dense", flat, width)), bias("dense_bias", width))

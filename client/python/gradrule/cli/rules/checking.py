@@ -3,59 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
-from gradrule._builder.rules import Rule
-from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.output import FAILED, USAGE, CommandError
-from gradrule.cli.parsing import EXPRESSION
-from gradrule.cli.rules import behaviour, inputs, slopes
+from gradrule.cli.rules import inputs
 from gradrule.cli.rules.drawing import further_inputs, info_of
-from gradrule.cli.rules.rule_text import number_text
-from gradrule.cli.rules.setups import NoSetupError, RuleRunner, Setup, examples_used, params_with_examples, setup_of
-from gradrule.errors import TypeMismatchError
-
-if TYPE_CHECKING:
-    from gradrule import Client
-
-
-@dataclass(frozen=True)
-class Report:
-    """Holds the results of a check.
-
-    Attributes:
-        rule: Name or formula of the rule.
-        of: Op type or `expr:FORMULA` that the rule was compared with; None if it was compared with none.
-        interval: Range of x.
-        claims: Comparison for each input.
-        kinks: Kinks and jumps of the forward function.
-        types: Results by element type of x.
-        shapes: Results by shape of x.
-        specials: Gradients at special values.
-        samples: Test of `per_sample`; None if the rule refuses batches.
-        notes: Example values that were used, and parts that were skipped, with the reason.
-    """
-
-    rule: str
-    of: str | None
-    interval: tuple[float, float]
-    claims: tuple[slopes.InputClaim, ...]
-    kinks: tuple[slopes.Kink, ...]
-    types: tuple[behaviour.TypeBehaviour, ...]
-    shapes: tuple[behaviour.ShapeBehaviour, ...]
-    specials: tuple[behaviour.SpecialValue, ...]
-    samples: behaviour.SampleBehaviour | None
-    notes: tuple[str, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Returns whether the rule passed every comparison."""
-        claims = [claim.holds for claim in self.claims]
-        found = [*(item.holds for item in self.types), *(item.holds for item in self.shapes)]
-        return all([*claims, *found, self.samples is None or self.samples.holds])
+from gradrule.viz import _figures as figures
+from gradrule.viz._checking import Report, Slopes, check
 
 
 def add(group: Any) -> None:
@@ -76,6 +33,12 @@ def add(group: Any) -> None:
         help="what the rule claims to be the gradient of: Softplus, 'expr:log1p(exp(x))' [default: the op of a rule "
         "that the registry calls a true gradient]",
     )
+    parser.add_argument(
+        "--output",
+        metavar="FILE.png",
+        type=output.picture,
+        help="draw both into this file (.png, .svg, .pdf)",
+    )
     finish(parser, run_check)
 
 
@@ -84,67 +47,30 @@ def run_check(options: argparse.Namespace) -> int:
     if options.of is not None and options.op_type is not None:
         raise CommandError("--of names the op already; omit --op-type", USAGE)
     others = further_inputs(options)
+    if options.output is not None:
+        figures.require_matplotlib()
     with connect(options) as client:
         rule = info_of(client, options.rule)
-        report = check(client, rule, options.of, options.op_type, others, dict(options.param), options.range)
+        report, lines = check(client, rule, options.of, options.op_type, others, dict(options.param), options.range)
+    if options.output is not None:
+        _draw(report, lines, options)
     if options.json:
         output.print_json(output.plain({**asdict(report), "holds": report.holds}))
     else:
         _show(report)
+        if options.output is not None:
+            print(f"wrote {options.output}")
     return 0 if report.holds else FAILED
 
 
-def check(
-    client: Client,
-    rule: RuleInfo | Rule,
-    of: str | None = None,
-    op_type: str | None = None,
-    others: tuple[Any, ...] = (),
-    params: dict[str, Any] | None = None,
-    interval: tuple[float, float] | None = None,
-) -> Report:
-    """Checks one rule. Raises `NoSetupError` if it is not a function of a tensor of numbers."""
-    notes: list[str] = []
-    is_formula = of is not None and of.startswith(EXPRESSION)
-    setup = Setup(others=others) if is_formula else setup_of(rule, of or op_type, others)
-    is_requested = of is not None
-    if of is None and isinstance(rule, RuleInfo) and (rule.true_gradient or rule.kind == "op"):
-        of = setup.op_type
-        if of is None:
-            notes.append("it is a true gradient of a region; name its formula with --of expr:…")
-    examples = examples_used(rule, params or {})
-    if examples:
-        notes.append(f"example values: {', '.join(f'{name}={number_text(value)}' for name, value in examples.items())}")
-    low, high = interval or setup.interval
-    runner = RuleRunner(client, rule, setup, params_with_examples(rule, params or {}), of)
-    claims: list[slopes.InputClaim] = []
-    kinks: list[slopes.Kink] = []
-    try:
-        if not slopes.is_elementwise(runner, low, high):
-            raise CommandError(
-                f"the rule{f' or {of}' if of else ''} uses several elements at once and cannot be compared "
-                f"number by number; compare it with finite differences in a graph (`gradrule compare`)"
-            )
-        if runner.has_forward:
-            kinks = slopes.find_kinks(runner, low, high)
-            claims = slopes.compare(runner, low, high, kinks) if of is not None else []
-    except (CommandError, TypeMismatchError) as reason:
-        # Some ops do not support float64.
-        if is_requested or isinstance(reason, NoSetupError):
-            raise
-        notes.append(str(reason))
-    return Report(
-        rule=rule.name if isinstance(rule, RuleInfo) else rule.expression or "",
-        of=of if claims else None,
-        interval=(low, high),
-        claims=tuple(claims),
-        kinks=tuple(kinks),
-        types=tuple(behaviour.check_types(runner, low, high)),
-        shapes=tuple(behaviour.check_shapes(runner, low, high)),
-        specials=tuple(behaviour.sample_special_values(runner, low, high)),
-        samples=behaviour.check_samples(runner, low, high),
-        notes=tuple(notes),
-    )
+def _draw(report: Report, lines: Slopes | None, options: argparse.Namespace) -> None:
+    from gradrule.viz._lines import draw_check
+
+    if lines is None:
+        raise CommandError("there is no function to compare the rule with, so --output has nothing to draw; give --of")
+    figure = figures.file_figure(7.5, 4.4)
+    draw_check(figure.add_subplot(), report, lines)
+    figure.savefig(options.output, dpi=figures.DPI)
 
 
 def _show(report: Report) -> None:

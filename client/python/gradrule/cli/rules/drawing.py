@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from gradrule._builder.rules import Rule
 from gradrule._results.rule_infos import RuleInfo
-from gradrule.cli import figures, output
+from gradrule.cli import output
 from gradrule.cli.connection import connect, finish
 from gradrule.cli.output import USAGE, CommandError
 from gradrule.cli.rules import inputs
+from gradrule.viz import _figures as figures
 
 if TYPE_CHECKING:
     from gradrule import Client
-    from gradrule.cli.rules.curves import Curve
+    from gradrule.viz._curves import Curve
 
 
 def add(group: Any) -> None:
@@ -32,7 +33,7 @@ def add(group: Any) -> None:
     parser.add_argument("--dy", type=float, default=1.0, help="upstream gradient [default: 1]")
     parser.add_argument("--over", choices=("x", "dy"), help="the horizontal axis [default: what the rule depends on]")
     parser.add_argument(
-        "--output", metavar="FILE.png", type=figures.picture, help="draw into this file (.png, .svg, .pdf)"
+        "--output", metavar="FILE.png", type=output.picture, help="draw into this file (.png, .svg, .pdf)"
     )
     parser.add_argument("--terminal", action="store_true", help="draw in the terminal too [default without --output]")
     finish(parser, run_plot)
@@ -50,11 +51,11 @@ def add(group: Any) -> None:
 def run_plot(options: argparse.Namespace) -> int:
     """Draws one rule."""
     from gradrule.cli.rules import curve_drawing
-    from gradrule.cli.rules.curves import curve
+    from gradrule.viz._curves import curve
 
     others = further_inputs(options)
     if options.output is not None:
-        figures.new_figure(1, 1)
+        figures.require_matplotlib()
     with connect(options) as client:
         drawn = curve(
             client,
@@ -67,7 +68,11 @@ def run_plot(options: argparse.Namespace) -> int:
             over=options.over,
         )
     if options.output is not None:
-        figures.draw_curve(drawn, options.output)
+        from gradrule.viz._lines import draw_curve
+
+        figure = figures.file_figure(7, 4.2)
+        draw_curve(figure.add_subplot(), drawn)
+        figure.savefig(options.output, dpi=figures.DPI)
     if options.json:
         output.print_json(_json(drawn))
         return 0
@@ -97,13 +102,12 @@ def info_of(client: Client, rule: str | Rule) -> RuleInfo | Rule:
 
 def run_gallery(options: argparse.Namespace) -> int:
     """Writes the page."""
-    from gradrule.cli.rules import gallery
+    from gradrule.viz._gallery import page as gallery_page
 
     options.folder.mkdir(parents=True, exist_ok=True)
-    path = options.folder / "index.html"
     with connect(options) as client:
-        page = gallery.page(client)
-    path.write_text(page.html, encoding="utf-8")
+        page = gallery_page(client, progress=output.shows_progress())
+    path = page.save(options.folder)
     if options.json:
         output.print_json({"file": str(path), "rules": page.rules, "curves": page.curves, "presets": page.presets})
     else:

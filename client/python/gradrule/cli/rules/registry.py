@@ -9,7 +9,8 @@ from typing import Any
 from gradrule._results.rule_infos import RuleInfo
 from gradrule.cli import output, parsing
 from gradrule.cli.connection import connect, finish
-from gradrule.cli.rules import inputs, rule_text
+from gradrule.cli.rules import inputs, rule_json
+from gradrule.viz import _rule_text as rule_text
 
 _KINDS = ("user", "builtin", "op")
 
@@ -86,7 +87,7 @@ def run_list(options: argparse.Namespace) -> int:
     if options.search is not None:
         rules = [rule for rule in rules if _has_words(rule, options.search)]
     if options.json:
-        output.print_json([rule_text.rule_json(rule) for rule in rules])
+        output.print_json([rule_json.rule_json(rule) for rule in rules])
         return 0
     screen = output.console()
     is_short = options.kind is options.family is options.search is None
@@ -126,7 +127,7 @@ def run_show(options: argparse.Namespace) -> int:
 def print_rule(rule: RuleInfo, as_json: bool) -> None:
     """Prints a rule."""
     if as_json:
-        output.print_json(rule_text.rule_json(rule))
+        output.print_json(rule_json.rule_json(rule))
         return
     rows = [
         ["kind", rule.kind],
@@ -160,7 +161,7 @@ def run_presets(options: argparse.Namespace) -> int:
         if not presets:
             raise CommandError(f"there is no preset {options.name!r}.{did_you_mean(options.name, names)}")
     if options.json:
-        output.print_json([rule_text.preset_json(preset) for preset in presets])
+        output.print_json([rule_json.preset_json(preset) for preset in presets])
         return 0
     screen = output.console()
     if options.name is None:

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule._builder.rules import Rule
+from gradrule._builder.rules import EXPRESSION, Rule
 from gradrule._results.rule_infos import RuleInfo
-from gradrule.cli.output import CommandError
-from gradrule.cli.parsing import EXPRESSION
 from gradrule.common.tensor_codec import Array
-from gradrule.errors import MissingFeedError
+from gradrule.errors import MissingFeedError, UnsupportedError
 
 if TYPE_CHECKING:
     from gradrule import Client
@@ -38,7 +36,7 @@ EXAMPLE_PARAMS: Mapping[str, Any] = {
 """Example values for params of builtin rules that have no default."""
 
 
-class NoSetupError(CommandError):
+class NoSetupError(UnsupportedError):
     """Reports that a rule cannot be run as a function of one number, and why."""
 
 
@@ -114,7 +112,9 @@ def setup_of(rule: RuleInfo | Rule, op_type: str | None, others: Sequence[Any] |
     further = _FURTHER_INPUT.findall(formula)
     if further and not setup.others:
         names = " ".join(f"--feed x{index}=…" for index in sorted(set(further)))
-        raise NoSetupError(f"the rule has several inputs: give the others with {names}, or an op with --op-type")
+        raise NoSetupError(
+            f"the rule has several inputs: give the others (others=(…), {names}), or an op (op_type=…, --op-type)"
+        )
     return setup
 
 
@@ -126,7 +126,9 @@ def params_with_examples(rule: RuleInfo | Rule, given: Mapping[str, Any]) -> dic
     for info in rule.param_infos:
         if info.default is None and info.name not in found:
             if rule.kind != "builtin" or info.name not in EXAMPLE_PARAMS:
-                raise NoSetupError(f"the param {info.name!r} has no default: give it with --param {info.name}=…")
+                raise NoSetupError(
+                    f"the param {info.name!r} has no default: give its value (params=…, --param {info.name}=…)"
+                )
             found[info.name] = EXAMPLE_PARAMS[info.name]
     return found
 
@@ -215,7 +217,7 @@ class RuleRunner:
             )
         except MissingFeedError as refusal:
             raise NoSetupError(
-                f"{refusal.message} (an op with --op-type or --of, further inputs with --feed)"
+                f"{refusal.message} (an op: op_type=… or of=…, --op-type or --of; further inputs: others=(…), --feed)"
             ) from None
         return list(sampled.gradients.values())
 

@@ -11,8 +11,9 @@ from rich.console import Console
 
 import gradrule as gr
 from gradrule.cli.rules import curve_drawing
-from gradrule.cli.rules.curves import Curve, Line
-from gradrule.cli.rules.setups import SETUPS, NoSetupError, params_with_examples, setup_of
+from gradrule.viz import _curve_svg
+from gradrule.viz._curves import Curve, Line
+from gradrule.viz._setups import SETUPS, NoSetupError, params_with_examples, setup_of
 
 X = np.linspace(-2, 2, 41)
 
@@ -33,7 +34,7 @@ def info(**words: Any) -> gr.RuleInfo:
 def test_svg_has_a_line_for_each_finite_part() -> None:
     broken = np.where(np.abs(X) < 0.2, np.nan, X)
     drawn = ElementTree.fromstring(
-        curve_drawing.curve_svg(made(Line("Sign(x)", np.sign(X), "forward"), Line("dx", broken)))
+        _curve_svg.curve_svg(made(Line("Sign(x)", np.sign(X), "forward"), Line("dx", broken)))
     )
     lines = [element for element in drawn.iter() if element.tag == "polyline"]
     assert [line.get("class") for line in lines] == ["forward", "gradient", "gradient"]
@@ -47,10 +48,10 @@ def test_svg_has_a_line_for_each_finite_part() -> None:
 def test_a_far_outlier_does_not_flatten_the_picture() -> None:
     values = np.sin(X)
     values[20] = 1e6
-    low, high = curve_drawing.span(made(Line("dx", values)))
+    low, high = _curve_svg.span(made(Line("dx", values)))
     assert high < 20 and low < -1
-    assert curve_drawing.span(made(Line("dx", np.full_like(X, np.nan)))) == (-1, 1)
-    low, high = curve_drawing.span(made(Line("dx", np.ones_like(X))))
+    assert _curve_svg.span(made(Line("dx", np.full_like(X, np.nan)))) == (-1, 1)
+    low, high = _curve_svg.span(made(Line("dx", np.ones_like(X))))
     assert low < 1 < high
 
 

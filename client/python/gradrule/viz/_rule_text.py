@@ -1,11 +1,11 @@
-"""Formats a rule, its params and examples of its use as text and as JSON."""
+"""Formats a rule, its params and examples of its use as text."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,7 @@ import numpy as np
 from gradrule._builder.graph_sources import graph_bytes
 from gradrule._builder.rules import Rule
 from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo
-from gradrule.cli import output
-from gradrule.cli.rules.setups import EXAMPLE_PARAMS
+from gradrule.viz._setups import EXAMPLE_PARAMS
 
 PARAM_COLUMNS = ("param", "default", "range", "meaning")
 _SECOND_INPUT = re.compile(r"\bx1\b")
@@ -58,53 +57,18 @@ def formula_text(rule: RuleInfo) -> str:
     return "TensorFlow's own" if rule.kind == "op" else ""
 
 
-def rule_json(rule: RuleInfo) -> dict[str, object]:
-    """Converts a rule to JSON; a graph is represented by its size."""
-    found = asdict(rule)
-    found["graph_bytes"] = None if rule.graph is None else len(rule.graph)
-    del found["graph"]
-    found["params"] = {name: _value(value) for name, value in rule.params.items()}
-    found["gradient"] = None if rule.gradient is None else _gradient_json(rule.gradient)
-    found["param_infos"] = _params_json(rule.param_infos)
-    return found
-
-
 def gradient_text(rule: RuleInfo) -> str:
     """Formats the rule's gradient, and the gradient of that: `dy * 2; its gradient: dy`."""
     found, definition = [], rule.gradient
     while definition is not None:
-        found.append(definition.expression or f"a graph of {_size(definition)} bytes")
+        found.append(definition.expression or f"a graph of {graph_size(definition)} bytes")
         definition = definition.gradient
     return "; its gradient: ".join(found)
 
 
-def _gradient_json(rule: Rule) -> dict[str, object]:
-    return {
-        "expression": rule.expression,
-        "graph_bytes": None if rule.graph is None else _size(rule),
-        "params": {name: _value(value) for name, value in (rule.params or {}).items()},
-        "gradient": None if rule.gradient is None else _gradient_json(rule.gradient),
-    }
-
-
-def _size(rule: Rule) -> int:
+def graph_size(rule: Rule) -> int:
+    """Returns the number of bytes of a rule's graph."""
     return len(graph_bytes(rule.graph))
-
-
-def preset_json(preset: PresetInfo) -> dict[str, object]:
-    """Converts a preset to JSON."""
-    return {**asdict(preset), "params": _params_json(preset.params)}
-
-
-def _params_json(infos: Sequence[ParamInfo]) -> list[dict[str, object]]:
-    return [
-        {"name": info.name, "default": _value(info.default), "description": info.description, "range": info.range}
-        for info in infos
-    ]
-
-
-def _value(value: Any) -> object:
-    return value if value is None or isinstance(value, float) else output.array_json(value)
 
 
 @dataclass(frozen=True)

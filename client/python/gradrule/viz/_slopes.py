@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradrule.cli.rules.setups import RuleRunner
 from gradrule.common.tensor_codec import Array
+from gradrule.viz._setups import RuleRunner
 
 POINTS = 241
 _STEP = 1e-4
@@ -123,6 +123,16 @@ def compare(runner: RuleRunner, low: float, high: float, kinks: list[Kink]) -> l
         if gradient is not None:
             claims.append(_compare_further_input(runner, name, x, masked_dy, float(np.sum(gradient))))
     return claims
+
+
+def sample(runner: RuleRunner, low: float, high: float, kinks: list[Kink]) -> tuple[Array, Array, Array]:
+    """Returns x, the rule's gradients for dy = 1, and finite differences, which are NaN next to kinks."""
+    x = np.linspace(low, high, POINTS)
+    step = _STEP * np.maximum(1, np.abs(x))
+    slope, _ = _slopes(runner.forward, x, step)
+    for kink in kinks:
+        slope[np.abs(x - kink.x) < 2 * step] = np.nan
+    return x, np.asarray(runner.gradient(x, np.ones_like(x)), np.float64), slope
 
 
 def is_elementwise(runner: RuleRunner, low: float, high: float) -> bool:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradrule import _progress
+from gradrule._progress import Progress
 from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo
-from gradrule.cli.rules import curve_drawing, rule_text
-from gradrule.cli.rules.curves import Curve, curve
-from gradrule.cli.rules.setups import NoSetupError
 from gradrule.errors import GradruleError
+from gradrule.viz import _rule_text as rule_text
+from gradrule.viz._curve_svg import curve_svg
+from gradrule.viz._curves import Curve, curve
 
 if TYPE_CHECKING:
     from gradrule import Client
@@ -87,29 +91,63 @@ document.addEventListener("click", async (event) => {
 """
 
 
-@dataclass(frozen=True)
-class Page:
-    """Holds the page and the number of its parts."""
+@dataclass(frozen=True, repr=False)
+class Gallery:
+    """Holds a page with every builtin rule. It needs no other file and no network; notebooks display it.
+
+    Attributes:
+        html: The page.
+        rules: Number of rules.
+        curves: Number of rules with a curve.
+        presets: Number of presets.
+    """
 
     html: str
     rules: int
     curves: int
     presets: int
 
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Writes the page.
 
-def page(client: Client) -> Page:
+        Args:
+            folder: Folder for the file; created if it does not exist.
+
+        Returns:
+            Path of the written `index.html`.
+        """
+        path = Path(folder) / "index.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.html, encoding="utf-8")
+        return path
+
+    def __repr__(self) -> str:
+        return f"<Gallery of {self.rules} rules, {self.curves} with a curve, {self.presets} presets>"
+
+    def _repr_html_(self) -> str:
+        # A page of its own: neither its styles nor its script reach the notebook.
+        style = "width:100%;height:600px;border:1px solid rgba(128,128,128,.4)"
+        return (
+            f'<iframe title="the rules of gradrule" sandbox="allow-scripts" style="{style}" '
+            f'srcdoc="{escape(self.html)}"></iframe>'
+        )
+
+
+def page(client: Client, *, progress: Progress = None) -> Gallery:
     """Makes the page from the server's rules and samples."""
     rules = sorted(client.list_rules("builtin"), key=lambda rule: (_family_order(rule.family), rule.name))
     presets = client.list_presets()
     curves = 0
     sections = []
-    for family, members in itertools.groupby(rules, key=lambda rule: rule.family):
-        cards = []
-        for rule in members:
-            drawn = _curve_or_reason(client, rule)
-            curves += isinstance(drawn, Curve)
-            cards.append(_card(rule, drawn))
-        sections.append(_section(family, FAMILIES.get(family, family), cards))
+    with _progress.start(progress, "drawing rules", len(rules), "rules") as task:
+        for family, members in itertools.groupby(rules, key=lambda rule: rule.family):
+            cards = []
+            for rule in members:
+                drawn = _curve_or_reason(client, rule)
+                curves += isinstance(drawn, Curve)
+                cards.append(_card(rule, drawn))
+                task.advance()
+            sections.append(_section(family, FAMILIES.get(family, family), cards))
     sections.append(_section("presets", "Presets: named lists of overrides", [_preset_card(item) for item in presets]))
     links = "".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in _section_names(rules))
     html = (
@@ -121,7 +159,7 @@ def page(client: Client) -> Page:
         f'<nav>{links}<input type="search" placeholder="find a rule, an op, a paper"></nav>\n'
         f"{''.join(sections)}<script>{_SCRIPT}</script></body></html>\n"
     )
-    return Page(html, len(rules), curves, len(presets))
+    return Gallery(html, len(rules), curves, len(presets))
 
 
 def _section_names(rules: Sequence[RuleInfo]) -> list[str]:
@@ -136,8 +174,6 @@ def _family_order(family: str) -> tuple[int, str]:
 def _curve_or_reason(client: Client, rule: RuleInfo) -> Curve | str:
     try:
         return curve(client, rule)
-    except NoSetupError as reason:
-        return str(reason)
     except GradruleError as refusal:
         return refusal.message
 
@@ -151,7 +187,7 @@ def _card(rule: RuleInfo, drawn: Curve | str) -> str:
     parts = [f'<article id="{escape(rule.name)}"><h3>{escape(rule.name)}{aliases}</h3>']
     parts.append(f"<div>{_markup(rule.description)}</div>")
     if isinstance(drawn, Curve):
-        parts.append(curve_drawing.curve_svg(drawn))
+        parts.append(curve_svg(drawn))
         parts += [f'<p class="note">{escape(note)}</p>' for note in drawn.notes]
     else:
         parts.append(f'<div class="none">no curve: {escape(drawn)}</div>')

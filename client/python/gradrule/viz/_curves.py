@@ -10,10 +10,10 @@ import numpy as np
 
 from gradrule._builder.rules import Rule
 from gradrule._results.rule_infos import RuleInfo
-from gradrule.cli.rules.rule_text import number_text
-from gradrule.cli.rules.setups import NoSetupError, Setup, examples_used, params_with_examples, setup_of
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import MissingFeedError
+from gradrule.viz._rule_text import number_text
+from gradrule.viz._setups import NoSetupError, Setup, examples_used, params_with_examples, setup_of
 
 if TYPE_CHECKING:
     from gradrule import Client
@@ -132,7 +132,9 @@ class Sampler:
                 self._rule, x=x, y=y, dy=dy, params=self._params or None, op_type=setup.op_type, **values
             )
         except MissingFeedError as refusal:
-            raise NoSetupError(f"{refusal.message} (an op with --op-type, further inputs with --feed)") from None
+            raise NoSetupError(
+                f"{refusal.message} (an op: op_type=…, --op-type; further inputs: others=(…), --feed)"
+            ) from None
         gradient = sampled.gradients["dx"]
         if gradient is None:
             raise NoSetupError("the rule gives no gradient to the first input")

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from gradrule._results.rule_infos import RuleInfo
-from gradrule.cli.rules.setups import RuleRunner
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError
+from gradrule.viz._setups import RuleRunner
 
 _DTYPES: tuple[type, ...] = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 _SHAPES = ((), (0,), (3,), (2, 3), (2, 2, 3), (0, 3))

@@ -1,0 +1,219 @@
+"""Builds the ASGI application: one handler for all routes of the table, health, the OpenAPI document, the console."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from functools import cache, partial
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Router
+from starlette.routing import Route as StarletteRoute
+from starlette.staticfiles import StaticFiles
+
+from gradrule.v1 import blob_pb2
+from gradrule_gateway import conversion, json_text
+from gradrule_gateway.deadlines import deadline_s
+from gradrule_gateway.guard import Guard, Limits
+from gradrule_gateway.problems import Problem, malformed
+from gradrule_gateway.program_types import ProgramTypes
+from gradrule_gateway.routes import ROUTES, Route
+from gradrule_gateway.upstream import Metadata, Upstream
+
+_R = TypeVar("_R")
+_FORWARDED = ("authorization", "traceparent", "tracestate")
+_HEALTH_TIMEOUT_S = 5.0
+_FORMATS = ("compact", "base64", "proto")
+_NO_CONSOLE = (
+    "The console is not part of this installation. The HTTP API is at /v1, its description at /openapi.json.\n"
+)
+
+
+def create_app(upstream: Upstream, limits: Limits, *, insecure_tokens: bool = False) -> Guard:
+    """Returns the application.
+
+    Args:
+        upstream: The connection to the server.
+        limits: Limits on requests, and hosts and origins that may send them.
+        insecure_tokens: Send tokens unencrypted to a server on another machine.
+    """
+    gateway = Gateway(upstream, insecure_tokens=insecure_tokens)
+    paths: dict[str, dict[str, Route]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method] = route
+    routes: list[Any] = [
+        StarletteRoute(path.replace("}", ":path}"), partial(_by_method, gateway, by_method), methods=sorted(by_method))
+        for path, by_method in sorted(paths.items(), key=lambda entry: "{" in entry[0])
+    ]
+    routes += [
+        StarletteRoute("/healthz", _health),
+        StarletteRoute("/v1/health", gateway.server_health),
+        StarletteRoute("/openapi.json", _openapi),
+    ]
+    console = Path(__file__).parent / "console"
+    if (console / "index.html").is_file():
+        routes.append(Mount("/", StaticFiles(directory=console, html=True)))
+    else:
+        routes.append(StarletteRoute("/", _no_console))
+    return Guard(Router(routes), limits)
+
+
+class Gateway:
+    """Serves RPCs over HTTP.
+
+    Args:
+        upstream: The connection to the server.
+        insecure_tokens: Send tokens unencrypted to a server on another machine.
+    """
+
+    def __init__(self, upstream: Upstream, *, insecure_tokens: bool) -> None:
+        self._upstream = upstream
+        self._types = ProgramTypes(upstream)
+        self._may_send_tokens = upstream.may_send_tokens or insecure_tokens
+
+    async def call(self, route: Route, request: Request) -> Response:
+        """Runs the RPC of a route. Raises `Problem`."""
+        form, query = _format(request)
+        timeout_s, is_default = deadline_s(request.headers, route)
+        metadata = self._metadata(request)
+        if route.body == "bytes":
+            run = self._upload(route, request, metadata, timeout_s)
+            answer, request_id = await run
+        elif route.body == "json":
+            _check_content_type(request)
+            if query:
+                raise malformed("a request with a body has no query parameters except format", query[0][0])
+            body = await request.body()
+            run_json = self._call_json(route, body, metadata, timeout_s, is_default)
+            answer, request_id = await _unless_disconnected(request, run_json)
+        else:
+            message = conversion.decode_parameters(route, request.path_params, query)
+            run_unary = self._upstream.unary(route.grpc_path, message.SerializeToString(), metadata, timeout_s)
+            answer, request_id = await _unless_disconnected(request, run_unary)
+        text = await asyncio.to_thread(conversion.encode_answer, route, answer, form)
+        headers = {"x-request-id": request_id} if request_id else {}
+        return Response(text, media_type="application/json", headers=headers)
+
+    async def server_health(self, request: Request) -> Response:
+        """Answers whether an engine of the server is ready."""
+        serving = await self._upstream.is_serving(_HEALTH_TIMEOUT_S)
+        body = json_text.dump({"status": "SERVING" if serving else "NOT_SERVING"})
+        return Response(body, 200 if serving else 503, media_type="application/json")
+
+    async def _call_json(
+        self, route: Route, body: bytes, metadata: Metadata, timeout_s: float, is_default: bool
+    ) -> tuple[bytes, str]:
+        decoded = await asyncio.to_thread(conversion.decode_body, route, body)
+        message, kept, key = decoded.message, False, b""
+        if route.rpc == "GradientService/Evaluate" and is_default and not message.HasField("run_timeout"):
+            # As the clients do: only compiling may use the longer deadline.
+            message.run_timeout.FromSeconds(30)
+        if decoded.open:
+            types, key, kept = await self._types.find(message, metadata, timeout_s)
+            await asyncio.to_thread(decoded.close, types)
+        try:
+            request = await asyncio.to_thread(message.SerializeToString)
+            return await self._upstream.unary(route.grpc_path, request, metadata, timeout_s)
+        except Problem as problem:
+            if not kept or problem.reason != "FEED_DTYPE":
+                raise
+        # Another program has this name now.
+        self._types.forget(key)
+        return await self._call_json(route, body, metadata, timeout_s, is_default)
+
+    async def _upload(self, route: Route, request: Request, metadata: Metadata, timeout_s: float) -> tuple[bytes, str]:
+        sha256 = request.path_params[route.path_field]
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield blob_pb2.UploadBlobRequest(sha256=sha256).SerializeToString()
+            async for chunk in request.stream():
+                if chunk:
+                    yield blob_pb2.UploadBlobRequest(data=chunk).SerializeToString()
+
+        return await self._upstream.upload(route.grpc_path, parts(), metadata, timeout_s)
+
+    def _metadata(self, request: Request) -> Metadata:
+        found = []
+        for name in _FORWARDED:
+            values = request.headers.getlist(name)
+            if len(values) > 1:
+                raise malformed("the header occurs more than once", name)
+            for value in values:
+                if not value.isascii() or not value.isprintable():
+                    raise malformed("the header has characters other than printable ASCII", name)
+                found.append((name, value))
+        if not self._may_send_tokens and any(name == "authorization" for name, _ in found):
+            raise Problem(
+                "UNAUTHENTICATED",
+                "the gateway does not send credentials over an unencrypted connection to another machine; its operator "
+                "sets --tls or --insecure-token",
+            )
+        return found
+
+
+async def _by_method(gateway: Gateway, by_method: dict[str, Route], request: Request) -> Response:
+    # Starlette answers HEAD where there is GET.
+    return await gateway.call(by_method["GET" if request.method == "HEAD" else request.method], request)
+
+
+async def _unless_disconnected(request: Request, run: Awaitable[_R]) -> _R:
+    """Returns the result of a call; cancels the call when the client closes the connection."""
+    call = asyncio.ensure_future(run)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            raise ClientDisconnect
+        return call.result()
+    finally:
+        for task in (call, gone):
+            task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _format(request: Request) -> tuple[Any, list[tuple[str, str]]]:
+    """Returns the format of the answer, and the other query parameters."""
+    given = [value for key, value in request.query_params.multi_items() if key == "format"]
+    others = [(key, value) for key, value in request.query_params.multi_items() if key != "format"]
+    form = given[-1] if given else "compact"
+    if form not in _FORMATS or len(given) > 1:
+        raise malformed(f"expected one of {', '.join(_FORMATS)}", "format")
+    return form, others
+
+
+def _check_content_type(request: Request) -> None:
+    given = request.headers.get("content-type", "")
+    kind, _, parameters = given.partition(";")
+    charset = parameters.strip().lower().replace('"', "")
+    if kind.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
+        raise Problem(
+            "UNSUPPORTED",
+            f"expected Content-Type: application/json, not {given[:80] or 'none'!r}",
+            code="INVALID_ARGUMENT",
+            status=415,
+        )
+
+
+async def _health(request: Request) -> Response:
+    return Response(b'{"status":"SERVING"}', media_type="application/json")
+
+
+async def _openapi(request: Request) -> Response:
+    return Response(_openapi_text(), media_type="application/json")
+
+
+@cache
+def _openapi_text() -> bytes:
+    return resources.files("gradrule_gateway").joinpath("openapi.json").read_bytes()
+
+
+async def _no_console(request: Request) -> Response:
+    return PlainTextResponse(_NO_CONSOLE, 404)

@@ -1,0 +1,102 @@
+"""Converts whole bodies: JSON text to the bytes of a request, and the bytes of a response to JSON text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from gradrule.v1 import admin_pb2, blob_pb2, evaluate_pb2, program_pb2, rule_pb2
+from gradrule_gateway import decoding, encoding, json_text
+from gradrule_gateway.decoding import OpenTensor
+from gradrule_gateway.encoding import Format
+from gradrule_gateway.problems import Problem, malformed
+from gradrule_gateway.routes import PACKAGE, Route
+
+_MODULES = (admin_pb2, blob_pb2, evaluate_pb2, program_pb2, rule_pb2)
+
+# The tensors of a program that the values of an EvaluateRequest's field are for.
+_TENSORS_OF_FIELD = {"feeds": "inputs", "grad_ys": "ys", "tangents": "xs", "vectors": "xs"}
+
+Types = Mapping[str, Mapping[str, int]]
+"""Element types of a program's tensors, by name, for each of `inputs`, `ys` and `xs`."""
+
+
+@dataclass(slots=True)
+class DecodedRequest:
+    """A request message, and its tensors whose element types the program tells."""
+
+    message: Any
+    open: list[OpenTensor] = field(default_factory=list)
+
+    def close(self, types: Types) -> None:
+        """Sets the types of the open tensors. Raises `Problem`."""
+        for tensor in self.open:
+            of_field = types.get(_TENSORS_OF_FIELD[tensor.field], {})
+            decoding.close(tensor, of_field.get(tensor.name.removesuffix(":0")))
+        self.open = []
+
+
+@cache
+def method_of(route: Route) -> MethodDescriptor:
+    """Returns the descriptor of a route's RPC."""
+    service, _, method = route.rpc.partition("/")
+    descriptor = descriptor_pool.Default().FindServiceByName(f"{PACKAGE}.{service}")
+    found: MethodDescriptor = descriptor.methods_by_name[method]
+    return found
+
+
+def new_request(route: Route) -> Any:
+    """Returns an empty request of a route's RPC."""
+    return GetMessageClass(method_of(route).input_type)()
+
+
+def decode_body(route: Route, body: bytes) -> DecodedRequest:
+    """Returns the request in a body. Raises `Problem`."""
+    value = json_text.parse(body)
+    if not isinstance(value, dict):
+        raise malformed("the body is not a JSON object")
+    message = new_request(route)
+    found = decoding.decode(message, value)
+    is_call = isinstance(message, evaluate_pb2.EvaluateRequest)
+    waiting = [tensor for tensor in found if is_call and tensor.field in _TENSORS_OF_FIELD]
+    for tensor in found:
+        if tensor not in waiting:
+            decoding.close(tensor, None)
+    return DecodedRequest(message, waiting)
+
+
+def decode_parameters(route: Route, path: Mapping[str, str], query: Iterable[tuple[str, str]]) -> Message:
+    """Returns the request of a route without a body. Raises `Problem`."""
+    message: Message = new_request(route)
+    given = [(name, route.prefix + text) for name, text in path.items()]
+    decoding.decode_fields(message, [*given, *query])
+    return message
+
+
+def encode_answer(route: Route, answer: bytes, form: Format) -> bytes:
+    """Returns a response as JSON text. Raises `Problem`."""
+    try:
+        message = GetMessageClass(method_of(route).output_type).FromString(answer)
+    except DecodeError as cause:
+        raise Problem("INTERNAL", f"the server's answer cannot be read: {cause}") from None
+    return json_text.dump(encoding.encode(message, form))
+
+
+def program_types(program: program_pb2.Program) -> dict[str, dict[str, int]]:
+    """Returns the element types of a program's tensors, under all names that calls may use."""
+    types = {
+        kind: {spec.name.removesuffix(":0"): spec.dtype for spec in getattr(program, kind)}
+        for kind in ("inputs", "ys", "xs")
+    }
+    for alias, name in program.aliases.items():
+        for found in types.values():
+            if name.removesuffix(":0") in found:
+                found.setdefault(alias, found[name.removesuffix(":0")])
+    return types

@@ -1,0 +1,190 @@
+"""Runs the gateway: socket, TLS, timeouts of connections, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gradrule_gateway import logs
+from gradrule_gateway.app import create_app
+from gradrule_gateway.guard import Limits
+from gradrule_gateway.upstream import Upstream
+
+_log = logging.getLogger(__name__)
+
+_MAX_HEADER_BYTES = 32 * 1024
+_HEADER_S = 15.0
+_KEEP_ALIVE_S = 75.0
+_BACKLOG = 512
+# The parent's end is noticed by polling, because other children of the parent inherit its pipes.
+_PARENT_CHECK_S = 0.25
+READY = "gradrule gateway: listening on "
+"""What the line starts with that says the address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of a gateway.
+
+    Attributes:
+        target: Address of the server, `host:port`.
+        credentials: TLS credentials for the server; None: not encrypted.
+        server_name: Name in the server's certificate, if it is not the host of the target.
+        insecure_tokens: Send tokens unencrypted to a server on another machine.
+        host: Address to listen on.
+        port: Port to listen on; 0: a free one.
+        tls_cert: File of the gateway's certificate chain, PEM; empty: HTTP without TLS.
+        tls_key: File of its private key, PEM.
+        limits: Limits on requests.
+        drain_s: Time that running requests get to finish after SIGTERM, seconds.
+        log_level: Lowest level of lines in the log.
+        log_format: `json`, `text` or `auto`.
+        parent: Process id of the server that started the gateway, which ends with it; 0: none.
+    """
+
+    target: str
+    credentials: grpc.ChannelCredentials | None = None
+    server_name: str = ""
+    insecure_tokens: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8480
+    tls_cert: str = ""
+    tls_key: str = ""
+    limits: Limits = field(default_factory=Limits)
+    drain_s: float = 20.0
+    log_level: str = "info"
+    log_format: logs.Form = "auto"
+    parent: int = 0
+
+
+def run(settings: Settings) -> int:
+    """Serves until SIGTERM or SIGINT, then drains; returns the exit code.
+
+    Raises:
+        OSError: The address cannot be listened on, or a file of TLS cannot be read.
+        InvalidParamError: The address of the server is not valid.
+    """
+    logs.configure(settings.log_level, settings.log_format)
+    listener = _listen(settings.host, settings.port)
+    with listener:
+        asyncio.run(_serve(settings, listener))
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as failure:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {failure.strerror or failure}") from failure
+    return listener
+
+
+async def _serve(settings: Settings, listener: socket.socket) -> None:
+    upstream = Upstream(settings.target, settings.credentials, settings.server_name)
+    app = create_app(upstream, settings.limits, insecure_tokens=settings.insecure_tokens)
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        timeout_keep_alive=int(_KEEP_ALIVE_S),
+        timeout_graceful_shutdown=int(settings.drain_s),
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        config.load()
+    except ssl.SSLError as failure:
+        raise OSError(f"the TLS certificate or its key is not valid: {failure.reason or failure}") from failure
+    host, port = listener.getsockname()[:2]
+    where = f"http{'s' if settings.tls_cert else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+    server = _Server(config, f"{READY}{where}")
+    watch = asyncio.ensure_future(_end_with(settings.parent, server)) if settings.parent else None
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        if watch is not None:
+            watch.cancel()
+        await upstream.close()
+
+
+async def _end_with(parent: int, server: uvicorn.Server) -> None:
+    while os.getppid() == parent:
+        await asyncio.sleep(_PARENT_CHECK_S)
+    server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """A server that prints its address, and leaves the exit code to its caller."""
+
+    def __init__(self, config: uvicorn.Config, ready: str) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._ready, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        # uvicorn raises the signal again after the shutdown, which would end the process with the signal's code.
+        self._captured_signals.clear()
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's protocol, with a time limit for the headers of each request."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_headers()
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._stop_timer()
+
+    def _await_headers(self) -> None:
+        self._header_timer = self.loop.call_later(_HEADER_S, self._close_slow)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _close_slow(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()

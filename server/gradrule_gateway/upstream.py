@@ -1,0 +1,119 @@
+"""Calls the server: raw bytes over one gRPC connection, with the caller's credential."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from gradrule._messages.error_status import error_of
+from gradrule._rpc import channels
+from gradrule_gateway.problems import Problem
+
+Metadata = Sequence[tuple[str, str]]
+_REQUEST_ID = "x-request-id"
+_DETAILS = "grpc-status-details-bin"
+
+
+class Upstream:
+    """A connection to the server.
+
+    Args:
+        target: Address of the server, `host:port`.
+        credentials: TLS credentials; None: not encrypted.
+        server_name: Name in the server's certificate, if it is not the host of the target; empty: the host.
+
+    Raises:
+        InvalidParamError: The target is not an address.
+    """
+
+    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = "") -> None:
+        self.target, credentials = channels.endpoint(target, credentials)
+        self.may_send_tokens = credentials is not None or channels.is_local(self.target)
+        options = [*channels.OPTIONS]
+        if server_name:
+            options.append(("grpc.ssl_target_name_override", server_name))
+        address = channels.address(self.target)
+        self._channel = (
+            grpc.aio.insecure_channel(address, options)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options)
+        )
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._channel.close()
+
+    async def unary(self, path: str, request: bytes, metadata: Metadata, timeout_s: float) -> tuple[bytes, str]:
+        """Runs a unary call; returns the answer and the server's id of the request. Raises `Problem`."""
+        method: Any = self._channel.unary_unary(path)
+        call = method(request, metadata=tuple(metadata), timeout=timeout_s)
+        return await _answer(call)
+
+    async def upload(
+        self, path: str, requests: AsyncIterator[bytes], metadata: Metadata, timeout_s: float
+    ) -> tuple[bytes, str]:
+        """Runs a client-streaming call; returns the answer and the server's id of the request. Raises `Problem`."""
+        method: Any = self._channel.stream_unary(path)
+        call = method(requests, metadata=tuple(metadata), timeout=timeout_s)
+        return await _answer(call)
+
+    async def is_serving(self, timeout_s: float) -> bool:
+        """Returns whether an engine of the server is ready. Raises `Problem`."""
+        answer, _ = await self.unary(channels.HEALTH_METHOD, channels.HEALTH_REQUEST, (), timeout_s)
+        return answer == channels.HEALTH_SERVING
+
+
+async def _answer(call: Any) -> tuple[bytes, str]:
+    try:
+        answer: bytes = await call
+        trailers = await call.trailing_metadata()
+    except grpc.RpcError as failure:
+        raise _problem(failure) from None
+    return answer, _request_id(trailers)
+
+
+def _request_id(metadata: Any) -> str:
+    return next((str(value) for key, value in metadata or () if key == _REQUEST_ID), "")
+
+
+def _problem(failure: grpc.RpcError) -> Problem:
+    call = cast(Any, failure)
+    error = error_of(failure)
+    violations = [] if error.details[0].message == error.message and not error.details[0].field else error.details
+    headers = {_REQUEST_ID: error.request_id} if error.request_id else {}
+    return Problem(
+        error.reason,
+        error.message,
+        code=error.code_name,
+        violations=violations,
+        metadata=_metadata(call.trailing_metadata()),
+        retry_after_s=error.retry_delay,
+        headers=headers,
+    )
+
+
+def _metadata(trailers: Any) -> dict[str, str]:
+    """Returns the metadata of the ErrorInfo in the trailers, and the names of missing resources."""
+    found: dict[str, str] = {}
+    for key, value in trailers or ():
+        if key != _DETAILS:
+            continue
+        try:
+            status = status_pb2.Status.FromString(value)
+        except DecodeError:
+            break
+        info, resource = error_details_pb2.ErrorInfo(), error_details_pb2.ResourceInfo()
+        resources = []
+        for detail in status.details:
+            if detail.Unpack(info):
+                found.update(info.metadata)
+            elif detail.Unpack(resource):
+                resources.append(resource.resource_name)
+        if resources:
+            found["resources"] = ",".join(resources)
+    return found
