@@ -17,6 +17,8 @@ export function ExpressionField({
   onChange: (value: string) => void;
 }) {
   const help = useId();
+  // The server's message ends with a list of everything that would be right.
+  const [main, more] = error?.message.split(/\s(?=Functions: |Names are )/) ?? [];
   const characters = [...value];
   const at = error?.column === undefined ? undefined : error.column - 1;
   return (
@@ -47,7 +49,13 @@ export function ExpressionField({
         {error ? (
           <>
             {error.column !== undefined && <strong>Column {error.column}: </strong>}
-            {error.message}
+            {main}
+            {more && (
+              <details>
+                <summary>{more.startsWith("Functions") ? "All functions" : "All names"}</summary>
+                {more}
+              </details>
+            )}
           </>
         ) : (
           "A formula over x, y, dy, default and the params, for example dy * (1 - y ** 2)."

@@ -26,7 +26,7 @@ const MAX_CALLS = 6;
 let running = 0;
 const waiting: (() => void)[] = [];
 
-/** Runs the rule on many numbers in one call. Rows are inputs of their own only if the rule treats axis 0 as examples. */
+/** Runs the rule and its op on many numbers in one call each. Rows are inputs of their own only if the rule treats axis 0 as examples. */
 export async function sampleRows(
   target: Target,
   x: Rows,
@@ -55,7 +55,8 @@ export async function sampleOwn(
   signal: AbortSignal,
 ): Promise<{ y: number[]; own: number[] }> {
   const { opType } = target.setup;
-  const body = { definition: { expression: "default" }, opType, values: values(target.setup, x, dy, dtype) };
+  // An op may have further inputs; `first` gives them no gradient.
+  const body = { definition: { expression: "first(default)" }, opType, values: values(target.setup, x, dy, dtype) };
   const answer = await sample(body, signal);
   return { y: numbers(answer.outputs?.["y"]), own: numbers(answer.gradients?.["dx"]) };
 }
@@ -83,47 +84,42 @@ async function sampleGradient(target: Target, x: Rows, dy: Rows, dtype: Dtype, s
  * example need more than one element.
  */
 export class PointSampler {
-  /** Undefined until a first batch was compared with a part of it. */
+  /** Undefined until a first batch was compared with a part of it. The registry's "no" may be about further inputs only. */
   private independent: boolean | undefined;
 
   constructor(
     readonly target: Target,
-    independent: boolean | undefined,
+    perSample: boolean | undefined,
   ) {
-    this.independent = independent;
+    this.independent = perSample || undefined;
   }
 
   /** True if all numbers fit in one call, because an example's gradient does not depend on the other examples. */
   async isBatchable(signal: AbortSignal): Promise<boolean> {
     if (this.independent === undefined) {
       const x = grid(this.target.setup.low, this.target.setup.high, 9);
-      const [all, part] = await Promise.all([
-        this.batch(
-          x,
-          x.map(() => 1),
-          signal,
-        ),
-        this.batch(
-          x.slice(5),
-          x.slice(5).map(() => 1),
-          signal,
-        ),
-      ]);
-      this.independent = same(all.dx.slice(5), part.dx);
+      const [all, part] = await Promise.all([this.batch(x, signal), this.batch(x.slice(5), signal)]);
+      this.independent = same(all.slice(5), part);
     }
     return this.independent;
   }
 
-  /** Returns the values for each x and dy. */
-  async at(x: number[], dy: number[], signal: AbortSignal): Promise<Samples> {
-    if (await this.isBatchable(signal)) return this.batch(x, dy, signal);
-    const points = await Promise.all(x.map((value, index) => this.batch([value], [dy[index]!], signal)));
+  /** Returns the values for each x and dy; `onlyRule`: without those of the op. */
+  async at(x: number[], dy: number[], signal: AbortSignal, { onlyRule = false } = {}): Promise<Samples> {
+    const run = (xs: number[], dys: number[], cancel: AbortSignal): Promise<Samples> =>
+      onlyRule
+        ? sampleGradient(this.target, rows(xs), rows(dys), "float32", cancel).then((dx) => ({ dx }))
+        : sampleRows(this.target, rows(xs), rows(dys), "float32", cancel);
+    if (await this.isBatchable(signal)) return run(x, dy, signal);
+    // One after the other: other rules need one call, and should not wait for the many calls of this one.
+    const points: Samples[] = [];
+    for (const [index, value] of x.entries()) points.push(await run([value], [dy[index]!], signal));
     const column = (name: keyof Samples) => points.map((point) => point[name]?.[0] ?? NaN);
     return points[0]?.y ? { dx: column("dx"), y: column("y"), own: column("own") } : { dx: column("dx") };
   }
 
-  private batch(x: number[], dy: number[], signal: AbortSignal): Promise<Samples> {
-    return sampleRows(this.target, rows(x), rows(dy), "float32", signal);
+  private batch(x: number[], signal: AbortSignal): Promise<number[]> {
+    return sampleGradient(this.target, rows(x), rows(x.map(() => 1)), "float32", signal);
   }
 }
 
@@ -159,6 +155,7 @@ export async function sampleCurve(sampler: PointSampler, points: number, signal:
       x,
       x.map(() => -1),
       signal,
+      { onlyRule: true },
     ),
   ]);
   const negative = opposite.dx.every((value, index) => close(value, -samples.dx[index]!));

@@ -91,7 +91,13 @@ export function CurveCard({ state, showError = true }: { state: StudyState; show
           )}
         </div>
       ) : (
-        <div class="plot-room">{error === undefined && state.busy && <Loading what="the curve" lines={6} />}</div>
+        <div class="plot-room">
+          {error === undefined && state.busy ? (
+            <Loading what="the curve" lines={6} />
+          ) : showError ? null : (
+            <p class="muted">The curve appears when the expression is right.</p>
+          )}
+        </div>
       )}
     </section>
   );
@@ -122,7 +128,7 @@ export function SpecialCard({ state }: { state: StudyState }) {
   return (
     <section class="card stack" aria-labelledby="special-title">
       <h2 id="special-title">Values at kinks and special numbers</h2>
-      <div class={state.error === undefined ? "table-frame" : "table-frame outdated"}>
+      <div class={state.error === undefined || !values ? "table-frame" : "table-frame outdated"}>
         <table class="table">
           <thead>
             <tr>
@@ -148,7 +154,7 @@ export function SpecialCard({ state }: { state: StudyState }) {
             {(values ?? Array.from({ length: 6 }, () => undefined)).map((value) => (
               <tr>
                 <th scope="row" class="number">
-                  {value ? numberText(value.x) : " "}
+                  {value ? numberText(value.x) : "\u00a0"}
                 </th>
                 {hasOp && <Value value={value?.y} />}
                 {hasOp && <Value value={value?.own} />}
@@ -178,7 +184,7 @@ export function CheckCard({ state, isTrueGradient }: { state: StudyState; isTrue
   return (
     <section class="card stack" aria-labelledby="check-title">
       <h2 id="check-title">Gradient check</h2>
-      <div class={state.error === undefined ? "stack check" : "stack check outdated"} role="status">
+      <div class={state.error === undefined || !study ? "stack check" : "stack check outdated"} role="status">
         {check ? (
           <Verdict check={check} isTrueGradient={isTrueGradient} />
         ) : (

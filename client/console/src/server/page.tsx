@@ -72,7 +72,8 @@ function Details({ status, history }: { status: ServerStatus; history: Sample[] 
         <Tile name="Waiting for an engine">{last.waiting}</Tile>
         <Tile name="Spare engines">{status.spareEngines ?? 0}</Tile>
         <Tile name="Compile workers">
-          {workers.busy ?? 0} of {workers.count ?? 0} busy{workers.waiting ? `, ${workers.waiting} waiting` : ""}
+          {workers.count ? `${workers.busy ?? 0} of ${workers.count} busy` : "none running"}
+          {workers.waiting ? `, ${workers.waiting} waiting` : ""}
         </Tile>
         <Tile name="Round trip">{last.roundTrip.toFixed(1)} ms</Tile>
       </dl>
@@ -83,6 +84,7 @@ function Details({ status, history }: { status: ServerStatus; history: Sample[] 
           <Plot
             x={x}
             axis="seconds"
+            live
             label="Requests that run and wait"
             height={180}
             lines={[
@@ -96,6 +98,7 @@ function Details({ status, history }: { status: ServerStatus; history: Sample[] 
           <Plot
             x={x}
             axis="seconds"
+            live
             label="Round trip of the status call"
             height={180}
             lines={[{ label: "milliseconds", values: line("roundTrip"), colour: "--curve-3" }]}

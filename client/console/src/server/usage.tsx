@@ -4,7 +4,7 @@ import type { Usage } from "../api/types";
 export function UsageBar({
   usage,
   name,
-  format = String,
+  format = (value) => value.toLocaleString("en"),
 }: {
   usage: Usage | undefined;
   name: string;

@@ -13,19 +13,25 @@ export interface PlotLine {
   dash?: number[];
 }
 
-/** Draws lines over x, with a legend that shows the values at the cursor. The cursor follows the mouse or a slider. */
+/**
+ * Draws lines over x, with a legend that shows the values at the cursor. The cursor follows the mouse or a slider.
+ *
+ * A `live` plot starts at 0, has no slider, and shows the last values without a cursor.
+ */
 export function Plot({
   x,
   lines,
   axis,
   label,
   height = 300,
+  live = false,
 }: {
   x: readonly number[];
   lines: PlotLine[];
   axis: string;
   label: string;
   height?: number;
+  live?: boolean;
 }) {
   const frame = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | undefined>(undefined);
@@ -53,7 +59,7 @@ export function Plot({
         width: element.clientWidth,
         height,
         legend: { show: false },
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: live ? { range: (_, __, most) => [0, Math.max(1, most * 1.1)] } : {} },
         axes: [
           { ...axisStyle, label: axis, labelSize: 20, labelFont: "13px system-ui, sans-serif", size: 32 },
           { ...axisStyle, size: 52 },
@@ -86,7 +92,7 @@ export function Plot({
 
   useEffect(() => plot.current?.setData(latest.current), [x, lines]);
 
-  const index = cursor !== undefined && cursor < x.length ? cursor : undefined;
+  const index = cursor !== undefined && cursor < x.length ? cursor : live ? x.length - 1 : undefined;
   const move = (to: number) => {
     const self = plot.current;
     if (!self) return;
@@ -117,24 +123,26 @@ export function Plot({
         ))}
       </figcaption>
       <div ref={frame} class="plot-frame" style={{ height: `${height}px` }} />
-      <label class="plot-slider small muted">
-        <span class="number">
-          {axis} = {index === undefined ? "…" : numberText(x[index]!, 4)}
-        </span>
-        <input
-          type="range"
-          min={0}
-          max={x.length - 1}
-          value={index ?? Math.floor(x.length / 2)}
-          aria-label={`Position on ${axis}`}
-          aria-valuetext={
-            index === undefined
-              ? undefined
-              : `${axis} = ${numberText(x[index]!, 4)}: ${lines.map((line) => `${line.label} ${numberText(line.values[index] ?? NaN, 4)}`).join(", ")}`
-          }
-          onInput={(event) => move(Number(event.currentTarget.value))}
-        />
-      </label>
+      {!live && (
+        <label class="plot-slider small muted">
+          <span class="number">
+            {axis} = {index === undefined ? "…" : numberText(x[index]!, 4)}
+          </span>
+          <input
+            type="range"
+            min={0}
+            max={x.length - 1}
+            value={index ?? Math.floor(x.length / 2)}
+            aria-label={`Position on ${axis}`}
+            aria-valuetext={
+              index === undefined
+                ? undefined
+                : `${axis} = ${numberText(x[index]!, 4)}: ${lines.map((line) => `${line.label} ${numberText(line.values[index] ?? NaN, 4)}`).join(", ")}`
+            }
+            onInput={(event) => move(Number(event.currentTarget.value))}
+          />
+        </label>
+      )}
     </figure>
   );
 }
