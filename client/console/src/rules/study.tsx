@@ -64,13 +64,20 @@ async function run(
   show: (study: Study, busy: boolean) => void,
 ): Promise<void> {
   const sampler = new PointSampler(target, perSample);
-  const study: Study = { target, curve: await sampleCurve(sampler, POINTS, signal) };
+  let study: Study = { target, curve: await sampleCurve(sampler, POINTS, signal) };
   show(study, true);
-  const [special, checked] = await Promise.allSettled([sampleSpecial(sampler, signal), checkGradient(target, signal)]);
-  if (special.status === "fulfilled") study.special = special.value;
-  if (checked.status === "rejected") study.notChecked = problemOf(checked.reason).detail;
-  else if (checked.value) study.check = checked.value;
-  show({ ...study }, false);
+  const add = (part: Partial<Study>) => {
+    study = { ...study, ...part };
+    show(study, true);
+  };
+  await Promise.all([
+    sampleSpecial(sampler, signal).then((special) => add({ special })),
+    checkGradient(target, signal).then(
+      (check) => check && add({ check }),
+      (error: unknown) => add({ notChecked: problemOf(error).detail }),
+    ),
+  ]);
+  show(study, false);
 }
 
 /** Curve of a study, or the error of the current input. */
@@ -189,7 +196,7 @@ export function CheckCard({ state, isTrueGradient }: { state: StudyState; isTrue
           <Verdict check={check} isTrueGradient={isTrueGradient} />
         ) : (
           <p class="muted">
-            {state.busy && !study?.special
+            {state.busy
               ? "Comparing with finite differences…"
               : (study?.notChecked ??
                 (study ? "Choose an op to compare the rule with finite differences of it." : "No curve to check."))}

@@ -138,7 +138,7 @@ function Latencies({ records }: { records: CallRecord[] }) {
           evaluations tell it.
         </p>
       </div>
-      <div class="table-frame" tabIndex={0} role="region" aria-label="Latency of this tab’s calls">
+      <div class="table-frame" tabIndex={0} role="region" aria-label="Table of latencies">
         <table class="table">
           <thead>
             <tr>
