@@ -77,6 +77,7 @@ lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.instal
 	$(NODE_CLIENT)/node_modules/.bin/buf lint
 	$(NODE_CLIENT)/node_modules/.bin/buf breaking --against protos/baseline.binpb
 	$(TOOLS)/bin/python tools/generate_protos.py --check
+	$(TOOLS)/bin/python tools/generate_openapi.py --check
 	$(VENV)/bin/python tools/generate_sync_client.py --check
 	cd $(NODE_CLIENT) && npm run --silent lint
 	cd $(CONSOLE) && npm run --silent lint
@@ -85,8 +86,9 @@ format: $(VENV)/.installed ## format the Python code
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-proto: $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## generate the Python and Node stubs of protos/
+proto: $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## generate the stubs of protos/ for Python and Node, and the OpenAPI document
 	$(TOOLS)/bin/python tools/generate_protos.py
+	$(TOOLS)/bin/python tools/generate_openapi.py
 	cd $(NODE_CLIENT) && npm run --silent proto
 
 client: $(VENV)/.installed ## generate the sync Python client from the asyncio client
@@ -165,7 +167,7 @@ $(VENV)/.installed: requirements/dev.txt pyproject.toml
 
 # The CPU build of torch is on PyTorch's own index; PIP_EXTRA_INDEX_URL may have to name it.
 $(BRIDGES)/.installed: requirements/bridges.txt pyproject.toml
-	$(call install_gradrule,$(BRIDGES),requirements/bridges.txt)
+	$(call install_gradrule,$(BRIDGES),requirements/bridges.txt --no-deps)
 	@touch $@
 
 $(TOOLS)/.installed: requirements/tools.txt

@@ -22,8 +22,9 @@ FLAGS = [
     "--no-emit-trusted-host",
 ]
 
-# Dependencies that `make test-peers` does without, see requirements/peers.in: the lock is installed with --no-deps.
-LEFT_OUT_OF_PEERS = ("torchvision", "torchaudio", "tensorboard")
+# Dependencies that `make test-peers` and `make test-bridges` do without, see requirements/peers.in: these locks are
+# installed with --no-deps.
+LEFT_OUT_WITH_PEERS = ("torchvision", "torchaudio", "tensorboard")
 
 
 def flatten(extra: str) -> list[str]:
@@ -69,9 +70,10 @@ def main() -> None:
     pip_compile("server", flatten("server"), constraint="dev")
     pip_compile("gpu", flatten("gpu"), constraint="dev")
     pip_compile("gpu-check", sorted({*flatten("gpu"), *flatten("test")}), constraint="dev")
-    pip_compile("bridges", [*flatten("dev"), *(LOCKS / "bridges.in").read_text().splitlines()], constraint="dev")
+    bridges = [*flatten("dev"), *(LOCKS / "bridges.in").read_text().splitlines()]
+    pip_compile("bridges", bridges, constraint="dev", left_out=LEFT_OUT_WITH_PEERS)
     pip_compile("bench-peers", (LOCKS / "bench-peers.in").read_text().splitlines())
-    pip_compile("peers", (LOCKS / "peers.in").read_text().splitlines(), left_out=LEFT_OUT_OF_PEERS)
+    pip_compile("peers", (LOCKS / "peers.in").read_text().splitlines(), left_out=LEFT_OUT_WITH_PEERS)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,18 @@ def smooth_graph() -> gr.Graph:
     return g
 
 
+def complex_graph() -> gr.Graph:
+    """Returns y = Re(exp(z) w conj(z)), with complex z and w of shape (3,)."""
+    g = gr.Graph()
+    z, w = g.placeholder("z", "complex128", [3]), g.placeholder("w", "complex128", [3])
+    h = g.op_output("Mul", g.op_output("Mul", g.op_output("Exp", z), w), g.op_output("Conj", z))
+    g.op("Real", h, Tout="float64", name="y")
+    return g
+
+
+Z: Any = RNG.normal(size=3) + 1j * RNG.normal(size=3)
+
+
 def binary_graph() -> gr.Graph:
     """Returns loss = sum(sign(x w)), in float32, with an unknown number of rows."""
     g = gr.Graph()

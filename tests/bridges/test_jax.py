@@ -111,12 +111,28 @@ def test_integers_have_no_gradients(client: Any) -> None:
     assert power(np.float32([1]), np.int32(3))["twice"] == 6
 
 
-def test_complex_programs_are_refused(client: Any) -> None:
-    g = gradrule.Graph()
-    z = g.placeholder("z", "complex128", [2])
-    g.reduce_sum(g.op_output("Real", g.op_output("Exp", z), Tout="float64"), axis=[0], name="y")
-    with pytest.raises(UnsupportedError, match="'z' is complex128"):
-        gradrule.jax.remote(client.compile(g, fetches=["y"], ys=["y"], xs=["z"]))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_by_complex_inputs_equal_those_of_jax(client: Any, compiled: bool) -> None:
+    program = client.compile(examples.complex_graph(), fetches=["y"], ys=["y"], xs=["z", "w"])
+    z, w = examples.Z, examples.Z[::-1] * (2 - 1j)
+
+    def derivatives(function: Any) -> Any:
+        def first(z: Any, w: Any) -> Any:
+            return jax.grad(lambda *zw: function(*zw).sum(), argnums=(0, 1))(z, w)
+
+        pushed = jax.jvp(function, (z, w), (w, z))
+        again = jax.grad(lambda z: sum(jnp.sum(jnp.abs(part) ** 3) for part in first(z, w)))(z)
+        along = jax.jvp(lambda z: first(z, w), (z,), (w,))
+        per_row = jax.vmap(lambda z: jax.vjp(function, z, w)[1](jnp.arange(3.0)))(jnp.stack([z, w]))
+        return first(z, w), pushed, again, along, per_row
+
+    def local(z: Any, w: Any) -> Any:
+        return jnp.real(jnp.exp(z) * w * jnp.conj(z))
+
+    remote = gradrule.jax.remote(program)
+    check_grads(remote, (z, w), order=1, modes=("fwd", "rev"))
+    found = (jax.jit(lambda: derivatives(remote)) if compiled else lambda: derivatives(remote))()
+    assert_equal(found, derivatives(local))
 
 
 def test_shapes_of_eager_calls_are_those_of_the_results(client: Any) -> None:

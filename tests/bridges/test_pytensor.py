@@ -81,6 +81,12 @@ def test_nuts_samples_the_posterior(client: Any) -> None:
     assert np.std(samples) == pytest.approx(1 / np.sqrt(50), rel=0.25)
 
 
+def test_complex_programs_are_refused(client: Any) -> None:
+    program = client.compile(examples.complex_graph(), fetches=["y"], ys=["y"], xs=["z"])
+    with pytest.raises(UnsupportedError, match="'z' is complex128"):
+        gradrule.pytensor.remote(program)
+
+
 def test_programs_that_draw_random_numbers_are_refused(dropout: Any) -> None:
     with pytest.raises(UnsupportedError, match="draws random numbers"):
         gradrule.pytensor.remote(dropout)

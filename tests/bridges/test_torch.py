@@ -98,6 +98,13 @@ def test_reverse_over_forward_equals_that_of_pytorch(remote: Any) -> None:
     assert_equal(twice(remote), twice(local))
 
 
+def test_gradients_by_complex_inputs_pass_pytorchs_check(client: Any) -> None:
+    program = client.compile(examples.complex_graph(), fetches=["y"], ys=["y"], xs=["z", "w"])
+    inputs = tuple(torch.tensor(value, requires_grad=True) for value in (examples.Z, examples.Z * (2 - 1j)))
+    assert gradcheck(gradrule.torch.remote(program), inputs, check_forward_ad=True)
+    assert gradgradcheck(gradrule.torch.remote(program), inputs)
+
+
 def test_overrides_apply(binary: Any) -> None:
     x, w = X.float().requires_grad_(), W.float().requires_grad_()
     gradrule.torch.remote(binary)(x=x, w=w).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,53 @@ def test_norm_of_average_pooling_shares_relevance_by_value() -> None:
     np.testing.assert_allclose(
         gradient(nn.AvgPool1d(2), x, {nn.AvgPool1d: ("lrp_norm", {"eps": 1e-9})}), [[[0.25, 0.75, 0, 0]]]
     )
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(6)], ids=lambda layer: type(layer).__name__)
+def test_default_is_the_gradient_of_the_run_in_training(layer: nn.Module) -> None:
+    """Dropout does not draw again, and batch norm does not count the batch again, also in second derivatives."""
+    plain, layer = copy.deepcopy(layer.double()), layer.double()
+    dy = torch.tensor(RNG.normal(size=X.shape))
+
+    def derivatives(of: nn.Module, factor: Any) -> tuple[Any, Any]:
+        """Returns y, the gradient times `factor`, and its gradient."""
+        x = torch.tensor(X, requires_grad=True)
+        torch.manual_seed(3)
+        y = of(x)
+        torch.rand(7)
+        (first,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        first = factor(first, x)
+        return (y, first, *torch.autograd.grad((first * dy).sum(), x))
+
+    wanted = derivatives(plain, lambda own, x: own * x)
+    with override(layer, {layer: gr.Rule("default * x")}):
+        found = derivatives(layer, lambda own, x: own)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(layer.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    plain(torch.tensor(X)), torch.rand(7)
+    assert after == torch.rand(1)
+
+
+class Add(nn.Module):  # type: ignore[misc]
+    """Adds two tensors."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+
+def test_norm_shares_the_relevance_of_a_sum() -> None:
+    layer, (a, b) = Add(), torch.tensor([[1.0, 3.0], [3.0, -1.0]]).requires_grad_()
+    with override(layer, {Add: ("lrp_norm", {"eps": 1e-9})}):
+        found = torch.autograd.grad(layer(a, b), (a, b), torch.tensor([8.0, 8.0]))
+    torch.testing.assert_close(found, (torch.tensor([2.0, 12.0]), torch.tensor([6.0, -4.0])))
+    with pytest.raises(RuleNotApplicableError, match="without weights"):
+        gradient(nn.Linear(6, 2).double(), X, {nn.Linear: "lrp_norm"})
+    with pytest.raises(UnsupportedError, match="other arguments"), override(layer, {Add: "lrp_pass"}):
+        layer(a, b)
 
 
 def test_layers_that_work_in_place_keep_their_input_for_the_rule() -> None:

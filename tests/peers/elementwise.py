@@ -36,16 +36,17 @@ def grid(dtype: str, kinks: Sequence[float] = ()) -> tuple[Array, Array]:
     return x, dy
 
 
-def autograd(function: Callable[[Any], Any]) -> Gradient:
-    """dx of a function of one torch tensor, as torch's autograd computes it."""
+@dataclass(frozen=True)
+class autograd:
+    """Computes dx of a function of one torch tensor with torch's autograd."""
 
-    def gradient(x: Array, dy: Array) -> Array:
+    function: Callable[[Any], Any]
+
+    def __call__(self, x: Array, dy: Array) -> Array:
         tensor = torch.tensor(x, requires_grad=True)
-        output = function(tensor)
+        output = self.function(tensor)
         (dx,) = torch.autograd.grad(output, tensor, torch.tensor(dy).to(output.dtype))
         return np.asarray(dx.numpy())
-
-    return gradient
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Elementwise:
     floor: float = 0.0
 
 
-def _snntorch() -> list[Elementwise]:
+def of_snntorch() -> list[Elementwise]:
+    """Returns the cases of snntorch's surrogates."""
     cases = []
     for slope in (25.0, 1.0, 100.0):
         cases.append(
@@ -185,7 +187,9 @@ def _or_refusal(gradient: Gradient) -> Gradient:
     return refused
 
 
-def _spikingjelly() -> list[Elementwise]:
+def of_spikingjelly() -> list[Elementwise]:
+    """Returns the cases of spikingjelly's surrogates."""
+
     def case(rule: str, params: Mapping[str, Any], kind: str, *arguments: Any, **options: Any) -> Elementwise:
         return Elementwise(rule, params, "spikingjelly", kind, autograd(getattr(jelly, kind)(*arguments)), **options)
 
@@ -336,7 +340,7 @@ def _true_gradients() -> list[Elementwise]:
 
 def add_elementwise(collection: Collection) -> None:
     """Rules on an op of one input."""
-    rows = [*_snntorch(), *_spikingjelly(), *_written_out(), *_true_gradients()]
+    rows = [*of_snntorch(), *of_spikingjelly(), *_written_out(), *_true_gradients()]
     for row in rows:
         for dtype in row.dtypes:
             x, dy = grid(dtype, row.kinks)

@@ -36,6 +36,7 @@ torch: Any = _torch
 Module: Any = _torch.nn.Module
 captum_attr: Any = captum.attr
 captum_rules: Any = captum.attr._utils.lrp_rules
+snn_neurons: Any = snntorch
 snn: Any = snntorch.surrogate
 jelly: Any = spikingjelly.activation_based.surrogate
 zennit_canonizers: Any = zennit.canonizers

@@ -96,8 +96,9 @@ def test_values_get_the_programs_dtypes_unless_they_would_change(program: Any) -
         program(x=np.float64([1, 0.1]))
     rounded = program.evaluate({"x": np.float64([0.1])}, grad_ys=[np.float64([0.1])], cast=True)
     assert rounded.gradients["x"] == np.float32(0.1) * 2 * np.float32(0.1)
-    (mapped,) = program.map([{"x": np.float64([0.1])}], cast=True)
+    (mapped,) = program.map([{"x": np.float64([0.1])}], grad_ys=[[np.float64([0.1])]], cast=True)
     assert mapped.outputs["y"] == rounded.outputs["y"]
+    assert mapped.gradients["x"] == rounded.gradients["x"]
     with pytest.raises(gr.errors.UnknownFeedError, match="twice"):
         program({"x": [1.0]}, x=[2.0])
     assert program.evaluate({"x": [1, 2]}, grad_ys={"y": [1, 10]}).gradients["x"].tolist() == [2.0, 40.0]

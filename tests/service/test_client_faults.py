@@ -295,6 +295,8 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
                     pool.submit(client.compile, squares(), fetches="y"),
                     pool.submit(program.jacobian, {"x": X}),
                     pool.submit(s.jacobian, {"x": X}, ys="y", xs="w"),
+                    pool.submit(program.evaluate, {"x": X, "w": 2 * W}),
+                    pool.submit(lambda: list(program.map([{"x": X}], grad_ys=[{"y": np.ones((2, 2))}]))),
                 ]
                 done, _ = futures.wait(calls, timeout=2.5)
             # A worker that has just started may answer one of them.
@@ -303,6 +305,8 @@ def test_time_for_compiling_is_not_time_for_running(own_server: RunningServer) -
             assert calls[2].result()["y"]["x"].shape == (2, 2, 2, 3)
             assert calls[3].result()["y"]["w"].shape == (2, 2, 3, 2)
             calls[1].result()
+            np.testing.assert_array_equal(calls[4].result().gradients["x"], np.full((2, 3), 4))
+            np.testing.assert_array_equal(calls[5].result()[0].gradients["x"], np.full((2, 3), 2))
         loop = loop_graphs.endless()
         assert client.evaluate(loop, {"x": loop_graphs.ENDS}, "y").outputs["y"] == loop_graphs.ENDS
         started = time.monotonic()

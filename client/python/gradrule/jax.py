@@ -44,7 +44,8 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
     It works under `jit`, `vmap`, `grad`, `jvp`, `vjp`, `jacrev` and `jacfwd`, and in second derivatives whose outer one
     is in reverse mode, such as `grad` of `grad`; `jax.hessian`, whose outer one is in forward mode, works for programs
     without overrides. Under `vmap`, the calls of a batch are sent together, and the server runs them together if that
-    changes no result (docs/design/batching.md). The program's overrides apply.
+    changes no result (docs/design/batching.md). The program's overrides apply. Gradients by complex inputs are JAX's,
+    which are the complex conjugates of TensorFlow's and PyTorch's.
 
     Args:
         program: A program of `client.compile`, whose xs are inputs and whose ys are among its fetches. With ys or xs of
@@ -59,8 +60,8 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
 
     Raises:
         InvalidDerivativeError: The program has no ys, an x is not an input, or a y is not among its fetches.
-        UnsupportedError: `program` is not a program of the sync client, it draws random numbers, has complex
-            tensors, or needs JAX's 64-bit types, which are off.
+        UnsupportedError: `program` is not a program of the sync client, it draws random numbers, or
+            needs JAX's 64-bit types, which are off.
     """
     return RemoteFunction(ProgramFunction(program, params, timeout))
 
@@ -134,7 +135,6 @@ class RemoteFunction(RemoteCallable):
                 )
         super().__init__(function)
         function.require_repeatable()
-        function.require_real()
         self._signatures: dict[tuple[str, ...], Signature] = {}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:

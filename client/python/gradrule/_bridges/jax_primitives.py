@@ -44,13 +44,13 @@ class Signature:
         return {self.names[position]: value for position, value in zip(self.xs, values, strict=True)}
 
     def upstream(self, grad_ys: Sequence[Any]) -> list[Any]:
-        """Returns one upstream gradient for each y of the program, of one for each y with a gradient."""
-        found = dict(zip(self.ys, grad_ys, strict=True))
+        """Returns one upstream gradient for each y of the program, of JAX's one for each y with a gradient."""
+        found = dict(zip(self.ys, map(_conjugated, grad_ys), strict=True))
         return [found.get(index) for index in range(len(self.function.ys))]
 
     def gradients(self, gradients: Arrays) -> Arrays:
-        """Returns the gradients of the arguments that have one, of those by each x of the program."""
-        found = dict(zip(self.function.xs, gradients, strict=True))
+        """Returns JAX's gradients of the arguments that have one, of the program's by each x."""
+        found = dict(zip(self.function.xs, map(_conjugated, gradients), strict=True))
         return [found[self.names[position]] for position in self.xs]
 
     def y_shapes(self, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -70,6 +70,15 @@ class Signature:
                     f"{cause.message}"
                 ) from cause
         return self._shapes[key]
+
+
+def _conjugated(value: Any) -> Any:
+    """Converts between the gradients of JAX and of TensorFlow, of which one is the other's complex conjugate.
+
+    A small step s changes a real function by Re(sum of g·s) in JAX, and by Re(sum of conj(g)·s) in TensorFlow and
+    PyTorch. Tangents, and the vectors of second derivatives, are the same in both.
+    """
+    return np.conj(value) if np.iscomplexobj(value) else value
 
 
 def _is_floating(dtype: str) -> bool:

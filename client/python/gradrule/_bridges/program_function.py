@@ -83,11 +83,11 @@ class ProgramFunction:
             )
 
     def require_real(self) -> None:
-        """Raises `UnsupportedError` for complex inputs and ys, for which frameworks have other conventions."""
+        """Raises `UnsupportedError` for complex inputs and ys, which SciPy and PyTensor do not differentiate by."""
         for name, spec in [*self.inputs.items(), *zip(self.ys, self.specs, strict=True)]:
             if spec.dtype.startswith("complex"):
                 raise UnsupportedError(
-                    f"{name!r} is {spec.dtype}; of the frameworks, only PyTorch takes complex tensors"
+                    f"{name!r} is {spec.dtype}; gradrule.torch, jax and tf take complex tensors, this module does not"
                 )
 
     def has_gradient(self, name: str) -> bool:

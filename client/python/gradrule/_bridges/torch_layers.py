@@ -7,7 +7,7 @@ z + eps where z >= 0, else z - eps. Where st(z) is 0, R/st(z) is 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ Params = Mapping[str, Any]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LINEAR = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
-_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,6 @@ def relevance(
     module: nn.Module,
     rule: str,
     params: Params,
-    run: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
     y: torch.Tensor,
     dy: torch.Tensor,
@@ -62,7 +60,6 @@ def relevance(
         module: The layer.
         rule: Name of a rule in `RULES`.
         params: Values of the rule's params.
-        run: Runs the layer without the rule.
         x: The data.
         y: The output of the layer.
         dy: The relevance at the output.
@@ -70,19 +67,45 @@ def relevance(
     Raises:
         RuleNotApplicableError: The rule is not for this kind of layer.
     """
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    eps = params.get("eps", 0.0)
-    if rule == "lrp_norm":
-        if not isinstance(module, _POOLS):
-            raise not_applicable(module, rule, "average pooling")
-        own = x.to(wide)
-        _, pull_back = torch.func.vjp(run, own)
-        return (own * pull_back(_ratio(dy.to(wide), y.to(wide), eps))[0]).to(x.dtype)
+    wide = _computed_in(x.dtype)
     if not isinstance(module, LINEAR):
         raise not_applicable(module, rule, "Linear, Conv1d to Conv3d, and ConvTranspose1d to ConvTranspose3d")
     weight = module.weight.to(wide)
     layer = Layer(_without_bias(module), x.to(wide), weight, _bias(module, wide), y.to(wide), dy.to(wide))
     return RULES[rule](layer, params).to(x.dtype)
+
+
+def norm(
+    module: nn.Module,
+    eps: float,
+    run: Callable[..., torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    y: torch.Tensor,
+    dy: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the relevance of each tensor that a layer adds: x∘Jᵀ(R/st(y)), J the Jacobian of y by x.
+
+    Args:
+        module: The layer: average pooling, or another one without weights.
+        eps: Positive number in st.
+        run: Runs the layer without the rule.
+        xs: The data.
+        y: The output of the layer.
+        dy: The relevance at the output.
+
+    Raises:
+        RuleNotApplicableError: The layer has weights.
+    """
+    if next(module.parameters(), None) is not None:
+        raise not_applicable(module, "lrp_norm", "average pooling and other layers without weights")
+    wide = [x.to(_computed_in(x.dtype)) for x in xs]
+    _, pull_back = torch.func.vjp(run, *wide)
+    shares = pull_back(_ratio(dy.to(wide[0].dtype), y.to(wide[0].dtype), eps))
+    return tuple((own * share).to(x.dtype) for x, own, share in zip(xs, wide, shares, strict=True))
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def not_applicable(module: nn.Module, rule: str, meant_for: str) -> RuleNotApplicableError:

@@ -63,7 +63,7 @@ class Surrogate:
         Raises:
             GradruleError: The rule does not fit the type of x; raised by `backward`.
         """
-        found: torch.Tensor = _WithRule.apply(self._forward, self._rule, x)
+        found: torch.Tensor = _WithRule.apply(_Run(self._forward), self._rule, x)
         return found
 
     def __repr__(self) -> str:
@@ -82,55 +82,93 @@ _FORWARD: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
+class _Run:
+    """One run of a function or layer, which rules can repeat with the same random numbers.
+
+    Repetitions change no buffer of the layer, such as the moving averages of a batch norm.
+    Args:
+        function: The function, or runs the layer without its rule.
+        layer: The layer.
+    """
+
+    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
+        self._function, self._layer = function, layer
+        self._random_state: list[tuple[torch.device, torch.Tensor]] = []
+
+    def first(self, *xs: torch.Tensor) -> torch.Tensor:
+        """Returns the function of tensors."""
+        self._random_state = [(torch.device("cpu"), torch.get_rng_state())]
+        self._random_state += [
+            (device, torch.cuda.get_rng_state(device)) for device in {x.device for x in xs if x.is_cuda}
+        ]
+        y: torch.Tensor = self._function(*xs)
+        # Functions such as the identity return x itself.
+        return y.view_as(y) if any(y is x for x in xs) else y
+
+    def again(self, *xs: torch.Tensor) -> torch.Tensor:
+        """Returns the same again, for derivatives of the function."""
+        with torch.random.fork_rng([device for device, _ in self._random_state if device.type == "cuda"]):
+            for device, state in self._random_state:
+                if device.type == "cuda":
+                    torch.cuda.set_rng_state(state, device)
+                else:
+                    torch.set_rng_state(state)
+            with _copied_buffers(self._layer):
+                y: torch.Tensor = self._function(*xs)
+        return y
+
+
+@contextlib.contextmanager
+def _copied_buffers(layer: nn.Module | None) -> Iterator[None]:
+    """Gives a layer copies of its buffers, within the block."""
+    parts = [] if layer is None else [(part, part._buffers) for part in layer.modules() if part._buffers]
+    try:
+        for part, buffers in parts:
+            part._buffers = {name: None if value is None else value.clone() for name, value in buffers.items()}
+        yield
+    finally:
+        for part, buffers in parts:
+            part._buffers = buffers
+
+
 class _WithRule(torch.autograd.Function):
-    """Computes a function whose gradient is a rule: (function, rule, x) → y."""
+    """Computes a function whose gradient is a rule: (run, rule, x) → y."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(function: Callable[[Any], Any], rule: LocalRule, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = function(x)
-        # Functions such as the identity return x itself.
-        return y.view_as(y) if y is x else y
+    def forward(run: _Run, rule: LocalRule, x: torch.Tensor) -> torch.Tensor:
+        return run.first(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.function, ctx.rule, x = inputs
+        ctx.run, ctx.rule, x = inputs
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, y = ctx.saved_tensors
-        return None, None, _gradient(ctx.function, ctx.rule, x, y, dy)
+        return None, None, _gradient(ctx.rule, ctx.run, x, y, dy)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, tangent: torch.Tensor) -> torch.Tensor:
         # An elementwise rule is its own transpose.
         x, y = ctx.saved_tensors
-        return _gradient(ctx.function, ctx.rule, x, y, tangent)
+        return _gradient(ctx.rule, ctx.run, x, y, tangent)
 
 
-def _gradient(
-    function: Callable[[Any], Any], rule: LocalRule, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor
-) -> torch.Tensor:
+def _gradient(rule: LocalRule, run: _Run, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     dtype = str(x.dtype).removeprefix("torch.")
     if torch.is_grad_enabled() and rule.uses_output(dtype):
         # In the second differentiation, the output has the function's own gradient.
-        y = function(x)
+        y = run.again(x)
     values = {"x0": x, "y0": y, "dy0": dy}
     if rule.uses_default:
-        values["default0"] = _own_gradient(function, x, dy)
+        _, pull_back = torch.func.vjp(run.again, x)
+        values["default0"] = pull_back(dy)[0]
     found: torch.Tensor = rule.gradient(TORCH, dtype, values)
     return found
-
-
-def _own_gradient(function: Callable[[Any], Any], x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """Returns PyTorch's gradient of a function."""
-    _, pull_back = torch.func.vjp(function, x)
-    (found,) = pull_back(dy)
-    own: torch.Tensor = found
-    return own
 
 
 @contextlib.contextmanager
@@ -151,7 +189,7 @@ def override(module: nn.Module, overrides: ModuleOverrides) -> Iterator[nn.Modul
             the catalogue, a formula, a `gr.Rule`, a pair of one of these and its params, or "default" for the layer's
             own gradient. Rules for one input fit layers with one tensor as input and one of the same shape as output;
             `lrp_epsilon` and its kind fit Linear, Conv1d to Conv3d and ConvTranspose1d to ConvTranspose3d; `lrp_norm`
-            average pooling.
+            average pooling and other layers without weights that add, also of several tensors.
 
     Yields:
         The model.
@@ -198,20 +236,24 @@ class _Applied:
     Attributes:
         count: Number of the layers that it took.
         is_used: Whether a backward pass has used it.
-        rule: The rule; None: the layer's own gradient.
+        rule: The rule: (layer, its run, inputs, output, upstream gradient) → gradients; None: the layer's own gradient.
+        takes_several: Whether the rule is for layers with several inputs, too.
     """
 
     def __init__(self, selector: Selector, value: OverrideValue) -> None:
-        self.selector, self.count, self.is_used = selector, 0, False
+        self.selector, self.count, self.is_used, self.takes_several = selector, 0, False, False
         rule, params = rule_and_params(value, f"the override {_text(selector)}")
-        self.rule: Callable[..., torch.Tensor] | None = None
+        self.rule: Callable[..., tuple[torch.Tensor, ...]] | None = None
         name = rule.removeprefix("builtin/") if isinstance(rule, str) else ""
-        if name in torch_layers.RULES or name == "lrp_norm":
+        if name == "lrp_norm":
+            eps, self.takes_several = params_of(name, params or {})["eps"], True
+            self.rule = lambda layer, run, xs, y, dy: torch_layers.norm(layer, eps, run.again, xs, y, dy)
+        elif name in torch_layers.RULES:
             values = params_of(name, params or {})
-            self.rule = lambda layer, run, x, y, dy: torch_layers.relevance(layer, name, values, run, x, y, dy)
+            self.rule = lambda layer, run, xs, y, dy: (torch_layers.relevance(layer, name, values, xs[0], y, dy),)
         elif rule != "default":
             local = LocalRule(rule, params or {})
-            self.rule = lambda layer, run, x, y, dy: _gradient(run, local, x, y, dy)
+            self.rule = lambda layer, run, xs, y, dy: (_gradient(local, run, xs[0], y, dy),)
         glob = selector.replace(".", "/") if isinstance(selector, str) else ""
         self._pattern = glob_pattern(glob)
 
@@ -223,40 +265,42 @@ class _Applied:
     def forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         own = layer.forward
 
-        def run(x: torch.Tensor) -> Any:
+        def run(*xs: torch.Tensor) -> Any:
             # The rule needs x as it was before the layer.
-            return own(x.clone() if getattr(layer, "inplace", False) else x)
+            return own(*((x.clone() for x in xs) if getattr(layer, "inplace", False) else xs))
 
         def forward(*arguments: Any, **named: Any) -> Any:
-            if len(arguments) != 1 or named or not isinstance(arguments[0], torch.Tensor):
+            if named or not (
+                all(isinstance(argument, torch.Tensor) for argument in arguments)
+                and (len(arguments) == 1 or (arguments and self.takes_several))
+            ):
                 raise UnsupportedError(
                     f"{type(layer).__name__} has other arguments than one tensor, so no rule can be its gradient"
                 )
-            return _Overridden.apply(self, layer, run, arguments[0])
+            return _Overridden.apply(self, layer, _Run(run, layer), *arguments)
 
         return forward
 
 
 class _Overridden(torch.autograd.Function):
-    """Runs a layer whose gradient is a rule: (override, layer, function, x) → y."""
+    """Runs a layer whose gradient is a rule: (override, layer, run, inputs) → y."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(applied: _Applied, layer: nn.Module, run: Callable[[Any], Any], x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = run(x)
-        return y.view_as(y) if y is x else y
+    def forward(applied: _Applied, layer: nn.Module, run: _Run, *xs: torch.Tensor) -> torch.Tensor:
+        return run.first(*xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.applied, ctx.layer, ctx.run, x = inputs
-        ctx.save_for_backward(x, output)
+        ctx.applied, ctx.layer, ctx.run, *xs = inputs
+        ctx.save_for_backward(*xs, output)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, y = ctx.saved_tensors
+        *xs, y = ctx.saved_tensors
         ctx.applied.is_used = True
-        return None, None, None, ctx.applied.rule(ctx.layer, ctx.run, x, y, dy)
+        return None, None, None, *ctx.applied.rule(ctx.layer, ctx.run, xs, y, dy)
 
 
 def _pairs(overrides: ModuleOverrides) -> list[tuple[Selector, OverrideValue]]:

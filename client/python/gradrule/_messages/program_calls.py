@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +20,6 @@ from gradrule.common import fast_paths, large_tensors, tensor_codec, wire_format
 from gradrule.common.tensor_packing import Packing, pack
 from gradrule.errors import UnknownFeedError
 from gradrule.v1 import evaluate_pb2, program_pb2
-
-R = TypeVar("R")
 
 _FEEDS = evaluate_pb2.EvaluateRequest.FEEDS_FIELD_NUMBER
 _GRAD_YS = evaluate_pb2.EvaluateRequest.GRAD_YS_FIELD_NUMBER
@@ -135,12 +133,9 @@ class ProgramBase:
         self._details = call_results.ProgramDetails(
             dict(message.aliases), self._overrides, self.default_gradient_nodes, self.rewritten
         )
-        self._target = evaluate_pb2.EvaluateRequest(program=message.name)
         self._encoder = ProgramEncoder(message)
         self._reader = AnswerReader(labeller(message.aliases))
         self._bfloat16_reader = AnswerReader(labeller(message.aliases), keep_bfloat16=True)
-        # Kinds of calls that the server has compiled besides the calls that `compile` compiles.
-        self._compiled: set[str] = set()
 
     @property
     def message(self) -> program_pb2.Program:
@@ -203,6 +198,11 @@ class ProgramBase:
         return list(self._message.rewritten)
 
     @property
+    def notes(self) -> list[str]:
+        """Hints that the program may not compute what is wanted, such as gradients of a sum that is constant."""
+        return list(self._message.notes)
+
+    @property
     def repeatable(self) -> bool:
         """Whether calls with equal feeds give equal outputs. False if the program draws random numbers."""
         return not self._message.draws_random
@@ -236,6 +236,7 @@ class ProgramBase:
                 digests.graph and f"graph {short_digest(digests.graph)}",
                 "" if self.repeatable else "draws random numbers",
             ),
+            *(html_line(f"Note: {note}", kind="bad") for note in self.notes),
             call_results.resolutions_table(self.overrides),
             call_results.default_nodes_line(self.default_gradient_nodes),
         )
@@ -252,31 +253,21 @@ class ProgramBase:
         parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
         return rpc_calls.Call(
             rpc_calls.EVALUATE,
-            self._target,
+            # One for each call, because its time limit is added to it.
+            evaluate_pb2.EvaluateRequest(program=self._message.name),
             reader.read,
             self._decode,
             blobs,
             large=(parts,),
             reader=reader,
             may_share=transfer.packing is None,
+            # The server compiles a program again after it removed it from memory, and for calls with upstream
+            # gradients or values of variables.
+            may_compile=True,
         )
 
     def _answer_reader(self, transfer: Transfer) -> AnswerReader:
         return self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
-
-    def _compiling(self, kind: str, call: rpc_calls.Call[R]) -> rpc_calls.Call[R]:
-        """Returns a call of a kind that the server compiles at its first use, with time for compiling until then."""
-        if kind in self._compiled:
-            return call
-
-        def decode(answer: Any) -> R:
-            self._compiled.add(kind)
-            return call.decode(answer)
-
-        # Calls share their target.
-        request = type(call.request)()
-        request.CopyFrom(call.request)
-        return call._replace(request=request, decode=decode, may_compile=True)
 
     def _decode(self, answer: Answer) -> call_results.Result:
         return call_results.Result(answer, self._details, self._groups)

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from gradrule._picture import page, svg
 from gradrule._picture.facts import collect_facts
 from gradrule._picture.reading import read_structure
+from gradrule._picture.tensors import tensor_texts
 from gradrule._picture.view import View, build_view
 from gradrule.errors import InvalidGraphError
 from gradrule.v1.graph_pb2 import Graph
@@ -31,7 +32,7 @@ def view(explanation: Explanation, graph: bytes) -> View:
         structure = read_structure(Graph.FromString(graph))
     except DecodeError as cause:
         raise InvalidGraphError(f"these {len(graph)} bytes are no GraphDef: {cause}") from None
-    return build_view(structure, collect_facts(structure, explanation))
+    return build_view(structure, collect_facts(structure, explanation), tensor_texts(structure, explanation))
 
 
 def draw_svg(explanation: Explanation, graph: bytes) -> str:
@@ -42,3 +43,14 @@ def draw_svg(explanation: Explanation, graph: bytes) -> str:
 def draw_html(explanation: Explanation, graph: bytes) -> str:
     """Returns an HTML page that needs no other file and no network. Raises `InvalidGraphError`."""
     return page.draw(view(explanation, graph))
+
+
+def draw_embedded(explanation: Explanation, graph: bytes, *, height: int = 600) -> str:
+    """Returns the HTML page as an `<iframe>` for another page, such as a notebook. Raises `InvalidGraphError`.
+
+    Args:
+        explanation: The result of `client.explain`.
+        graph: Bytes of the explained GraphDef.
+        height: Height of the frame in pixels.
+    """
+    return page.embed(draw_html(explanation, graph), height)

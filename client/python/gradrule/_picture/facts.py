@@ -6,14 +6,15 @@ nodes are off the path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradrule._builder.names import split
+from gradrule._builder.names import bare, split
 from gradrule._picture.reading import Structure
 
 if TYPE_CHECKING:
+    from gradrule._builder.specs import TensorSpec
     from gradrule._results.call_results import Explanation, Resolution
 
 ACTIVE = "active"
@@ -56,6 +57,7 @@ class Facts:
         xs: Names of the xs.
         wrong: All error messages.
         notes: Facts that the picture cannot show.
+        names: Names of the request for leaves that the graph names differently.
     """
 
     leaves: list[Fact]
@@ -65,6 +67,7 @@ class Facts:
     xs: list[str]
     wrong: list[str]
     notes: list[str]
+    names: dict[int, str]
 
 
 def collect_facts(structure: Structure, explanation: Explanation) -> Facts:
@@ -76,9 +79,10 @@ def collect_facts(structure: Structure, explanation: Explanation) -> Facts:
     notes = [
         f"{name} is not expanded: its functions are nested too deeply or are too many" for name in structure.unexpanded
     ]
-    xs, ys = ([spec.name for spec in group.values()] for group in (explanation.xs, explanation.ys))
-    for names, role in ((xs, "is_x"), (ys, "is_y")):
-        for name in names:
+    groups = explanation.ys, explanation.xs
+    ys, xs = ([spec.name for spec in group.values()] for group in groups)
+    for tensors, role in ((xs, "is_x"), (ys, "is_y")):
+        for name in tensors:
             place = structure.top.get(split(name)[0])
             if place is None:
                 notes.append(f"{name} is not in the picture")
@@ -114,7 +118,26 @@ def collect_facts(structure: Structure, explanation: Explanation) -> Facts:
     path = _path(structure, xs, ys)
     _mark_path(structure, facts, path, requested | reported | rewritten, certain)
     wrong = [f"{finding.reason}: {finding.message}" for finding in explanation.findings]
-    return Facts(facts, path, list(rules), ys, xs, wrong, notes)
+    shown_ys, shown_xs = map(_shown, groups)
+    names = _request_names(structure, explanation)
+    return Facts(facts, path, list(rules), shown_ys, shown_xs, wrong, notes, names)
+
+
+def _shown(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Returns the names of the request, each with the tensor's own name if it differs."""
+    return [name if bare(name) == bare(spec.name) else f"{name} ({spec.name})" for name, spec in specs.items()]
+
+
+def _request_names(structure: Structure, explanation: Explanation) -> dict[int, str]:
+    """Returns the names that the request gives to first outputs of nodes, by leaf."""
+    found: dict[int, str] = {}
+    for group in (explanation.outputs, explanation.inputs, explanation.xs, explanation.ys):
+        for name, spec in group.items():
+            node, output = split(spec.name)
+            place = structure.top.get(node)
+            if place is not None and not output and bare(name) != bare(spec.name):
+                found[place] = name
+    return found
 
 
 def rule_text(item: Resolution) -> str:

@@ -1,11 +1,26 @@
-"""Writes the SVG file and its style sheet; `page.js` draws the same boxes."""
+"""Writes the SVG file and its style sheet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
 
-from gradrule._picture.placing import Positions, Rect, Route, place, routes
+from gradrule._picture.placing import (
+    HEAD,
+    LEAF_HEIGHT,
+    MARK_WIDTH,
+    MAX_BOXES,
+    Positions,
+    Rect,
+    Route,
+    Rows,
+    arrange,
+    badge_width,
+    initially_open,
+    place,
+    routes,
+    without_constants,
+)
 from gradrule._picture.reading import ROOT
 from gradrule._picture.text import width
 from gradrule._picture.view import Badge, View
@@ -43,27 +58,14 @@ _LIGHT = {
     "edge": "#a3adba",
     "wrong": "#c62f2f",
 }
-_DARK = {
-    "background": "#14181e",
-    "text": "#e4e8ee",
-    "muted": "#9aa4b2",
-    "line": "#4a5463",
-    "box": "#1c222b",
-    "scope": "#28303c",
-    "open": "#9aa4b20f",
-    "path": "#e4e8ee",
-    "edge": "#5b6676",
-    "wrong": "#ff7b72",
-}
-
 _RULES = """
-text { font: 11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: {text}; }
-.legend text { font-size: 12px; }
+text { font: 12px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: {text}; }
 .background { fill: {background}; }
 .body { fill: {box}; stroke: {line}; }
 .leaf > .first, .leaf > .second { fill: {muted}; }
 .leaf.path > .first, .leaf.rule > .first, .scope > .first { fill: {text}; }
-.second { font-size: 10px; fill: {muted}; }
+.first, .name { font-size: 13px; }
+.second { fill: {muted}; }
 .leaf.rule > .second { fill: {text}; }
 .scope > .body, .scope > .behind { fill: {scope}; stroke: {line}; }
 .open > .body { fill: {open}; }
@@ -77,8 +79,9 @@ text { font: 11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; 
 .wrong > .body { stroke: {wrong}; stroke-width: 3; }
 circle.pill { fill: {path}; }
 circle.wrong { fill: {wrong}; }
-text.pill { fill: {background}; font-size: 10px; font-weight: bold; }
-text.mark { font-size: 10px; font-weight: bold; }
+text.pill { fill: {background}; font-size: 12px; font-weight: bold; }
+text.mark { font-weight: bold; }
+.tensor { fill: {muted}; paint-order: stroke; stroke: {background}; stroke-width: 4; stroke-linejoin: round; }
 .edge { fill: none; stroke: {edge}; stroke-width: 1; }
 .edge.path { stroke: {path}; stroke-width: 2.6; }
 .tip.plain { fill: {edge}; }
@@ -92,31 +95,18 @@ _SWATCH = 22.0
 def svg_style_sheet(rules: int) -> str:
     """Returns the light style sheet of the SVG file, without CSS variables, which some programs do not support."""
     sheet = _RULES + _rule_styles(rules)
-    for name, value in _theme(_LIGHT, rules).items():
+    for name, value in _theme(rules).items():
         sheet = sheet.replace(f"{{{name}}}", value)
     return sheet
 
 
-def page_style_sheet(rules: int) -> str:
-    """Returns the style sheet of the page's drawing, with light and dark colours."""
-    sheet = _RULES + _rule_styles(rules)
-    light, dark = _theme(_LIGHT, rules), _theme(_DARK, rules)
-    for name in light:
-        sheet = sheet.replace(f"{{{name}}}", f"var(--{name})")
-    light_text, dark_text = (" ".join(f"--{name}: {value};" for name, value in each.items()) for each in (light, dark))
-    return (
-        f":root {{ color-scheme: light dark; {light_text} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark_text} }} }}\n{sheet}"
-    )
-
-
-def _theme(colours: dict[str, str], rules: int) -> dict[str, str]:
+def _theme(rules: int) -> dict[str, str]:
     """Returns colours by name, including two background colours per rule: strong if it is active, else faint."""
-    theme = dict(colours)
+    theme = dict(_LIGHT)
     for number in range(rules):
         colour, _ = PALETTE[number % len(PALETTE)]
-        theme[f"strong{number}"] = _mix_colours(colour, colours["box"], 0.32)
-        theme[f"faint{number}"] = _mix_colours(colour, colours["box"], 0.1)
+        theme[f"strong{number}"] = _mix_colours(colour, _LIGHT["box"], 0.32)
+        theme[f"faint{number}"] = _mix_colours(colour, _LIGHT["box"], 0.1)
     return theme
 
 
@@ -138,8 +128,11 @@ def _rule_styles(count: int) -> str:
 
 
 def draw(view: View) -> str:
-    """Returns the SVG text, with the initially open scopes open."""
-    positions = place(view, set(view.opened))
+    """Returns the SVG text, with open scopes up to a number of boxes that fits on a page."""
+    if len(view.details) > MAX_BOXES:
+        view = without_constants(view)
+    arranged = arrange(view)
+    positions = place(arranged, set(initially_open(view)))
     rows = list(legend(view))
     top = _MARGIN + _LINE_HEIGHT * len(rows) + _MARGIN
     graph = positions.rects[ROOT]
@@ -158,17 +151,21 @@ def draw(view: View) -> str:
         parts.append(f'<g class="legend" transform="translate({_MARGIN:g} {y:g})">{sample}')
         parts.append(f'<text x="{_SWATCH + 8 if sample else 0:g}" y="13">{escape(line)}</text></g>')
     parts.append(f'<g transform="translate({_MARGIN:g} {top:g})">')
-    parts += _graph(view, positions)
+    parts += _graph(arranged, positions)
     return "\n".join([*parts, "</g>", "</svg>", ""])
 
 
-def _graph(view: View, positions: Positions) -> Iterable[str]:
+def _graph(arranged: Rows, positions: Positions) -> Iterable[str]:
+    view = arranged.view
+    drawn = routes(arranged, positions)
     boxes = [box for box in positions.rects if box != ROOT]
     for box in boxes:
         if box in positions.bands:
             yield _open_scope(view, box, positions.rects[box])
-    for route in routes(view, positions):
+    for route in drawn:
         yield _edge(route, positions)
+    for route in drawn:
+        yield from _tensor(route)
     for box in boxes:
         if box in positions.bands:
             yield _name(view, box, positions.rects[box])
@@ -210,7 +207,7 @@ def _open_scope(view: View, box: int, at: Rect) -> str:
 
 
 def _name(view: View, box: int, at: Rect) -> str:
-    return f'<text class="name" x="{at.x + 10:.1f}" y="{at.y + 16:.1f}">{escape(view.labels[box])}</text>'
+    return f'<text class="name" x="{at.x + 10:.1f}" y="{at.y + HEAD - 10:.1f}">{escape(view.labels[box])}</text>'
 
 
 def _box(view: View, box: int, at: Rect) -> str:
@@ -222,23 +219,23 @@ def _box(view: View, box: int, at: Rect) -> str:
         parts.append(f'<rect class="behind" x="4" y="4" width="{at.w:g}" height="{at.h:g}" rx="4"/>')
     parts.append(f'<rect class="body" width="{at.w:g}" height="{at.h:g}" rx="4"/>')
     if rule >= 0:
-        parts.append(_mark(rule, view.legend[rule].mark, 5, 11))
-    left = 26 if rule >= 0 else 10
-    parts.append(f'<text class="first" x="{left}" y="16">{escape(view.labels[box])}</text>')
-    parts.append(f'<text class="second" x="{left}" y="31">{escape(view.subtitles[box])}</text>')
+        parts.append(_mark(rule, view.legend[rule].mark, 6, 14))
+    left = 10 + MARK_WIDTH * (rule >= 0)
+    parts.append(f'<text class="first" x="{left}" y="18">{escape(view.labels[box])}</text>')
+    parts.append(f'<text class="second" x="{left}" y="35">{escape(view.subtitles[box])}</text>')
     right = at.w - 12
     for word in PILLS:
         if word in words:
-            parts.append(_pill(word, right, 11))
-            right -= 16
+            parts.append(_pill(word, right, 13))
+            right -= 18
     parts += _badges(view, box)
     return "".join([*parts, "</g>"])
 
 
 def _pill(word: str, x: float, y: float) -> str:
     return (
-        f'<circle class="pill {word}" cx="{x:g}" cy="{y:g}" r="7"/>'
-        f'<text class="pill" x="{x:g}" y="{y + 3.5:g}" text-anchor="middle">{PILLS[word]}</text>'
+        f'<circle class="pill {word}" cx="{x:g}" cy="{y:g}" r="8"/>'
+        f'<text class="pill" x="{x:g}" y="{y + 4:g}" text-anchor="middle">{PILLS[word]}</text>'
     )
 
 
@@ -248,26 +245,21 @@ def _badges(view: View, box: int) -> Iterable[str]:
         yield _badge(badge, x)
         x += badge_width(badge) + 4
     if view.more[box]:
-        yield f'<text class="second" x="{x:g}" y="49">…</text>'
+        yield f'<text class="second" x="{x:g}" y="{LEAF_HEIGHT + 12}">…</text>'
 
 
 def _badge(badge: Badge, x: float) -> str:
-    w = badge_width(badge)
+    w, y = badge_width(badge), LEAF_HEIGHT - 2
     return (
-        f'<g class="r{badge.rule}"><rect class="mark" x="{x:g}" y="37" width="{w:g}" height="15" rx="7"/>'
-        f'<text class="mark" x="{x + w / 2:g}" y="48" text-anchor="middle">{escape(badge.text)}</text></g>'
+        f'<g class="r{badge.rule}"><rect class="mark" x="{x:g}" y="{y}" width="{w:g}" height="17" rx="8"/>'
+        f'<text class="mark" x="{x + w / 2:g}" y="{y + 13}" text-anchor="middle">{escape(badge.text)}</text></g>'
     )
-
-
-def badge_width(badge: Badge) -> float:
-    """Returns the width of a badge in pixels."""
-    return width(badge.text, 10.0) + 10
 
 
 def _mark(rule: int, mark: str, x: float, y: float) -> str:
     return (
-        f'<g class="r{rule}"><rect class="mark" x="{x:g}" y="{y:g}" width="17" height="16" rx="3"/>'
-        f'<text class="mark" x="{x + 8.5:g}" y="{y + 12:g}" text-anchor="middle">{escape(mark)}</text></g>'
+        f'<g class="r{rule}"><rect class="mark" x="{x:g}" y="{y:g}" width="17" height="17" rx="3"/>'
+        f'<text class="mark" x="{x + 8.5:g}" y="{y + 13:g}" text-anchor="middle">{escape(mark)}</text></g>'
     )
 
 
@@ -284,6 +276,13 @@ def _edge(route: Route, positions: Positions) -> str:
     classes = "edge path" if route.on_path else "edge"
     way = edge_path(route, positions.rects[route.source], positions.rects[route.target])
     return f'<path class="{classes}" d="{way}" marker-end="url(#{name})"/>'
+
+
+def _tensor(route: Route) -> Iterable[str]:
+    """Yields the shape of a tensor below the box, or the scope, that its edge leaves."""
+    if route.tensor.endswith("]") and route.label is not None:
+        x, y = route.label
+        yield f'<text class="tensor" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(route.tensor)}</text>'
 
 
 def edge_path(route: Route, source: Rect, target: Rect) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule._picture.reading import ROOT, Structure
 
-# A scope with more children than this is split into groups, so that no picture starts with too many boxes.
-MAX_BOXES = 60
-_GROUP_SIZE = 30
+# A scope with more children than this is split into groups, so that no opened scope is too large to read.
+MAX_CHILDREN = 24
+# Groups in groups, at most; deeper ones are split into equal parts, because names may share any number of words.
+_MAX_GROUP_DEPTH = 6
+_WORDS = re.compile(r"[^_\W]+")
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ def build_tree(structure: Structure) -> Tree:
     _merge_single_children(tree, len(structure.scopes))
     _sort(tree, _data_flow_order(structure))
     for box in list(tree.from_root()):
-        _group(tree, box)
+        _group(tree, box, 0)
     return tree
 
 
@@ -124,19 +128,66 @@ def _sort(tree: Tree, flow: list[int]) -> None:
         children.sort(key=lambda box: total[box] / max(count[box], 1))
 
 
-def _group(tree: Tree, box: int) -> None:
-    """Splits the children of a large box into groups, repeatedly if there are too many groups."""
-    while len(tree.children[box]) > MAX_BOXES:
-        members = tree.children[box]
-        count = max(-(-len(members) // _GROUP_SIZE), 2)
-        groups = []
-        for number in range(count):
-            part = members[len(members) * number // count : len(members) * (number + 1) // count]
-            group = tree.add(box, f"{_end_name(tree, part[0], 0)} … {_end_name(tree, part[-1], -1)}")
-            tree.set_children(group, part)
-            groups.append(group)
-        tree.groups.update(groups)
-        tree.set_children(box, groups)
+def _group(tree: Tree, box: int, depth: int) -> None:
+    """Splits the children of a large box into groups of neighbours in the data flow, and large groups again."""
+    members = tree.children[box]
+    if len(members) <= MAX_CHILDREN:
+        return
+    parts = _parts(tree, members, depth)
+    children = [part[0] if len(part) == 1 else tree.add(box, _group_label(tree, part)) for part in parts]
+    for child, part in zip(children, parts, strict=True):
+        if len(part) > 1:
+            tree.set_children(child, part)
+            tree.groups.add(child)
+            _group(tree, child, depth + 1)
+    tree.set_children(box, children)
+
+
+def _parts(tree: Tree, members: list[int], depth: int) -> list[list[int]]:
+    """Splits boxes where the first words of their names change; into equal parts if names do not help."""
+    words = [_WORDS.findall(tree.labels[box].split("/")[0]) for box in members]
+    parts = [[box] for box in members]
+    for count in range(1, max(map(len, words), default=0) + 1) if depth < _MAX_GROUP_DEPTH else ():
+        parts = _segments(members, [tuple(each[:count]) for each in words])
+        if len(parts) > 1:
+            break
+    if 1 < len(parts) <= MAX_CHILDREN:
+        return parts
+    if len(parts) == 1:
+        parts = [[box] for box in members]
+    count = min(MAX_CHILDREN, -(-len(parts) // MAX_CHILDREN))
+    count = max(count, 2)
+    cuts = [len(parts) * number // count for number in range(count + 1)]
+    return [[box for part in parts[start:end] for box in part] for start, end in itertools.pairwise(cuts)]
+
+
+def _segments(members: list[int], keys: list[tuple[str, ...]]) -> list[list[int]]:
+    """Cuts a sequence so that equal keys are in one segment."""
+    last = {key: index for index, key in enumerate(keys)}
+    segments: list[list[int]] = []
+    end = -1
+    for index, (box, key) in enumerate(zip(members, keys, strict=True)):
+        if index > end:
+            segments.append([])
+        end = max(end, last[key])
+        segments[-1].append(box)
+    return segments
+
+
+def _group_label(tree: Tree, part: list[int]) -> str:
+    """Returns the words that all names of a group start with, else its first and last name."""
+    names = [_end_name(tree, part[0], 0), _end_name(tree, part[-1], -1)]
+    words = [_WORDS.findall(tree.labels[box].split("/")[0]) for box in part]
+    shared = 0
+    for column in zip(*words, strict=False):
+        if len(set(column)) > 1:
+            break
+        shared += 1
+    if shared:
+        ends = [match.end() for match in _WORDS.finditer(names[0])]
+        if shared <= len(ends) and all(tree.labels[box].startswith(names[0][: ends[shared - 1]]) for box in part):
+            return names[0][: ends[shared - 1]]
+    return " … ".join(names)
 
 
 def _end_name(tree: Tree, box: int, which: int) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from gradrule._builder.names import split
 from gradrule._picture import text
 from gradrule._picture.facts import ACTIVE, Fact, Facts
-from gradrule._picture.layers import Item, compute_rows
-from gradrule._picture.reading import ROOT, Leaf, Structure
-from gradrule._picture.tree import MAX_BOXES, Tree, build_tree
+from gradrule._picture.reading import ROOT, Structure
+from gradrule._picture.tensors import constant_leaves, input_lines
+from gradrule._picture.tree import Tree, build_tree
 
 _MAX_LABEL = 34
-_MARK_WIDTH = 18
 _MAX_BADGES = 4
-_LEAF_HEIGHT, _BADGE_HEIGHT = 38, 18
-_PILL_WIDTH = 16
+_MAX_INPUTS = 8
 _MAX_HEADING = 160
 _MAX_MESSAGES = 8
 
@@ -47,6 +45,23 @@ class Detail:
     lines: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Describes the tensors that one leaf passes to another.
+
+    Attributes:
+        source: Box of the leaf that produces the tensors.
+        target: Box of the leaf that uses them.
+        on_path: Whether one of them is on the path from xs to ys.
+        tensor: Element type and shape, as far as they are known; empty if the tensors differ.
+    """
+
+    source: int
+    target: int
+    on_path: bool
+    tensor: str
+
+
 @dataclass(slots=True)
 class View:
     """Holds the content of a picture. Most lists have one entry per box; box 0 is the whole graph.
@@ -58,20 +73,16 @@ class View:
         labels: First line of text.
         titles: Full names.
         subtitles: Second line of text.
-        widths: Widths in pixels of leaves and folded scopes.
-        heights: Heights in pixels of leaves and folded scopes.
-        classes: CSS classes: `leaf` or `scope`, `path`, `x`, `y`, `wrong`, `rule`, `off_path`, `not_differentiable`.
+        classes: CSS classes: `leaf` or `scope`, `path`, `x`, `y`, `wrong`, `rule`, `constant`, `off_path`,
+            `not_differentiable`.
         rule: Index into `legend`; -1 for none.
         badges: Badges of folded scopes.
         more: Whether a scope has more badges than it shows.
-        rows: Rows of each scope, with its children and bends.
-        row: Row that contains the box.
-        before: Siblings with edges to a box, by box.
-        edges: Boxes of source and target leaf, and whether the edge is on the path from xs to ys.
+        interest: Number of nodes with rules and of nodes on the path inside a box.
+        edges: Edges between leaves.
         details: Facts about leaves, by box.
         legend: One row per rule.
         heading: Pairs of the pill that a line explains (or empty) and the line.
-        opened: Scopes that are initially open.
     """
 
     parents: list[int]
@@ -80,20 +91,15 @@ class View:
     labels: list[str]
     titles: list[str]
     subtitles: list[str]
-    widths: list[int]
-    heights: list[int]
     classes: list[str]
     rule: list[int]
     badges: list[list[Badge]]
     more: list[bool]
-    rows: list[list[list[Item]]]
-    row: list[int]
-    before: dict[int, list[int]]
-    edges: list[tuple[int, int, bool]]
+    interest: list[int]
+    edges: list[Edge]
     details: dict[int, Detail]
     legend: list[LegendRow]
     heading: list[tuple[str, str]]
-    opened: list[int] = field(default_factory=list)
 
 
 def common_scope(view: View, source: int, target: int) -> tuple[int, int, int]:
@@ -107,52 +113,66 @@ def common_scope(view: View, source: int, target: int) -> tuple[int, int, int]:
     return view.parents[a], a, b
 
 
-def build_view(structure: Structure, facts: Facts) -> View:
-    """Makes the view from a graph's structure and the facts about its leaves."""
+def build_view(structure: Structure, facts: Facts, tensors: Mapping[tuple[int, int], str]) -> View:
+    """Makes the view from a graph's structure, the facts about its leaves, and the texts of its tensors."""
     tree = build_tree(structure)
     size = len(tree.parents)
     order = list(tree.from_root())
     depths = [0] * size
     for box in order[1:]:
         depths[box] = depths[tree.parents[box]] + 1
-    edges: dict[tuple[int, int], bool] = {}
-    for wire in structure.wires:
-        pair = tree.box_of[wire.source], tree.box_of[wire.target]
-        head = wire.head
-        on_path = head is not None and bool(facts.path[wire.tail] and facts.path[head])
-        edges[pair] = edges.get(pair, False) or on_path
     marks = [rule_mark(number) for number in range(len(facts.rules))]
     view = View(
         parents=tree.parents,
         depths=depths,
         children=tree.children,
-        labels=[text.shortened(text.clean(label), _MAX_LABEL) for label in tree.labels],
+        labels=[text.shortened(text.clean(label), _MAX_LABEL) for label in _labels(tree, facts)],
         titles=_titles(tree, structure, order),
         subtitles=[""] * size,
-        widths=[0] * size,
-        heights=[_LEAF_HEIGHT] * size,
         classes=[""] * size,
         rule=[-1] * size,
         badges=[[] for _ in range(size)],
         more=[False] * size,
-        rows=[[] for _ in range(size)],
-        row=[0] * size,
-        before={},
-        edges=[(*pair, on_path) for pair, on_path in edges.items()],
-        details={
-            tree.box_of[index]: _detail(leaf, facts.leaves[index], facts.rules)
-            for index, leaf in enumerate(structure.leaves)
-        },
+        interest=[0] * size,
+        edges=_edges(structure, facts, tensors, tree),
+        details=_details(structure, facts, tensors, tree),
         legend=[
             LegendRow(marks[number], text.clean(name), _counts(facts, number))
             for number, name in enumerate(facts.rules)
         ],
         heading=_heading(structure, facts),
     )
-    _compute_rows(view)
-    interest = _fill_boxes(view, tree, structure, facts, marks, order)
-    view.opened = _initially_open(view, interest)
+    _fill_boxes(view, tree, structure, facts, marks, order)
     return view
+
+
+def _labels(tree: Tree, facts: Facts) -> list[str]:
+    """Returns the labels of boxes; the xs and ys are called as in the request."""
+    labels = list(tree.labels)
+    for leaf, name in facts.names.items():
+        labels[tree.box_of[leaf]] = name
+    return labels
+
+
+def _edges(structure: Structure, facts: Facts, tensors: Mapping[tuple[int, int], str], tree: Tree) -> list[Edge]:
+    passed: dict[tuple[int, int], set[str]] = {}
+    for target in structure.top.values():
+        for name in structure.leaves[target].node.input:
+            node, output = split(name)
+            source = structure.top.get(node)
+            if source is not None:
+                passed.setdefault((source, target), set()).add(tensors.get((source, output), ""))
+    found: dict[tuple[int, int], bool] = {}
+    for wire in structure.wires:
+        pair = wire.source, wire.target
+        on_path = wire.head is not None and bool(facts.path[wire.tail] and facts.path[wire.head])
+        found[pair] = found.get(pair, False) or on_path
+    edges = []
+    for (source, target), on_path in found.items():
+        texts = passed.get((source, target), ())
+        known = next(iter(texts)) if len(texts) == 1 else ""
+        edges.append(Edge(tree.box_of[source], tree.box_of[target], on_path, text.clean(known)))
+    return edges
 
 
 def rule_mark(number: int) -> str:
@@ -187,76 +207,80 @@ def _counts(facts: Facts, rule: int) -> str:
     return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.most_common())
 
 
-def _detail(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> Detail:
-    lines = [f"op: {text.clean(leaf.node.op)}"]
-    if leaf.function:
-        lines.append(f"in function: {text.clean(leaf.function)}")
-    if fact.rule is not None:
-        lines.append(f"rule: {text.clean(rules[fact.rule])}")
-        lines.append(f"override: {text.clean(fact.label)}")
-        lines.append(f"status: {fact.status.replace('_', ' ')}")
-    else:
-        lines.append(f"gradient: {'its own' if fact.on_path else 'not computed'}")
-    if fact.rewritten:
-        lines.append("rewritten: yes")
-    lines += [f"wrong: {text.shortened(text.clean(message), 300)}" for message in fact.wrong[:3]]
-    return Detail(text.clean(leaf.name), lines + text.attrs(leaf.node))
+def _details(
+    structure: Structure, facts: Facts, tensors: Mapping[tuple[int, int], str], tree: Tree
+) -> dict[int, Detail]:
+    found = {}
+    for index, leaf in enumerate(structure.leaves):
+        fact = facts.leaves[index]
+        lines = [f"op: {leaf.node.op}"]
+        if leaf.function:
+            lines.append(f"in function: {leaf.function}")
+        lines += _rule_lines(fact, facts.rules)
+        if fact.rewritten:
+            lines.append("rewritten: yes")
+        lines += [f"wrong: {text.shortened(message, 300)}" for message in fact.wrong[:3]]
+        lines += input_lines(structure, index, tensors, facts.names, _MAX_INPUTS)
+        output = tensors.get((index, 0), "")
+        lines += [f"output: {output}"] if output else []
+        lines = [text.shortened(text.clean(line), 400) for line in lines]
+        found[tree.box_of[index]] = Detail(text.clean(leaf.name), lines + text.attrs(leaf.node))
+    return found
 
 
-def _compute_rows(view: View) -> None:
-    """Computes the rows of all scopes from the edges between their children."""
-    edges: dict[int, dict[tuple[int, int], None]] = {}
-    entered: set[int] = set()
-    left: set[int] = set()
-    for source, target, _ in view.edges:
-        scope, upper, lower = common_scope(view, source, target)
-        edges.setdefault(scope, {})[upper, lower] = None
-        for box, outer, crossing in ((source, upper, left), (target, lower, entered)):
-            while box != outer and box not in crossing:
-                crossing.add(box)
-                box = view.parents[box]
-    for pairs in edges.values():
-        for upper, lower in pairs:
-            view.before.setdefault(lower, []).append(upper)
-    for scope, children in enumerate(view.children):
-        view.rows[scope] = compute_rows(children, edges.get(scope, ()), entered, left)
-        for number, row in enumerate(view.rows[scope]):
-            for item in row:
-                if item >= 0:
-                    view.row[item] = number
+def _rule_lines(fact: Fact, rules: Sequence[str]) -> list[str]:
+    """Returns which gradient a node has, and why."""
+    if fact.rule is None:
+        if fact.on_path:
+            return ["gradient: its own", "why: on the path from xs to ys; no override matches"]
+        return ["gradient: not computed", "why: not on the path from xs to ys"]
+    reasons = {
+        ACTIVE: "the override is the first that matches, and the node is on the path from xs to ys",
+        "off_path": "an override matches, but the node is not on the path from xs to ys",
+        "not_differentiable": "an override matches, but the op's tensors are not floating-point numbers",
+    }
+    return [
+        f"rule: {rules[fact.rule]}",
+        f"override: {fact.label}",
+        f"status: {fact.status.replace('_', ' ')}",
+        *([f"why: {reasons[fact.status]}"] if fact.status in reasons else []),
+    ]
 
 
 def _fill_boxes(
     view: View, tree: Tree, structure: Structure, facts: Facts, marks: Sequence[str], order: Sequence[int]
-) -> list[int]:
-    """Sets the texts, classes and sizes of boxes; returns a score of interest for each box."""
+) -> None:
+    """Sets the texts, classes and interest of boxes."""
     rules: list[Counter[int]] = [Counter() for _ in tree.parents]
-    nodes, interest = [0] * len(tree.parents), [0] * len(tree.parents)
+    nodes = [0] * len(tree.parents)
     classes: list[dict[str, None]] = [{} for _ in tree.parents]
+    constant = constant_leaves(structure)
     for box in reversed(order):
         index = tree.leaf[box]
         if index >= 0:
             fact = facts.leaves[index]
             classes[box] = dict.fromkeys(_classes(fact))
+            if constant[index] and not classes[box] and not fact.rewritten:
+                classes[box]["constant"] = None
             rules[box].update(() if fact.rule is None else [fact.rule])
-            nodes[box], interest[box] = 1, 2 * (fact.rule is not None) + fact.on_path
+            nodes[box] = 1
+            view.interest[box] = 2 * (fact.rule is not None) + fact.on_path
             view.rule[box] = -1 if fact.rule is None else fact.rule
-            view.subtitles[box] = _second_line(structure.leaves[index], fact, facts.rules)
+            view.subtitles[box] = _second_line(index, structure, facts)
         else:
             view.subtitles[box] = f"{nodes[box]} nodes"
+            if all("constant" in classes[child] for child in tree.children[box]):
+                classes[box]["constant"] = None
             for rule, count in sorted(rules[box].items())[:_MAX_BADGES]:
                 view.badges[box].append(Badge(rule, f"{marks[rule]}×{count}"))
             view.more[box] = len(rules[box]) > _MAX_BADGES
-            view.heights[box] += _BADGE_HEIGHT * bool(rules[box])
         view.classes[box] = " ".join(["leaf" if index >= 0 else "scope", *classes[box]])
-        view.widths[box] = round(_box_width(view, box))
         if box != ROOT:
             parent = tree.parents[box]
             nodes[parent] += nodes[box]
-            interest[parent] += interest[box]
+            view.interest[parent] += view.interest[box]
             rules[parent].update(rules[box])
             classes[parent].update(dict.fromkeys(word for word in classes[box] if word in ("path", "x", "y", "wrong")))
-    return interest
 
 
 def _classes(fact: Fact) -> list[str]:
@@ -265,37 +289,12 @@ def _classes(fact: Fact) -> list[str]:
     return found + ([fact.status] if fact.status not in ("", ACTIVE) else [])
 
 
-def _second_line(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> str:
+def _second_line(index: int, structure: Structure, facts: Facts) -> str:
+    leaf, fact = structure.leaves[index], facts.leaves[index]
     op = text.shortened(text.clean(leaf.node.op), _MAX_LABEL)
     if fact.rule is None:
-        return op
+        # A tensor with a name of its own shows the node's name too.
+        name = facts.names.get(index, leaf.name)
+        return op if name in (leaf.name, leaf.label) else text.shortened(text.clean(f"{op} {leaf.name}"), _MAX_LABEL)
     status = "" if fact.status == ACTIVE else f" ({fact.status.replace('_', ' ')})"
-    return text.shortened(f"{op} → {text.clean(rules[fact.rule])}", _MAX_LABEL) + status
-
-
-def _box_width(view: View, box: int) -> float:
-    classes = view.classes[box].split()
-    pills = _PILL_WIDTH * sum(word in classes for word in ("x", "y", "wrong"))
-    first = text.width(view.labels[box]) + pills + _MARK_WIDTH * (view.rule[box] >= 0)
-    badges = sum(text.width(badge.text, 10.0) + 14 for badge in view.badges[box]) + 14 * view.more[box]
-    return max(first, text.width(view.subtitles[box], 10.0) + _MARK_WIDTH * (view.rule[box] >= 0), badges, 30.0) + 20
-
-
-def _initially_open(view: View, interest: Sequence[int]) -> list[int]:
-    """Returns the scopes to open, outer and interesting scopes first, until `MAX_BOXES` boxes are visible."""
-    opened, count = [], len(view.children[ROOT])
-    pending: list[tuple[int, int, int]] = []
-
-    def offer(children: Sequence[int]) -> None:
-        for child in children:
-            if view.children[child]:
-                heapq.heappush(pending, (view.depths[child], -interest[child], child))
-
-    offer(view.children[ROOT])
-    while pending:
-        _, _, box = heapq.heappop(pending)
-        if count - 1 + len(view.children[box]) <= MAX_BOXES:
-            count += len(view.children[box]) - 1
-            opened.append(box)
-            offer(view.children[box])
-    return opened
+    return text.shortened(f"{op} → {text.clean(facts.rules[fact.rule])}", _MAX_LABEL) + status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import gradrule as gr
 from gradrule import _picture
 from gradrule._picture.view import View
 from gradrule.v1.graph_pb2 import AttrValue, Function, Graph, NameAttrList, Node
+from gradrule.v1.tensor_pb2 import Dt
 
 
 def node(name: str, op: str, *inputs: str, **functions: str) -> Node:
@@ -107,3 +109,49 @@ def large_explained(count: int) -> gr.Explanation:
     return explained(
         of, overrides=overrides, default_gradient_nodes=[each.name for each in nodes if each.op in ("Relu", "AddN")]
     )
+
+
+def layered(blocks: Sequence[int] = (3, 4)) -> bytes:
+    """Returns a graph with layers named as in Keras: stages of blocks, each with weights, and a last layer."""
+    nodes = [typed("keras_tensor", "Placeholder", shape=[None, 8])]
+    last = "keras_tensor"
+    for stage, count in enumerate(blocks, 1):
+        for block in range(1, count + 1):
+            for number in range(1, 5):
+                layer = f"conv{stage}_block{block}_{number}_conv"
+                nodes.append(typed(f"{layer}/kernel", "Const", value=[8, 8]))
+                nodes.append(node(f"{layer}/MatMul", "MatMul", last, f"{layer}/kernel"))
+                relu = f"conv{stage}_block{block}_{number}_relu/Relu"
+                nodes.append(node(relu, "Relu", f"{layer}/MatMul"))
+                last = relu
+    nodes += [typed("head/kernel", "Const", value=[8, 3]), node("head/MatMul", "MatMul", last, "head/kernel")]
+    nodes.append(node("Identity", "Identity", "head/MatMul"))
+    return graph(*nodes)
+
+
+def typed(name: str, op: str, shape: Sequence[int | None] | None = None, value: Sequence[int] | None = None) -> Node:
+    """Returns a float32 node with the shape of a placeholder or the dimensions of a constant."""
+    made = node(name, op)
+    made.attr["dtype"].type = Dt.DT_FLOAT
+    if shape is not None:
+        for size in shape:
+            made.attr["shape"].shape.dim.add(size=-1 if size is None else size)
+    if value is not None:
+        made.attr["value"].tensor.dtype = Dt.DT_FLOAT
+        for size in value:
+            made.attr["value"].tensor.tensor_shape.dim.add(size=size)
+    return made
+
+
+def layered_explained(blocks: Sequence[int] = (3, 4)) -> gr.Explanation:
+    """Explains `layered` with a rule for all `Relu` nodes; the y is named `predictions`."""
+    of = layered(blocks)
+    nodes = Graph.FromString(of).node
+    made = explained(
+        of,
+        xs=["keras_tensor"],
+        ys=["Identity"],
+        overrides=[took(each.name, "guided_relu", op="Relu") for each in nodes if each.op == "Relu"],
+        default_gradient_nodes=[each.name for each in nodes if each.op in ("MatMul", "Identity")],
+    )
+    return dataclasses.replace(made, ys={"predictions": gr.TensorSpec("Identity", "float32", None)})

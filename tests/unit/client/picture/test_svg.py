@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import re
+from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
 import pytest
 
 import gradrule as gr
 from gradrule._picture import svg
+from gradrule._picture.placing import initially_open
 from gradrule._picture.view import View
 from gradrule.v1.graph_pb2 import Graph
-from tests.unit.client.picture.made import explained, graph, large, large_explained, nested, node, took, view
+from tests.unit.client.picture.made import (
+    explained,
+    graph,
+    large,
+    large_explained,
+    layered_explained,
+    nested,
+    node,
+    took,
+    view,
+)
 
 NS = "{http://www.w3.org/2000/svg}"
 HOSTILE = "</title><script>alert(1)</script>\"'&<!--]]>\x00\x1b\u202e"
@@ -66,7 +80,7 @@ def test_every_visible_node_is_drawn_once() -> None:
     drawn = view(explanation)
     everything = [leaf.name for leaf in Graph.FromString(explanation.graph).node]
     assert set(everything) <= set(names(parsed(explanation)))
-    assert names(parsed(explanation)) == shown_boxes(drawn, set(drawn.opened))
+    assert names(parsed(explanation)) == shown_boxes(drawn, set(initially_open(drawn)))
     assert len(names(parsed(explanation))) == 21
 
 
@@ -199,15 +213,54 @@ def test_letters_distinguish_more_rules_than_colours() -> None:
     assert len(marks) == len(set(marks)) == count
 
 
-@pytest.mark.parametrize("theme", [svg._LIGHT, svg._DARK])
-def test_texts_can_be_read_on_every_background(theme: dict[str, str]) -> None:
-    tinted = [colour for name, colour in svg._theme(theme, 7).items() if name.startswith(("strong", "faint"))]
+def test_texts_can_be_read_on_every_background() -> None:
+    theme = svg._theme(7)
+    assert_readable(theme["text"], theme["muted"], theme, [value for name, value in theme.items() if "strong" in name])
+
+
+@pytest.mark.parametrize("variant", [0, 1], ids=["light", "dark"])
+def test_texts_of_the_page_can_be_read_in_both_themes(variant: int) -> None:
+    sheet = importlib.resources.files("gradrule._picture").joinpath("graph_page.css").read_text(encoding="utf-8")
+    found = re.findall(r"--([a-z-]+):light-dark\(#([0-9a-f]+), ?#([0-9a-f]+)\)", sheet)
+    colours = {name: expanded(pair[variant]) for name, *pair in found}
+    tinted = [svg._mix_colours(colour, colours["surface"], 0.32) for colour, _ in svg.PALETTE]
+    theme = {"box": colours["surface"], "scope": colours["raised"], "background": colours["page"]}
+    assert_readable(colours["text"], colours["muted"], theme, tinted)
+
+
+def expanded(digits: str) -> str:
+    return f"#{''.join(2 * digit for digit in digits) if len(digits) == 3 else digits}"
+
+
+def assert_readable(text: str, muted: str, theme: Mapping[str, str], tinted: Sequence[str]) -> None:
     for background in (theme["box"], theme["scope"], theme["background"], *tinted):
-        assert contrast(theme["text"], background) >= 4.5
+        assert contrast(text, background) >= 4.5
     for background in (theme["box"], theme["scope"]):
-        assert contrast(theme["muted"], background) >= 4.5
+        assert contrast(muted, background) >= 4.5
     for colour, text_colour in svg.PALETTE:
-        assert contrast(f"#{text_colour[1] * 6}", colour) >= 4.5
+        assert contrast(expanded(text_colour[1:]), colour) >= 4.5
+
+
+def test_no_text_is_smaller_than_twelve_pixels() -> None:
+    for sheet in (
+        svg.svg_style_sheet(3),
+        importlib.resources.files("gradrule._picture").joinpath("graph_page.css").read_text(),
+    ):
+        assert min(float(size) for size in re.findall(r"font(?:-size)?:\s*([\d.]+)px", sheet)) >= 12
+
+
+def test_large_graphs_are_drawn_without_constants() -> None:
+    drawn = parsed(layered_explained())
+    shown = names(drawn)
+    assert not [name for name in shown if "kernel" in name]
+    # A layer whose other node is a constant is one box under the layer's name.
+    labels = {name.splitlines()[0]: group.findtext(f"{NS}text") for name, group in boxes(drawn).items()}
+    assert labels["head/MatMul"] == "head"
+
+
+def test_edges_tell_the_shapes_that_are_known() -> None:
+    drawn = parsed(layered_explained())
+    assert [text.text for text in drawn.iter(f"{NS}text") if text.get("class") == "tensor"] == ["float32 [?, 8]"]
 
 
 def contrast(one: str, other: str) -> float:

@@ -221,10 +221,7 @@ class AsyncProgram(ProgramBase):
         if cast:
             feeds, grad_ys = casting(feeds), casting(grad_ys)
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        call = self._call(feeds, params, grad_ys, stacked_grad_ys, chosen)
-        if grad_ys is not None:
-            call = self._compiling("stacked_grad_ys" if stacked_grad_ys else "grad_ys", call)
-        return await self._client._run(call, timeout)
+        return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
     async def forward(
         self,
@@ -306,10 +303,10 @@ class AsyncProgram(ProgramBase):
                     result = await pipeline.next_result()
                     task.advance()
                     yield result
-                values = casting(one) if cast else one
                 given = next(upstream, _NO_MORE)
                 if given is _NO_MORE:
                     raise InvalidDerivativeError("grad_ys has fewer entries than feeds: give one for each call")
+                values, given = (casting(one), casting(given)) if cast else (one, given)
                 pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, given, transfer=chosen)))
             while len(pipeline):
                 result = await pipeline.next_result()
@@ -342,7 +339,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.jvp`.
         """
         call = derivatives.program_jvp(self._message, feeds, tangents, params)
-        return await self._client._run(self._compiling("jvp", self._client._transfer.applied(call)), timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def jacobian(
         self,
@@ -367,8 +364,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.jacobian`.
         """
         call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        compiling = self._compiling("batch_jacobian" if batched else "jacobian", self._client._transfer.applied(call))
-        return await self._client._run(compiling, timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def hvp(
         self,
@@ -395,7 +391,7 @@ class AsyncProgram(ProgramBase):
             GradruleError: As in `AsyncClient.hvp`.
         """
         call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
-        return await self._client._run(self._compiling("hvp", self._client._transfer.applied(call)), timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def delete(self, *, timeout: float | None = None) -> None:
         """Deletes the program from the server.

@@ -220,10 +220,7 @@ class Program(ProgramBase):
         if cast:
             feeds, grad_ys = casting(feeds), casting(grad_ys)
         chosen = self._client._transfer if transfer is None else transfer.checked_for_call()
-        call = self._call(feeds, params, grad_ys, stacked_grad_ys, chosen)
-        if grad_ys is not None:
-            call = self._compiling("stacked_grad_ys" if stacked_grad_ys else "grad_ys", call)
-        return self._client._run(call, timeout)
+        return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
     def forward(
         self,
@@ -305,10 +302,10 @@ class Program(ProgramBase):
                     result = pipeline.next_result()
                     task.advance()
                     yield result
-                values = casting(one) if cast else one
                 given = next(upstream, _NO_MORE)
                 if given is _NO_MORE:
                     raise InvalidDerivativeError("grad_ys has fewer entries than feeds: give one for each call")
+                values, given = (casting(one), casting(given)) if cast else (one, given)
                 pipeline.start(rpc_calls.with_own_arrays(self._call(values, params, given, transfer=chosen)))
             while len(pipeline):
                 result = pipeline.next_result()
@@ -341,7 +338,7 @@ class Program(ProgramBase):
             GradruleError: As in `Client.jvp`.
         """
         call = derivatives.program_jvp(self._message, feeds, tangents, params)
-        return self._client._run(self._compiling("jvp", self._client._transfer.applied(call)), timeout)
+        return self._client._run(self._client._transfer.applied(call), timeout)
 
     def jacobian(
         self,
@@ -366,8 +363,7 @@ class Program(ProgramBase):
             GradruleError: As in `Client.jacobian`.
         """
         call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        compiling = self._compiling("batch_jacobian" if batched else "jacobian", self._client._transfer.applied(call))
-        return self._client._run(compiling, timeout)
+        return self._client._run(self._client._transfer.applied(call), timeout)
 
     def hvp(
         self,
@@ -394,7 +390,7 @@ class Program(ProgramBase):
             GradruleError: As in `Client.hvp`.
         """
         call = derivatives.program_hvp(self._message, feeds, vectors, grad_ys, params, self._groups)
-        return self._client._run(self._compiling("hvp", self._client._transfer.applied(call)), timeout)
+        return self._client._run(self._client._transfer.applied(call), timeout)
 
     def delete(self, *, timeout: float | None = None) -> None:
         """Deletes the program from the server.

@@ -1,1 +1,0 @@
-showGraph(document, window, JSON.parse(document.getElementById("graph").textContent));
