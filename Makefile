@@ -33,7 +33,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers test-bridges lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -60,6 +60,11 @@ test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the lib
 	$(VENV)/bin/python -m tests.peers.keras_models out/peers
 	$(PEERS)/bin/python -m tests.peers.reference out/peers
 	$(VENV)/bin/python -m tests.peers.compare out/peers $(ARGS)
+
+test-console: $(VENV)/.installed $(CONSOLE)/node_modules/.installed ## test the console in a headless Chromium against a real server and gateway
+	@command -v chromium >/dev/null || test "$$(id -u)" = 0 || { echo "make: test-console needs chromium; install it" >&2; exit 1; }
+	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium >/dev/null; }
+	cd $(CONSOLE) && CHROMIUM=$$(command -v chromium) npm run --silent test -- $(ARGS)
 
 test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy, PyTensor and TensorFlow
 	PYTHONDONTWRITEBYTECODE= $(BRIDGES)/bin/python -m pytest tests/bridges $(ARGS)
