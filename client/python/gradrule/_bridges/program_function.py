@@ -56,6 +56,8 @@ class ProgramFunction:
             )
         # Without the groups of the xs: gradients are by x.
         self.program = Program(program._client, program.message)
+        # Runs without upstream gradients are forward passes here, so notes about their gradients would be wrong.
+        self.program._must_warn = False
         self._params, self._timeout = params, timeout
         self._unused = _unused_handles(program._client)
         self.inputs: Mapping[str, TensorSpec] = program.inputs
