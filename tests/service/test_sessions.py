@@ -325,12 +325,29 @@ def test_wrong_states_are_refused(client: Any, change: dict[str, Any], reason: s
     refusal.says(*words)
 
 
-def test_step_of_some_variables_with_a_loss_that_is_no_scalar(client: Any) -> None:
-    with client.session(linear()) as s:
-        s.step({"x": X, "t": T}, "y", gr.optimizers.SGD(1.0), variables=["b"])
-        values = s.read()
-        assert_close(values["w"], W)
-        assert_close(values["b"], np.float32([-16, -16]))
+def test_a_loss_of_several_elements_is_refused(either: Any) -> None:
+    """Neither the shape that the graph knows nor the one of the values has one element."""
+    with either.session(linear()) as s:
+        before = s.read()
+        with refused("INVALID_DERIVATIVE") as refusal:
+            s.step({"x": X, "t": T}, "y", gr.optimizers.SGD(1.0), variables=["b"])
+        refusal.says("'y'", str(list((X @ W).shape)), "mean", "sum")
+        assert refusal.error.details[0].field == "step.loss"
+        after = s.read()
+        assert all(np.array_equal(after[name], before[name]) for name in before)
+        # One row of one feature: the shape [1, 1] of a value is that of one number.
+        assert s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1)).step == 1
+
+
+def test_a_loss_of_shape_1_is_one_number(client: Any) -> None:
+    g = gr.Graph()
+    g.multiply(g.placeholder("x", "float32", [None]), g.variable("w", np.float32(2.0)), name="y")
+    with client.session(g) as s:
+        assert s.step({"x": [3.0]}, "y", gr.optimizers.SGD(1.0), fetches=["y:0"]).loss.tolist() == [6.0]
+        assert s.read()["w"] == -1.0
+        with refused("INVALID_DERIVATIVE"):
+            s.step({"x": [3.0, 4.0]}, "y", gr.optimizers.SGD(1.0))
+        assert s.read()["w"] == -1.0
 
 
 def test_overrides_apply_in_steps(client: Any) -> None:
@@ -812,3 +829,19 @@ def test_killed_clients_leave_no_memory(tmp_path: Path) -> None:
         for _ in range(3):
             train_until_killed()
             wait_until(lambda: largest() < first + 60e6 or None, "memory where it was")
+
+
+def test_a_loss_that_is_not_fetched_is_not_returned(channel: Any) -> None:
+    """Clients of other languages may not ask for the loss."""
+    session = RawSession(channel)
+    session.ask(start())
+    step = session_pb2.StepRequest(
+        feeds=raw.feeds({"x": raw.tensor(X), "t": raw.tensor(T)}),
+        loss="loss",
+        optimizer=session_pb2.Optimizer(name="SGD", settings={"learning_rate": 0.1}),
+        fetches=["y"],
+    )
+    answer = session.ask(session_pb2.RunSessionRequest(step=step).SerializeToString())
+    assert [output.name for output in answer.step.outputs] == ["y"]
+    assert answer.step.step == 1
+    session.call.cancel()

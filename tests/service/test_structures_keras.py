@@ -51,7 +51,14 @@ register_layers("bidirectional LSTM", "Sigmoid", lambda: tf.keras.layers.Bidirec
 register_layers(
     "bidirectional GRU", "Tanh", lambda: tf.keras.layers.Bidirectional(recurrent("GRU")(), merge_mode="sum")
 )
-register_layers("layer norm and softmax", "Softmax", tf.keras.layers.LayerNormalization, tf.keras.layers.Softmax)
+register_layers(
+    "layer norm and softmax",
+    "Softmax",
+    tf.keras.layers.LayerNormalization,
+    tf.keras.layers.Softmax,
+    # Gradients of the sum of a softmax are zero.
+    lambda: tf.keras.layers.Dense(2),
+)
 register_layers("batch norm, inference", "Relu", tf.keras.layers.ReLU, tf.keras.layers.BatchNormalization)
 register_layers(
     "convolution and pooling",

@@ -49,6 +49,8 @@ class Signature {
   readonly defaultGradientNodes: readonly string[];
   /** Nodes that rewrites replaced. */
   readonly rewritten: readonly string[];
+  /** Hints that the program may not compute what is wanted. */
+  readonly notes: readonly string[];
   /** Names of the xs whose gradients are sparse in results. */
   readonly sparseGradients: readonly string[];
 
@@ -60,6 +62,7 @@ class Signature {
     this.overrides = (message?.overrides ?? []).map(readResolution);
     this.defaultGradientNodes = message?.defaultGradientNodes ?? [];
     this.rewritten = message?.rewritten ?? [];
+    this.notes = message?.notes ?? [];
     this.sparseGradients = message?.sparseGradients ?? [];
   }
 }

@@ -58,6 +58,8 @@ export interface Evaluation {
   readonly digests: Digests;
   /** Nodes that rewrites replaced; empty for a program. */
   readonly rewritten: readonly string[];
+  /** Hints that the request may not compute what is wanted; empty for a program, see `Program.notes`. */
+  readonly notes: readonly string[];
   /** True if XLA computed the result. */
   readonly jit: boolean;
   /**
@@ -99,6 +101,7 @@ export function readEvaluation(message: EvaluateResponse): Evaluation {
     device: message.device,
     digests: readDigests(message.digests),
     rewritten: message.rewritten,
+    notes: message.notes,
     jit: message.jit,
     batchSize: Number(message.batchSize),
   };

@@ -35,6 +35,10 @@ class Detail:
     field: str = ""
 
 
+class GradruleWarning(UserWarning):
+    """Category of warnings: the server runs the request, but probably not what was wanted."""
+
+
 class GradruleError(Exception):
     """Base class of all errors. The message gives the problem, its place, and the remedy.
 

@@ -167,6 +167,8 @@ class Sessions:
             lambda: list(built.function(*reader.arguments(built, call, request.run.params, session.values, contents))),
         )
         outputs, derivatives = results[: len(built.outputs)], results[len(built.outputs) :]
+        if request.loss:
+            _require_one_element(request.loss, outputs[built.outputs.index(request.loss)])
         end = len(derivatives) - len(built.updates)
         values = {**session.values, **dict(zip(built.updates, derivatives[end:], strict=True))}
         derivatives = derivatives[:end]
@@ -248,6 +250,17 @@ def _require_values(session: _Session, names: Iterable[str], field: str) -> None
             errors_pb2.ERROR_REASON_MISSING_FEED,
             f"variables without a value: {shown}; assign them, or give them values at the start",
             field=field,
+        )
+
+
+def _require_one_element(loss: str, value: tf.Tensor) -> None:
+    """Raises INVALID_DERIVATIVE for a loss with several elements: whether their sum or mean is meant is not known."""
+    if value.shape.num_elements() != 1:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+            f"the loss {loss!r} has the shape {value.shape.as_list()}, and a step minimises one number: reduce it in "
+            f"the graph with a mean or a sum, and name that",
+            field="step.loss",
         )
 
 

@@ -122,6 +122,8 @@ class Expanded:
     rewritten: list[str]
     # Whether a node draws random numbers, so that equal feeds give different results.
     draws_random: bool
+    # Softmax whose elements a y has, so that the sum of the y is constant, by y.
+    softmax_ys: dict[str, str]
     # Names in the expanded graph and element types, by requested name. Pruned stop_gradients have no name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]

@@ -14,6 +14,7 @@ from gradrule.common.dtypes import as_dt
 from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.check import check, check_runnable
+from gradrule_server.graphs.constant_sums import softmax_before
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, copy_graph
 from gradrule_server.graphs.embedded_rules import expand_embedded_rules, write_embedded_rules
 from gradrule_server.graphs.expand_request import (
@@ -283,6 +284,13 @@ class _Expansion:
         resolved = {**self._context.resolved, **self._rules.resolved}
         self._marks = mark_nodes(self._bodies, resolved, self._copy.variable_values.values())
 
+    def _softmax_ys(self, body: Body) -> dict[str, str]:
+        """Returns the softmax of each y whose elements have a constant sum, by y."""
+        refs = {name: self._moved[ref] for name, ref in self._requested.items() if ref in self._moved}
+        xs = {refs[name] for name in self._request.xs if name in refs}
+        found = {name: softmax_before(body, refs[name], xs) for name in self._request.ys if name in refs}
+        return {name: node.name for name, node in found.items() if node is not None}
+
     def _write(self) -> Expanded:
         """Serializes the graph and the embedded rules, and returns the result of the expansion."""
         body, versions = self._copy.body, self._graph.versions
@@ -297,6 +305,7 @@ class _Expansion:
             scopes={inner.name: self._copy.scopes[inner.name] for inner in bodies_of(body) if inner.name},
             matches=self._matches,
             rewritten=self._rewritten,
+            softmax_ys=self._softmax_ys(body),
             draws_random=any(node.op in _DRAWS_RANDOM for inner in bodies_of(body) for node in inner.nodes),
             embedded_rules=embedded_rules,
             embedded_rule_nodes={index: len(rules[name].nodes) for (name, _), index in indices.items()},

@@ -250,6 +250,7 @@ def session_run(
     optimizer: session_pb2.Optimizer | None,
     handle: str,
     available_bytes: tuple[int, str],
+    loss: str,
 ) -> Sequence[bytes]:
     """Returns the part of a `SessionRequest` that runs a program.
 
@@ -259,8 +260,9 @@ def session_run(
         optimizer: Applies the gradients to their variables; None: the answer holds the gradients.
         handle: Name under which the engine keeps the tensors of a forward run; empty: it keeps none.
         available_bytes: Most bytes that it may keep under that name, and the flag of the setting that limits them.
+        loss: With an optimizer, the output that must have one element.
     """
-    rest = link_pb2.SessionRun(store=store, optimizer=optimizer, handle=handle)
+    rest = link_pb2.SessionRun(store=store, optimizer=optimizer, handle=handle, loss=loss)
     if handle:
         rest.max_kept_bytes, rest.max_kept_bytes_setting = available_bytes
     whole = (*_field(link_pb2.SessionRun.RUN_FIELD_NUMBER, run), rest.SerializeToString())

@@ -85,7 +85,22 @@ def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
         no_gradient=request.no_gradient,
         rewritten=expanded.rewritten,
         draws_random=expanded.draws_random,
+        notes=_notes(prepared),
     )
+
+
+def _notes(prepared: Prepared) -> list[str]:
+    """Returns a hint for each y whose gradients are zero, because its elements are those of a softmax."""
+    request = prepared.request
+    if request.derivative not in (evaluate_pb2.DERIVATIVE_VJP, evaluate_pb2.DERIVATIVE_HVP):
+        return []
+    summed = [y.name for y, upstream in zip(request.ys, request.grad_ys, strict=True) if upstream.ones]
+    return [
+        f"{y!r} is the output of the softmax {softmax!r}, whose elements sum to 1, so gradients of their sum are zero "
+        f"up to rounding: differentiate the logits, or choose a class by grad_ys"
+        for y, softmax in prepared.expanded.softmax_ys.items()
+        if y in summed
+    ]
 
 
 def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str) -> link_pb2.FinishedProgram:
@@ -130,9 +145,13 @@ def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str
         aliases=dict(plan.aliases),
         sparse_gradients=reply.sparse_gradients,
         draws_random=plan.draws_random,
+        notes=plan.notes,
     )
     tail = evaluate_pb2.EvaluateResponse(
-        overrides=resolutions, default_gradient_nodes=reply.default_gradient_nodes, rewritten=plan.rewritten
+        overrides=resolutions,
+        default_gradient_nodes=reply.default_gradient_nodes,
+        rewritten=plan.rewritten,
+        notes=plan.notes,
     )
     return link_pb2.FinishedProgram(program=program.SerializeToString(), tail=tail.SerializeToString())
 

@@ -112,14 +112,15 @@ class RunForward:
 class RunInSession:
     """Runs with the variables of a session.
 
-    `store`: variables that get the outputs as values. `optimizer`: applies the gradients. `handle`: under this name the
-    engine keeps a forward run. `reply`: size and steps of the session; set by `run`.
+    `store`: variables that get the outputs as values. `optimizer`: applies the gradients of `loss`. `handle`: under
+    this name the engine keeps a forward run. `reply`: size and steps of the session; set by `run`.
     """
 
     channel: SessionChannel
     ends_at: float
     store: tuple[str, ...] = ()
     optimizer: session_pb2.Optimizer | None = None
+    loss: str = ""
     handle: str = ""
     reply: link_pb2.SessionReply | None = None
     undo: Callable[[Engine], None] | None = None

@@ -135,16 +135,19 @@ class Session:
                 field="step.variables",
             )
         vjp = program_pb2.Vjp(ys=[request.loss], xs=dict.fromkeys(xs))
+        # The engine checks that the loss has one element.
+        is_added = request.loss not in request.fetches
+        fetches = [*request.fetches, *([request.loss] if is_added else [])]
         call = link_pb2.RawEvaluateRequest(
-            spec=program_pb2.ProgramSpec(fetches=request.fetches, vjp=vjp).SerializeToString(),
+            spec=program_pb2.ProgramSpec(fetches=fetches, vjp=vjp).SerializeToString(),
             feeds=request.feeds,
             params=request.params,
         )
-        mode = RunInSession(self, ends_at, optimizer=request.optimizer)
+        mode = RunInSession(self, ends_at, optimizer=request.optimizer, loss=request.loss)
         answer, program, is_new = await self._run(with_settings(call, settings), received_ns, mode)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
         return session_pb2.StepResponse(
-            outputs=done.outputs,
+            outputs=done.outputs[:-1] if is_added else done.outputs,
             timings=done.timings,
             step=mode.reply.step if mode.reply is not None else 0,
             overrides=program.compiled.message.overrides if is_new else (),
@@ -289,7 +292,8 @@ class Session:
             growth = 0 if name in self._used_optimizers else _MAX_SLOTS * self._variables.known_bytes()
         else:
             growth = self._variables.known_bytes(set(mode.store))
-        action = session_run(run, mode.store, mode.optimizer, mode.handle, self._handle_manager.available_bytes)
+        kept = self._handle_manager.available_bytes
+        action = session_run(run, mode.store, mode.optimizer, mode.handle, kept, mode.loss)
         reply = await self._send(action, growth, mode.ends_at, recorder)
         self._used_optimizers.add(name)
         return reply

@@ -198,6 +198,11 @@ class ProgramBase:
         return list(self._message.rewritten)
 
     @property
+    def notes(self) -> list[str]:
+        """Hints that the program may not compute what is wanted, such as gradients of a sum that is constant."""
+        return list(self._message.notes)
+
+    @property
     def repeatable(self) -> bool:
         """Whether calls with equal feeds give equal outputs. False if the program draws random numbers."""
         return not self._message.draws_random
@@ -231,6 +236,7 @@ class ProgramBase:
                 digests.graph and f"graph {short_digest(digests.graph)}",
                 "" if self.repeatable else "draws random numbers",
             ),
+            *(html_line(f"Note: {note}", kind="bad") for note in self.notes),
             call_results.resolutions_table(self.overrides),
             call_results.default_nodes_line(self.default_gradient_nodes),
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
@@ -16,7 +18,7 @@ from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results import call_results
 from gradrule._results.answers import AnswerReader, labeller
 from gradrule.common import wire_format
-from gradrule.errors import BlobNotFoundError, InvalidDerivativeError
+from gradrule.errors import BlobNotFoundError, GradruleWarning, InvalidDerivativeError
 from gradrule.v1 import blob_pb2, evaluate_pb2, program_pb2
 
 R = TypeVar("R")
@@ -24,6 +26,8 @@ M = TypeVar("M", bound=Message)
 
 _PACKAGE = "gradrule.v1"
 EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"
+# Packages whose frames a warning skips.
+_OWN_FRAMES = ("gradrule", "asyncio", "threading", "concurrent")
 PAGE_SIZE = 1000
 """Maximum number of rules or programs in one page of a list."""
 # A server with little space may evict a blob right after its upload.
@@ -101,7 +105,7 @@ def evaluate(
         EVALUATE,
         request,
         reader.read,
-        lambda answer: call_results.Result(answer, details, groups),
+        lambda answer: _warned(call_results.Result(answer, details, groups)),
         blobs,
         large=large,
         reader=reader,
@@ -124,7 +128,7 @@ def compile_program(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, program_id=(name or "").removeprefix("programs/")),
         program_pb2.CompileProgramResponse.FromString,
-        lambda response: response.program,
+        lambda response: _warned(response.program),
         blobs,
         may_compile=True,
     )
@@ -148,10 +152,35 @@ def explain(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        lambda response: call_results.explanation(response, aliases, sent),
+        lambda response: _warned(call_results.explanation(response, aliases, sent)),
         blobs,
         may_compile=True,
     )
+
+
+class _Noted(Protocol):
+    """Types what has notes of the server."""
+
+    @property
+    def notes(self) -> Iterable[str]: ...
+
+
+N = TypeVar("N", bound=_Noted)
+
+
+def _warned(answer: N) -> N:
+    """Returns an answer; warns of the notes in it, at the line that made the call."""
+    for note in answer.notes:
+        warnings.warn(note, GradruleWarning, stacklevel=_frames_of_gradrule())
+    return answer
+
+
+def _frames_of_gradrule() -> int:
+    """Returns the number of calls between `_warned` and the code that uses gradrule."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OWN_FRAMES:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def make_upload(value: Any) -> blob_values.Upload:

@@ -161,6 +161,7 @@ class Result:
         overrides: The rule of each overridden node.
         default_gradient_nodes: Nodes on the path without an override; they keep TensorFlow's gradient.
         rewritten: Nodes that rewrites replaced.
+        notes: Hints that the request may not compute what is wanted; `evaluate` warns of them. Empty for a program.
         timings: Durations in seconds.
         device: Device that ran the program.
         batch_size: Number of examples that the server ran together with this call's; 0: the call ran alone.
@@ -205,6 +206,10 @@ class Result:
         return list(self._answer.rest.rewritten if self._details.rewritten is None else self._details.rewritten)
 
     @cached_property
+    def notes(self) -> list[str]:
+        return list(self._answer.rest.notes)
+
+    @cached_property
     def timings(self) -> Timings:
         return timings(self._answer.rest.timings)
 
@@ -244,6 +249,7 @@ class Result:
         return html_block(
             tensors_table("Result", tensors),
             html_line(*facts),
+            *(html_line(f"Note: {note}", kind="bad") for note in self.notes),
             resolutions_table(self.overrides),
             default_nodes_line(self.default_gradient_nodes),
         )
@@ -383,6 +389,7 @@ class Explanation:
         ys: Specs of the ys, by the names given.
         xs: Specs of the xs, by the names given.
         rewritten: Nodes that rewrites replaced.
+        notes: Hints that the request may not compute what is wanted.
         graph: Bytes of the explained GraphDef.
     """
 
@@ -394,6 +401,7 @@ class Explanation:
     ys: Mapping[str, TensorSpec]
     xs: Mapping[str, TensorSpec]
     rewritten: list[str]
+    notes: list[str] = field(default_factory=list)
     graph: bytes = field(default=b"", repr=False)
 
     def __repr__(self) -> str:
@@ -410,6 +418,7 @@ class Explanation:
         kinds = {"input": self.inputs, "output": self.outputs, "y": self.ys, "x": self.xs}
         return html_block(
             specs_table("Explanation", kinds),
+            *(html_line(f"Note: {note}", kind="bad") for note in self.notes),
             resolutions_table(self.overrides),
             default_nodes_line(self.default_gradient_nodes),
             self._picture_html(),
@@ -475,5 +484,6 @@ def explanation(
         ys=specs(program.ys, aliases),
         xs=specs(program.xs, aliases),
         rewritten=list(program.rewritten),
+        notes=list(program.notes),
         graph=graph,
     )

@@ -6,9 +6,11 @@ Exit codes: 0 success, 1 failure or rejection by the server, 2 wrong usage, 130 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -18,7 +20,7 @@ from gradrule.cli import compare, evaluate, explain, gateway, programs, serve, s
 from gradrule.cli.demo import command as demo
 from gradrule.cli.output import FAILED, INTERRUPTED, USAGE, CommandError, describe, report
 from gradrule.cli.rules import checking, drawing, registry
-from gradrule.errors import GradruleError
+from gradrule.errors import GradruleError, GradruleWarning
 
 _WRONG_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 _WRONG_FLAG = re.compile(r"unrecognized arguments: (--[\w-]+)")
@@ -107,9 +109,17 @@ def _with_intervals(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
+def _show_warning(command: str, message: Warning | str, *_: Any) -> None:
+    """Prints a warning without the line of code that caused it, which is gradrule's own."""
+    report(command, f"note: {message}")
+
+
 def _guarded(command: str, run: Callable[[], int]) -> int:
     try:
-        return run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", GradruleWarning)
+            warnings.showwarning = functools.partial(_show_warning, command)
+            return run()
     except CommandError as failure:
         report(command, str(failure))
         return failure.code

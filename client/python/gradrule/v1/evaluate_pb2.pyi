@@ -468,6 +468,7 @@ class EvaluateResponse(google.protobuf.message.Message):
     JACOBIANS_FIELD_NUMBER: builtins.int
     BATCH_SIZE_FIELD_NUMBER: builtins.int
     JIT_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
     device: builtins.str
     """Device that ran the program, for example `CPU:0`."""
     batch_size: builtins.int
@@ -512,6 +513,10 @@ class EvaluateResponse(google.protobuf.message.Message):
     def jacobians(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JacobianBlock]:
         """Jacobians, by y and then by x, in the requested order."""
 
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As in Program. Only for an inline program."""
+
     def __init__(
         self,
         *,
@@ -527,9 +532,10 @@ class EvaluateResponse(google.protobuf.message.Message):
         jacobians: collections.abc.Iterable[global___JacobianBlock] | None = ...,
         batch_size: builtins.int = ...,
         jit: builtins.bool = ...,
+        notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["digests", b"digests", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "jit", b"jit", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "jit", b"jit", "notes", b"notes", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
 
 global___EvaluateResponse = EvaluateResponse
 

@@ -503,6 +503,7 @@ class Program(google.protobuf.message.Message):
     ALIASES_FIELD_NUMBER: builtins.int
     SPARSE_GRADIENTS_FIELD_NUMBER: builtins.int
     DRAWS_RANDOM_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`programs/{id}`. The ID is the requested one, or is derived from the content."""
     device: builtins.str
@@ -555,6 +556,10 @@ class Program(google.protobuf.message.Message):
     def sparse_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The xs whose gradients are sparse in answers to a VJP, under the requested names."""
 
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Hints that the program may not compute what its sender wants, such as gradients of a sum that is constant. It runs all the same."""
+
     def __init__(
         self,
         *,
@@ -572,9 +577,10 @@ class Program(google.protobuf.message.Message):
         aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         sparse_gradients: collections.abc.Iterable[builtins.str] | None = ...,
         draws_random: builtins.bool = ...,
+        notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "digests", b"digests"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "draws_random", b"draws_random", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "sparse_gradients", b"sparse_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "default_gradient_nodes", b"default_gradient_nodes", "device", b"device", "digests", b"digests", "draws_random", b"draws_random", "inputs", b"inputs", "name", b"name", "notes", b"notes", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "sparse_gradients", b"sparse_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___Program = Program
 

@@ -210,7 +210,7 @@ class StepRequest(google.protobuf.message.Message):
     FETCHES_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     loss: builtins.str
-    """Name of the tensor to minimize; a tensor that is not a scalar is summed. Required."""
+    """Name of the tensor to minimize, which has one element. Required."""
     @property
     def feeds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Values of placeholders."""

@@ -1029,12 +1029,15 @@ class SessionRun(google.protobuf.message.Message):
     HANDLE_FIELD_NUMBER: builtins.int
     MAX_KEPT_BYTES_FIELD_NUMBER: builtins.int
     MAX_KEPT_BYTES_SETTING_FIELD_NUMBER: builtins.int
+    LOSS_FIELD_NUMBER: builtins.int
     handle: builtins.str
     """For a split program: name under which the engine keeps the tensors that pull-backs need. They do not change with the variables."""
     max_kept_bytes: builtins.int
     """Most bytes that the engine may keep under the handle; if it would keep more, the run is refused and changes nothing."""
     max_kept_bytes_setting: builtins.str
     """Flag of the setting that limits `max_kept_bytes`, for error messages."""
+    loss: builtins.str
+    """With `optimizer`: the output that is minimised; the run is refused and changes nothing unless it has one element."""
     @property
     def run(self) -> global___RunRequest:
         """The run."""
@@ -1056,9 +1059,10 @@ class SessionRun(google.protobuf.message.Message):
         handle: builtins.str = ...,
         max_kept_bytes: builtins.int = ...,
         max_kept_bytes_setting: builtins.str = ...,
+        loss: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["handle", b"handle", "max_kept_bytes", b"max_kept_bytes", "max_kept_bytes_setting", b"max_kept_bytes_setting", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "loss", b"loss", "max_kept_bytes", b"max_kept_bytes", "max_kept_bytes_setting", b"max_kept_bytes_setting", "optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
 
 global___SessionRun = SessionRun
 
@@ -1756,6 +1760,7 @@ class ProgramPlan(google.protobuf.message.Message):
     NO_GRADIENT_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
     DRAWS_RANDOM_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Digest of the program."""
     graph_digest: builtins.str
@@ -1790,6 +1795,10 @@ class ProgramPlan(google.protobuf.message.Message):
     def rewritten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes that rewrites replaced."""
 
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As in `gradrule.v1.Program`."""
+
     def __init__(
         self,
         *,
@@ -1804,8 +1813,9 @@ class ProgramPlan(google.protobuf.message.Message):
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
         draws_random: builtins.bool = ...,
+        notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "draws_random", b"draws_random", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "draws_random", b"draws_random", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "notes", b"notes", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
 
 global___ProgramPlan = ProgramPlan
 

@@ -83,7 +83,7 @@ class AsyncSession(SessionBase):
 
         Args:
             feeds: As in `AsyncClient.evaluate`.
-            loss: A tensor; one that is not a scalar is summed.
+            loss: A tensor with one element, such as a mean of the losses of examples.
             optimizer: An optimizer of `gradrule.optimizers`.
             fetches: Tensors to return, computed before the update.
             variables: Variables to update; default: all float variables that the loss depends on, except those that
@@ -95,6 +95,7 @@ class AsyncSession(SessionBase):
             The loss before the update, and the fetches.
 
         Raises:
+            InvalidDerivativeError: `loss` has several elements, or depends on none of the variables.
             InvalidOptimizerError: `optimizer` is not an optimizer, or a setting is out of range.
             GradruleError: As in `AsyncClient.evaluate`.
         """

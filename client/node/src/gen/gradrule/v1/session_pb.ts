@@ -202,7 +202,7 @@ export type StepRequest = Message<"gradrule.v1.StepRequest"> & {
   feeds: NamedTensor[];
 
   /**
-   * Name of the tensor to minimize; a tensor that is not a scalar is summed. Required.
+   * Name of the tensor to minimize, which has one element. Required.
    *
    * @generated from field: string loss = 2;
    */
