@@ -33,7 +33,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers test-bridges lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -61,6 +61,11 @@ test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the lib
 	$(PEERS)/bin/python -m tests.peers.reference out/peers
 	$(VENV)/bin/python -m tests.peers.compare out/peers $(ARGS)
 
+test-console: $(VENV)/.installed $(CONSOLE)/node_modules/.installed ## test the console in a headless Chromium against a real server and gateway
+	@command -v chromium >/dev/null || test "$$(id -u)" = 0 || { echo "make: test-console needs chromium; install it" >&2; exit 1; }
+	@command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium >/dev/null; }
+	cd $(CONSOLE) && CHROMIUM=$$(command -v chromium) npm run --silent test -- $(ARGS)
+
 test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy, PyTensor and TensorFlow
 	PYTHONDONTWRITEBYTECODE= $(BRIDGES)/bin/python -m pytest tests/bridges $(ARGS)
 
@@ -72,6 +77,7 @@ lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.instal
 	$(NODE_CLIENT)/node_modules/.bin/buf lint
 	$(NODE_CLIENT)/node_modules/.bin/buf breaking --against protos/baseline.binpb
 	$(TOOLS)/bin/python tools/generate_protos.py --check
+	$(TOOLS)/bin/python tools/generate_openapi.py --check
 	$(VENV)/bin/python tools/generate_sync_client.py --check
 	cd $(NODE_CLIENT) && npm run --silent lint
 	cd $(CONSOLE) && npm run --silent lint
@@ -80,8 +86,9 @@ format: $(VENV)/.installed ## format the Python code
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-proto: $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## generate the Python and Node stubs of protos/
+proto: $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## generate the stubs of protos/ for Python and Node, and the OpenAPI document
 	$(TOOLS)/bin/python tools/generate_protos.py
+	$(TOOLS)/bin/python tools/generate_openapi.py
 	cd $(NODE_CLIENT) && npm run --silent proto
 
 client: $(VENV)/.installed ## generate the sync Python client from the asyncio client

@@ -2,6 +2,7 @@ import { defineConfig } from "@playwright/test";
 
 export default defineConfig({
   testDir: "test",
+  globalSetup: "./test/servers.ts",
   outputDir: "test-results",
   reporter: "line",
   workers: 2,

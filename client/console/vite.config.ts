@@ -25,6 +25,6 @@ export default defineConfig({
     },
   },
   server: {
-    proxy: { "^/(v1|healthz|openapi.json)": process.env["GATEWAY"] ?? "http://127.0.0.1:8080" },
+    proxy: { "^/(v1|healthz|openapi.json)": process.env["GATEWAY"] ?? "http://127.0.0.1:8480" },
   },
 });

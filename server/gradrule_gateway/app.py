@@ -9,14 +9,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Mount, Router
 from starlette.routing import Route as StarletteRoute
+from starlette.routing import Router
 from starlette.staticfiles import StaticFiles
 
 from gradrule.v1 import blob_pb2
 from gradrule_gateway import conversion, json_text
+from gradrule_gateway.converters import Converters
 from gradrule_gateway.deadlines import deadline_s
 from gradrule_gateway.guard import Guard, Limits
 from gradrule_gateway.problems import Problem, malformed
@@ -33,15 +35,16 @@ _NO_CONSOLE = (
 )
 
 
-def create_app(upstream: Upstream, limits: Limits, *, insecure_tokens: bool = False) -> Guard:
+def create_app(upstream: Upstream, converters: Converters, limits: Limits, *, insecure_tokens: bool = False) -> Guard:
     """Returns the application.
 
     Args:
         upstream: The connection to the server.
+        converters: What converts bodies.
         limits: Limits on requests, and hosts and origins that may send them.
         insecure_tokens: Send tokens unencrypted to a server on another machine.
     """
-    gateway = Gateway(upstream, insecure_tokens=insecure_tokens)
+    gateway = Gateway(upstream, converters, insecure_tokens=insecure_tokens)
     paths: dict[str, dict[str, Route]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = route
@@ -55,11 +58,10 @@ def create_app(upstream: Upstream, limits: Limits, *, insecure_tokens: bool = Fa
         StarletteRoute("/openapi.json", _openapi),
     ]
     console = Path(__file__).parent / "console"
-    if (console / "index.html").is_file():
-        routes.append(Mount("/", StaticFiles(directory=console, html=True)))
-    else:
-        routes.append(StarletteRoute("/", _no_console))
-    return Guard(Router(routes), limits)
+    # The default, not a route: a route for all paths would hide that a path has no such method.
+    has_console = (console / "index.html").is_file()
+    others: Any = StaticFiles(directory=console, html=True) if has_console else _no_console
+    return Guard(Router(routes, redirect_slashes=False, default=others), limits)
 
 
 class Gateway:
@@ -67,12 +69,14 @@ class Gateway:
 
     Args:
         upstream: The connection to the server.
+        converters: What converts bodies.
         insecure_tokens: Send tokens unencrypted to a server on another machine.
     """
 
-    def __init__(self, upstream: Upstream, *, insecure_tokens: bool) -> None:
+    def __init__(self, upstream: Upstream, converters: Converters, *, insecure_tokens: bool) -> None:
         self._upstream = upstream
         self._types = ProgramTypes(upstream)
+        self._converters = converters
         self._may_send_tokens = upstream.may_send_tokens or insecure_tokens
 
     async def call(self, route: Route, request: Request) -> Response:
@@ -94,7 +98,7 @@ class Gateway:
             message = conversion.decode_parameters(route, request.path_params, query)
             run_unary = self._upstream.unary(route.grpc_path, message.SerializeToString(), metadata, timeout_s)
             answer, request_id = await _unless_disconnected(request, run_unary)
-        text = await asyncio.to_thread(conversion.encode_answer, route, answer, form)
+        text = await self._converters.encode(route, answer, form)
         headers = {"x-request-id": request_id} if request_id else {}
         return Response(text, media_type="application/json", headers=headers)
 
@@ -107,17 +111,16 @@ class Gateway:
     async def _call_json(
         self, route: Route, body: bytes, metadata: Metadata, timeout_s: float, is_default: bool
     ) -> tuple[bytes, str]:
-        decoded = await asyncio.to_thread(conversion.decode_body, route, body)
+        decoded = await self._converters.decode(route, body)
         message, kept, key = decoded.message, False, b""
         if route.rpc == "GradientService/Evaluate" and is_default and not message.HasField("run_timeout"):
             # As the clients do: only compiling may use the longer deadline.
             message.run_timeout.FromSeconds(30)
         if decoded.open:
             types, key, kept = await self._types.find(message, metadata, timeout_s)
-            await asyncio.to_thread(decoded.close, types)
+            await self._converters.close_types(decoded, types)
         try:
-            request = await asyncio.to_thread(message.SerializeToString)
-            return await self._upstream.unary(route.grpc_path, request, metadata, timeout_s)
+            return await self._upstream.unary(route.grpc_path, message.SerializeToString(), metadata, timeout_s)
         except Problem as problem:
             if not kept or problem.reason != "FEED_DTYPE":
                 raise
@@ -215,5 +218,7 @@ def _openapi_text() -> bytes:
     return resources.files("gradrule_gateway").joinpath("openapi.json").read_bytes()
 
 
-async def _no_console(request: Request) -> Response:
-    return PlainTextResponse(_NO_CONSOLE, 404)
+async def _no_console(scope: Any, receive: Any, send: Any) -> None:
+    if scope["path"] != "/":
+        raise HTTPException(404)
+    await PlainTextResponse(_NO_CONSOLE, 404)(scope, receive, send)

@@ -72,6 +72,39 @@ def decode_body(route: Route, body: bytes) -> DecodedRequest:
     return DecodedRequest(message, waiting)
 
 
+Places = list[tuple[str, int, str]]
+"""Open tensors of a request: field, index in it, and path."""
+
+
+def decode_to_bytes(route: Route, body: bytes) -> tuple[bytes, Places]:
+    """Returns what `decode_body` returns in a form that processes can exchange. Raises `Problem`."""
+    decoded = decode_body(route, body)
+    names: dict[str, list[str]] = {}
+    for entry in decoded.open:
+        names.setdefault(entry.field, [])
+    places = []
+    for field_name in names:
+        of_field = [entry for entry in decoded.open if entry.field == field_name]
+        found = [
+            index
+            for index, named in enumerate(getattr(decoded.message, field_name))
+            if any(named.value.inline_tensor is entry.tensor for entry in of_field)
+        ]
+        places += [(field_name, index, entry.path) for index, entry in zip(found, of_field, strict=True)]
+    return decoded.message.SerializeToString(), places
+
+
+def decoded_from_bytes(route: Route, message: bytes, places: Places) -> DecodedRequest:
+    """Returns the request that `decode_to_bytes` made bytes of."""
+    request = new_request(route)
+    request.ParseFromString(message)
+    found = []
+    for field_name, index, path in places:
+        named = getattr(request, field_name)[index]
+        found.append(OpenTensor(named.value.inline_tensor, path, field_name, named.name))
+    return DecodedRequest(request, found)
+
+
 def decode_parameters(route: Route, path: Mapping[str, str], query: Iterable[tuple[str, str]]) -> Message:
     """Returns the request of a route without a body. Raises `Problem`."""
     message: Message = new_request(route)

@@ -158,10 +158,10 @@ class _Reader:
     def _map(self, target: Any, entry: Descriptor, value: Any, path: str) -> None:
         if not isinstance(value, dict):
             raise malformed(f"expected an object, not {kind_of(value)}", path)
-        of_value = entry.fields_by_name["value"]
-        for key, item in value.items():
-            where = f"{path}.{key}"
-            # All maps of the API have string keys.
+        of_key, of_value = entry.fields_by_name["key"], entry.fields_by_name["value"]
+        for text, item in value.items():
+            where = f"{path}.{text}"
+            key = self.scalar(of_key, text, where)
             if of_value.message_type is not None:
                 inner = target[key]
                 self.message(inner, item, where)
@@ -189,7 +189,7 @@ class _Reader:
             raise malformed(f"expected a list, not {kind_of(value)}", path)
         for index, item in enumerate(value):
             where = f"{path}[{index}]"
-            if item is None:
+            if item is None and kind != "TensorShape":
                 raise malformed("null is not an element of a list", where)
             if field.message_type is None:
                 target.append(self.scalar(field, item, where))

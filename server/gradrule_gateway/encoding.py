@@ -66,7 +66,7 @@ class _Writer:
         kind = field.message_type
         if kind is not None and kind.GetOptions().map_entry:
             of_value = kind.fields_by_name["value"]
-            return {key: self._single(of_value, value[key]) for key in value}
+            return {str(key): self._single(of_value, value[key]) for key in value}
         if not field.is_repeated:
             return self._single(field, value)
         if kind is not None and kind.full_name == _PACKAGE + "NamedTensor":

@@ -39,6 +39,8 @@ _CORS_METHODS = b"GET, POST, PUT, DELETE"
 _CORS_HEADERS = b"authorization, content-type, grpc-timeout"
 _CORS_EXPOSED = b"retry-after, x-request-id"
 _SEND_PART = 1 << 20
+MAX_HEADER_BYTES = 32 * 1024
+"""Maximum total size of the headers of a request."""
 _BUSY_RETRY_S = 1.0
 
 
@@ -91,6 +93,10 @@ class Guard:
             return Problem(
                 "PERMISSION_DENIED",
                 f"the host {host[:200]!r} is not allowed; the gateway's --allowed-host lists the allowed ones",
+            )
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return Problem(
+                "MALFORMED_REQUEST", f"the headers are longer than {MAX_HEADER_BYTES} bytes in total", status=431
             )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes and scope["method"] != "PUT":

@@ -72,6 +72,9 @@ class Problem(Exception):
         self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> Any:
+        return _restored, (self.args[0], self.__dict__)
+
     def body(self) -> dict[str, Any]:
         """Returns the problem details as JSON values."""
         found: dict[str, Any] = {
@@ -96,6 +99,13 @@ class Problem(Exception):
         if self.status == 401:
             headers.setdefault("www-authenticate", "Bearer")
         return headers
+
+
+def _restored(detail: str, attributes: dict[str, Any]) -> Problem:
+    """Returns a problem that another process raised."""
+    problem = Problem("INTERNAL", detail)
+    problem.__dict__.update(attributes)
+    return problem
 
 
 def malformed(detail: str, field: str = "") -> Problem:

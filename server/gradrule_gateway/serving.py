@@ -16,12 +16,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gradrule_gateway import logs
 from gradrule_gateway.app import create_app
-from gradrule_gateway.guard import Limits
+from gradrule_gateway.converters import Converters
+from gradrule_gateway.guard import MAX_HEADER_BYTES, Limits
 from gradrule_gateway.upstream import Upstream
 
 _log = logging.getLogger(__name__)
 
-_MAX_HEADER_BYTES = 32 * 1024
 _HEADER_S = 15.0
 _KEEP_ALIVE_S = 75.0
 _BACKLOG = 512
@@ -95,7 +95,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 async def _serve(settings: Settings, listener: socket.socket) -> None:
     upstream = Upstream(settings.target, settings.credentials, settings.server_name)
-    app = create_app(upstream, settings.limits, insecure_tokens=settings.insecure_tokens)
+    converters = Converters()
+    app = create_app(upstream, converters, settings.limits, insecure_tokens=settings.insecure_tokens)
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -105,7 +106,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=int(_KEEP_ALIVE_S),
         timeout_graceful_shutdown=int(settings.drain_s),
         ssl_certfile=settings.tls_cert or None,
@@ -125,6 +126,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> None:
     finally:
         if watch is not None:
             watch.cancel()
+        converters.stop()
         await upstream.close()
 
 

@@ -150,13 +150,21 @@ def _natural(value: Any) -> Array:
     if array.ndim > _MAX_RANK:
         raise ValueError(f"lists are nested more than {_MAX_RANK} deep")
     kind = array.dtype.kind
-    if kind == "f" and not np.isfinite(array).all():
-        raise ValueError("a number is too large for float64")
+    if kind == "f" and array.size and not np.abs(array).max() < 2**63:
+        return _large(array, value)
     if kind == "O":
         return _objects(array)
     if kind not in "fiub":
         raise ValueError("elements are numbers, bools or strings")
     return array
+
+
+def _large(array: Array, value: Any) -> Array:
+    """Returns floats, or uint64 where all numbers are integers: NumPy makes floats of integers below and above 2^63."""
+    if not np.isfinite(array).all():
+        raise ValueError("a number is too large for float64")
+    exact = np.asarray(value, object)
+    return _numbers(exact.ravel().tolist()).reshape(exact.shape)
 
 
 def _objects(array: Array) -> Array:
@@ -204,6 +212,10 @@ def _numbers(values: list[Any]) -> Array:
         else:
             found.append(value)
     array = np.asarray(found)
+    if array.dtype.kind == "f" and all(isinstance(number, int) for number in found) and found:
+        if not all(0 <= number < 2**64 for number in found):
+            raise ValueError("the integers fit neither int64 nor uint64")
+        array = np.asarray(found, np.uint64)
     if array.dtype.kind not in "fiu":
         raise ValueError("an integer is outside the range of int64 and uint64")
     return array
@@ -211,6 +223,8 @@ def _numbers(values: list[Any]) -> Array:
 
 def _complex(array: Array) -> Array:
     """Returns complex numbers from pairs `[re, im]` along the last axis."""
+    if not array.size:
+        return array.astype(np.complex128)
     if array.ndim == 0 or array.shape[-1] != 2 or array.dtype.kind not in "fiu":
         raise ValueError("complex numbers are pairs [re, im]")
     pairs = array.astype(np.float64)
@@ -279,8 +293,8 @@ def _values(array: Array) -> Any:
     if array.dtype.kind == "c":
         parts = np.ascontiguousarray(array).view(np.float32 if array.itemsize == 8 else np.float64)
         return _values(parts.reshape(*array.shape, 2))
-    if array.dtype.kind == "V":
-        # NumPy does not know the types of ml_dtypes; float32 and int32 hold all their values.
+    if array.dtype.type.__module__ != "numpy":
+        # float32 and int32 hold all values of the types of ml_dtypes, which orjson does not know.
         array = array.astype(np.int32 if "int" in array.dtype.name else np.float32)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         return _nested(array, _special)

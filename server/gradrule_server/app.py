@@ -14,6 +14,7 @@ from gradrule.common import op_definitions
 from gradrule_server import assembly
 from gradrule_server.concurrency import PeriodicChecks
 from gradrule_server.front.authentication import CallerAuthenticator
+from gradrule_server.front.http_gateway import HttpGateway
 from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
 from gradrule_server.front.server import GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
@@ -45,7 +46,7 @@ async def serve(settings: Settings) -> None:
 
     Raises:
         EngineRefused, StoreError, TokenFileError, JwtKeyError, CertificateError, TracingUnavailableError, OSError: If
-            the server cannot start.
+            the server cannot start, or its HTTP gateway.
         AcceptLoopEnded: If gRPC accepts no more calls; engines are stopped by then.
     """
     keep_freed_memory()
@@ -110,6 +111,11 @@ async def serve(settings: Settings) -> None:
             _log_warnings(settings, pool.greeting, tenants)
             _freeze_existing_objects()
             warm_up.start()
+            if (gateway_settings := assembly.gateway_settings(settings)) is not None:
+                gateway = HttpGateway(gateway_settings, port)
+                # Pushed last, so that it stops first: its requests are calls of this server.
+                stops.push_async_callback(gateway.stop)
+                print(f"gradrule: HTTP at {await gateway.start()}", flush=True)
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)
             await stopping.wait()
         if accepting.done() and (failure := accepting.exception()) is not None:

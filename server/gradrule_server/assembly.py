@@ -9,6 +9,7 @@ from gradrule.common.fast_paths import disabled_paths
 from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, InFlightLimits
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
+from gradrule_server.front.http_gateway import GatewaySettings
 from gradrule_server.front.server import Certificates, ConnectionSettings
 from gradrule_server.front.tenants import SharedResources, Tenants
 from gradrule_server.identity import Authenticator
@@ -64,6 +65,24 @@ def load_certificates(settings: Settings) -> Certificates | None:
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def gateway_settings(settings: Settings) -> GatewaySettings | None:
+    """Returns the settings of the HTTP gateway beside the server; None: there is none."""
+    if settings.http_port is None:
+        return None
+    names = (name.strip() for name in settings.http_allowed_hosts.split(","))
+    return GatewaySettings(
+        host=settings.host,
+        port=settings.http_port,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        allowed_hosts=tuple(name for name in names if name),
+        max_body_bytes=settings.max_message_bytes,
+        drain_s=settings.drain_s,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+    )
 
 
 def connection_settings(settings: Settings) -> ConnectionSettings:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from tests.service.gateways import RunningGateway, running_gateway
@@ -43,3 +45,24 @@ def test_errors_are_problems(gateway: RunningGateway) -> None:
     assert (answer.status, answer.headers["content-type"]) == (404, "application/problem+json")
     assert answer.json["reason"] == "UNKNOWN_RULE"
     assert "'ste'" in answer.json["detail"]
+
+
+@pytest.mark.parametrize("form", ["compact", "base64"])
+def test_large_tensors_are_converted_in_another_process(gateway: RunningGateway, form: str) -> None:
+    values = (np.arange(200_000) % 7 - 3).reshape(400, 500)
+    # Integers without a type: the program says float32.
+    answer = gateway.post(f"/v1/evaluate?format={form}", {"spec": SIGN, "feeds": {"x": values.tolist()}})
+    assert answer.status == 200, answer.body
+    found = answer.json["gradients"]["x"]
+    assert (found["dtype"], found["shape"]) == ("float32", [400, 500])
+    if form == "compact":
+        array = np.array(found["values"], np.float32)
+    else:
+        array = np.frombuffer(base64.b64decode(found["base64"]), np.float32).reshape(found["shape"])
+    np.testing.assert_array_equal(array, (abs(values) <= 1).astype(np.float32))
+
+
+def test_problems_of_large_bodies_come_from_the_other_process(gateway: RunningGateway) -> None:
+    answer = gateway.post("/v1/evaluate", {"spec": SIGN, "feeds": {"x": [[0.5] * 200_000, [1]]}})
+    assert (answer.status, answer.json["reason"]) == (400, "INVALID_TENSOR")
+    assert answer.json["violations"][0]["field"] == "feeds.x"

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 CHECK = {"unit", "contract", "rules"}
-DEFAULT = {"policy", "xla", "service", "e2e"}
+DEFAULT = {"policy", "xla", "service", "e2e", "examples"}
 """What `make test` adds to `make check`."""
 LONG = {"battery", "benchmarks", "generated", "models", "peers"}
 """What `make test-all` adds to `make test`."""

@@ -27,7 +27,9 @@ const PAGES: { name: string; title: string; page: Page }[] = [
 export function App() {
   const route = useRoute();
   const main = useRef<HTMLElement>(null);
-  const current = PAGES.find(({ name }) => name === (route.path[0] ?? "rules"));
+  const name = route.path[0] ?? "rules";
+  // The playground is a page of the rules, next to them because a rule may have any name.
+  const current = PAGES.find((page) => page.name === (name === "playground" ? "rules" : name));
   const place = route.path.join("/");
   const first = useRef(true);
   useEffect(() => {

@@ -40,7 +40,13 @@ export function useColourChange(): number {
   return count;
 }
 
-/** Returns the value of a CSS variable, for example `--curve-1`. */
+/** Returns the colour of a CSS variable in the current theme, for example of `--curve-1`. */
 export function cssColour(name: string): string {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  // The variable's text is `light-dark(…)`; only a property of an element resolves it.
+  const probe = document.createElement("span");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const colour = getComputedStyle(probe).color;
+  probe.remove();
+  return colour;
 }

@@ -4,4 +4,6 @@ import sys
 
 from gradrule.cli.main import main
 
-sys.exit(main())
+# Processes that the gateway starts import this module under another name.
+if __name__ == "__main__":
+    sys.exit(main())

@@ -65,6 +65,18 @@ class Listening(SettingsGroup):
         None, description="TLS certificate chain, PEM. The server then accepts TLS connections only."
     )
     tls_key: Path | None = Field(None, description="Private key of the TLS certificate, PEM.")
+    http_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of HTTP and JSON, on the same address: starts `gradrule gateway` beside the server; 0 "
+        "selects a free port.",
+    )
+    http_allowed_hosts: str = Field(
+        "",
+        description="Names by which clients may call the HTTP port (header Host), besides localhost and the address "
+        "that the server listens on, comma-separated; * allows all.",
+    )
     max_message_bytes: ByteSize = Field(
         ByteSize(64 * _MIB), ge=1024, lt=2**31, description="Maximum size of a gRPC message."
     )

@@ -122,6 +122,17 @@ class Settings(
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_http(self) -> Self:
+        if self.http_port is not None and self.tls_client_ca is not None:
+            raise ValueError(
+                "--http-port has no client certificate to call the server with: run `gradrule gateway` with "
+                "--client-cert and --client-key; all its callers then are the tenant of that certificate"
+            )
+        if self.http_port is None and self.http_allowed_hosts:
+            raise ValueError("--http-allowed-hosts has no effect without --http-port")
+        return self
+
     @field_validator("disabled_fast_paths")
     @classmethod
     def _check_fast_paths(cls, text: str) -> str:

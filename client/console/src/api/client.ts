@@ -1,3 +1,4 @@
+import { recordCall } from "./timing";
 import { bearerToken } from "./token";
 
 /** One field of a request that the server refused. */
@@ -59,6 +60,7 @@ export async function call<Answer>(method: Method, path: string, options: CallOp
   if (token) headers["Authorization"] = `Bearer ${token}`;
   let response: Response;
   let text: string;
+  const start = performance.now();
   try {
     response = await fetch(path + queryText(query), request);
     text = await response.text();
@@ -71,6 +73,7 @@ export async function call<Answer>(method: Method, path: string, options: CallOp
     });
   }
   const answer = parse(text);
+  recordCall(method, path, performance.now() - start, response.ok, answer);
   if (!response.ok) throw new ApiError(problem(response, answer, text));
   if (answer === undefined) {
     throw new ApiError({ title: "The answer is not JSON", status: response.status, detail: excerpt(text) });

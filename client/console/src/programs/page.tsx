@@ -1,6 +1,9 @@
 import type { Route } from "../router";
+import { ProgramList } from "./list";
+import { ProgramPage } from "./program-page";
 
-/** The page of programs. */
-export function ProgramsPage(_props: { route: Route }) {
-  return <h1>Programs</h1>;
+/** The pages of stored programs: all programs, and one. */
+export function ProgramsPage({ route }: { route: Route }) {
+  const id = route.path[1];
+  return id === undefined ? <ProgramList /> : <ProgramPage key={id} id={id} />;
 }

@@ -1,0 +1,119 @@
+import type { Rule } from "../api/types";
+import { ruleName } from "./rule-text";
+
+/** How a rule is run as a function of one number. */
+export interface Setup {
+  /** Op of the rule. Without one, the rule runs alone. */
+  opType?: string;
+  /** Text of the forward function; empty if there is none. */
+  forward: string;
+  /** Values of further inputs, `x1` first. */
+  others: number[];
+  low: number;
+  high: number;
+  /** The forward function is the step `x > 0`, which is a pattern of two ops. */
+  isStep?: boolean;
+  /** The rule depends on dy only: draw it over dy. */
+  overDy?: boolean;
+}
+
+/** Tells why a rule is no function of one number. */
+export class NoSetupError extends Error {}
+
+const DEFAULT: Setup = { forward: "", others: [], low: -3, high: 3 };
+
+function unary(low: number, high: number, ...opTypes: string[]): Record<string, Setup> {
+  return Object.fromEntries(
+    opTypes.map((name) => [name, { opType: name, forward: `${name}(x)`, others: [], low, high }]),
+  );
+}
+
+function nary(opType: string, forward: string, ...others: number[]): Record<string, Setup> {
+  return { [opType]: { opType, forward, others, low: -3, high: 3 } };
+}
+
+/** The step of spiking networks: Greater, then Cast. */
+export const STEP = "@step";
+
+/** Ops that map one number to one number; groups are represented by one of their ops. The same as in `gradrule rules plot`. */
+export const SETUPS: Readonly<Record<string, Setup>> = {
+  [STEP]: { ...DEFAULT, forward: "x > 0", isStep: true },
+  ...unary(
+    -3,
+    3,
+    "Sign",
+    "Round",
+    "Rint",
+    "Floor",
+    "Ceil",
+    "Abs",
+    "Identity",
+    "Relu",
+    "LeakyRelu",
+    "Elu",
+    "Selu",
+    "Softsign",
+  ),
+  ...unary(-3, 3, "Exp", "Square", "Sin", "Cos", "Neg", "Erf", "Expm1", "Sinh", "Cosh"),
+  ...unary(-4, 4, "Sigmoid", "Tanh", "Softplus"),
+  ...unary(-3, 9, "Relu6"),
+  ...unary(0.05, 4, "Log", "Rsqrt", "Reciprocal", "Inv"),
+  ...unary(0, 4, "Sqrt"),
+  ...unary(-0.9, 4, "Log1p"),
+  ...nary("Minimum", "Minimum(x, 1)", 1),
+  ...nary("Maximum", "Maximum(x, -1)", -1),
+  ...nary("ClipByValue", "ClipByValue(x, -1, 1)", -1, 1),
+  ...nary("RealDiv", "x / 2", 2),
+  ...nary("DivNoNan", "DivNoNan(x, 2)", 2),
+  ...nary("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVars(x, -1, 1)", -1, 1),
+  "@activation": { ...DEFAULT, opType: "Relu", forward: "Relu(x)" },
+};
+
+const WITHOUT_SETUP: Readonly<Record<string, string>> = {
+  "@linear": "it is for layers with weights",
+  "@sum": "it distributes dy among the inputs of a sum or a pool",
+  MaxPool: "a pool reads several numbers at once",
+  SelfAdjointEigV2: "its input is a matrix",
+};
+
+/** Example values for params of builtin rules that have no default. */
+export const EXAMPLE_PARAMS: Readonly<Record<string, number>> = {
+  ...{ seed: 0, step: 0, lo: -1, hi: 1, low: -1, high: 1, factor: 0.5, mask: 1, levels: 2, qn: -2, qp: 1 },
+};
+
+/** Returns the setup of an op type; one that is not known gets the op with x as its only input. */
+export function setupOfOp(opType: string): Setup {
+  if (!opType) return DEFAULT;
+  if (opType.startsWith("@") && !(opType in SETUPS))
+    throw new NoSetupError(`no op of ${opType} maps one number to one number`);
+  return SETUPS[opType] ?? { ...DEFAULT, opType, forward: `${opType}(x)` };
+}
+
+/** Returns the setup that suits a registered rule. Throws NoSetupError. */
+export function setupOfRule(rule: Rule): Setup {
+  const name = ruleName(rule);
+  if (rule.kind === "RULE_KIND_OP") {
+    const setup = SETUPS[name];
+    if (!setup) throw new NoSetupError("open the playground to run it with inputs of your own");
+    return setup;
+  }
+  const opTypes = rule.opTypes ?? [];
+  const known = opTypes.find((opType) => opType in SETUPS);
+  if (known) return { ...SETUPS[known]!, overDy: known === "Identity" && needsOnlyDy(rule) };
+  const first = opTypes[0];
+  if (first) throw new NoSetupError(WITHOUT_SETUP[first] ?? `it is for ${first}`);
+  if (name === "lsq") return { ...DEFAULT, others: [0.5] };
+  const expression = rule.definition?.expression ?? "";
+  if (/\bx[1-9]\d*\b/.test(expression)) throw new NoSetupError("it has several inputs");
+  if (/\b(y|default)\d*\b/.test(expression)) throw new NoSetupError("it needs an op: choose one on its page");
+  return { ...DEFAULT, overDy: needsOnlyDy(rule) };
+}
+
+/** Tells whether an expression uses dy but no other variable. */
+export function usesOnlyDy(expression: string): boolean {
+  return expression !== "" && !/\b(x|y|default)\d*\b/.test(expression);
+}
+
+function needsOnlyDy(rule: Rule): boolean {
+  return usesOnlyDy(rule.definition?.expression ?? "");
+}

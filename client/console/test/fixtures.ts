@@ -1,0 +1,72 @@
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { expect, test as base, type Page } from "@playwright/test";
+
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+
+interface Fixtures {
+  /** Token that the page is signed in with; empty: nobody. */
+  token: string;
+  /** Opens a place of the console and fails the test if the page breaks its policy or has an error. */
+  open: (hash: string) => Promise<void>;
+}
+
+export const test = base.extend<Fixtures>({
+  // The variables are set by servers.ts, before any test runs.
+  baseURL: async ({}, use) => use(process.env["CONSOLE_URL"]!),
+  token: async ({}, use) => use(process.env["CONSOLE_ADMIN_TOKEN"]!),
+  open: async ({ page, token, baseURL }, use) => {
+    const broken: string[] = [];
+    page.on("pageerror", (error) => broken.push(error.message));
+    page.on("console", (message) => {
+      if (message.type() === "error" && !message.text().startsWith("Failed to load resource"))
+        broken.push(message.text());
+    });
+    page.on("request", (request) => {
+      if (!request.url().startsWith(baseURL!)) broken.push(`calls ${request.url()}`);
+    });
+    if (token)
+      await page.addInitScript(
+        (text) =>
+          sessionStorage.getItem("signed") ??
+          (sessionStorage.setItem("signed", "1"), sessionStorage.setItem("gradrule-token", text)),
+        token,
+      );
+    await use(async (hash) => void (await page.goto("/" + hash)));
+    expect(broken).toEqual([]);
+  },
+});
+
+/** Pages to look at in every theme and width. */
+export const PLACES = [
+  "#/rules",
+  "#/rules/atan",
+  "#/rules/window",
+  "#/playground",
+  "#/programs",
+  "#/programs/binary-net",
+  "#/server",
+  "#/nowhere",
+];
+
+/** Waits until the page has no skeleton and no call is under way. */
+export async function settled(page: Page): Promise<void> {
+  await expect(page.locator("main h1")).toBeVisible();
+  await expect(page.locator(".loading, [aria-busy=true]")).toHaveCount(0);
+}
+
+/** Returns the accessibility rules that the page breaks, with the elements. */
+export async function accessibilityProblems(page: Page): Promise<string[]> {
+  await page.evaluate(AXE);
+  return page.evaluate(async () => {
+    const axe = (
+      window as unknown as {
+        axe: { run: (options: unknown) => Promise<{ violations: { id: string; nodes: { html: string }[] }[] }> };
+      }
+    ).axe;
+    const { violations } = await axe.run({ runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"] });
+    return violations.map(({ id, nodes }) => `${id}: ${nodes.map((node) => node.html.slice(0, 160)).join(" | ")}`);
+  });
+}
+
+export { expect };

@@ -1,0 +1,104 @@
+import { accessibilityProblems, expect, PLACES, settled, test } from "./fixtures";
+
+for (const place of PLACES) {
+  test(`${place} is accessible in both themes and fits a phone`, async ({ page, open }) => {
+    await page.emulateMedia({ colorScheme: "light", reducedMotion: "reduce" });
+    await open(place);
+    await settled(page);
+    expect(await accessibilityProblems(page)).toEqual([]);
+    await page.emulateMedia({ colorScheme: "dark", reducedMotion: "reduce" });
+    expect(await accessibilityProblems(page)).toEqual([]);
+    await page.setViewportSize({ width: 390, height: 844 });
+    expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(390);
+  });
+}
+
+test("the policy allows no inline code, and no other origin", async ({ page }) => {
+  const answer = await page.request.get("/");
+  const policy = answer.headers()["content-security-policy"]!;
+  for (const part of [
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "connect-src 'self'",
+    "frame-ancestors 'none'",
+  ])
+    expect(policy).toContain(part);
+  expect(policy).not.toContain("unsafe");
+  // The policy is in force: an inline script that somebody adds does not run.
+  await page.goto("/");
+  const ran = await page.evaluate(() => {
+    const script = document.createElement("script");
+    script.textContent = "window.inlineScriptRan = true";
+    document.body.append(script);
+    const had = "inlineScriptRan" in window;
+    script.remove();
+    return had;
+  });
+  expect(ran).toBe(false);
+});
+
+test.describe("without a token", () => {
+  test.use({ token: "" });
+
+  test("somebody signs in with the keyboard, and the tab keeps the token over a reload", async ({ page, open }) => {
+    await open("#/programs");
+    await expect(page.getByRole("alert")).toContainText("This server asks for a token");
+    await page.getByRole("alert").getByRole("button", { name: "Sign in" }).focus();
+    await page.keyboard.press("Enter");
+    await page.keyboard.type("two words");
+    await page.keyboard.press("Enter");
+    await expect(page.getByRole("dialog")).toContainText("A token has no spaces");
+    await page.getByLabel("Token").fill(process.env["CONSOLE_ADMIN_TOKEN"]!);
+    await page.keyboard.press("Enter");
+    await expect(page.getByRole("link", { name: "binary-net" })).toBeVisible();
+    await page.reload();
+    await expect(page.getByRole("link", { name: "binary-net" })).toBeVisible();
+    expect(await page.evaluate(() => JSON.stringify(localStorage))).not.toContain(process.env["CONSOLE_ADMIN_TOKEN"]!);
+    await page.getByRole("button", { name: "Sign out" }).click();
+    await expect(page.getByRole("alert")).toContainText("This server asks for a token");
+  });
+
+  test("a wrong token is refused with the server's reason", async ({ page, open }) => {
+    await open("#/rules");
+    await page.getByRole("banner").getByRole("button", { name: "Sign in" }).click();
+    await page.getByLabel("Token").fill("wrong");
+    await page.keyboard.press("Enter");
+    await expect(page.getByRole("alert")).toContainText("UNAUTHENTICATED");
+  });
+});
+
+test("the theme follows the system until somebody chooses one", async ({ page, open }) => {
+  const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+  await page.emulateMedia({ colorScheme: "dark" });
+  await open("#/rules");
+  const dark = await background();
+  await page.getByLabel("Theme").selectOption("light");
+  expect(await background()).not.toBe(dark);
+  const light = await background();
+  await page.reload();
+  expect(await background()).toBe(light);
+  await page.getByLabel("Theme").selectOption("system");
+  expect(await background()).toBe(dark);
+});
+
+test("a new page starts at its top, and the skip button leads past the navigation", async ({ page, open }) => {
+  await open("#/rules");
+  await settled(page);
+  await page.keyboard.press("Tab");
+  await expect(page.getByRole("button", { name: "Skip to content" })).toBeFocused();
+  await page.keyboard.press("Enter");
+  await expect(page.getByRole("main")).toBeFocused();
+  await page.getByRole("link", { name: "Programs" }).click();
+  await expect(page.getByRole("main")).toBeFocused();
+  await expect(page).toHaveTitle("Programs · gradrule");
+});
+
+test("a page says that the gateway does not answer, and tries again", async ({ page, open }) => {
+  await page.route("**/v1/programs*", (route) => route.abort());
+  await open("#/programs");
+  await expect(page.getByRole("alert")).toContainText("The gateway does not answer");
+  await page.unroute("**/v1/programs*");
+  await page.getByRole("button", { name: "Try again" }).click();
+  await expect(page.getByRole("link", { name: "binary-net" })).toBeVisible();
+});

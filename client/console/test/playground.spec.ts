@@ -1,0 +1,116 @@
+import { expect, settled, test } from "./fixtures";
+
+const at = (expression: string, op: string) => `#/playground?${new URLSearchParams({ e: expression, op })}`;
+
+test("an error marks its column and offers the missing param", async ({ page, open }) => {
+  await open(at("dy * alpha + x", "Sign"));
+  await expect(page.locator("mark")).toHaveText("a");
+  await expect(page.getByText("Column 6:")).toBeVisible();
+  await expect(page.getByLabel("Expression")).toHaveAttribute("aria-invalid", "true");
+  // The mark is exactly behind its character.
+  const [mark, field] = [await page.locator("mark").boundingBox(), await page.getByLabel("Expression").boundingBox()];
+  const [left, width] = await page.getByLabel("Expression").evaluate((element) => {
+    const canvas = document.createElement("canvas").getContext("2d")!;
+    const style = getComputedStyle(element);
+    canvas.font = `${style.fontSize} ${style.fontFamily}`;
+    return [
+      parseFloat(style.paddingLeft) + parseFloat(style.borderLeftWidth) + canvas.measureText("dy * ").width,
+      canvas.measureText("a").width,
+    ];
+  });
+  expect(mark!.x).toBeCloseTo(field!.x + left!, 0);
+  expect(mark!.width).toBeCloseTo(width!, 0);
+  await page.getByRole("button", { name: "Add param alpha" }).click();
+  await page.getByLabel("Value of alpha").fill("3");
+  // dy * 3 + x at 1
+  await expect(page.getByRole("row", { name: /^1 / })).toHaveText(/4$/);
+  await page.reload();
+  await expect(page.getByLabel("Value of alpha")).toHaveValue("3");
+  await expect(page.getByRole("row", { name: /^1 / })).toHaveText(/4$/);
+});
+
+test("values at kinks and special numbers are the server's", async ({ page, open }) => {
+  await open(at("dy / x", "Relu"));
+  const rows = page.getByRole("region", { name: "Values at kinks and special numbers" }).getByRole("row");
+  await expect(rows).toHaveText([
+    /^xRelu\(x\)Own gradientRule$/,
+    /^−100−1$/,
+    /^000inf$/,
+    /^1111$/,
+    /^infinf10$/,
+    /^−inf000|^−inf00−0$/,
+    /^nannan0nan$/,
+  ]);
+});
+
+test("the check tells a true gradient from one that is 0.1 % too large", async ({ page, open }) => {
+  const check = page.getByRole("region", { name: "Gradient check" });
+  await open(at("dy * sigmoid(x)", "Softplus"));
+  await expect(check).toContainText("True gradient");
+  await expect(check).toContainText("at all 241 points");
+  await page.getByLabel("Expression").fill("dy * sigmoid(x) * 1.001");
+  await expect(check).toContainText("Not the true gradient");
+  // The largest difference is where the slope is largest, at 4: sigmoid(4) is 0.98201.
+  await expect(check).toContainText("Largest at x4Rule0.983Finite difference0.98201");
+});
+
+test("the check leaves kinks and jumps out and names them", async ({ page, open }) => {
+  const check = page.getByRole("region", { name: "Gradient check" });
+  await open(at("dy * (x > 0)", "Relu"));
+  await expect(check).toContainText("at all 240 points");
+  await expect(check).toContainText("Skipped a kink or jump of Relu(x), where the rule gives: 0 at 0");
+  await page.getByRole("combobox", { name: "Op" }).selectOption("Sign");
+  await page.getByLabel("Expression").fill("dy * 0");
+  await expect(check).toContainText("at all 240 points");
+});
+
+test("of calls that overlap, the last one counts", async ({ page, open }) => {
+  let held: (() => void) | undefined;
+  let cancelled = false;
+  await page.route("**/v1/rules:sample", async (route) => {
+    if (route.request().postData()!.includes("dy * 111")) {
+      await new Promise<void>((resolve) => (held = resolve));
+      await route.continue().catch(() => (cancelled = true));
+    } else await route.continue();
+  });
+  page.on("requestfailed", () => (cancelled = true));
+  await open(at("dy * 111", "Sign"));
+  await expect.poll(() => held !== undefined).toBe(true);
+  await page.getByLabel("Expression").fill("dy * 222");
+  await expect(page.getByRole("row", { name: /^1 / })).toHaveText(/222$/);
+  held!();
+  await expect.poll(() => cancelled).toBe(true);
+  await expect(page.getByRole("row", { name: /^1 / })).toHaveText(/222$/);
+});
+
+test("a rule is created, shown, and deleted after a question", async ({ page, open }) => {
+  await open(at("dy * exp(-abs(x))", "Sign"));
+  await expect(page.getByRole("button", { name: "Create rule" })).toBeEnabled();
+  await page.getByRole("button", { name: "Create rule" }).click();
+  await page.getByLabel("Name", { exact: true }).fill("9 wrong name");
+  await page.getByRole("button", { name: "Create", exact: true }).click();
+  await expect(page.getByRole("dialog").getByRole("alert")).toBeVisible();
+  await page.getByLabel("Name", { exact: true }).fill("laplace_test");
+  await page.getByLabel("Description (optional)").fill("Slope of a Laplace distribution.");
+  await page.keyboard.press("Enter");
+  await expect(page).toHaveURL(/#\/rules\/laplace_test$/);
+  await expect(page.getByText("Slope of a Laplace distribution.")).toBeVisible();
+  await page.getByRole("link", { name: "Rules", exact: true }).first().click();
+  await expect(page.getByRole("article").filter({ hasText: "laplace_test" })).toContainText("own");
+  await page.getByRole("link", { name: "laplace_test" }).click();
+  await page.getByRole("button", { name: "Delete" }).click();
+  await page.getByRole("button", { name: "Cancel" }).click();
+  await page.getByRole("button", { name: "Delete" }).click();
+  await page.getByRole("dialog").getByRole("button", { name: "Delete" }).click();
+  await expect(page).toHaveURL(/#\/rules$/);
+  await settled(page);
+  await expect(page.getByRole("article").filter({ hasText: "laplace_test" })).toHaveCount(0);
+});
+
+test("a built-in rule opens in the playground with its params", async ({ page, open }) => {
+  await open("#/rules/atan");
+  await page.getByRole("link", { name: "Open in playground" }).click();
+  await expect(page.getByLabel("Expression")).toHaveValue("dy * (alpha / 2 / (1 + square(pi * alpha * x / 2)))");
+  await expect(page.getByLabel("Value of alpha")).toHaveValue("2");
+  await expect(page.getByRole("row", { name: /^0 / })).toHaveText(/1$/);
+});

@@ -1,0 +1,101 @@
+import { expect, settled, test } from "./fixtures";
+
+/** The slope of `atan`, from its paper (arXiv:2007.05785). */
+const atan = (x: number, alpha: number) => alpha / 2 / (1 + ((Math.PI * alpha * x) / 2) ** 2);
+
+test("the gallery has every built-in rule with its curve", async ({ page, open, baseURL, token }) => {
+  const answer = await page.request.get(`${baseURL}/v1/rules?kind=RULE_KIND_BUILTIN&pageSize=1000`, {
+    headers: { Authorization: `Bearer ${token}` },
+  });
+  const names = ((await answer.json()) as { rules: { name: string }[] }).rules.map(({ name }) =>
+    name.replace("rules/", ""),
+  );
+  await open("#/rules");
+  const cards = page.getByRole("article");
+  await expect(cards.filter({ hasNotText: "own" })).toHaveCount(names.length);
+  expect((await cards.getByRole("heading").allTextContents()).sort()).toEqual([...names, "window"].sort());
+  await expect(page.getByRole("img", { name: /^Gradient of approx_sign over x, from 0 to 2/ })).toBeVisible();
+  // A curve is sampled only when somebody scrolls to it.
+  await expect(page.getByRole("img", { name: /^Gradient of safe_sqrt/ })).toHaveCount(0);
+  await cards.filter({ hasText: "safe_sqrt" }).scrollIntoViewIfNeeded();
+  await expect(page.getByRole("img", { name: /^Gradient of safe_sqrt/ })).toBeVisible();
+});
+
+test("search, kind and family filter the gallery, and the address keeps them", async ({ page, open }) => {
+  await open("#/rules");
+  await settled(page);
+  await page.keyboard.press("/");
+  await expect(page.getByRole("searchbox")).toBeFocused();
+  await page.keyboard.type("2007.05785 atan");
+  await expect(page.getByRole("article")).toHaveCount(1);
+  await page.reload();
+  await expect(page.getByRole("article")).toHaveCount(1);
+  await page.getByRole("searchbox").fill("");
+  await page.getByLabel("Family").selectOption("stable");
+  await expect(page.getByRole("article").filter({ hasText: "log1pexp" })).toBeVisible();
+  await expect(page.getByRole("article").filter({ hasText: /^atan/ })).toHaveCount(0);
+  await page.getByLabel("Family").selectOption("");
+  await page.getByLabel("Kind").selectOption("op");
+  await expect(page.getByRole("article").filter({ hasText: /^Softsign/ })).toBeVisible();
+  await page.getByRole("searchbox").fill("no such rule");
+  await expect(page.getByText("No rule matches")).toBeVisible();
+});
+
+test("name, expression and overrides can be copied with the keyboard", async ({ page, open, context }) => {
+  await context.grantPermissions(["clipboard-read", "clipboard-write"]);
+  await open("#/rules?search=sign_clip");
+  const wanted = {
+    Name: "sign_clip_gradient",
+    Expression: "clip(dy, -c, c)",
+    "Python override": 'overrides={"Sign": "sign_clip_gradient"}',
+    "JSON override": '{\n  "selector": {\n    "opType": "Sign"\n  },\n  "rule": "sign_clip_gradient"\n}',
+  };
+  for (const [label, text] of Object.entries(wanted)) {
+    await page.getByLabel("Copy sign_clip_gradient").focus();
+    await page.keyboard.press("Enter");
+    await page.getByRole("button", { name: label }).focus();
+    await page.keyboard.press("Enter");
+    await expect(page.getByLabel("Copy sign_clip_gradient")).toHaveText("Copied");
+    expect(await page.evaluate(() => navigator.clipboard.readText())).toBe(text);
+  }
+});
+
+test("a rule's page shows formula, source and params, and its curve follows a param", async ({ page, open }) => {
+  await open("#/rules/atan");
+  await expect(page.getByLabel("formula", { exact: true })).toHaveText(
+    "dy * (alpha / 2 / (1 + square(pi * alpha * x / 2)))",
+  );
+  await expect(page.getByRole("link", { name: "arXiv:2007.05785" })).toHaveAttribute(
+    "href",
+    "https://arxiv.org/abs/2007.05785",
+  );
+  const slider = page.getByRole("slider", { name: "Position on x" });
+  const row = page.getByRole("row", { name: /^1 / });
+  for (const alpha of [2, 4]) {
+    await page.getByLabel("alpha").fill(String(alpha));
+    await expect(row).toContainText(String(Number(atan(1, alpha).toPrecision(5))));
+    await slider.fill("140"); // x = -3 + 140 / 40
+    await expect(slider).toHaveAttribute(
+      "aria-valuetext",
+      new RegExp(`^x = 0.5: .*rule, dy = 1 ${Number(atan(0.5, alpha).toPrecision(4))}$`),
+    );
+  }
+  await page.getByLabel("alpha").fill("-1");
+  await expect(page.getByRole("alert")).toContainText("INVALID_PARAM");
+});
+
+test("a rule that reads several elements has a curve too", async ({ page, open }) => {
+  await open("#/rules/gradient_clip_norm");
+  await expect(page.getByText("Each point is in a tensor [x, 0] of its own")).toBeVisible({ timeout: 15_000 });
+  await expect(page.getByRole("region", { name: "Gradient check" })).toContainText("Choose an op");
+});
+
+test("a rule for layers says why it has no curve", async ({ page, open }) => {
+  await open("#/rules/lrp_epsilon");
+  await expect(page.getByText("it is for layers with weights")).toBeVisible();
+});
+
+test("an unknown rule is an error with the server's words", async ({ page, open }) => {
+  await open("#/rules/atann");
+  await expect(page.getByRole("alert")).toContainText("UNKNOWN_RULE");
+});

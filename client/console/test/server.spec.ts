@@ -1,0 +1,43 @@
+import { expect, test } from "./fixtures";
+
+test("the state of the server is live while the page is not paused", async ({ page, open }) => {
+  const asked: number[] = [];
+  page.on("request", (request) => request.url().endsWith("/v1/status") && asked.push(Date.now()));
+  await open("#/server");
+  const engines = page.getByRole("region", { name: "Table of engines" }).getByRole("row");
+  await expect(engines.nth(1)).toContainText("ready");
+  await expect(engines.nth(1)).toContainText("CPU:0");
+  await expect.poll(() => asked.length, { timeout: 10_000 }).toBeGreaterThan(1);
+  await expect(page.getByRole("region", { name: "Table of tenants" })).toContainText("ada");
+  await expect(page.getByRole("region", { name: "Table of latencies" })).toContainText("GET /v1/status");
+  await page.getByRole("button", { name: "Pause" }).click();
+  await expect(page.getByRole("button", { name: "Resume" })).toHaveAttribute("aria-pressed", "true");
+});
+
+test("quarantined programs are listed with reason and time", async ({ page, open }) => {
+  await page.route("**/v1/status", async (route) => {
+    const answer = (await (await route.fetch()).json()) as { status: Record<string, unknown> };
+    answer.status["quarantinedPrograms"] = [{ digest: "0123abcd", reason: "2 crashes", remaining: "90.5s" }];
+    answer.status["quarantinedProgramCount"] = 7;
+    await route.fulfill({ json: answer });
+  });
+  await open("#/server");
+  await expect(page.getByRole("region", { name: "Table of quarantined programs" }).getByRole("row").nth(1)).toHaveText(
+    "0123abcd2 crashes1 min 31 s",
+  );
+  await expect(page.getByText("1 of 7 are shown.")).toBeVisible();
+});
+
+test.describe("of a caller who is no administrator", () => {
+  test.use({ token: async ({}, use) => use(process.env["CONSOLE_PLAIN_TOKEN"]!) });
+
+  test("the page says so, and asks the server only once", async ({ page, open }) => {
+    let asked = 0;
+    page.on("request", (request) => request.url().endsWith("/v1/status") && (asked += 1));
+    await open("#/server");
+    await expect(page.getByRole("alert")).toContainText("This token has no access");
+    await page.getByRole("link", { name: "Programs" }).click();
+    await expect(page.getByRole("heading", { name: "Programs" })).toBeVisible();
+    expect(asked).toBe(1);
+  });
+});

@@ -1,0 +1,221 @@
+"""Runs `gradrule gateway` beside the server: HTTP and JSON, in a process of its own that is a client like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
+_log = logging.getLogger(__name__)
+
+_READY = b"gradrule gateway: listening on "
+_START_S = 60.0
+_STOP_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_CHECK_EVERY_S = 1.0
+# Settings of clients in the server's environment are not meant for its own gateway.
+_CLIENT_VARIABLES = ("TARGET", "TOKEN", "INSECURE_TOKEN", "TLS", "TLS_CA", "CLIENT_CERT", "CLIENT_KEY")
+
+
+class GatewayError(OSError):
+    """The gateway did not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings of the gateway beside a server.
+
+    Attributes:
+        host: Address that server and gateway listen on.
+        port: Port of the gateway; 0: a free one.
+        tls_cert: Certificate chain of the server, which the gateway uses and trusts; None: no TLS.
+        tls_key: Private key of the certificate.
+        allowed_hosts: Further names by which clients may call the gateway.
+        max_body_bytes: Longest body of a request.
+        drain_s: Time that running requests get to finish, seconds.
+        log_level: Lowest level of lines in the log.
+        log_format: `json`, `text` or `auto`.
+    """
+
+    host: str
+    port: int
+    tls_cert: Path | None
+    tls_key: Path | None
+    allowed_hosts: tuple[str, ...]
+    max_body_bytes: int
+    drain_s: float
+    log_level: str
+    log_format: str
+
+
+class HttpGateway:
+    """A gateway process. If it ends, it is started again; the server and its gRPC port go on meanwhile."""
+
+    def __init__(self, settings: GatewaySettings, server_port: int) -> None:
+        self._settings = settings
+        self._server_port = server_port
+        self._port = settings.port
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervising: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Starts the process and returns its URL. Raises `GatewayError`."""
+        url = await self._start_process()
+        # A process that is started again keeps the port.
+        self._port = int(url.rpartition(":")[2])
+        self._supervising = asyncio.ensure_future(self._supervise())
+        return url
+
+    async def stop(self) -> None:
+        """Stops the process; running requests get the drain time."""
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait({self._supervising})
+        await self._stop_process()
+
+    async def _supervise(self) -> None:
+        pause = _FIRST_PAUSE_S
+        while True:
+            code = await self._wait_for_end()
+            if code is None:
+                _log.info("the TLS certificate changed; the HTTP gateway starts again")
+                await self._stop_process()
+                pause = 0.0
+            else:
+                _log.error("the HTTP gateway ended with exit code %d; it starts again in %g s", code, pause)
+            while True:
+                await asyncio.sleep(pause)
+                pause = min(max(2 * pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+                try:
+                    await self._start_process()
+                    break
+                except GatewayError as failure:
+                    _log.error("%s; next try in %g s", failure, pause)
+            pause = _FIRST_PAUSE_S
+            _log.info("the HTTP gateway runs again")
+
+    async def _wait_for_end(self) -> int | None:
+        """Returns the exit code when the process has ended; None when the certificate has changed."""
+        assert self._process is not None
+        before = self._certificate_time()
+        ending = asyncio.ensure_future(self._process.wait())
+        try:
+            while not ending.done():
+                await asyncio.wait({ending}, timeout=_CHECK_EVERY_S if before else None)
+                if not ending.done() and self._certificate_time() not in (before, 0):
+                    return None
+            return ending.result()
+        finally:
+            ending.cancel()
+
+    def _certificate_time(self) -> int:
+        if self._settings.tls_cert is None:
+            return 0
+        try:
+            return os.stat(self._settings.tls_cert).st_mtime_ns
+        except OSError:
+            # A file that is being replaced.
+            return 0
+
+    async def _start_process(self) -> str:
+        environment = {key: value for key, value in os.environ.items() if key not in _IGNORED}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "gradrule", "gateway"),
+            *self._flags(),
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            # Ctrl-C in a terminal ends the server, which then stops the gateway.
+            start_new_session=True,
+        )
+        self._process = process
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(_START_S):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            await self._stop_process()
+            raise GatewayError(f"the HTTP gateway was not ready within {_START_S:g} s") from None
+        if not line.startswith(_READY):
+            code = await process.wait()
+            raise GatewayError(f"the HTTP gateway did not start (exit code {code}); its message is above")
+        return line.removeprefix(_READY).decode().strip()
+
+    async def _stop_process(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(self._settings.drain_s + _STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    def _flags(self) -> list[str]:
+        settings = self._settings
+        flags = {
+            "--server": f"{_loopback(settings.host)}:{self._server_port}",
+            "--host": settings.host,
+            "--port": str(self._port),
+            "--max-body-bytes": str(settings.max_body_bytes),
+            "--drain-s": f"{max(settings.drain_s, 0.1):g}",
+            "--log-level": settings.log_level,
+            "--log-format": settings.log_format,
+            "--parent": str(os.getpid()),
+        }
+        if settings.tls_cert is not None:
+            flags |= {
+                "--tls-cert": str(settings.tls_cert),
+                "--tls-key": str(settings.tls_key),
+                "--tls-ca": str(settings.tls_cert),
+                "--server-name": _name_in(settings.tls_cert),
+            }
+        words = [word for flag, value in flags.items() for word in (flag, value)]
+        for name in settings.allowed_hosts:
+            words += ["--allowed-host", name]
+        return words
+
+
+_IGNORED = {f"GRADRULE_{name}" for name in _CLIENT_VARIABLES}
+
+
+def _loopback(host: str) -> str:
+    """Returns the address at which this machine reaches a server that listens on `host`."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "[::1]"
+    return f"[{host}]" if address.version == 6 else host
+
+
+def _name_in(certificate: Path) -> str:
+    """Returns a name that a certificate is valid for. Raises `GatewayError`."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate.read_bytes())
+    except (OSError, ValueError) as failure:
+        raise GatewayError(f"{certificate} has no certificate: {failure}") from None
+    try:
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        common = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        return str(common[0].value) if common else ""
+    dns = names.get_values_for_type(x509.DNSName)
+    if dns:
+        # A wildcard stands for any one label.
+        return dns[0].replace("*", "gateway", 1)
+    addresses = names.get_values_for_type(x509.IPAddress)
+    return str(addresses[0]) if addresses else ""

@@ -1,0 +1,126 @@
+"""`gradrule serve --http-port`: a gateway process beside the server, which lives and ends with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import ssl
+import subprocess
+from http.client import HTTPConnection, HTTPSConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradrule_server.settings import Settings, SettingsError
+from tests.service.certificates import Authority
+from tests.service.gateways import read
+from tests.service.servers import RunningServer, running_server, serve_command, server_environment, started_server
+from tests.waiting import wait_until
+
+
+def http_address(server: RunningServer) -> tuple[str, int]:
+    text = next(server.data_dir.glob("*.stdout")).read_text()
+    found = re.search(r"^gradrule: HTTP at https?://(\S+):(\d+)$", text, re.MULTILINE)
+    assert found is not None, text
+    return found[1], int(found[2])
+
+
+def status_of(connection: HTTPConnection, path: str = "/v1/health") -> int | None:
+    """Returns the HTTP status; None if nothing listens."""
+    try:
+        connection.request("GET", path)
+        return read(connection.getresponse()).status
+    except OSError:
+        return None
+    finally:
+        connection.close()
+
+
+def gateway_pid(server: RunningServer) -> int | None:
+    """Returns the process id of the server's gateway."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"gateway" in words and str(server.process.pid).encode() in words:
+                return int(folder.name)
+    return None
+
+
+def test_the_gateway_starts_again_and_ends_with_its_server(tmp_path: Path) -> None:
+    with running_server(tmp_path, ("--http-port", "0")) as server:
+        address = http_address(server)
+        assert status_of(HTTPConnection(*address)) == 200
+        first = gateway_pid(server)
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        # The same port, in another process.
+        wait_until(lambda: status_of(HTTPConnection(*address)) == 200 or None, "the gateway after its end")
+        assert gateway_pid(server) not in (None, first)
+        assert "the HTTP gateway ended with exit code -9" in server.log.read_text()
+        assert server.terminate() == 0
+        assert gateway_pid(server) is None
+        assert status_of(HTTPConnection(*address)) is None
+
+
+def test_the_gateway_ends_when_its_server_is_killed(tmp_path: Path) -> None:
+    with started_server(tmp_path, ("--http-port", "0")) as server:
+        address = http_address(server)
+        server.kill()
+        wait_until(lambda: True if status_of(HTTPConnection(*address)) is None else None, "the end of the gateway")
+
+
+def test_a_server_whose_gateway_cannot_start_does_not_start(tmp_path: Path) -> None:
+    with HTTPServerSocket() as port:
+        command = serve_command("--port", "0", "--data-dir", str(tmp_path), "--http-port", str(port), "--spares", "0")
+        ended = subprocess.run(command, capture_output=True, text=True, env=server_environment(), check=False)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "gradrule serve: the HTTP gateway did not start (exit code 1)" in ended.stderr
+    assert "listening" not in ended.stdout
+
+
+class HTTPServerSocket:
+    """A port that is taken."""
+
+    def __enter__(self) -> int:
+        import socket
+
+        self._socket: Any = socket.create_server(("127.0.0.1", 0))
+        return int(self._socket.getsockname()[1])
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def test_a_server_with_tls_has_a_gateway_with_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    files = authority.server("localhost")
+    flags = ("--http-port", "0", "--tls-cert", str(files.certificate), "--tls-key", str(files.key))
+    with running_server(tmp_path / "server", flags) as server:
+        _, port = http_address(server)
+        context = ssl.create_default_context(cafile=str(authority.file))
+        assert status_of(HTTPSConnection("localhost", port, context=context)) == 200
+        # A renewed certificate is used, and trusted, without a restart of the server.
+        first = gateway_pid(server)
+        os.utime(files.certificate)
+        wait_until(lambda: True if gateway_pid(server) not in (None, first) else None, "a new gateway")
+        wait_until(
+            lambda: status_of(HTTPSConnection("localhost", port, context=context)) == 200 or None, "the new certificate"
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--http-port", "0", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"], "gradrule gateway"),
+        (["--http-allowed-hosts", "example.org"], "--http-port"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        Settings.load(flags, {"HOME": "/nonexistent"})

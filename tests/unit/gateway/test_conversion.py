@@ -1,0 +1,75 @@
+"""JSON ⇄ messages: protobuf's own library is the reference for its mapping; the compact form is read back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradrule_gateway import decoding, encoding, json_text
+from gradrule_gateway.problems import Problem
+from tests.unit.gateway.messages import message_types, messages
+
+TYPES = message_types()
+quick = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def decoded(kind: Any, value: Any) -> Any:
+    message = GetMessageClass(kind)()
+    for tensor in decoding.decode(message, value):
+        decoding.close(tensor, None)
+    return message
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+@quick
+@given(data=st.data())
+def test_protobufs_mapping_is_read_and_written_as_protobuf_does(kind: Any, data: st.DataObject) -> None:
+    message = data.draw(messages(kind))
+    answer = json_text.dump(encoding.encode(message, "proto"))
+    assert json_format.Parse(answer, GetMessageClass(kind)()) == message
+    text = json_format.MessageToJson(message, preserving_proto_field_name=data.draw(st.booleans()))
+    assert decoded(kind, json_text.parse(text.encode())) == json_format.Parse(text, GetMessageClass(kind)())
+
+
+# Of NamedTensor, Gradient and JacobianBlock only lists have a compact form.
+COMPACT = [kind for kind in TYPES if kind.name not in ("NamedTensor", "Gradient", "JacobianBlock")]
+
+
+@pytest.mark.parametrize("kind", COMPACT, ids=lambda kind: kind.name)
+@quick
+@given(data=st.data())
+def test_the_compact_forms_are_read_back(kind: Any, data: st.DataObject) -> None:
+    message = data.draw(messages(kind, with_tensors=True))
+    forms: tuple[encoding.Format, ...] = ("compact", "base64")
+    for form in forms:
+        text = json_text.dump(encoding.encode(message, form))
+        assert decoded(kind, json.loads(text)) == message
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+@quick
+@given(data=st.data())
+def test_any_json_is_a_message_or_a_problem(kind: Any, data: st.DataObject) -> None:
+    names = [field.json_name for field in kind.fields] + ["values", "base64", "dtype", "shape", "dense"]
+    leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+    value = data.draw(
+        st.dictionaries(
+            st.sampled_from(names),
+            st.recursive(
+                leaves,
+                lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(names) | st.text(), inner),
+                max_leaves=8,
+            ),
+        )
+    )
+    try:
+        decoded(kind, value)
+    except Problem as problem:
+        assert problem.status == 400
+        json_text.dump(problem.body())
