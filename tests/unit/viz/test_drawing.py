@@ -196,7 +196,7 @@ def test_saliency_draws_heat_on_a_symmetric_scale_cut_at_a_percentile() -> None:
     np.testing.assert_allclose(heat.get_array(), gradient[1].sum(axis=-1))
     limit = np.percentile(np.abs(gradient[1].sum(axis=-1)), 90)
     assert heat.get_clim() == pytest.approx((-limit, limit))
-    assert [bar.get_ylabel() for bar in bars] == ["gradient by the pixel (cut at 90 %)"] * 2
+    assert [bar.get_ylabel() for bar in bars] == ["gradient by the pixel\n(cut at 90 %)"] * 2
     texts_inside(figure)
 
 
