@@ -63,12 +63,17 @@ def test_functions_with_other_params_are_other_functions(client: Any) -> None:
     assert np.abs(mild).max() > 2 * np.abs(steep).max()
 
 
-def test_nuts_samples_the_posterior(client: Any) -> None:
-    """Samples the mean of normal data with a flat prior: the posterior is normal, with a known mean and deviation."""
+@pytest.fixture(scope="session")
+def logp(client: Any) -> Any:
+    """Returns the function of the log density of normal data, given the mean."""
     g = gr.Graph()
     mean, data = g.placeholder("mean", "float64", []), g.placeholder("data", "float64", [None])
     g.multiply(g.reduce_sum(g.op_output("Square", data - mean), axis=[0]), -0.5, name="logp")
-    logp = gradrule.pytensor.remote(client.compile(g, fetches=["logp"], ys=["logp"], xs=["mean"]))
+    return gradrule.pytensor.remote(client.compile(g, fetches=["logp"], ys=["logp"], xs=["mean"]))
+
+
+def test_nuts_samples_the_posterior(logp: Any) -> None:
+    """Samples the mean of normal data with a flat prior: the posterior is normal, with a known mean and deviation."""
     drawn = np.random.default_rng(3).normal(2.0, 1.0, size=50)
     with pymc.Model():
         variable = pymc.Flat("mean", initval=0.0)
@@ -79,6 +84,29 @@ def test_nuts_samples_the_posterior(client: Any) -> None:
     samples = trace.posterior["mean"].to_numpy().ravel()
     assert np.mean(samples) == pytest.approx(drawn.mean(), abs=0.05)
     assert np.std(samples) == pytest.approx(1 / np.sqrt(50), rel=0.25)
+
+
+def sample_two_chains(logp: Any, mp_ctx: str) -> Any:
+    """Returns samples of two chains, each in a process of its own."""
+    with pymc.Model():
+        variable = pymc.Flat("mean", initval=0.0)
+        pymc.Potential("likelihood", logp(mean=variable, data=[1.0, 2.0, 3.0]))
+        options = {"random_seed": 5, "progressbar": False, "compute_convergence_checks": False}
+        return pymc.sample(20, tune=20, chains=2, cores=2, mp_ctx=mp_ctx, **options)
+
+
+@pytest.mark.parametrize("mp_ctx", ["forkserver", "spawn"])
+def test_chains_run_in_other_processes(logp: Any, mp_ctx: str) -> None:
+    samples = sample_two_chains(logp, mp_ctx).posterior["mean"].to_numpy()
+    assert samples.shape == (2, 20)
+    assert np.ptp(samples) > 0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_chains_in_forked_processes_are_refused(logp: Any) -> None:
+    with pytest.raises(Exception, match="failed") as failure:
+        sample_two_chains(logp, "fork")
+    assert "mp_ctx='forkserver'" in str(failure.value)
 
 
 def test_complex_programs_are_refused(client: Any) -> None:

@@ -38,8 +38,8 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
     """Returns a program as a differentiable function of PyTensor variables.
 
     `pytensor.grad` and its gradient, and `pytensor.gradient.Rop`, work with it, and so do PyMC's NUTS and Laplace
-    approximations. The program's overrides apply. Processes that PyMC forks cannot use the client's connection: sample
-    with `cores=1`, or with `mp_ctx="forkserver"`.
+    approximations. The program's overrides apply. Calls in processes that PyMC forks are refused, because gRPC
+    does not work there: sample with `cores=1`, or with `mp_ctx="forkserver"` or `"spawn"`.
 
     Args:
         program: A program of `client.compile`, whose xs are inputs and whose ys are among its fetches.

@@ -21,11 +21,14 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule._bridges.program_function import Arrays, ForwardRun, ProgramFunction, RemoteCallable
+from gradrule._bridges.tf_functions import listed, run_on_host, without_derivative
 from gradrule._messages.call_arguments import CallParams
 from gradrule._rpc.sync_client.programs import Program
-from gradrule.errors import InvalidDerivativeError, UnsupportedError
+from gradrule.errors import InvalidDerivativeError
 
 __all__ = ["RemoteFunction", "remote"]
+
+_NO_THIRD = "gradrule gives first and second derivatives, not third ones"
 
 
 def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
@@ -126,7 +129,7 @@ def _evaluated(call: _Call, tensors: Sequence[Any]) -> list[Any]:
 
     @tf.custom_gradient
     def evaluate(*given: Any) -> tuple[Any, Callable[..., Any]]:
-        ys = _on_host(forward, given, call.y_specs)
+        ys = run_on_host(forward, given, call.y_specs)
 
         def backward(*grad_ys: Any) -> list[Any]:
             gradients = call.spread(_pulled_back(call, given, _upstream(ys, grad_ys)))
@@ -138,7 +141,7 @@ def _evaluated(call: _Call, tensors: Sequence[Any]) -> list[Any]:
 
         return ys, backward
 
-    return _listed(evaluate(*call.guarded(tensors)))
+    return listed(evaluate(*call.guarded(tensors)))
 
 
 def _without_gradient(name: str, xs: Sequence[str], tensor: Any) -> Any:
@@ -155,17 +158,8 @@ def _without_gradient(name: str, xs: Sequence[str], tensor: Any) -> Any:
     return identity(tensor)
 
 
-def _once(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Returns a function of tensors whose derivative is an error."""
-
-    @tf.custom_gradient
-    def compute(*given: Any) -> tuple[Any, Callable[..., Any]]:
-        def backward(*_: Any) -> Any:
-            raise UnsupportedError("gradrule gives first and second derivatives, not third ones")
-
-        return function(*given), backward
-
-    return lambda *given: _listed(compute(*given))
+def _once(compute: Callable[..., Arrays], specs: Sequence[Any]) -> Callable[..., list[Any]]:
+    return without_derivative(lambda *given: run_on_host(compute, given, specs), _NO_THIRD)
 
 
 def _pulled_back(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any]) -> list[Any]:
@@ -181,7 +175,7 @@ def _pulled_back(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any]) ->
 
     @tf.custom_gradient
     def pull_back(*given: Any) -> tuple[Any, Callable[..., Any]]:
-        gradients = _on_host(compute, given, call.like_xs(tensors))
+        gradients = run_on_host(compute, given, call.like_xs(tensors))
 
         def again(*vectors: Any) -> list[Any]:
             by_x = _second(call, given[:count], given[count:], vectors)
@@ -189,7 +183,7 @@ def _pulled_back(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any]) ->
 
         return gradients, again
 
-    return _listed(pull_back(*tensors, *grad_ys))
+    return listed(pull_back(*tensors, *grad_ys))
 
 
 def _second(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any], vectors: Sequence[Any]) -> list[Any]:
@@ -202,7 +196,9 @@ def _second(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any], vectors
         return call.of_given(function.pull_back_again(feeds, upstream, call.directions(arrays[count + ys :])))
 
     specs = call.like_xs(tensors)
-    return _once(lambda *given: _on_host(compute, given, specs))(*tensors, *grad_ys, *vectors)
+    return without_derivative(lambda *given: run_on_host(compute, given, specs), _NO_THIRD)(
+        *tensors, *grad_ys, *vectors
+    )
 
 
 def _pushed_forward(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any], vectors: Sequence[Any]) -> list[Any]:
@@ -215,7 +211,11 @@ def _pushed_forward(call: _Call, tensors: Sequence[Any], grad_ys: Sequence[Any],
         return [np.asarray(found[index]) for index in wanted]
 
     specs = [tf.TensorSpec(grad_ys[index].shape, grad_ys[index].dtype) for index in wanted]
-    found = _once(lambda *given: _on_host(compute, given, specs))(*tensors, *vectors) if wanted else []
+    found = (
+        without_derivative(lambda *given: run_on_host(compute, given, specs), _NO_THIRD)(*tensors, *vectors)
+        if wanted
+        else []
+    )
     products = dict(zip(wanted, found, strict=True))
     return [products.get(index) for index in range(len(grad_ys))]
 
@@ -234,25 +234,3 @@ def _without_integers(function: ProgramFunction, grad_ys: Sequence[Any]) -> list
 
 def _has_gradients(dtype: Any) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
-
-
-def _on_host(compute: Callable[..., Arrays], tensors: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
-    """Runs a function of arrays: at once in eager mode, as a node inside `tf.function`."""
-    if tf.executing_eagerly():
-        values = compute(*(tensor.numpy() for tensor in tensors))
-        return [tf.constant(value, spec.dtype) for value, spec in zip(values, specs, strict=True)]
-    found = tf.numpy_function(
-        lambda *arrays: [
-            np.asarray(value, spec.dtype.as_numpy_dtype) for value, spec in zip(compute(*arrays), specs, strict=True)
-        ],
-        list(tensors),
-        [spec.dtype for spec in specs],
-    )
-    for tensor, spec in zip(found, specs, strict=True):
-        tensor.set_shape(spec.shape)
-    return list(found)
-
-
-def _listed(found: Any) -> list[Any]:
-    """Returns a list of what `tf.custom_gradient` returns, which is a tensor if there is one."""
-    return list(found) if isinstance(found, list | tuple) else [found]

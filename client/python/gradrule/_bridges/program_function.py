@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Mapping, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
+from gradrule._bridges.handle_release import release_with, wait_for_releases
 from gradrule._builder.names import bare, did_you_mean
 from gradrule._builder.specs import TensorSpec
 from gradrule._messages.call_arguments import CallParams
 from gradrule._results.call_results import Sparse
-from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_client.programs import Program
 from gradrule.common.tensor_codec import Array
@@ -56,8 +54,9 @@ class ProgramFunction:
             )
         # Without the groups of the xs: gradients are by x.
         self.program = Program(program._client, program.message)
+        # Runs without upstream gradients are forward passes here, so notes about their gradients would be wrong.
+        self.program._must_warn = False
         self._params, self._timeout = params, timeout
-        self._unused = _unused_handles(program._client)
         self.inputs: Mapping[str, TensorSpec] = program.inputs
         self._input_of = {self._tensor(name): name for name in self.inputs}
         self._x_names, self._y_names = list(program.xs), list(program.ys)
@@ -143,20 +142,19 @@ class ProgramFunction:
 
         If the server keeps too many already, and running again gives the same values, it keeps none.
         """
-        self._close_unused()
         try:
             handle = self.program.forward(feeds, params=self._params, timeout=self._timeout)
         except QuotaExceededError:
             # Results that only refer to one another hold runs, too.
             gc.collect()
-            self._close_unused()
+            wait_for_releases()
             try:
                 handle = self.program.forward(feeds, params=self._params, timeout=self._timeout)
             except QuotaExceededError:
                 if not self.program.repeatable:
                     raise
                 return self.run(feeds), None
-        return self._ys_of(handle.outputs), ForwardRun(self, handle, self._unused)
+        return self._ys_of(handle.outputs), ForwardRun(self, handle)
 
     def value_and_gradients(self, feeds: Values) -> tuple[Arrays, Arrays]:
         """Returns the ys, and the gradients of their sum by each x."""
@@ -226,14 +224,6 @@ class ProgramFunction:
             for x, name in zip(self._x_names, self.xs, strict=True)
         ]
 
-    def _close_unused(self) -> None:
-        while True:
-            try:
-                handle = self._unused.get_nowait()
-            except Empty:
-                return
-            handle.close()
-
 
 class RemoteCallable:
     """Base of the functions of each framework."""
@@ -256,10 +246,9 @@ class RemoteCallable:
 class ForwardRun:
     """A forward run whose intermediate values the server keeps until nothing refers to this object."""
 
-    def __init__(self, function: ProgramFunction, handle: ForwardHandle, unused: SimpleQueue[ForwardHandle]) -> None:
+    def __init__(self, function: ProgramFunction, handle: ForwardHandle) -> None:
         self._function, self._handle = function, handle
-        # A finalizer may run in any thread and must not wait for the server: the next forward run closes the handle.
-        weakref.finalize(self, unused.put, handle).atexit = False
+        release_with(self, handle)
 
     def pull_back(self, feeds: Values, grad_ys: Sequence[Any]) -> Arrays:
         """As `ProgramFunction.pull_back`."""
@@ -278,14 +267,6 @@ class ForwardRun:
             else _as_array(gradients[x], None, function.inputs[name])
             for x, name in zip(function._x_names, function.xs, strict=True)
         ]
-
-
-_UNUSED: weakref.WeakKeyDictionary[ClientBase, SimpleQueue[ForwardHandle]] = weakref.WeakKeyDictionary()
-
-
-def _unused_handles(client: ClientBase) -> SimpleQueue[ForwardHandle]:
-    """Returns the handles of a client that nothing refers to any more; the next forward run closes them."""
-    return _UNUSED.setdefault(client, SimpleQueue())
 
 
 def _as_array(gradient: Any, value: Any, spec: TensorSpec) -> Array:

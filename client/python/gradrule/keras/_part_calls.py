@@ -5,8 +5,6 @@ Each program is compiled at its first use."""
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from gradrule._bridges.handle_release import release_with
 from gradrule._builder.graph import Graph
 from gradrule._builder.overrides import Override, Overrides
 from gradrule._messages.call_arguments import CallParams, NoGradient
@@ -35,7 +34,6 @@ from gradrule.keras._part import Slot, TracedPart
 from gradrule.keras._selection import Keyed, overrides_of
 
 _T = TypeVar("_T")
-_log = logging.getLogger(__name__)
 
 _Kind: TypeAlias = Literal["forward", "kept", "gradient", "second"]
 """Kinds of programs of a part: outputs; outputs and gradients, for kept forward runs; gradients; second derivatives."""
@@ -65,7 +63,7 @@ class RemoteOptions:
     error: GradruleError | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ForwardRun:
     """Refers to one forward run of a part. The server releases it when the object is dropped.
 
@@ -78,41 +76,6 @@ class ForwardRun:
     handle: ForwardHandle | None = None
     refusal: GradruleError | None = None
     pull_backs: int = 0
-
-    def __del__(self) -> None:
-        if self.handle is not None:
-            _releaser.release(self.handle)
-
-
-class _Releaser:
-    """Releases forward handles on a thread of its own, because a destructor must not wait for the server."""
-
-    def __init__(self) -> None:
-        self._handles: queue.SimpleQueue[ForwardHandle] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Starts the thread, if it does not run."""
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="gradrule-release", daemon=True)
-                self._thread.start()
-
-    def release(self, handle: ForwardHandle) -> None:
-        """Releases a handle soon. Takes no lock, so that a destructor may call it."""
-        if handle.is_open:
-            self._handles.put(handle)
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self._handles.get().close()
-            except GradruleError as failure:
-                _log.info("a forward handle was not released, the server releases it later: %s", failure)
-
-
-_releaser = _Releaser()
 
 
 class PartCalls:
@@ -154,7 +117,6 @@ class PartCalls:
 
         run: gets the handle, or the reason why there is no gradient.
         """
-        _releaser.start()
         with self._recording():
             try:
                 self._program("kept")
@@ -171,6 +133,7 @@ class PartCalls:
 
             try:
                 run.handle = self._call("kept", start)
+                release_with(run, run.handle)
             except QuotaExceededError:
                 if not self._is_repeatable("kept"):
                     raise

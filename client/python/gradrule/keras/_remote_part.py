@@ -13,14 +13,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from gradrule._bridges.tf_functions import listed, run_on_host, without_derivative
 from gradrule._tracing import tf_private
-from gradrule.errors import UnsupportedError
 from gradrule.keras._part import Slot, TracedPart
 from gradrule.keras._part_calls import ForwardRun, PartCalls, RemoteOptions
 
 # Forward runs of graphs that wait for their pull-back; a loop in a graph makes one in each iteration. A pull-back of an
 # older run repeats the forward pass, or fails if the part draws random numbers.
 _MAX_WAITING_RUNS = 512
+
+_NO_THIRD = "a RemoteLayer gives first and second derivatives; run the part locally for higher ones"
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +71,7 @@ class RemotePart:
         """Returns the part's outputs for its inputs; differentiable by TensorFlow, twice."""
         slots = self.traced.outputs
         if not (self.calls.xs and self.calls.ys):
-            return _run(self.calls.forward, tensors, slots)
+            return run_on_host(self.calls.forward, tensors, slots)
 
         @tf.custom_gradient
         def remote(*given: Any) -> tuple[list[Any], Callable[..., Any]]:
@@ -84,7 +86,7 @@ class RemotePart:
 
             return results, backward
 
-        return _as_list(remote(*tensors))
+        return listed(remote(*tensors))
 
     def release(self) -> None:
         """Deletes the programs on the server; the next call compiles them again."""
@@ -98,15 +100,15 @@ class RemotePart:
         function = self.calls.forward if keep is None else functools.partial(keep, run)
 
         def pull_back(tensors: Sequence[Any]) -> list[Any]:
-            return _run(functools.partial(self.calls.pull_back, run), tensors, self.calls.gradient_slots())
+            return run_on_host(functools.partial(self.calls.pull_back, run), tensors, self.calls.gradient_slots())
 
-        return _run(function, given, self.traced.outputs), pull_back
+        return run_on_host(function, given, self.traced.outputs), pull_back
 
     def _in_graph(self, given: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
         """Adds a node that runs forward; returns its outputs, and a function that adds a node that pulls back."""
         call = _GraphCall(weakref.ref(tf.compat.v1.get_default_graph()))
         number_slot = Slot("number", tf.int64, tf.TensorShape([]))
-        *results, number = _run(
+        *results, number = run_on_host(
             functools.partial(self._forward_in_graph, call), given, [*self.traced.outputs, number_slot]
         )
 
@@ -114,7 +116,7 @@ class RemotePart:
             call.add_pull_back()
             function = functools.partial(self._pull_back_in_graph, call)
             # A node has a fixed number of results, so the program must be compiled before.
-            return _run(function, [number, *tensors], self.calls.gradient_slots())
+            return run_on_host(function, [number, *tensors], self.calls.gradient_slots())
 
         return results, pull_back
 
@@ -160,7 +162,7 @@ class RemotePart:
 
             return parts, second
 
-        parts = _as_list(first(*given, *dys))
+        parts = listed(first(*given, *dys))
         return self._grouped(parts, parts, lambda part, _: part, lambda slices, _: tf.IndexedSlices(*slices))
 
     def _grouped(
@@ -183,16 +185,9 @@ class RemotePart:
         return found
 
     def _second_derivatives(self, tensors: Sequence[Any]) -> list[Any]:
-        @tf.custom_gradient
-        def second(*given: Any) -> tuple[list[Any], Callable[..., Any]]:
-            def third(*_: Any) -> Any:
-                raise UnsupportedError(
-                    "a RemoteLayer gives first and second derivatives; run the part locally for higher ones"
-                )
-
-            return _run(self.calls.second_derivatives, given, [*self.calls.xs, *self.calls.ys]), third
-
-        return _as_list(second(*tensors))
+        slots = [*self.calls.xs, *self.calls.ys]
+        compute = functools.partial(run_on_host, self.calls.second_derivatives, specs=slots)
+        return without_derivative(lambda *given: compute(given), _NO_THIRD)(*tensors)
 
     def _by_input(self, gradients: Sequence[Any]) -> list[Any]:
         """Returns one gradient per input; None for those that are not differentiated."""
@@ -223,21 +218,3 @@ def _slices_vector(slices: Sequence[Any], directions: Sequence[Any]) -> Any:
     )
     with tf.control_dependencies([] if check is None else [check]):
         return tf.identity(vector)
-
-
-def _run(function: Callable[..., list[Any]], tensors: Sequence[Any], slots: Sequence[Slot]) -> list[Any]:
-    """Runs a function of arrays on tensors: at once in eager mode, as a node inside `tf.function`."""
-    dtypes = [slot.dtype for slot in slots]
-    if tf.executing_eagerly():
-        arrays = [tensor.numpy() for tensor in tensors]
-        found = [tf.constant(value, dtype) for value, dtype in zip(function(*arrays), dtypes, strict=True)]
-    else:
-        found = tf.numpy_function(function, list(tensors), dtypes)
-    for tensor, slot in zip(found, slots, strict=True):
-        tensor.set_shape(slot.shape)
-    return list(found)
-
-
-def _as_list(found: Any) -> list[Any]:
-    """Returns the results of `tf.custom_gradient`, which returns a single result by itself."""
-    return list(found) if isinstance(found, list | tuple) else [found]

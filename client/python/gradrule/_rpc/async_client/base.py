@@ -19,7 +19,7 @@ from gradrule._messages.error_status import error_of, waiting_error
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._progress import Progress
 from gradrule._results.status_report import ServerStatus, server_status
-from gradrule._rpc import call_routes, channels
+from gradrule._rpc import call_routes, channels, process_forks
 from gradrule._rpc.async_client.sending import AsyncCallSender
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, run_in_thread, sleep
 from gradrule._rpc.call_routes import Routes
@@ -127,6 +127,7 @@ class AsyncClientBase:
             UnavailableError: The server was not reached in time.
             EngineUnavailableError: The server was reached, but no engine was ready in time.
         """
+        process_forks.require_grpc()
         ends_at = time.monotonic() + call_routes.call_timeout(timeout, self._timeout)
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(channels.HEALTH_METHOD)
         while True:
@@ -228,6 +229,7 @@ class AsyncClientBase:
         await self._follow(rpc_calls.upload_steps(blobs), timeout)
 
     def _limit(self, call: rpc_calls.Call[Any], timeout: float | None) -> float:
+        process_forks.require_grpc()
         return call_routes.limit(call, timeout, self._timeout, self._compile_timeout)
 
     def _closed(self) -> UnavailableError:

@@ -19,7 +19,7 @@ from gradrule._messages.error_status import error_of, waiting_error
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._progress import Progress
 from gradrule._results.status_report import ServerStatus, server_status
-from gradrule._rpc import call_routes, channels
+from gradrule._rpc import call_routes, channels, process_forks
 from gradrule._rpc.call_routes import Routes
 from gradrule._rpc.shared_memory import SharedMemory
 from gradrule._rpc.sync_client.sending import CallSender
@@ -127,6 +127,7 @@ class ClientBase:
             UnavailableError: The server was not reached in time.
             EngineUnavailableError: The server was reached, but no engine was ready in time.
         """
+        process_forks.require_grpc()
         ends_at = time.monotonic() + call_routes.call_timeout(timeout, self._timeout)
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(channels.HEALTH_METHOD)
         while True:
@@ -224,6 +225,7 @@ class ClientBase:
         self._follow(rpc_calls.upload_steps(blobs), timeout)
 
     def _limit(self, call: rpc_calls.Call[Any], timeout: float | None) -> float:
+        process_forks.require_grpc()
         return call_routes.limit(call, timeout, self._timeout, self._compile_timeout)
 
     def _closed(self) -> UnavailableError:

@@ -16,7 +16,7 @@ from gradrule._messages.call_arguments import NoGradient
 from gradrule._messages.session_calls import SessionOptions
 from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._progress import Progress
-from gradrule._rpc import call_routes, channels
+from gradrule._rpc import call_routes, channels, process_forks
 from gradrule._rpc.local_server import LocalServer
 from gradrule._rpc.sync_client.evaluation import EvaluationMethods
 from gradrule._rpc.sync_client.programs import ProgramMethods
@@ -58,10 +58,12 @@ def connect(
     Raises:
         InvalidParamError: The target is not valid, `timeout` is not positive, `compile_timeout` is negative, or the
             token would be sent without encryption.
+        UnsupportedError: This process was forked from one with a client, and gRPC's support for forks is off.
     """
     timeout = call_routes.checked_timeout(timeout)
     compile_timeout = call_routes.checked_compile_timeout(compile_timeout)
     target, credentials = channels.endpoint(target, credentials)
+    process_forks.note_connection()
     channels.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     address, compression = channels.address(target), transfer.grpc_compression
     if credentials is None:
