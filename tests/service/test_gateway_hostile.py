@@ -158,6 +158,24 @@ def test_an_upload_that_does_not_arrive_is_given_up(gateway: RunningGateway) -> 
     assert text.startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_client_that_does_not_read_is_given_up(gateway: RunningGateway) -> None:
+    node = [
+        {"name": "n", "op": "Placeholder", "attr": {"dtype": {"type": "DT_INT32"}}},
+        {"name": "one", "op": "Const", "attr": {"dtype": {"type": "DT_FLOAT"}, "value": {"tensor": [1.0]}}},
+        {"name": "y", "op": "BroadcastTo", "input": ["one", "n"]},
+    ]
+    spec = {"graph": {"inlineGraph": {"node": node}}, "fetches": ["y"]}
+    body = json.dumps({"spec": spec, "feeds": {"n": [8_000_000]}}).encode()
+    with socket.create_connection(gateway.address, timeout=20) as client:
+        head = HEAD.replace(b"Content-Length: 9", b"Content-Length: %d" % len(body))
+        client.sendall(head + body)
+        line = wait_until(
+            lambda: next((line for line in gateway.log if "POST /v1/evaluate CANCELLED" in line), None), "its end"
+        )
+    assert json.loads(line)["status"] == 200
+    assert not any("Traceback" in line for line in gateway.log)
+
+
 def test_too_many_requests_are_refused_with_a_time_to_wait(gateway: RunningGateway) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3):
@@ -191,7 +209,7 @@ def test_a_client_that_goes_away_cancels_its_call(gateway: RunningGateway, serve
         connection.request("POST", "/v1/evaluate", body, JSON)
         server.wait_for_running_calls(1)
     server.wait_for_running_calls(0)
-    wait_until(lambda: any("CANCELLED" in line for line in gateway.log) or None, "the line of the access log")
+    wait_until(lambda: any('"status": 499' in line for line in gateway.log) or None, "the line of the access log")
 
 
 def slow_graph() -> str:
