@@ -114,3 +114,8 @@ test("a built-in rule opens in the playground with its params", async ({ page, o
   await expect(page.getByLabel("Value of alpha")).toHaveValue("2");
   await expect(page.getByRole("row", { name: /^0 / })).toHaveText(/1$/);
 });
+
+test("a function whose slope has a kink is its own true gradient", async ({ page, open }) => {
+  await open(at("default", "Softsign"));
+  await expect(page.getByRole("region", { name: "Gradient check" })).toContainText("at all 241 points");
+});

@@ -75,7 +75,7 @@ export async function checkGradient(target: Target, signal: AbortSignal): Promis
     found.compared += 1;
     const rule = dx[index]!;
     const difference = Number.isFinite(rule) ? Math.abs(rule - expected) : Infinity;
-    if (difference > TOLERANCE * Math.max(1, Math.abs(expected)) + Math.abs(expected - narrow)) found.different += 1;
+    if (difference > TOLERANCE * Math.max(1, Math.abs(expected)) + Math.abs(narrow - wide)) found.different += 1;
     if (!(difference < found.largest)) {
       found.largest = difference;
       found.worst = { x: value, rule, expected };

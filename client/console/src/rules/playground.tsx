@@ -136,7 +136,7 @@ export function Playground({ route }: { route: Route }) {
           <SpecialCard state={study} />
         </div>
         <div class="stack">
-          <CheckCard state={study} />
+          <CheckCard state={study} noOp="Choose an op to compare the rule with finite differences of it." />
           <section class="card stack" aria-labelledby="use-title">
             <h2 id="use-title">Use it without registering it</h2>
             <h3>Python</h3>
