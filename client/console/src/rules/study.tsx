@@ -243,10 +243,12 @@ function Verdict({ check, isTrueGradient }: { check: Check; isTrueGradient: bool
       {!holds && (
         <dl class="facts number">
           <dt>Largest at x</dt>
-          <dd>{numberText(check.worst.x)}</dd>
+          <dd>
+            {numberText(check.worst.x)}, dy = {numberText(check.worst.dy, 3)}
+          </dd>
           <dt>Rule</dt>
           <dd>{numberText(check.worst.rule)}</dd>
-          <dt>Finite difference</dt>
+          <dt>dy × difference</dt>
           <dd>{numberText(check.worst.expected)}</dd>
         </dl>
       )}
