@@ -36,14 +36,18 @@ AFTER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("after", AFTER)
-def test_evaluate_explain_and_compile_warn(either: Any, after: str) -> None:
+def test_evaluate_explain_and_programs_warn(either: Any, after: str) -> None:
     g = softmax_graph(AFTER[after])
     with pytest.warns(GradruleWarning, match="'predictions' is the output of the softmax 'softmax'") as caught:
-        r = either.evaluate(g, {"x": X}, ys="predictions", xs="x")
+        r = either.evaluate(g, {"x": X}, fetches="predictions", ys="predictions", xs="x")
     assert np.abs(r.gradients["x"]).max() < 1e-6
     assert len(caught) == 1 and r.notes == [str(caught[0].message)]
-    with pytest.warns(GradruleWarning):
-        program = either.compile(g, ys="predictions", xs="x", fetches="predictions")
+    program = either.compile(g, ys="predictions", xs="x", fetches="predictions")
+    chosen = program.evaluate({"x": X}, grad_ys={"predictions": np.ones_like(r.outputs["predictions"])})
+    assert chosen.notes == [], "a call with grad_ys does not warn"
+    with pytest.warns(GradruleWarning, match="softmax"):
+        program(x=X)
+    program(x=X)
     assert program.notes == r.notes
     assert r.notes[0] in program._repr_html_().replace("&#x27;", "'")
     with pytest.warns(GradruleWarning):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ from matplotlib import pyplot
 
 import gradrule as gr
 from gradrule import viz
+from tests.service.servers import RunningServer
 
 DIGITS = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
 
@@ -127,3 +134,23 @@ def test_an_abandoned_map_ends_its_report(client: gr.Client) -> None:
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert (reports[-1].done, reports[-1].total, reports[-1].is_finished) == (1, None, True)
+
+
+def test_commands_show_bars_on_a_terminal(server: RunningServer, tmp_path: Path) -> None:
+    tanh_graph().save(tmp_path / "graph.pb")
+    command = [sys.executable, "-m", "gradrule.cli", "programs", "compile", "graph.pb", "--fetch", "z", "--json"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "GRADRULE_TARGET": server.target}
+    terminal, slave = pty.openpty()
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=slave, timeout=60, check=False
+    )
+    os.close(slave)
+    shown = b""
+    # Reading a terminal without a writer is an error on Linux, and an end of file elsewhere.
+    with contextlib.suppress(OSError):
+        while more := os.read(terminal, 65536):
+            shown += more
+    os.close(terminal)
+    assert done.returncode == 0, shown
+    assert b"compiling" in shown
+    assert json.loads(done.stdout)["name"].startswith("programs/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -78,3 +79,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_values_are_refused() -> None:
     with pytest.raises(gr.errors.InvalidParamError, match="progress is True"):
         _progress.start("yes", "running", 1, "calls")
+
+
+def test_a_notebook_needs_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ipywidgets" else object())
+    with pytest.raises(gr.errors.UnsupportedError, match=r"ipywidgets.*gradrule\[notebook\]"):
+        _progress.start(True, "running", 1, "calls")
+    # IPython on a terminal has no kernel.
+    del shell.kernel
+    assert not _progress.can_show()

@@ -114,13 +114,13 @@ def test_a_missing_norm_is_a_gap() -> None:
 
 def test_tensors_are_drawn_by_their_shape() -> None:
     tensors = {
-        "scalar": np.float32(2.5), "vector": np.array([1.0, -2.0]), "matrix": np.arange(6.0).reshape(2, 3),
+        "scalar": np.float32(2.5), "vector": np.array([[1.0], [-2.0]]), "matrix": np.arange(6.0).reshape(2, 3),
         "many": RNG.normal(size=1000), "none": None, "text": np.array([b"a"], object), "empty": np.zeros((0, 2)),
     }  # fmt: skip
     figure = viz.plot_tensors(tensors)
     titles = [ax.get_title().replace("\n", " ") for ax in figure.axes if ax.get_title()]
     assert titles == [
-        "scalar float32 []", "vector float64 [2]", "matrix float64 [2, 3]", "many float64 [1000]", "none",
+        "scalar float32 []", "vector float64 [2, 1]", "matrix float64 [2, 3]", "many float64 [1000]", "none",
         "text object [1]", "empty float64 [0, 2]",
     ]  # fmt: skip
     by_title: dict[str, Any] = {ax.get_title().split("\n")[0]: ax for ax in figure.axes}
@@ -196,7 +196,7 @@ def test_saliency_draws_heat_on_a_symmetric_scale_cut_at_a_percentile() -> None:
     np.testing.assert_allclose(heat.get_array(), gradient[1].sum(axis=-1))
     limit = np.percentile(np.abs(gradient[1].sum(axis=-1)), 90)
     assert heat.get_clim() == pytest.approx((-limit, limit))
-    assert [bar.get_ylabel() for bar in bars] == ["gradient by the pixel (cut at 90 %)"] * 2
+    assert [bar.get_ylabel() for bar in bars] == ["gradient by the pixel\n(cut at 90 %)"] * 2
     texts_inside(figure)
 
 

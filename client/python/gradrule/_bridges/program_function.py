@@ -54,6 +54,8 @@ class ProgramFunction:
             )
         # Without the groups of the xs: gradients are by x.
         self.program = Program(program._client, program.message)
+        # Runs without upstream gradients are forward passes here, so notes about their gradients would be wrong.
+        self.program._must_warn = False
         self._params, self._timeout = params, timeout
         self.inputs: Mapping[str, TensorSpec] = program.inputs
         self._input_of = {self._tensor(name): name for name in self.inputs}

@@ -15,6 +15,7 @@ _MAX_SHOWN = 4
 # Larger arrays are described by a part of their elements, so that showing a result takes no noticeable time.
 _MAX_READ = 1 << 18
 _BINS = 24
+_MIN_DRAWN = 16
 _WIDTH, _HEIGHT = 96, 18
 
 
@@ -81,8 +82,8 @@ def _values(array: Any) -> tuple[str, Html]:
 
 
 def histogram_svg(values: Any) -> Html:
-    """Returns an SVG picture of how often values occur, in the colour of the text; empty for fewer than two values."""
-    if values.size < 2 or values.min() == values.max():
+    """Returns an SVG picture of how often values occur, in the colour of the text; empty for fewer than 16 values."""
+    if values.size < _MIN_DRAWN or values.min() == values.max():
         return Html("")
     counts, _ = np.histogram(values, bins=_BINS)
     # Roots: few values far from the others stay visible.

@@ -19,7 +19,7 @@ _STYLE = (
     ".gradrule table{border-collapse:collapse;margin:2px 0 10px;font-size:12px}"
     ".gradrule caption{caption-side:top;text-align:left;font-weight:600;padding:2px 0;color:inherit;white-space:nowrap}"
     ".gradrule tr{background:transparent!important}"
-    ".gradrule th,.gradrule td{text-align:left;vertical-align:middle;padding:2px 14px 2px 0;border:0;"
+    ".gradrule th,.gradrule td{text-align:left!important;vertical-align:middle;padding:2px 14px 2px 0;border:0;"
     "border-bottom:1px solid rgba(128,128,128,.3);color:inherit;max-width:44em;overflow-wrap:anywhere}"
     ".gradrule th{font-weight:400;opacity:.7}.gradrule td{font-family:ui-monospace,Consolas,monospace}"
     ".gradrule p{margin:2px 0 8px}.gradrule svg{display:block;fill:currentColor}"

@@ -134,6 +134,8 @@ class ProgramBase:
             dict(message.aliases), self._overrides, self.default_gradient_nodes, self.rewritten
         )
         self._encoder = ProgramEncoder(message)
+        # Whether the user must still be warned of the notes.
+        self._must_warn = bool(message.notes)
         self._reader = AnswerReader(labeller(message.aliases))
         self._bfloat16_reader = AnswerReader(labeller(message.aliases), keep_bfloat16=True)
 
@@ -249,6 +251,10 @@ class ProgramBase:
         stacked_grad_ys: bool = False,
         transfer: Transfer = PLAIN,
     ) -> rpc_calls.Call[call_results.Result]:
+        if self._must_warn and grad_ys is None:
+            # The notes concern calls without grad_ys only.
+            self._must_warn = False
+            rpc_calls.warn_of(self._message.notes)
         reader = self._answer_reader(transfer)
         parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
         return rpc_calls.Call(

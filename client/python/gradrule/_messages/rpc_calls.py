@@ -105,7 +105,7 @@ def evaluate(
         EVALUATE,
         request,
         reader.read,
-        lambda answer: _warned(call_results.Result(answer, details, groups)),
+        lambda answer: with_warnings(call_results.Result(answer, details, groups)),
         blobs,
         large=large,
         reader=reader,
@@ -128,7 +128,7 @@ def compile_program(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, program_id=(name or "").removeprefix("programs/")),
         program_pb2.CompileProgramResponse.FromString,
-        lambda response: _warned(response.program),
+        lambda response: response.program,
         blobs,
         may_compile=True,
     )
@@ -152,7 +152,7 @@ def explain(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        lambda response: _warned(call_results.explanation(response, aliases, sent)),
+        lambda response: with_warnings(call_results.explanation(response, aliases, sent)),
         blobs,
         may_compile=True,
     )
@@ -168,15 +168,20 @@ class _Noted(Protocol):
 N = TypeVar("N", bound=_Noted)
 
 
-def _warned(answer: N) -> N:
+def with_warnings(answer: N) -> N:
     """Returns an answer; warns of the notes in it, at the line that made the call."""
-    for note in answer.notes:
-        warnings.warn(note, GradruleWarning, stacklevel=_frames_of_gradrule())
+    warn_of(answer.notes)
     return answer
 
 
+def warn_of(notes: Iterable[str]) -> None:
+    """Warns of notes at the line outside of gradrule that made the call."""
+    for note in notes:
+        warnings.warn(note, GradruleWarning, stacklevel=_frames_of_gradrule())
+
+
 def _frames_of_gradrule() -> int:
-    """Returns the number of calls between `_warned` and the code that uses gradrule."""
+    """Returns the number of calls between `warn_of` and the code that uses gradrule."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OWN_FRAMES:
         frame, count = frame.f_back, count + 1

@@ -45,7 +45,10 @@ def run_compile(options: argparse.Namespace) -> int:
     """Compiles and prints the program."""
     graph = load_graph(options.graph)
     with connect(options) as client:
-        _show(client.compile(graph, name=options.name, **program_arguments(options)), options.json)
+        program = client.compile(
+            graph, name=options.name, progress=output.shows_progress(), **program_arguments(options)
+        )
+        _show(program, options.json)
     return 0
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Channels: TypeAlias = Literal["last", "first", "none"]
 _COLORS = {True: "RdBu_r", False: "viridis"}
-_LEAST_ALPHA = 0.15
+# Opacity of zeros: with signs, zeros are white, without signs dark.
+_LEAST_ALPHA = {True: 0.15, False: 0.0}
 
 
 def heat_map(gradient: Array, *, channels: Channels = "last", signed: bool = True) -> Array:
@@ -108,7 +109,7 @@ def _draw_over(ax: Axes, image: Array, heat: Array, signed: bool, percentile: fl
     extend = ("both" if signed else "max") if is_clipped else "neither"
     bar = figures.figure_of(ax).colorbar(scale, ax=ax, fraction=0.046, pad=0.03, extend=extend)
     what = "gradient by the pixel" if signed else "size of the gradient"
-    bar.set_label(f"{what}{f' (cut at {percentile:g} %)' if is_clipped else ''}", fontsize=8)
+    bar.set_label(f"{what}{f'{chr(10)}(cut at {percentile:g} %)' if is_clipped else ''}", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     bar.ax.ticklabel_format(axis="y", scilimits=(-2, 3))
 
@@ -128,7 +129,8 @@ def draw_heat(ax: Axes, image: Array, heat: Array, signed: bool, limit: float) -
 
     norm = Normalize(-limit if signed else 0.0, limit)
     drawn = np.where(np.isfinite(heat), heat, 0.0)
-    alpha = _LEAST_ALPHA + (1 - _LEAST_ALPHA) * np.clip(np.abs(drawn) / limit, 0, 1)
+    least = _LEAST_ALPHA[signed]
+    alpha = least + (1 - least) * np.clip(np.abs(drawn) / limit, 0, 1)
     # The image is paler than the heat map, whose colours have to be read off the bar.
     ax.imshow(_as_grey(image) * 0.6 + 0.4, cmap="gray", vmin=0, vmax=1)
     ax.imshow(drawn, cmap=_COLORS[signed], norm=norm, alpha=alpha, interpolation="nearest")

@@ -112,8 +112,10 @@ def _draw(ax: Axes, title: str, value: Array | Sparse | None) -> None:
         return
     numbers = np.abs(array) if array.dtype.kind == "c" else array.astype(np.float64)
     measure = "absolute value" if array.dtype.kind == "c" else "value"
+    # Axes of size 1 change nothing in the picture.
+    numbers = numbers.squeeze()
     if not numbers.ndim:
-        _draw_text(ax, ax.get_title(), f"{array.item():.6g}")
+        _draw_text(ax, ax.get_title(), f"{numbers.item():.6g}")
     elif numbers.ndim == 1 and numbers.size <= _MAX_BARS:
         _draw_bars(ax, numbers, measure)
     elif numbers.ndim == 2 and numbers.size <= _MAX_CELLS and min(numbers.shape) > 1:
