@@ -112,6 +112,11 @@ node: $(NODE_CLIENT)/node_modules/.installed ## build the Node client
 console: $(CONSOLE)/node_modules/.installed ## build the console in the browser to server/gradrule_gateway/console
 	cd $(CONSOLE) && npm run --silent build
 
+http-tools: ## install what tests of HTTP examples need and this machine lacks: curl, jq, and R with httr2 and jsonlite
+	@missing="$$(command -v curl >/dev/null || echo curl) $$(command -v jq >/dev/null || echo jq)"; \
+	Rscript -e 'library(httr2); library(jsonlite)' >/dev/null 2>&1 || missing="$$missing r-base-core r-cran-httr2 r-cran-jsonlite"; \
+	test -z "$${missing// /}" || { run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends $$missing; }
+
 bench: $(VENV)/.installed $(BENCH_PEERS)/.installed ## measure against echo servers, TensorFlow and other services; ARGS="--rows tiny,profile" selects rows; writes JSON to out/
 	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
 

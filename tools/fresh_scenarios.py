@@ -210,6 +210,9 @@ def client_only(stage: Stage) -> None:
     done = machine.run(f"{client}/bin/gradrule", "serve", cwd="/")
     named = done.returncode == 1 and "gradrule[server]" in done.stdout
     check(named, "serve does not say how to install the server", done.stdout)
+    done = machine.run(f"{client}/bin/gradrule", "gateway", cwd="/")
+    named = done.returncode == 1 and "gradrule[gateway]" in done.stdout
+    check(named, "gateway does not say how to install it", done.stdout)
 
 
 def home_unset(stage: Stage) -> None:

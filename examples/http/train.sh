@@ -29,9 +29,9 @@ feeds="$(jq --null-input --compact-output '
 
 for step in $(seq "$steps"); do
   answer="$(jq --compact-output --arg program "$program" '{$program, feeds: .}' <<< "$feeds" | post /v1/evaluate)"
-  # Gradient descent: each weight minus 0.2 times its gradient.
+  # Gradient descent: each weight minus 0.03 times its gradient.
   feeds="$(jq --null-input --compact-output --argjson feeds "$feeds" --argjson answer "$answer" '
-    def minus($g): if type == "array" then [., $g] | transpose | map(.[1] as $part | .[0] | minus($part)) else . - 0.2 * $g end;
+    def minus($g): if type == "array" then [., $g] | transpose | map(.[1] as $part | .[0] | minus($part)) else . - 0.03 * $g end;
     reduce ($answer.gradients | to_entries[]) as $g ($feeds; .[$g.key] |= minus($g.value.values))')"
   if [ "$step" = "$steps" ] || [ $((step % 20)) = 1 ]; then
     jq --null-input --raw-output --argjson feeds "$feeds" --argjson answer "$answer" --arg step "$step" '

@@ -87,11 +87,66 @@ def test_reverse_over_forward_equals_that_of_jax(remote: Any) -> None:
     assert_equal(twice(remote), twice(local))
 
 
+TRANSFORMS: dict[str, Any] = {
+    "checkpoint": lambda f, w: jax.grad(lambda v: jax.checkpoint(lambda u: jnp.sin(f(X, u)))(v).sum())(w),
+    "grad of scan": lambda f, w: jax.grad(lambda v: scan(f, v)[0].sum())(w),
+    "jvp of scan": lambda f, w: jax.jvp(lambda v: scan(f, v), (w,), (w,)),
+    "vmap of scan": lambda f, w: jax.vmap(lambda v: scan(f, v))(jnp.stack([w, 2 * w])),
+    "vmap with axes": lambda f, w: jax.vmap(f, in_axes=(None, 1), out_axes=2)(X, jnp.stack([w, 2 * w], 1)),
+    "vmap with a name": lambda f, w: jax.vmap(lambda v: jax.lax.pmean(f(X, v), "i"), axis_name="i")(
+        jnp.stack([w, 2 * w])
+    ),
+    "grad of cond": lambda f, w: jax.grad(
+        lambda v: jax.lax.cond(v[0, 0] > 0, lambda u: f(X, u).sum(), lambda u: 2 * f(X, u).sum(), v)
+    )(w),
+    "while loop": lambda f, w: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, pad(f(s[1], w))), (0, X)),
+    "linearize": lambda f, w: jax.linearize(lambda v: f(X, v), w)[1](w),
+}
+
+
+def pad(y: Any) -> Any:
+    """Returns y, of shape (4, 2), as an x, of shape (4, 3)."""
+    return jnp.pad(y, ((0, 0), (0, 1)))
+
+
+def scan(function: Any, w: Any) -> Any:
+    """Applies a function five times in a loop of JAX."""
+    return jax.lax.scan(lambda x, _: (pad(function(x, w)), x.sum()), jnp.asarray(X), None, length=5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_equal_those_of_jax(remote: Any, transform: str, compiled: bool) -> None:
+    def of(function: Any) -> Any:
+        return lambda w: TRANSFORMS[transform](lambda x, v: function(x, v)[0], w)
+
+    found = of(remote)
+    assert_equal((jax.jit(found) if compiled else found)(W), of(local)(W))
+
+
 def test_overrides_apply(binary: Any) -> None:
     x, w = np.float32(X), np.float32(W)
     found = jax.jit(jax.grad(gradrule.jax.remote(binary), argnums=(0, 1)))(x, w)
     for gradient, wanted in zip(found, examples.straight_through(x, w), strict=True):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+def test_derivatives_of_a_gradient_with_overrides_equal_those_of_the_local_rule(client: Any) -> None:
+    """It is not symmetric: in the derivative of the gradient, the sign itself has the derivative 0."""
+    g = gradrule.Graph()
+    w = g.placeholder("w", "float64", [3])
+    total = g.op_output("Exp", g.reduce_sum(w, axis=[0]))
+    g.reduce_sum(g.op_output("Sign", w) * total, axis=[0], name="y")
+    program = client.compile(g, fetches=["y"], ys=["y"], xs=["w"], overrides={"Sign": "fast_sigmoid"})
+    sign = gradrule.jax.surrogate("fast_sigmoid", "sign")
+
+    def local(w: Any) -> Any:
+        return (sign(w) * jnp.exp(w.sum())).sum()
+
+    at = np.array([0.1, -0.2, 0.4])
+    found = jax.jacrev(jax.grad(gradrule.jax.remote(program)))(at)
+    np.testing.assert_allclose(found, jax.jacrev(jax.grad(local))(at), rtol=1e-9)
+    assert not np.allclose(found, found.T)
 
 
 def test_forward_mode_of_a_gradient_with_overrides_is_refused(binary: Any) -> None:

@@ -14,6 +14,7 @@ import gradrule.scipy
 import gradrule.tf
 import gradrule.torch
 from tests.bridges import examples
+from tests.service.gateways import running_gateway
 
 Gradients = tuple[float, Any, Any]
 X, W = np.float32(examples.X), np.float32(examples.W)
@@ -22,6 +23,15 @@ X, W = np.float32(examples.X), np.float32(examples.W)
 def by_grpc(program: Any) -> Gradients:
     result = program(x=X, w=W)
     return float(result.outputs["loss"]), result.gradients["x"], result.gradients["w"]
+
+
+def by_http(program: Any) -> Gradients:
+    """Sends float32 values as JSON numbers, which have enough digits to keep them."""
+    with running_gateway(program._client.target) as gateway:
+        feeds = {"x": X.tolist(), "w": W.tolist()}
+        answer = gateway.post("/v1/evaluate", {"program": program.name, "feeds": feeds}).json
+    by_name = {name: np.float32(tensor["values"]) for name, tensor in answer["gradients"].items()}
+    return answer["outputs"]["loss"]["values"], by_name["x"], by_name["w"]
 
 
 def by_torch(program: Any) -> Gradients:
@@ -92,7 +102,7 @@ def by_keras(program: Any) -> Gradients:
     return float(loss), *tape.gradient(loss, [x, layer.w.value])
 
 
-@pytest.mark.parametrize("way", [by_torch, by_jax, by_scipy, by_pytensor, by_tensorflow, by_keras])
+@pytest.mark.parametrize("way", [by_http, by_torch, by_jax, by_scipy, by_pytensor, by_tensorflow, by_keras])
 def test_the_numbers_are_those_of_the_client(binary: Any, way: Callable[[Any], Gradients]) -> None:
     for found, wanted in zip(way(binary), by_grpc(binary), strict=True):
         np.testing.assert_array_equal(np.asarray(found), wanted)

@@ -147,6 +147,13 @@ def test_transforms_of_torch_func_work() -> None:
     torch.testing.assert_close(pushed, 2 * leaf.grad)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_functions_use_the_rule() -> None:
+    spike, x = gradrule.torch.surrogate("atan"), torch.tensor(X, requires_grad=True)
+    torch.compile(lambda v: spike(2 * v).sum(), backend="eager")(x).backward()
+    np.testing.assert_allclose(x.grad, 2 / (1 + (np.pi * 2 * X) ** 2), rtol=1e-5)
+
+
 def test_a_surrogate_can_be_pickled() -> None:
     spike = gradrule.torch.surrogate("fast_sigmoid", slope=3.0)
     again = pickle.loads(pickle.dumps(spike))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,10 +255,67 @@ def test_many_results_that_are_kept_do_not_use_up_the_server(smooth: Any) -> Non
     assert_equal(found, wanted)
 
 
-def test_modules_can_be_copied(smooth: Any) -> None:
+def test_modules_can_be_copied_and_pickled(smooth: Any) -> None:
     module = gradrule.torch.remote_module(smooth, w=examples.W)
-    again = copy.deepcopy(module)
-    assert_equal(again(X)["z"], module(X)["z"])
+    copied, loaded = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    with torch.no_grad():
+        module.w.mul_(2)
+    for again in (copied, loaded):
+        assert_equal(again(X)["z"], local(X, W)[1])
+    assert copied._remote.program._client is module._remote.program._client
+
+
+def test_ensembles_of_modules_equal_those_of_pytorch(smooth: Any) -> None:
+    modules = [gradrule.torch.remote_module(smooth, w=k * examples.W) for k in (1, 2)]
+    stacked, _ = torch.func.stack_module_state(modules)
+    found = vmap(lambda own: torch.func.functional_call(modules[0], (own,), (X,))["z"])(stacked)
+    assert_equal(found, torch.stack([local(X, k * W)[1] for k in (1, 2)]))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_functions_call_the_server_between_their_graphs(binary: Any) -> None:
+    remote = gradrule.torch.remote(binary)
+    compiled = torch.compile(lambda x, w: 2 * remote(x=x * 2, w=w), backend="eager")
+    x, w = X.float(), W.float().requires_grad_()
+    compiled(x, w).backward()
+    _, wanted = examples.straight_through(2 * x.numpy(), w.detach().numpy())
+    np.testing.assert_allclose(w.grad, 2 * wanted, rtol=1e-6)
+    with pytest.raises(Exception, match="it calls a server"):
+        torch.compile(lambda x: remote(x=x, w=w), backend="eager", fullgraph=True)(x)
+
+
+def test_tensors_of_autocast_get_the_dtype_of_their_input(smooth: Any) -> None:
+    w = W.float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = torch.eye(3) @ w
+        assert h.dtype == torch.bfloat16
+        found = gradrule.torch.remote(smooth)(x=X, w=h)["z"]
+        found.backward()
+    assert found.dtype == torch.float64
+    assert w.grad is not None
+    assert w.grad.dtype == torch.float32
+
+
+def test_modules_train_in_parallel_processes(smooth: Any, tmp_path: Path) -> None:
+    """DistributedDataParallel, with one process, averages the gradients of a module that calls the server."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/peers", rank=0, world_size=1)
+    try:
+        module = torch.nn.parallel.DistributedDataParallel(gradrule.torch.remote_module(smooth, w=examples.W))
+        module(X)["z"].backward()
+        (found,) = [parameter.grad for parameter in module.parameters()]
+    finally:
+        torch.distributed.destroy_process_group()
+    w = W.clone().requires_grad_()
+    local(X, w)[1].backward()
+    assert_equal(found, w.grad)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_that_pytorch_forks_are_refused(smooth: Any) -> None:
+    remote = gradrule.torch.remote(smooth)
+    loader = torch.utils.data.DataLoader([X], num_workers=1, collate_fn=lambda rows: remote(rows[0], W))
+    with pytest.raises(UnsupportedError, match="multiprocessing_context='forkserver'"):
+        list(loader)
 
 
 def test_third_derivatives_say_that_there_are_none(remote: Any) -> None:

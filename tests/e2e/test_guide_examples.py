@@ -31,6 +31,7 @@ TESTED = {
         "pymc",
         "tf",
     },  # in tests/bridges/test_guide.py
+    "http.md": {"curl", "r", "javascript", "julia", "problem"},  # in test_http_guide.py; Julia is not run
     "models.md": {"connect", "models"},
     "notebooks.md": {"start", "pictures", "saliency", "progress"},
     "operating.md": {"credentials", "serve", "status"},

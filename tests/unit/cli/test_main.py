@@ -16,7 +16,7 @@ from gradrule.cli.main import build_parser, main
 from gradrule.cli.output import describe
 from gradrule_server.settings import Settings
 
-COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "compare", "demo")
+COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "compare", "gateway", "demo")
 
 
 def without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -178,3 +178,23 @@ print(sorted({"tensorflow", "matplotlib", "rich"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_gateway_without_its_extra_says_which_one() -> None:
+    ended = without("uvicorn", "gateway")
+    assert ended.returncode == 1
+    assert "pip install 'gradrule[gateway]'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "x"], "a port from 0 to 65535"),
+        (["--max-body-bytes", "1X"], "64M"),
+        (["--max-requests", "0"], "positive"),
+        (["--tls-cert", "c"], "--tls-key"),
+    ],
+)
+def test_wrong_flags_of_the_gateway(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", *flags]) == 2
+    assert said in capsys.readouterr().err

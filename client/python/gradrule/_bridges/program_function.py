@@ -137,6 +137,10 @@ class ProgramFunction:
     def __reduce__(self) -> Any:
         return ProgramFunction, (self.program, self._params, self._timeout)
 
+    def __deepcopy__(self, _: dict[int, Any]) -> ProgramFunction:
+        # It does not change, and a copy would need a connection of its own.
+        return self
+
     def forward(self, feeds: Values) -> tuple[Arrays, ForwardRun | None]:
         """Returns the ys and the forward run that the server keeps.
 

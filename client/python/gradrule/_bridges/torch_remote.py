@@ -22,6 +22,7 @@ def remote(program: Program, *, params: CallParams | None = None, timeout: float
     `jacrev` and `jacfwd` work with it. The first backward pass continues the forward run that the server has kept, so
     ops that draw random numbers get the gradients of the numbers that were drawn; other derivatives of such programs
     are refused. The server keeps the run until the result is no longer referred to. The program's overrides apply.
+    `torch.compile` runs the call between two graphs, so that it does not work with `fullgraph=True`.
 
     Args:
         program: A program of `client.compile`, whose xs are inputs and whose ys are among its fetches.
@@ -71,7 +72,7 @@ def remote_module(
 class RemoteFunction(RemoteCallable):
     """A program as a function of torch tensors, which `remote` returns."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="it calls a server")  # type: ignore[untyped-decorator]
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Runs the program; see `remote`.
 

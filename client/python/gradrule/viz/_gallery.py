@@ -31,9 +31,9 @@ FAMILIES = {
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5d6878; --line: #d5dae2; --paper: #fff; --card: #f7f8fa;
-  --gradient: #0b63ce; --opposite: #c62f2f; --forward: #9aa4b2; }
+  --gradient: #0072b2; --opposite: #d55e00; --forward: #8a94a2; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --soft: #9aa4b2; --line: #353d49; --paper: #14181e;
-  --card: #1c222b; --gradient: #62a8ff; --opposite: #ff7b72; --forward: #66707e; } }
+  --card: #1c222b; --gradient: #56b4e9; --opposite: #ff9a4d; --forward: #66707e; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto;
   max-width: 1400px; padding: 0 20px 60px; }
 code, pre { font: 13px/1.4 ui-monospace, Consolas, monospace; }
