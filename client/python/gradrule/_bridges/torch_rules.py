@@ -56,6 +56,7 @@ class Surrogate:
         if not callable(function):
             raise InvalidOverrideError(f"forward is a function, or one of {', '.join(_FORWARD)}; not {forward!r}")
         self._forward: Callable[[Any], Any] = function
+        self._may_draw = not isinstance(forward, str)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the function of a tensor.
@@ -63,7 +64,7 @@ class Surrogate:
         Raises:
             GradruleError: The rule does not fit the type of x; raised by `backward`.
         """
-        found: torch.Tensor = _WithRule.apply(_Run(self._forward), self._rule, x)
+        found: torch.Tensor = _WithRule.apply(_Run(self._forward, may_draw=self._may_draw), self._rule, x)
         return found
 
     def __repr__(self) -> str:
@@ -89,25 +90,28 @@ class _Run:
     Args:
         function: The function, or runs the layer without its rule.
         layer: The layer.
+        may_draw: Whether the function may draw random numbers.
     """
 
-    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
-        self._function, self._layer = function, layer
+    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None, *, may_draw: bool = True) -> None:
+        self._function, self._layer, self._may_draw = function, layer, may_draw
         self._random_state: list[tuple[torch.device, torch.Tensor]] = []
 
     def first(self, *xs: torch.Tensor) -> torch.Tensor:
         """Returns the function of tensors."""
-        self._random_state = [(torch.device("cpu"), torch.get_rng_state())]
-        self._random_state += [
-            (device, torch.cuda.get_rng_state(device)) for device in {x.device for x in xs if x.is_cuda}
-        ]
+        if self._may_draw:
+            devices = {x.device for x in xs if x.is_cuda}
+            self._random_state = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+            self._random_state.append((torch.device("cpu"), torch.get_rng_state()))
         y: torch.Tensor = self._function(*xs)
         # Functions such as the identity return x itself.
         return y.view_as(y) if any(y is x for x in xs) else y
 
     def again(self, *xs: torch.Tensor) -> torch.Tensor:
         """Returns the same again, for derivatives of the function."""
-        with torch.random.fork_rng([device for device, _ in self._random_state if device.type == "cuda"]):
+        with torch.random.fork_rng(
+            [device for device, _ in self._random_state if device.type == "cuda"], enabled=self._may_draw
+        ):
             for device, state in self._random_state:
                 if device.type == "cuda":
                     torch.cuda.set_rng_state(state, device)
