@@ -14,7 +14,13 @@ from gradrule._bridges.local_rules import LocalRule, params_of
 from gradrule._bridges.torch_arrays import TORCH
 from gradrule._builder.names import did_you_mean, glob_pattern
 from gradrule._builder.rules import OverrideValue, RuleLike, rule_and_params
-from gradrule.errors import InactiveOverrideError, InvalidOverrideError, UnmatchedOverrideError, UnsupportedError
+from gradrule.errors import (
+    InactiveOverrideError,
+    InvalidOverrideError,
+    InvalidTensorError,
+    UnmatchedOverrideError,
+    UnsupportedError,
+)
 
 Selector: TypeAlias = "type[nn.Module] | str | nn.Module"
 ModuleOverrides: TypeAlias = "Mapping[Selector, OverrideValue] | Sequence[tuple[Selector, OverrideValue]]"
@@ -62,8 +68,11 @@ class Surrogate:
         """Returns the function of a tensor.
 
         Raises:
+            InvalidTensorError: x is no tensor.
             GradruleError: The rule does not fit the type of x; raised by `backward`.
         """
+        if not isinstance(x, torch.Tensor):
+            raise InvalidTensorError(f"a surrogate is a function of a torch tensor, not of a {type(x).__name__}")
         found: torch.Tensor = _WithRule.apply(_Run(self._forward, may_draw=self._may_draw), self._rule, x)
         return found
 
@@ -308,6 +317,10 @@ class _Overridden(torch.autograd.Function):
 
 
 def _pairs(overrides: ModuleOverrides) -> list[tuple[Selector, OverrideValue]]:
+    if isinstance(overrides, str):
+        raise InvalidOverrideError(
+            f"overrides are a dict of selectors and rules, not {overrides!r}; presets are for graphs on a server"
+        )
     pairs = list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2):
