@@ -7,8 +7,8 @@ tensor of the model by another, in one call. Guided Grad-CAM multiplies that coa
 (Springenberg et al. 2014, arXiv:1412.6806), which is the gradient of the image with the rule `guided_relu` at each
 ReLU.
 
-Prints the accuracy, about 1, and the share of each map that is in the half of the image with the right shape: about 0.7
-for Grad-CAM, and 0.9 for guided Grad-CAM; a map without information would have 0.5.
+Prints the accuracy, about 1, and the share of each map that is in the half of the image with the right shape: about 0.8
+for Grad-CAM, and 0.95 for guided Grad-CAM; a map without information would have 0.5.
 Picture: out/examples/grad_cam.png, the maps of both classes for one image.
 """
 
@@ -24,7 +24,7 @@ import gradrule as gr
 
 SIDE, IMAGES, EPOCHS = 48, 1500, 5
 NAMES = ("disk", "cross")
-WANTED = {"accuracy": 0.95, "Grad-CAM": 0.6, "guided Grad-CAM": 0.75}
+WANTED = {"accuracy": 0.95, "Grad-CAM": 0.7, "guided Grad-CAM": 0.9}
 OUT = Path("out/examples")
 
 client = gr.local()
@@ -52,6 +52,7 @@ image = keras.Input((SIDE, SIDE, 1), name="image")
 h = layers.MaxPooling2D()(layers.Conv2D(16, 5, padding="same", activation="relu")(image))
 h = layers.MaxPooling2D()(layers.Conv2D(32, 3, padding="same", activation="relu")(h))
 h = layers.Conv2D(32, 3, padding="same", activation="relu", name="features")(h)
+h = layers.SpatialDropout2D(0.5)(h)  # drops whole channels, so that each class learns channels of its own
 model = keras.Model(image, layers.Dense(2, name="logits")(layers.GlobalMaxPooling2D()(h)))
 loss = keras.losses.BinaryCrossentropy(from_logits=True)
 model.compile(keras.optimizers.Adam(0.002), loss, metrics=[keras.metrics.BinaryAccuracy(threshold=0.0)])

@@ -100,7 +100,7 @@ for color, (name, (accuracy, losses, _)) in zip(("C2", "C0", "C1"), runs.items()
     smooth = np.convolve(losses, np.ones(10) / 10, mode="valid")
     left.plot(smooth, color=color, label=f"{name}: accuracy {accuracy:.2f}")
 left.set(title="training loss, mean of 10 steps", xlabel="step", ylabel="cross entropy", yscale="log")
-left.legend(loc="center right")
+left.legend(loc="upper right", bbox_to_anchor=(1.0, 0.8))
 variables = runs["2 bits, LSQ and PACT"][2]
 w, step = variables["first/w"].ravel(), float(variables["first/step"])
 right.hist(w, bins=80, color="C7", label="before rounding")
@@ -108,7 +108,7 @@ for number, level in enumerate(range(LOWEST, HIGHEST + 1)):
     right.axvline(level * step, color="C0", linestyle="--", label=None if number else "the four values after rounding")
 right.set(title=f"weights of the first layer, learned step {step:.2f}", xlabel="weight", ylabel="number of weights")
 right.margins(y=0.35)
-right.legend(loc="upper left")
+right.legend(loc="upper left", framealpha=1.0)
 OUT.mkdir(parents=True, exist_ok=True)
 figure.savefig(OUT / "quantisation_aware_training.png", dpi=120)
 

@@ -131,13 +131,24 @@ class Gateway:
     async def _upload(self, route: Route, request: Request, metadata: Metadata, timeout_s: float) -> tuple[bytes, str]:
         sha256 = request.path_params[route.path_field]
 
+        failures: list[Exception] = []
+
         async def parts() -> AsyncIterator[bytes]:
             yield blob_pb2.UploadBlobRequest(sha256=sha256).SerializeToString()
-            async for chunk in request.stream():
-                if chunk:
-                    yield blob_pb2.UploadBlobRequest(data=chunk).SerializeToString()
+            try:
+                async for chunk in request.stream():
+                    if chunk:
+                        yield blob_pb2.UploadBlobRequest(data=chunk).SerializeToString()
+            except (Problem, ClientDisconnect) as failure:
+                # gRPC would report only that the call was cancelled. The upload ends here, and its hash does not fit.
+                failures.append(failure)
 
-        return await self._upstream.upload(route.grpc_path, parts(), metadata, timeout_s)
+        try:
+            return await self._upstream.upload(route.grpc_path, parts(), metadata, timeout_s)
+        except Problem:
+            if failures:
+                raise failures[0] from None
+            raise
 
     def _metadata(self, request: Request) -> Metadata:
         found = []

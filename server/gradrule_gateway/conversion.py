@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from gradrule.v1 import admin_pb2, blob_pb2, evaluate_pb2, program_pb2, rule_pb2
+from gradrule.v1.tensor_pb2 import Dt
 from gradrule_gateway import decoding, encoding, json_text
 from gradrule_gateway.decoding import OpenTensor
 from gradrule_gateway.encoding import Format
@@ -20,6 +21,8 @@ from gradrule_gateway.problems import Problem, malformed
 from gradrule_gateway.routes import PACKAGE, Route
 
 _MODULES = (admin_pb2, blob_pb2, evaluate_pb2, program_pb2, rule_pb2)
+
+_INTEGERS = (Dt.DT_INT64, Dt.DT_UINT64)
 
 # The tensors of a program that the values of an EvaluateRequest's field are for.
 _TENSORS_OF_FIELD = {"feeds": "inputs", "grad_ys": "ys", "tangents": "xs", "vectors": "xs"}
@@ -66,9 +69,12 @@ def decode_body(route: Route, body: bytes) -> DecodedRequest:
     found = decoding.decode(message, value)
     is_call = isinstance(message, evaluate_pb2.EvaluateRequest)
     waiting = [tensor for tensor in found if is_call and tensor.field in _TENSORS_OF_FIELD]
+    is_sample = isinstance(message, rule_pb2.SampleRuleRequest)
     for tensor in found:
         if tensor not in waiting:
-            decoding.close(tensor, None)
+            # Rules compute with floats, and many languages write 1.0 as 1.
+            is_float = is_sample and tensor.field == "values" and tensor.tensor.dtype in _INTEGERS
+            decoding.close(tensor, Dt.DT_FLOAT if is_float else None)
     return DecodedRequest(message, waiting)
 
 

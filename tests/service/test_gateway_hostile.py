@@ -149,6 +149,15 @@ def test_a_body_that_does_not_arrive_is_given_up(gateway: RunningGateway) -> Non
     assert text.startswith(b"HTTP/1.1 408 ")
 
 
+def test_an_upload_that_does_not_arrive_is_given_up(gateway: RunningGateway) -> None:
+    with socket.create_connection(gateway.address, timeout=20) as client:
+        client.sendall(f"PUT /v1/blobs/{'0' * 64} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1".encode())
+        text = b""
+        while part := client.recv(65536):
+            text += part
+    assert text.startswith(b"HTTP/1.1 408 ")
+
+
 def test_too_many_requests_are_refused_with_a_time_to_wait(gateway: RunningGateway) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3):

@@ -99,3 +99,8 @@ def test_the_command_line_prints_notes(
     done = shell_in(tmp_path, server, monkeypatch, capsys)("explain", "graph.pb", "--y", "predictions", "--x", "x")
     assert "note: 'predictions' is the output of the softmax 'softmax'" in done.err
     assert ".py" not in done.err
+    shell = shell_in(tmp_path, server, monkeypatch, capsys)
+    words = ("programs", "compile", "graph.pb", "--y", "predictions", "--x", "x")
+    assert "note: 'predictions' is the output" in shell(*words).out
+    (note,) = shell(*words, "--json").json["notes"]
+    assert note.startswith("'predictions' is the output of the softmax")

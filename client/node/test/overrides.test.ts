@@ -247,6 +247,7 @@ test("batch norms are folded", async () => {
   const ask = { feeds, fetches: "y", ys: "y", xs: "x" };
   const plain = await client.evaluate(g, ask);
   assert.deepEqual(plain.rewritten, []);
+  assert.deepEqual(plain.notes, []);
   const folded = await client.evaluate(g, { ...ask, rewrites: "fold_batch_norm" });
   assert.deepEqual(folded.rewritten, ["norm"]);
   near(folded.outputs["y"], Array.from(plain.outputs["y"]!.toFloat32()), 1e-5);

@@ -100,6 +100,7 @@ def _json(result: Result) -> dict[str, object]:
         "overrides": [asdict(item) for item in result.overrides],
         "default_gradient_nodes": result.default_gradient_nodes,
         "rewritten": result.rewritten,
+        "notes": result.notes,
         "device": result.device,
         "timings": asdict(result.timings),
         "digests": asdict(result.digests),

@@ -92,6 +92,7 @@ def _json(found: Explanation) -> dict[str, object]:
         "overrides": [asdict(item) for item in found.overrides],
         "default_gradient_nodes": found.default_gradient_nodes,
         "rewritten": found.rewritten,
+        "notes": found.notes,
         "findings": [asdict(item) for item in found.findings],
         **{
             role: [asdict(spec) for spec in group.values()]

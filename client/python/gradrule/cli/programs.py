@@ -113,6 +113,8 @@ def _show(program: Program, as_json: bool) -> None:
     output.table(screen, "overrides", output.RESOLUTION_COLUMNS, output.resolution_rows(program.overrides))
     if program.default_gradient_nodes:
         screen.print(f"own gradient: {', '.join(program.default_gradient_nodes)}")
+    for note in program.notes:
+        screen.print(f"note: {note}")
     if program.rewritten:
         screen.print(f"rewritten: {', '.join(program.rewritten)}")
 
@@ -136,6 +138,7 @@ def _json(program: Program) -> dict[str, object]:
         "overrides": [asdict(item) for item in program.overrides],
         "default_gradient_nodes": program.default_gradient_nodes,
         "rewritten": program.rewritten,
+        "notes": program.notes,
         "device": program.device,
         "create_time": program.create_time,
         "digests": asdict(program.digests),

@@ -31,9 +31,9 @@ FAMILIES = {
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5d6878; --line: #d5dae2; --paper: #fff; --card: #f7f8fa;
-  --gradient: #0b63ce; --opposite: #c62f2f; --forward: #9aa4b2; }
+  --gradient: #0072b2; --opposite: #d55e00; --forward: #8a94a2; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --soft: #9aa4b2; --line: #353d49; --paper: #14181e;
-  --card: #1c222b; --gradient: #62a8ff; --opposite: #ff7b72; --forward: #66707e; } }
+  --card: #1c222b; --gradient: #56b4e9; --opposite: #ff9a4d; --forward: #66707e; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto;
   max-width: 1400px; padding: 0 20px 60px; }
 code, pre { font: 13px/1.4 ui-monospace, Consolas, monospace; }
@@ -41,7 +41,7 @@ nav { position: sticky; top: 0; background: var(--paper); padding: 10px 0; borde
   display: flex; gap: 14px; flex-wrap: wrap; z-index: 1; }
 nav a { color: var(--gradient); text-decoration: none; }
 nav input { margin-left: auto; padding: 4px 8px; min-width: 220px; }
-.rules { display: grid; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); gap: 16px; }
+.rules { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); gap: 16px; }
 article { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px;
   min-width: 0; }
 article h3 { margin: 0 0 4px; font: 600 16px ui-monospace, monospace; }
