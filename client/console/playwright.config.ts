@@ -7,6 +7,9 @@ export default defineConfig({
   reporter: "line",
   workers: 2,
   fullyParallel: true,
+  // Machines of CI are shared: an answer may take long, and only a missing one fails a test.
+  timeout: 90_000,
+  expect: { timeout: 20_000 },
   use: {
     launchOptions: {
       // The system's Chromium; `make test-console` installs it where it can.

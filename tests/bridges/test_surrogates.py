@@ -18,6 +18,7 @@ from gradrule.errors import (
     InvalidExpressionError,
     InvalidOverrideError,
     InvalidParamError,
+    InvalidTensorError,
     MissingParamError,
     UnknownParamError,
     UnknownRuleError,
@@ -179,6 +180,11 @@ def test_a_spiking_network_trains_in_pytorch_alone() -> None:
         ((count - wanted) ** 2).backward()
         optimizer.step()
     assert abs(count.item() - wanted) <= 1
+
+
+def test_surrogates_of_other_values_are_refused() -> None:
+    with pytest.raises(InvalidTensorError, match="not of a float"):
+        gradrule.torch.surrogate("atan")(0.5)
 
 
 @pytest.mark.parametrize("make", [gradrule.torch.surrogate, gradrule.jax.surrogate])

@@ -16,6 +16,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 import gradrule.torch
 from gradrule.errors import (
     FeedDtypeError,
+    FeedShapeError,
     InvalidDerivativeError,
     MissingFeedError,
     UnknownFeedError,
@@ -157,6 +158,8 @@ def test_a_network_of_a_remote_module_trains(digits_network: Any) -> None:
 
 def test_a_module_takes_its_other_inputs_in_order_and_keeps_its_state(smooth: Any) -> None:
     module = gradrule.torch.remote_module(smooth, w=examples.W)
+    assert "(x, w) -> y, z" in repr(module)
+    assert "w=(3, 2)" in repr(module)
     assert_equal(module(X)["y"], local(X, W)[0])
     other = gradrule.torch.remote_module(smooth, w=np.zeros((3, 2)))
     other.load_state_dict(module.state_dict())
@@ -193,8 +196,12 @@ def test_programs_without_what_is_needed_are_refused(client: Any, aio_client: An
         by_w(X.clone().requires_grad_(), W)
     with pytest.raises(UnknownFeedError, match="'v' is no input"):
         gradrule.torch.remote_module(by_w.program, v=examples.W)
+    with pytest.raises(UnknownFeedError, match="Did you mean 'w'"):
+        gradrule.torch.remote_module(by_w.program, W=examples.W)
     with pytest.raises(FeedDtypeError, match="'w' is float32"):
         gradrule.torch.remote_module(by_w.program, w=examples.W.astype(np.float32))
+    with pytest.raises(FeedShapeError, match=r"'w' has shape \(2, 3\), but the input has \(3, 2\)"):
+        gradrule.torch.remote_module(by_w.program, w=examples.W.T)
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,8 @@ def test_wrong_overrides_are_refused(dense: Any) -> None:
     model, _ = dense
     with pytest.raises(InvalidOverrideError, match="a selector is"), override(model, {3: "lrp_0"}):
         pass
+    with pytest.raises(InvalidOverrideError, match="presets are for graphs"), override(model, "epsilon_plus"):
+        pass
     with pytest.raises(MissingParamError, match="'low'"), override(model, {nn.Linear: "lrp_zbox"}):
         pass
     with pytest.raises(UnknownParamError, match="'gamma'"), override(model, {nn.Linear: ("lrp_0", {"gamma": 1.0})}):

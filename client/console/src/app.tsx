@@ -33,7 +33,8 @@ export function App() {
   const place = route.path.join("/");
   const first = useRef(true);
   useEffect(() => {
-    document.title = [...route.path.slice(1).reverse(), current?.title ?? "Not found", "gradrule"].join(" · ");
+    const title = name === "playground" ? "Playground" : (current?.title ?? "Not found");
+    document.title = [...route.path.slice(1).reverse(), title, "gradrule"].join(" · ");
     // Screen readers and the keyboard start at the new page's top.
     if (!first.current) {
       main.current?.focus({ preventScroll: true });

@@ -55,18 +55,18 @@ export async function settled(page: Page): Promise<void> {
   await expect(page.locator(".loading, [aria-busy=true]")).toHaveCount(0);
 }
 
-/** Returns the accessibility rules that the page breaks, with the elements. */
-export async function accessibilityProblems(page: Page): Promise<string[]> {
+/** Returns the accessibility rules that the page breaks, with the elements. `rules`: only these. */
+export async function accessibilityProblems(page: Page, rules?: string[]): Promise<string[]> {
   await page.evaluate(AXE);
-  return page.evaluate(async () => {
-    const axe = (
-      window as unknown as {
-        axe: { run: (options: unknown) => Promise<{ violations: { id: string; nodes: { html: string }[] }[] }> };
-      }
-    ).axe;
-    const { violations } = await axe.run({ runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"] });
+  const runOnly = rules ?? ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"];
+  return page.evaluate(async (chosen) => {
+    interface Axe {
+      run: (options: unknown) => Promise<{ violations: { id: string; nodes: { html: string }[] }[] }>;
+    }
+    const { axe } = window as unknown as { axe: Axe };
+    const { violations } = await axe.run({ runOnly: chosen, resultTypes: ["violations"] });
     return violations.map(({ id, nodes }) => `${id}: ${nodes.map((node) => node.html.slice(0, 160)).join(" | ")}`);
-  });
+  }, runOnly);
 }
 
 export { expect };

@@ -15,14 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
+try:
+    import jax
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError("gradrule.jax needs JAX: pip install 'gradrule[jax]'") from missing
 import jax.numpy as jnp
 import numpy as np
 
 from gradrule._bridges.jax_arrays import JAX
 from gradrule._bridges.jax_primitives import EVALUATE, Signature
 from gradrule._bridges.local_rules import LocalRule
-from gradrule._bridges.program_function import ProgramFunction, RemoteCallable
+from gradrule._bridges.program_function import ProgramFunction, RemoteCallable, has_shape
 from gradrule._builder.rules import RuleLike
 from gradrule._messages.call_arguments import CallParams
 from gradrule._messages.feed_values import array_of
@@ -164,9 +167,6 @@ def _checked(name: str, value: Any, function: ProgramFunction) -> Any:
         value = array_of(value, NUMBERS[spec.dtype], f"the input {name!r}")
     if np.dtype(value.dtype) != np.dtype(spec.dtype):
         raise FeedDtypeError(f"the input {name!r} is {spec.dtype}, not {np.dtype(value.dtype).name}")
-    if spec.shape is not None and (
-        len(spec.shape) != len(value.shape)
-        or any(size not in (None, found) for size, found in zip(spec.shape, value.shape, strict=True))
-    ):
+    if not has_shape(spec, value.shape):
         raise FeedShapeError(f"the input {name!r} has shape {spec.shape}, not {tuple(value.shape)}")
     return jnp.asarray(value)

@@ -19,7 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytensor.tensor as pt
+
+try:
+    import pytensor.tensor as pt
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError("gradrule.pytensor needs PyTensor: pip install 'gradrule[pytensor]'") from missing
 from pytensor.gradient import DisconnectedType, grad_undefined
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op

@@ -14,6 +14,11 @@
 It needs PyTorch: `pip install 'gradrule[torch]'`.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError("gradrule.torch needs PyTorch: pip install 'gradrule[torch]'") from missing
+
 from gradrule._bridges.torch_remote import RemoteFunction, RemoteModule, remote, remote_module
 from gradrule._bridges.torch_rules import Surrogate, override, surrogate
 

@@ -35,6 +35,7 @@ PUBLIC = {
     **{f"gr.optimizers.{name}": getattr(optimizers, name) for name in optimizers.__all__},
     **{f"gr.schedules.{name}": getattr(schedules, name) for name in schedules.__all__},
     **{f"gr.keras.{name}": getattr(gr.keras, name) for name in gr.keras.__all__},
+    **{f"gr.viz.{name}": getattr(gr.viz, name) for name in gr.viz.__all__},
 }
 
 

@@ -1,4 +1,4 @@
-import { grid, PointSampler, same, sampleOwn, sampleRows, type Target } from "./sampling";
+import { grid, PointSampler, same, sampleGradient, sampleOwn, sampleRows, type Target } from "./sampling";
 
 /** A point where the slopes of the forward function on both sides differ. */
 export interface Kink {
@@ -14,8 +14,8 @@ export interface Check {
   compared: number;
   different: number;
   largest: number;
-  /** x, the rule's gradient and the finite difference at the largest difference. */
-  worst: { x: number; rule: number; expected: number };
+  /** x, the upstream gradient, the rule's gradient and the expected one at the largest difference. */
+  worst: { x: number; dy: number; rule: number; expected: number };
   kinks: Kink[];
 }
 
@@ -38,11 +38,14 @@ export async function checkGradient(target: Target, signal: AbortSignal): Promis
   const offsets = [-1, -0.5, 0, 0.5, 1];
   const positions = offsets.flatMap((offset) => x.map((value, index) => value + offset * steps[index]!));
   const ones = (list: number[]) => list.map(() => 1);
-  const [forward, { dx }] = await Promise.all([
+  // Both signs and many sizes: a rule may be right for dy = 1 only, as guided backpropagation is.
+  const dy = x.map((_, index) => (index % 2 ? -1 : 1) * (0.5 + ((index * 0.618) % 1)));
+  const [forward, dx, dxAtOne] = await Promise.all([
     setup.isStep
       ? positions.map((value) => (value > 0 ? 1 : 0))
       : sampleOwn(target, positions, ones(positions), "float64", signal).then(({ y }) => y),
-    sampleRows(target, x, ones(x), "float64", signal),
+    sampleGradient(target, x, dy, "float64", signal),
+    sampleGradient(target, x, ones(x), "float64", signal),
   ]);
   const at = (offset: number, index: number) => forward[offsets.indexOf(offset) * POINTS + index]!;
   const found: Check = {
@@ -50,7 +53,7 @@ export async function checkGradient(target: Target, signal: AbortSignal): Promis
     compared: 0,
     different: 0,
     largest: 0,
-    worst: { x: NaN, rule: NaN, expected: NaN },
+    worst: { x: NaN, dy: NaN, rule: NaN, expected: NaN },
     kinks: [],
   };
   x.forEach((value, index) => {
@@ -65,20 +68,21 @@ export async function checkGradient(target: Target, signal: AbortSignal): Promis
     // At a jump through the middle, as of Sign at 0, both slopes are equal and double when the step halves.
     const isJump = Math.abs(near.left) > 1 && Math.abs(near.left) > 1.5 * Math.abs(far.left);
     if (isKink || isJump) {
-      found.kinks.push({ x: value, ...near, rule: dx[index]! });
+      found.kinks.push({ x: value, ...near, rule: dxAtOne[index]! });
       return;
     }
     const wide = (far.left + far.right) / 2;
     const narrow = (near.left + near.right) / 2;
-    const expected = (4 * narrow - wide) / 3;
+    const expected = (dy[index]! * (4 * narrow - wide)) / 3;
     if (!Number.isFinite(expected)) return;
     found.compared += 1;
     const rule = dx[index]!;
     const difference = Number.isFinite(rule) ? Math.abs(rule - expected) : Infinity;
-    if (difference > TOLERANCE * Math.max(1, Math.abs(expected)) + Math.abs(expected - narrow)) found.different += 1;
+    if (difference > TOLERANCE * Math.max(1, Math.abs(expected)) + Math.abs(dy[index]! * (narrow - wide)))
+      found.different += 1;
     if (!(difference < found.largest)) {
       found.largest = difference;
-      found.worst = { x: value, rule, expected };
+      found.worst = { x: value, dy: dy[index]!, rule, expected };
     }
   });
   return found;

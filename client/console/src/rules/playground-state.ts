@@ -15,9 +15,9 @@ export interface PlaygroundState {
 }
 
 const FIRST: PlaygroundState = {
-  expression: "where(abs(x) <= clip, dy, 0)",
+  expression: "where(abs(x) <= width, dy, 0)",
   opType: "Sign",
-  params: [{ name: "clip", value: 1 }],
+  params: [{ name: "width", value: 1 }],
 };
 
 /** Reads the state of an address. */

@@ -47,88 +47,90 @@ export function Playground({ route }: { route: Route }) {
           error={expressionError}
           onChange={(expression) => change({ expression })}
         />
-        <div class="playground-inputs">
-          <label class="field">
-            <span>Op</span>
-            <select
-              class="select"
-              value={state.opType in SETUPS || !state.opType ? state.opType : "other"}
-              onChange={(event) => {
-                change({ opType: event.currentTarget.value });
-                setRange(undefined);
-              }}
-            >
-              <option value="">None</option>
-              <option value={STEP}>Step: x &gt; 0</option>
-              {OPS.map((name) => (
-                <option value={name}>{name}</option>
-              ))}
-              {state.opType && !(state.opType in SETUPS) && <option value="other">{state.opType}</option>}
-            </select>
-          </label>
-          <NumberField
-            label="x from"
-            value={target?.setup.low ?? -3}
-            onChange={(low) => setRange({ low, high: target?.setup.high ?? 3 })}
-          />
-          <NumberField
-            label="to"
-            value={target?.setup.high ?? 3}
-            onChange={(high) => setRange({ low: target?.setup.low ?? -3, high })}
-          />
-        </div>
-        <fieldset class="params">
-          <legend class="small">Params</legend>
-          {state.params.map((param, index) => (
-            <div class="params-row" key={index}>
-              <label class="field">
-                <span class="visually-hidden">Name of param {index + 1}</span>
-                <input
-                  class="input input-code"
-                  value={param.name}
-                  placeholder="name"
-                  autocomplete="off"
-                  autocapitalize="off"
-                  spellcheck={false}
-                  aria-invalid={!!param.name && !/^[A-Za-z_]\w*$/.test(param.name)}
-                  onInput={(event) => changeParam(index, { name: event.currentTarget.value })}
-                />
-              </label>
-              <NumberField
-                label={`Value of ${param.name || `param ${index + 1}`}`}
-                hidden
-                value={param.value}
-                onChange={(value) => changeParam(index, { value })}
-              />
-              <button
-                class="button"
-                type="button"
-                aria-label={`Remove param ${param.name || index + 1}`}
-                onClick={() => change({ params: state.params.filter((_, at) => at !== index) })}
+        <div class="playground-form">
+          <div class="playground-inputs">
+            <label class="field">
+              <span>Op</span>
+              <select
+                class="select"
+                value={state.opType in SETUPS || !state.opType ? state.opType : "other"}
+                onChange={(event) => {
+                  change({ opType: event.currentTarget.value });
+                  setRange(undefined);
+                }}
               >
-                ✕
+                <option value="">None</option>
+                <option value={STEP}>Step: x &gt; 0</option>
+                {OPS.map((name) => (
+                  <option value={name}>{name}</option>
+                ))}
+                {state.opType && !(state.opType in SETUPS) && <option value="other">{state.opType}</option>}
+              </select>
+            </label>
+            <NumberField
+              label="x from"
+              value={target?.setup.low ?? -3}
+              onChange={(low) => setRange({ low, high: target?.setup.high ?? 3 })}
+            />
+            <NumberField
+              label="to"
+              value={target?.setup.high ?? 3}
+              onChange={(high) => setRange({ low: target?.setup.low ?? -3, high })}
+            />
+          </div>
+          <fieldset class="params">
+            <legend class="small">Params</legend>
+            {state.params.map((param, index) => (
+              <div class="params-row" key={index}>
+                <label class="field">
+                  <span class="visually-hidden">Name of param {index + 1}</span>
+                  <input
+                    class="input input-code"
+                    value={param.name}
+                    placeholder="name"
+                    autocomplete="off"
+                    autocapitalize="off"
+                    spellcheck={false}
+                    aria-invalid={!!param.name && !/^[A-Za-z_]\w*$/.test(param.name)}
+                    onInput={(event) => changeParam(index, { name: event.currentTarget.value })}
+                  />
+                </label>
+                <NumberField
+                  label={`Value of ${param.name || `param ${index + 1}`}`}
+                  hidden
+                  value={param.value}
+                  onChange={(value) => changeParam(index, { value })}
+                />
+                <button
+                  class="button"
+                  type="button"
+                  aria-label={`Remove param ${param.name || index + 1}`}
+                  onClick={() => change({ params: state.params.filter((_, at) => at !== index) })}
+                >
+                  ✕
+                </button>
+              </div>
+            ))}
+            <div class="row">
+              {missing && (
+                <button
+                  class="button button-primary button-small"
+                  type="button"
+                  onClick={() => change({ params: [...state.params, { name: missing, value: 1 }] })}
+                >
+                  Add param {missing}
+                </button>
+              )}
+              <button
+                class="button button-small"
+                type="button"
+                onClick={() => change({ params: [...state.params, { name: "", value: 1 }] })}
+              >
+                Add a param
               </button>
             </div>
-          ))}
-          <div class="row">
-            {missing && (
-              <button
-                class="button button-primary button-small"
-                type="button"
-                onClick={() => change({ params: [...state.params, { name: missing, value: 1 }] })}
-              >
-                Add param {missing}
-              </button>
-            )}
-            <button
-              class="button button-small"
-              type="button"
-              onClick={() => change({ params: [...state.params, { name: "", value: 1 }] })}
-            >
-              Add a param
-            </button>
-          </div>
-        </fieldset>
+          </fieldset>
+        </div>
       </section>
       <div class="columns">
         <div class="stack">
@@ -136,7 +138,7 @@ export function Playground({ route }: { route: Route }) {
           <SpecialCard state={study} />
         </div>
         <div class="stack">
-          <CheckCard state={study} />
+          <CheckCard state={study} noOp="Choose an op to compare the rule with finite differences of it." />
           <section class="card stack" aria-labelledby="use-title">
             <h2 id="use-title">Use it without registering it</h2>
             <h3>Python</h3>

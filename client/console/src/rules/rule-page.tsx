@@ -95,7 +95,7 @@ function Details({ rule, asked }: { rule: Rule; asked: string }) {
           <Prose text={rule.description} />
         </p>
       )}
-      <CodeBlock code={formulaOf(rule)} label="formula" />
+      {(rule.formula || rule.definition?.expression) && <CodeBlock code={formulaOf(rule)} label="formula" />}
       <div class="columns">
         <div class="stack">
           {target ? (
@@ -115,7 +115,13 @@ function Details({ rule, asked }: { rule: Rule; asked: string }) {
               onChange={(param, value) => setParams((before) => ({ ...before, [param]: value }))}
             />
           )}
-          {target && <CheckCard state={state} isTrueGradient={rule.trueGradient} />}
+          {target && (
+            <CheckCard
+              state={state}
+              isTrueGradient={rule.trueGradient}
+              noOp="The rule names no op with one number as its input. Open it in the playground and choose one."
+            />
+          )}
           <Facts rule={rule} />
           <section class="card stack" aria-labelledby="use-title">
             <h2 id="use-title">Use it</h2>

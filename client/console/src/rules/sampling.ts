@@ -61,7 +61,14 @@ export async function sampleOwn(
   return { y: numbers(answer.outputs?.["y"]), own: numbers(answer.gradients?.["dx"]) };
 }
 
-async function sampleGradient(target: Target, x: Rows, dy: Rows, dtype: Dtype, signal: AbortSignal): Promise<number[]> {
+/** Runs the rule on many numbers in one call. */
+export async function sampleGradient(
+  target: Target,
+  x: Rows,
+  dy: Rows,
+  dtype: Dtype,
+  signal: AbortSignal,
+): Promise<number[]> {
   const { source, setup, params } = target;
   const given = values(setup, x, dy, dtype);
   if (setup.isStep) given["y"] = tensor(step(x), dtype);

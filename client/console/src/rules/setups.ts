@@ -105,7 +105,8 @@ export function setupOfRule(rule: Rule): Setup {
   if (name === "lsq") return { ...DEFAULT, others: [0.5] };
   const expression = rule.definition?.expression ?? "";
   if (/\bx[1-9]\d*\b/.test(expression)) throw new NoSetupError("it has several inputs");
-  if (/\b(y|default)\d*\b/.test(expression)) throw new NoSetupError("it needs an op: choose one on its page");
+  if (/\b(y|default)\d*\b/.test(expression))
+    throw new NoSetupError("it needs an op: open it in the playground and choose one");
   return { ...DEFAULT, overDy: needsOnlyDy(rule) };
 }
 

@@ -114,14 +114,15 @@ function linesOf({ curve, target }: Study): PlotLine[] {
   const forward = target.setup.forward;
   const lines: PlotLine[] = [];
   if (curve.y) lines.push({ label: forward || "the op", values: curve.y, colour: "--line-strong", width: 1.5 });
-  if (curve.own)
-    lines.push({ label: "its own gradient", values: curve.own, colour: "--curve-2", width: 2, dash: [6, 5] });
   lines.push({
     label: curve.axis === "dy" ? "rule" : "rule, dy = 1",
     values: curve.dx,
     colour: "--curve-1",
     width: 2.5,
   });
+  // Over the rule, so that both are seen where they are equal.
+  if (curve.own)
+    lines.push({ label: "its own gradient", values: curve.own, colour: "--curve-2", width: 2, dash: [6, 5] });
   if (curve.opposite)
     lines.push({ label: "rule, dy = −1", values: curve.opposite, colour: "--curve-4", width: 1.5, dash: [2, 3] });
   return lines;
@@ -185,7 +186,16 @@ function Value({ value }: { value: number | undefined }) {
 }
 
 /** Result of the comparison with finite differences. */
-export function CheckCard({ state, isTrueGradient }: { state: StudyState; isTrueGradient?: boolean | undefined }) {
+export function CheckCard({
+  state,
+  isTrueGradient,
+  noOp,
+}: {
+  state: StudyState;
+  isTrueGradient?: boolean | undefined;
+  /** What to do if no op is known. */
+  noOp: string;
+}) {
   const { study } = state;
   const check = study?.check;
   return (
@@ -198,8 +208,7 @@ export function CheckCard({ state, isTrueGradient }: { state: StudyState; isTrue
           <p class="muted">
             {state.busy
               ? "Comparing with finite differences…"
-              : (study?.notChecked ??
-                (study ? "Choose an op to compare the rule with finite differences of it." : "No curve to check."))}
+              : (study?.notChecked ?? (study ? noOp : "No curve to check."))}
           </p>
         )}
       </div>
@@ -234,10 +243,12 @@ function Verdict({ check, isTrueGradient }: { check: Check; isTrueGradient: bool
       {!holds && (
         <dl class="facts number">
           <dt>Largest at x</dt>
-          <dd>{numberText(check.worst.x)}</dd>
+          <dd>
+            {numberText(check.worst.x)}, dy = {numberText(check.worst.dy, 3)}
+          </dd>
           <dt>Rule</dt>
           <dd>{numberText(check.worst.rule)}</dd>
-          <dt>Finite difference</dt>
+          <dt>dy × difference</dt>
           <dd>{numberText(check.worst.expected)}</dd>
         </dl>
       )}

@@ -6,6 +6,8 @@ import { openSignIn } from "./sign-in";
 export function ErrorBox({ error, retry }: { error: unknown; retry?: () => void }) {
   const problem = problemOf(error);
   const help = HELP[problem.code ?? ""] ?? (problem.status === 0 ? undefined : HELP[String(problem.status)]);
+  // The detail of a single violation is often the same text.
+  const violations = (problem.violations ?? []).filter(({ description }) => description !== problem.detail);
   return (
     <div class="notice notice-error" role="alert">
       <p class="notice-title">
@@ -13,9 +15,9 @@ export function ErrorBox({ error, retry }: { error: unknown; retry?: () => void 
         {problem.reason && <code class="tag">{problem.reason}</code>}
       </p>
       <p class="notice-text">{problem.detail}</p>
-      {!!problem.violations?.length && (
+      {violations.length > 0 && (
         <ul class="notice-text">
-          {problem.violations.map((violation) => (
+          {violations.map((violation) => (
             <li>
               {violation.field && <code>{violation.field}</code>} {violation.description}
             </li>
@@ -24,7 +26,7 @@ export function ErrorBox({ error, retry }: { error: unknown; retry?: () => void 
       )}
       {help && <p class="notice-text">{help.text}</p>}
       <p class="row">
-        {problem.code === "UNAUTHENTICATED" && (
+        {(problem.code === "UNAUTHENTICATED" || problem.code === "PERMISSION_DENIED") && (
           <button class="button" type="button" onClick={openSignIn}>
             Sign in
           </button>
@@ -71,6 +73,6 @@ const HELP: Record<string, { title: string; text: string }> = {
   UNAUTHENTICATED: { title: "This server asks for a token", text: "Sign in with a token that the server accepts." },
   PERMISSION_DENIED: {
     title: "This token has no access",
-    text: "The page is for operators of the server. Sign in with an administrator's token.",
+    text: "Sign in with a token that may do this, such as an administrator’s.",
   },
 };

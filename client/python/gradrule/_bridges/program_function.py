@@ -281,6 +281,14 @@ def _as_array(gradient: Any, value: Any, spec: TensorSpec) -> Array:
     return dense
 
 
+def has_shape(spec: TensorSpec, shape: Sequence[int]) -> bool:
+    """Returns whether a shape is one of those that a tensor may have."""
+    return spec.shape is None or (
+        len(spec.shape) == len(shape)
+        and all(size in (None, found) for size, found in zip(spec.shape, shape, strict=True))
+    )
+
+
 def has_gradients(dtype: str) -> bool:
     """Returns whether tensors of a type have gradients."""
     return dtype.startswith(("float", "bfloat", "complex"))

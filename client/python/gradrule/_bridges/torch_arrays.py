@@ -34,12 +34,14 @@ def array_of(tensor: torch.Tensor) -> Array:
 def tensor_of(value: Any, like: torch.Tensor) -> torch.Tensor:
     """Returns an array as a tensor on the device of another tensor."""
     array = np.ascontiguousarray(value).reshape(np.shape(value))
+    if not array.flags.writeable:
+        array = array.copy()
     if array.dtype in _TORCH_TYPE_OF:
         torch_type = _TORCH_TYPE_OF[array.dtype]
         integer, _ = _OTHER_TYPES[torch_type]
         found = torch.from_numpy(array.view(f"i{array.itemsize}" if integer is torch.int16 else "u1")).view(torch_type)
     else:
-        found = torch.from_numpy(array if array.flags.writeable else array.copy())
+        found = torch.from_numpy(array)
     return found.to(like.device)
 
 
@@ -67,7 +69,9 @@ class TorchLibrary:
         if op in ("Max", "Min"):
             if value.numel() == 0:
                 shape = [1 if axis in axes else size for axis, size in enumerate(value.shape)] if keep else []
-                return torch.full(shape, lowest_or_highest(op, array_of(value).dtype), dtype=value.dtype)
+                return torch.full(
+                    shape, lowest_or_highest(op, array_of(value).dtype), dtype=value.dtype, device=value.device
+                )
             return (torch.amax if op == "Max" else torch.amin)(value, dim=axes, keepdim=keep) if axes else value
         if not axes:
             return value

@@ -143,7 +143,8 @@ def _negative(value: torch.Tensor) -> torch.Tensor:
 
 def _ratio(r: torch.Tensor, z: torch.Tensor, eps: Any) -> torch.Tensor:
     """Returns R/st(z), 0 where st(z) is 0."""
-    below = z + torch.where(z >= 0, eps, -eps).to(z.dtype)
+    # Not as a tensor of two numbers, which would be float32.
+    below = torch.where(z >= 0, z + eps, z - eps)
     is_zero = below == 0
     return torch.where(is_zero, torch.zeros_like(z), r / torch.where(is_zero, torch.ones_like(z), below))
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradrule._bridges.program_function import Arrays, ForwardRun, ProgramFunction, RemoteCallable
+from gradrule._bridges.program_function import Arrays, ForwardRun, ProgramFunction, RemoteCallable, has_shape
 from gradrule._bridges.torch_arrays import array_of, tensor_of
+from gradrule._builder.specs import TensorSpec
 from gradrule._messages.call_arguments import CallParams
 from gradrule._rpc.sync_client.programs import Program
-from gradrule.errors import FeedDtypeError, InvalidDerivativeError, UnknownFeedError, UnsupportedError
+from gradrule.errors import FeedDtypeError, FeedShapeError, InvalidDerivativeError, UnknownFeedError, UnsupportedError
 
 
 def remote(program: Program, *, params: CallParams | None = None, timeout: float | None = None) -> RemoteFunction:
@@ -64,6 +65,7 @@ def remote_module(
     Raises:
         UnknownFeedError: A weight is no input of the program.
         FeedDtypeError: A weight has another dtype than its input.
+        FeedShapeError: A weight has another shape than its input.
         GradruleError: As for `remote`.
     """
     return RemoteModule(remote(program, params=params, timeout=timeout), weights)
@@ -109,14 +111,17 @@ class RemoteModule(torch.nn.Module):
         inputs = function._function.inputs
         self._parameter_of: dict[str, str] = {}
         for name, value in weights.items():
-            if name not in inputs:
-                raise UnknownFeedError(f"{name!r} is no input of the program. Inputs: {', '.join(inputs)}")
-            tensor = _weight(name, value, inputs[name].dtype)
+            name = function._function.input_name(name)
+            tensor = _weight(name, value, inputs[name])
             own = self._parameter_of[name] = name.replace(".", "_").replace("/", "_")
             if hasattr(self, own):
                 raise UnsupportedError(f"the input {name!r} cannot be the parameter {own!r}: the module has that name")
             has_gradient = function._function.has_gradient(name)
             self.register_parameter(own, torch.nn.Parameter(tensor, requires_grad=has_gradient))
+
+    def extra_repr(self) -> str:
+        weights = ", ".join(f"{name}={tuple(parameter.shape)}" for name, parameter in self.named_parameters())
+        return f"{self._remote!r}, {weights}"
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Runs the program with the parameters. arguments: the other inputs, in their order or by name."""
@@ -407,8 +412,9 @@ def _arrays(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     return [None if tensor is None else array_of(tensor) for tensor in tensors]
 
 
-def _weight(name: str, value: Any, dtype: str) -> torch.Tensor:
+def _weight(name: str, value: Any, spec: TensorSpec) -> torch.Tensor:
     """Returns the initial value of a parameter, which does not share memory with `value`."""
+    dtype = spec.dtype
     if isinstance(value, torch.Tensor):
         tensor = value.detach().clone()
     elif isinstance(value, np.ndarray):
@@ -417,4 +423,6 @@ def _weight(name: str, value: Any, dtype: str) -> torch.Tensor:
         tensor = tensor_of(np.array(value, np.dtype(dtype)), torch.empty(()))
     if array_of(tensor).dtype != np.dtype(dtype):
         raise FeedDtypeError(f"the weight {name!r} is {array_of(tensor).dtype.name}, but the input is {dtype}")
+    if not has_shape(spec, tensor.shape):
+        raise FeedShapeError(f"the weight {name!r} has shape {tuple(tensor.shape)}, but the input has {spec.shape}")
     return tensor

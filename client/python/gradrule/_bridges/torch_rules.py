@@ -14,7 +14,13 @@ from gradrule._bridges.local_rules import LocalRule, params_of
 from gradrule._bridges.torch_arrays import TORCH
 from gradrule._builder.names import did_you_mean, glob_pattern
 from gradrule._builder.rules import OverrideValue, RuleLike, rule_and_params
-from gradrule.errors import InactiveOverrideError, InvalidOverrideError, UnmatchedOverrideError, UnsupportedError
+from gradrule.errors import (
+    InactiveOverrideError,
+    InvalidOverrideError,
+    InvalidTensorError,
+    UnmatchedOverrideError,
+    UnsupportedError,
+)
 
 Selector: TypeAlias = "type[nn.Module] | str | nn.Module"
 ModuleOverrides: TypeAlias = "Mapping[Selector, OverrideValue] | Sequence[tuple[Selector, OverrideValue]]"
@@ -56,14 +62,18 @@ class Surrogate:
         if not callable(function):
             raise InvalidOverrideError(f"forward is a function, or one of {', '.join(_FORWARD)}; not {forward!r}")
         self._forward: Callable[[Any], Any] = function
+        self._may_draw = not isinstance(forward, str)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the function of a tensor.
 
         Raises:
+            InvalidTensorError: x is no tensor.
             GradruleError: The rule does not fit the type of x; raised by `backward`.
         """
-        found: torch.Tensor = _WithRule.apply(_Run(self._forward), self._rule, x)
+        if not isinstance(x, torch.Tensor):
+            raise InvalidTensorError(f"a surrogate is a function of a torch tensor, not of a {type(x).__name__}")
+        found: torch.Tensor = _WithRule.apply(_Run(self._forward, may_draw=self._may_draw), self._rule, x)
         return found
 
     def __repr__(self) -> str:
@@ -89,25 +99,28 @@ class _Run:
     Args:
         function: The function, or runs the layer without its rule.
         layer: The layer.
+        may_draw: Whether the function may draw random numbers.
     """
 
-    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
-        self._function, self._layer = function, layer
+    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None, *, may_draw: bool = True) -> None:
+        self._function, self._layer, self._may_draw = function, layer, may_draw
         self._random_state: list[tuple[torch.device, torch.Tensor]] = []
 
     def first(self, *xs: torch.Tensor) -> torch.Tensor:
         """Returns the function of tensors."""
-        self._random_state = [(torch.device("cpu"), torch.get_rng_state())]
-        self._random_state += [
-            (device, torch.cuda.get_rng_state(device)) for device in {x.device for x in xs if x.is_cuda}
-        ]
+        if self._may_draw:
+            devices = {x.device for x in xs if x.is_cuda}
+            self._random_state = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+            self._random_state.append((torch.device("cpu"), torch.get_rng_state()))
         y: torch.Tensor = self._function(*xs)
         # Functions such as the identity return x itself.
         return y.view_as(y) if any(y is x for x in xs) else y
 
     def again(self, *xs: torch.Tensor) -> torch.Tensor:
         """Returns the same again, for derivatives of the function."""
-        with torch.random.fork_rng([device for device, _ in self._random_state if device.type == "cuda"]):
+        with torch.random.fork_rng(
+            [device for device, _ in self._random_state if device.type == "cuda"], enabled=self._may_draw
+        ):
             for device, state in self._random_state:
                 if device.type == "cuda":
                     torch.cuda.set_rng_state(state, device)
@@ -304,6 +317,10 @@ class _Overridden(torch.autograd.Function):
 
 
 def _pairs(overrides: ModuleOverrides) -> list[tuple[Selector, OverrideValue]]:
+    if isinstance(overrides, str):
+        raise InvalidOverrideError(
+            f"overrides are a dict of selectors and rules, not {overrides!r}; presets are for graphs on a server"
+        )
     pairs = list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2):

@@ -14,7 +14,7 @@ from gradrule._messages import call_arguments, request_messages, rpc_calls
 from gradrule._messages.call_arguments import CallParams, Feeds, GradYs, Name
 from gradrule._messages.feed_values import array_of
 from gradrule._messages.transfer_options import PLAIN, Transfer
-from gradrule._results import call_results
+from gradrule._results import call_results, tables
 from gradrule._results.answers import Answer, AnswerReader, labeller
 from gradrule.common import fast_paths, large_tensors, tensor_codec, wire_format
 from gradrule.common.tensor_packing import Packing, pack
@@ -231,7 +231,7 @@ class ProgramBase:
         kinds = {"input": self.inputs, "output": self.outputs, "y": self.ys, "x": self.xs}
         digests = self.digests
         return html_block(
-            call_results.specs_table(f"Program {self.name.removeprefix('programs/')}", kinds),
+            tables.specs_table(f"Program {self.name.removeprefix('programs/')}", kinds),
             html_line(
                 self.device,
                 digests.program and f"program {short_digest(digests.program)}",
@@ -239,8 +239,8 @@ class ProgramBase:
                 "" if self.repeatable else "draws random numbers",
             ),
             *(html_line(f"Note: {note}", kind="bad") for note in self.notes),
-            call_results.resolutions_table(self.overrides),
-            call_results.default_nodes_line(self.default_gradient_nodes),
+            tables.resolutions_table(self.overrides),
+            tables.default_nodes_line(self.default_gradient_nodes),
         )
 
     def _call(

@@ -21,6 +21,7 @@ from gradrule._builder.notebook_text import (
     short_repr,
 )
 from gradrule._builder.specs import TensorSpec
+from gradrule._results import tables
 from gradrule._results.answers import Answer, AnswerReader, GradientKind, labeller, labels
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import Detail, InvalidTensorError, error_for_reason, reason_name
@@ -250,8 +251,8 @@ class Result:
             tensors_table("Result", tensors),
             html_line(*facts),
             *(html_line(f"Note: {note}", kind="bad") for note in self.notes),
-            resolutions_table(self.overrides),
-            default_nodes_line(self.default_gradient_nodes),
+            tables.resolutions_table(self.overrides),
+            tables.default_nodes_line(self.default_gradient_nodes),
         )
 
     def plot(self, name: str | None = None, *, ax: Axes | None = None) -> Figure:
@@ -272,32 +273,6 @@ class Result:
         import gradrule as gr
 
         return gr.viz.plot_tensors(self, name, ax=ax)
-
-
-def resolutions_table(found: Iterable[Resolution]) -> str:
-    """Returns an HTML table of the rules that nodes got."""
-    rows = [(item.qualified_name, item.op_type, item.rule, item.label, item.status) for item in found]
-    return html_table("Overrides", ("node", "op type", "rule", "label", "status"), rows)
-
-
-def default_nodes_line(nodes: Sequence[str]) -> str:
-    """Returns a line of HTML that counts the nodes that keep TensorFlow's gradient; empty without such nodes."""
-    count = f"{len(nodes)} nodes keep" if len(nodes) != 1 else "1 node keeps"
-    return html_line(f"{count} TensorFlow's gradient: {names_text(nodes)}" if nodes else "")
-
-
-def specs_table(caption: str, specs_by_kind: Mapping[str, Mapping[str, TensorSpec]]) -> str:
-    """Returns an HTML table of the dtypes and shapes of tensors, by kind and name."""
-    rows = [
-        (kind, name, spec.dtype, "unknown" if spec.shape is None else _shape_text(spec.shape))
-        for kind, by_name in specs_by_kind.items()
-        for name, spec in by_name.items()
-    ]
-    return html_table(caption, ("", "tensor", "dtype", "shape"), rows)
-
-
-def _shape_text(shape: Sequence[int | None]) -> str:
-    return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
 
 
 def gradients_by_x(
@@ -417,10 +392,10 @@ class Explanation:
             return html_block(html_table("Findings: this request would fail", ("reason", "node", "message"), rows))
         kinds = {"input": self.inputs, "output": self.outputs, "y": self.ys, "x": self.xs}
         return html_block(
-            specs_table("Explanation", kinds),
+            tables.specs_table("Explanation", kinds),
             *(html_line(f"Note: {note}", kind="bad") for note in self.notes),
-            resolutions_table(self.overrides),
-            default_nodes_line(self.default_gradient_nodes),
+            tables.resolutions_table(self.overrides),
+            tables.default_nodes_line(self.default_gradient_nodes),
             self._picture_html(),
         )
 

@@ -41,7 +41,7 @@ nav { position: sticky; top: 0; background: var(--paper); padding: 10px 0; borde
   display: flex; gap: 14px; flex-wrap: wrap; z-index: 1; }
 nav a { color: var(--gradient); text-decoration: none; }
 nav input { margin-left: auto; padding: 4px 8px; min-width: 220px; }
-.rules { display: grid; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); gap: 16px; }
+.rules { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); gap: 16px; }
 article { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px;
   min-width: 0; }
 article h3 { margin: 0 0 4px; font: 600 16px ui-monospace, monospace; }
