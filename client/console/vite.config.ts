@@ -14,6 +14,8 @@ export default defineConfig({
     // Inlined files would be `data:` URLs, which the page's Content-Security-Policy forbids.
     assetsInlineLimit: 0,
     modulePreload: { polyfill: false },
+    // The licences of the libraries inside ask for it.
+    license: { fileName: "assets/licenses.md" },
     rollupOptions: {
       output: {
         // Names without hashes: a rebuilt file replaces the earlier one in Git. The gateway makes browsers revalidate them.

@@ -49,6 +49,7 @@ export function SignIn() {
           <label class="field">
             <span>Token</span>
             <input
+              class="input"
               type="password"
               autocomplete="off"
               value={text}

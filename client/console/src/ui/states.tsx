@@ -26,7 +26,7 @@ export function ErrorBox({ error, retry }: { error: unknown; retry?: () => void 
       )}
       {help && <p class="notice-text">{help.text}</p>}
       <p class="row">
-        {problem.code === "UNAUTHENTICATED" && (
+        {(problem.code === "UNAUTHENTICATED" || problem.code === "PERMISSION_DENIED") && (
           <button class="button" type="button" onClick={openSignIn}>
             Sign in
           </button>
@@ -73,6 +73,6 @@ const HELP: Record<string, { title: string; text: string }> = {
   UNAUTHENTICATED: { title: "This server asks for a token", text: "Sign in with a token that the server accepts." },
   PERMISSION_DENIED: {
     title: "This token has no access",
-    text: "The page is for operators of the server. Sign in with an administrator's token.",
+    text: "Sign in with a token that may do this, such as an administrator’s.",
   },
 };
