@@ -102,13 +102,6 @@ def test_chains_run_in_other_processes(logp: Any, mp_ctx: str) -> None:
     assert np.ptp(samples) > 0
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_chains_in_forked_processes_are_refused(logp: Any) -> None:
-    with pytest.raises(Exception, match="failed") as failure:
-        sample_two_chains(logp, "fork")
-    assert "mp_ctx='forkserver'" in str(failure.value)
-
-
 def test_complex_programs_are_refused(client: Any) -> None:
     program = client.compile(examples.complex_graph(), fetches=["y"], ys=["y"], xs=["z"])
     with pytest.raises(UnsupportedError, match="'z' is complex128"):

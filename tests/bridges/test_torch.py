@@ -317,14 +317,6 @@ def test_modules_train_in_parallel_processes(smooth: Any, tmp_path: Path) -> Non
     assert_equal(found, w.grad)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_workers_that_pytorch_forks_are_refused(smooth: Any) -> None:
-    remote = gradrule.torch.remote(smooth)
-    loader = torch.utils.data.DataLoader([X], num_workers=1, collate_fn=lambda rows: remote(rows[0], W))
-    with pytest.raises(UnsupportedError, match="multiprocessing_context='forkserver'"):
-        list(loader)
-
-
 def test_third_derivatives_say_that_there_are_none(remote: Any) -> None:
     with pytest.raises(UnsupportedError, match="not third ones"):
         grad(lambda a: grad(lambda b: grad(lambda c: remote(X, c)[1])(b).sum())(a).sum())(W)

@@ -102,3 +102,21 @@ test("a page says that the gateway does not answer, and tries again", async ({ p
   await page.getByRole("button", { name: "Try again" }).click();
   await expect(page.getByRole("link", { name: "binary-net" })).toBeVisible();
 });
+
+for (const place of ["#/rules", "#/rules/atan", "#/playground", "#/server"]) {
+  test(`${place} does not move while its answers arrive`, async ({ page, open }) => {
+    await page.addInitScript(() => {
+      const shifts = ((window as unknown as { shifts: number[] }).shifts = []) as number[];
+      const add = (entry: PerformanceEntry) => shifts.push((entry as PerformanceEntry & { value: number }).value);
+      new PerformanceObserver((list) => list.getEntries().forEach(add)).observe({
+        type: "layout-shift",
+        buffered: true,
+      });
+    });
+    await open(place);
+    await settled(page);
+    const shifts = await page.evaluate(() => (window as unknown as { shifts: number[] }).shifts);
+    // Chromium's measure of layout shift; pages below 0.1 count as good.
+    expect(shifts.reduce((sum, shift) => sum + shift, 0)).toBeLessThan(0.05);
+  });
+}
