@@ -17,7 +17,7 @@ from starlette.routing import Router
 from starlette.staticfiles import StaticFiles
 
 from gradrule.v1 import blob_pb2
-from gradrule_gateway import conversion, json_text
+from gradrule_gateway import conversion, graphs, json_text
 from gradrule_gateway.converters import Converters
 from gradrule_gateway.deadlines import deadline_s
 from gradrule_gateway.guard import Guard, Limits
@@ -56,6 +56,8 @@ def create_app(upstream: Upstream, converters: Converters, limits: Limits, *, in
         StarletteRoute("/healthz", _health),
         StarletteRoute("/v1/health", gateway.server_health),
         StarletteRoute("/openapi.json", _openapi),
+        StarletteRoute("/console/graph", gateway.read_graph, methods=["POST"]),
+        StarletteRoute("/console/picture", gateway.draw_graph, methods=["POST"]),
     ]
     console = Path(__file__).parent / "console"
     # The default, not a route: a route for all paths would hide that a path has no such method.
@@ -107,6 +109,20 @@ class Gateway:
         serving = await self._upstream.is_serving(_HEALTH_TIMEOUT_S)
         body = json_text.dump({"status": "SERVING" if serving else "NOT_SERVING"})
         return Response(body, 200 if serving else 503, media_type="application/json")
+
+    async def read_graph(self, request: Request) -> Response:
+        """Stores a graph for the console and describes it. Raises `Problem`."""
+        return await graphs.read_uploaded(self._upstream, self._converters, request, self._metadata(request))
+
+    async def draw_graph(self, request: Request) -> Response:
+        """Explains a program for the console, with a picture of its graph. Raises `Problem`."""
+        _check_content_type(request)
+        timeout_s, is_default = deadline_s(request.headers, graphs.COMPILE)
+        body, structure = await self._converters.run(graphs.decode_request, await request.body())
+        run = self._call_json(graphs.COMPILE, body, self._metadata(request), timeout_s, is_default)
+        answer, _ = await _unless_disconnected(request, run)
+        text = await self._converters.run(graphs.draw, answer, structure)
+        return Response(text, media_type="application/json")
 
     async def _call_json(
         self, route: Route, body: bytes, metadata: Metadata, timeout_s: float, is_default: bool

@@ -59,6 +59,12 @@ class Converters:
             return conversion.encode_answer(route, answer, form)
         return await self._in_process(conversion.encode_answer, route, answer, form)
 
+    async def run(self, function: Callable[..., _R], *arguments: Any) -> _R:
+        """Returns the result of a function that reads a graph: in a thread if its bytes are few. Raises `Problem`."""
+        if all(len(each) <= _MAX_INLINE for each in arguments):
+            return await asyncio.to_thread(function, *arguments)
+        return await self._in_process(function, *arguments)
+
     def stop(self) -> None:
         """Ends the processes."""
         if self._pool is not None:

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from gradrule_gateway import json_text
-from gradrule_gateway.logs import RateLimiter, fields
+from gradrule_gateway.logs import fields
 from gradrule_gateway.problems import CONTENT_TYPE, Problem
 
 Scope = Any
@@ -73,7 +73,6 @@ class Guard:
         self._limits = limits
         self._requests = 0
         self._bytes = 0
-        self.log_limiter = RateLimiter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -151,8 +150,8 @@ class _Exchange:
         except ClientDisconnect:
             self._status, self._reason = 499, "CANCELLED"
         except _SlowClient:
-            # uvicorn closes the connection, because the answer is not complete.
-            self._reason = "CANCELLED"
+            self._status, self._reason = self._status or 408, "CANCELLED"
+            raise
         except Exception:
             _log.exception("a request failed: %s %s", self._scope["method"], self._scope["path"])
             await self._answer(Problem("INTERNAL", "the gateway failed; its log has the cause"))
@@ -225,8 +224,8 @@ class _Exchange:
     async def _answer(self, problem: Problem) -> None:
         self._reason, self._detail = problem.reason, problem.detail
         if self._status:
-            # The answer has begun: uvicorn closes the connection, because it is not complete.
-            return
+            # The answer has begun: closing the connection is all that is left.
+            raise problem
         await problem_response(problem)(self._scope, self.receive, self.send)
 
     def _allowed_origin(self) -> bytes:
@@ -259,13 +258,8 @@ class _Exchange:
     def _write_log(self, seconds: float) -> None:
         method, path = self._scope["method"], self._scope["path"]
         is_asset = method == "GET" and self._status < 400 and not path.startswith("/v1/")
-        level = logging.DEBUG if is_asset else logging.INFO
-        if not _access.isEnabledFor(level) or not self._guard.log_limiter.allow():
-            return
-        if dropped := self._guard.log_limiter.take_dropped():
-            _access.warning("%d lines of requests were left out", dropped)
         _access.log(
-            level,
+            logging.DEBUG if is_asset else logging.INFO,
             "%s %s %s%s",
             method,
             path,

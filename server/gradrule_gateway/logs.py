@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -25,31 +24,6 @@ def configure(level: str, form: Form, stream: TextIO | None = None) -> None:
     is_text = form == "text" or (form == "auto" and stream.isatty())
     handler.setFormatter(TextFormatter() if is_text else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-
-
-class RateLimiter:
-    """Limits lines that clients can cause: 20 a second, and 400 at once, as in the server's access log."""
-
-    def __init__(self, per_second: float = 20.0, at_once: float = 400.0) -> None:
-        self._per_second, self._at_once = per_second, at_once
-        self._left, self._time = at_once, time.monotonic()
-        self._dropped = 0
-
-    def allow(self) -> bool:
-        """Returns whether one more line may be written."""
-        now = time.monotonic()
-        self._left = min(self._at_once, self._left + (now - self._time) * self._per_second)
-        self._time = now
-        if self._left < 1:
-            self._dropped += 1
-            return False
-        self._left -= 1
-        return True
-
-    def take_dropped(self) -> int:
-        """Returns the number of refused lines since the last call."""
-        dropped, self._dropped = self._dropped, 0
-        return dropped
 
 
 def fields(**values: object) -> dict[str, Any]:

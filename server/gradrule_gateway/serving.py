@@ -24,7 +24,6 @@ from gradrule_gateway.upstream import Upstream
 _log = logging.getLogger(__name__)
 
 _HEADER_S = 15.0
-_STUCK_CHECK_S = 10.0
 _KEEP_ALIVE_S = 75.0
 _BACKLOG = 512
 # The parent's end is noticed by polling, because other children of the parent inherit its pipes.
@@ -170,12 +169,10 @@ class _Protocol(H11Protocol):
     """uvicorn's protocol, with a time limit for the headers of each request."""
 
     _header_timer: asyncio.TimerHandle | None = None
-    _stuck_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_headers()
-        self._stuck_timer = self.loop.call_later(_STUCK_CHECK_S, self._abort_stuck)
 
     def data_received(self, data: bytes) -> None:
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
@@ -186,8 +183,6 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        if self._stuck_timer is not None:
-            self._stuck_timer.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -201,13 +196,6 @@ class _Protocol(H11Protocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-    def _abort_stuck(self) -> None:
-        """Drops the rest of an answer whose client does not read: a closed transport would wait for it forever."""
-        if self.transport.is_closing() and self.transport.get_write_buffer_size():
-            self.transport.abort()
-            return
-        self._stuck_timer = self.loop.call_later(_STUCK_CHECK_S, self._abort_stuck)
 
     def _close_slow(self) -> None:
         self._header_timer = None

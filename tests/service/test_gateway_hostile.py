@@ -7,7 +7,6 @@ import json
 import socket
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +18,7 @@ from gradrule_gateway.problems import HTTP_STATUS, Problem
 from tests.service.certificates import Authority
 from tests.service.gateways import RunningGateway, read, running_gateway
 from tests.service.guarded import Guarded
-from tests.service.servers import RunningServer, running_server
+from tests.service.servers import RunningServer
 from tests.service.test_gateway import SIGN
 from tests.waiting import wait_until
 
@@ -159,24 +158,6 @@ def test_an_upload_that_does_not_arrive_is_given_up(gateway: RunningGateway) -> 
     assert text.startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_client_that_does_not_read_is_given_up(gateway: RunningGateway) -> None:
-    node = [
-        {"name": "n", "op": "Placeholder", "attr": {"dtype": {"type": "DT_INT32"}}},
-        {"name": "one", "op": "Const", "attr": {"dtype": {"type": "DT_FLOAT"}, "value": {"tensor": [1.0]}}},
-        {"name": "y", "op": "BroadcastTo", "input": ["one", "n"]},
-    ]
-    spec = {"graph": {"inlineGraph": {"node": node}}, "fetches": ["y"]}
-    body = json.dumps({"spec": spec, "feeds": {"n": [8_000_000]}}).encode()
-    with socket.create_connection(gateway.address, timeout=20) as client:
-        head = HEAD.replace(b"Content-Length: 9", b"Content-Length: %d" % len(body))
-        client.sendall(head + body)
-        line = wait_until(
-            lambda: next((line for line in gateway.log if "POST /v1/evaluate CANCELLED" in line), None), "its end"
-        )
-    assert json.loads(line)["status"] == 200
-    assert not any("Traceback" in line for line in gateway.log)
-
-
 def test_too_many_requests_are_refused_with_a_time_to_wait(gateway: RunningGateway) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3):
@@ -200,14 +181,7 @@ def test_only_listed_origins_may_use_the_api_from_a_browser(gateway: RunningGate
     assert "access-control-allow-origin" not in gateway.get("/v1/rules", Origin="https://evil.example.org").headers
 
 
-def test_a_client_that_goes_away_cancels_its_call(tmp_path: Path) -> None:
-    # A server of its own, because the test counts the calls that run.
-    with running_server(tmp_path) as server, running_gateway(server.target) as gateway:
-        leave_during_a_call(gateway, server)
-
-
-def leave_during_a_call(gateway: RunningGateway, server: RunningServer) -> None:
-    """Sends a call that takes an hour, goes away, and waits until the server has stopped it."""
+def test_a_client_that_goes_away_cancels_its_call(gateway: RunningGateway, server: RunningServer) -> None:
     loop = {
         "graph": {"serialized": slow_graph()},
         "fetches": ["y"],
@@ -217,7 +191,7 @@ def leave_during_a_call(gateway: RunningGateway, server: RunningServer) -> None:
         connection.request("POST", "/v1/evaluate", body, JSON)
         server.wait_for_running_calls(1)
     server.wait_for_running_calls(0)
-    wait_until(lambda: any('"status": 499' in line for line in gateway.log) or None, "the line of the access log")
+    wait_until(lambda: any("CANCELLED" in line for line in gateway.log) or None, "the line of the access log")
 
 
 def slow_graph() -> str:

@@ -51,7 +51,7 @@ def data(view: View) -> dict[str, object]:
     """Returns the view as JSON values: `GraphData` of `graph_data.ts`. Equal texts are stored once."""
     texts: dict[str, int] = {}
     details = {
-        box: [texts.setdefault(line, len(texts)) for line in detail.lines] for box, detail in view.details.items()
+        str(box): [texts.setdefault(line, len(texts)) for line in detail.lines] for box, detail in view.details.items()
     }
     edges = [
         [edge.source, edge.target, int(edge.on_path), texts.setdefault(edge.tensor, len(texts)) if edge.tensor else -1]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 
-from gradrule._builder.functional_control_flow import with_functions
 from gradrule._builder.graph import Graph
+from gradrule._builder.graph_formats import from_bytes, from_json, from_text
 from gradrule._builder.saving import read_variables_and_aliases
 from gradrule.common import wire_format
 from gradrule.errors import InvalidGraphError, UnsupportedError
-from gradrule.v1 import graph_pb2
 
 _SAVED_MODEL = ("saved_model.pb", "saved_model.pbtxt")
 _KERAS = (".keras", ".h5", ".hdf5")
@@ -33,12 +30,6 @@ _SAVED_MODEL_TAG = 1 << 3 | wire_format.VARINT
 # Fields of `MetaGraphDef` and of its `MetaInfoDef`.
 _META_INFO, _INNER_GRAPH, _TENSORFLOW_VERSION = 1, 2, 5
 _VERSION = re.compile(rb"\d+\.\d+\.\d+")
-
-# Zero values whose names differ from TensorFlow's: one convention for enums holds in all of gradrule's messages.
-_RENAMED = {"DT_INVALID": "DT_UNSPECIFIED", "TFT_UNSET": "TFT_UNSPECIFIED"}
-
-# A quoted string, which stays as it is, or one of the renamed words.
-_TEXT_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|\b(?:DT_INVALID|TFT_UNSET)\b')
 
 
 def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Graph:
@@ -120,33 +111,4 @@ def _other_format(data: bytes) -> str | None:
     return None
 
 
-def _from_bytes(data: bytes) -> Graph:
-    return Graph.from_bytes(with_functions(data))
-
-
-def _from_text(data: bytes) -> Graph:
-    text = _TEXT_TOKEN.sub(lambda match: _RENAMED.get(match[0], match[0]), data.decode())
-    message = text_format.Parse(text, graph_pb2.Graph(), allow_unknown_field=True)
-    return _from_bytes(message.SerializeToString(deterministic=True))
-
-
-def _from_json(data: bytes) -> Graph:
-    document = _renamed(json.loads(data))
-    message = json_format.ParseDict(document, graph_pb2.Graph(), ignore_unknown_fields=True)
-    return _from_bytes(message.SerializeToString(deterministic=True))
-
-
-def _renamed(value: Any, key: str = "") -> Any:
-    """Renames TensorFlow's zero values of enums to ours, anywhere in parsed JSON."""
-    if isinstance(value, dict):
-        return {name: _renamed(entry, name) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_renamed(entry, key) for entry in value]
-    if isinstance(value, str) and key in _ENUM_KEYS:
-        return _RENAMED.get(value, value)
-    return value
-
-
-_ENUM_KEYS = {"type", "dtype", "typeId", "type_id"}
-
-_READERS: dict[str, Callable[[bytes], Graph]] = {".pb": _from_bytes, ".pbtxt": _from_text, ".json": _from_json}
+_READERS: dict[str, Callable[[bytes], Graph]] = {".pb": from_bytes, ".pbtxt": from_text, ".json": from_json}

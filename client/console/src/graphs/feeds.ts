@@ -1,0 +1,128 @@
+import type { Nested, TensorSpec } from "./types";
+
+export type FeedKind = "random" | "values" | "image";
+
+/** Where the value of a placeholder comes from. */
+export interface Feed {
+  kind: FeedKind;
+  /** Shape, with sizes separated by commas; unknown dimensions are filled in. */
+  shape: string;
+  seed: number;
+  /** JSON of a number or nested lists. */
+  text: string;
+  image?: ImageBitmap;
+  imageName?: string;
+}
+
+/** A value that cannot be sent; the message says why. */
+export class FeedError extends Error {}
+
+/** Returns the feed to start with: random numbers, four examples. */
+export function initialFeed(spec: TensorSpec): Feed {
+  const shape = (spec.shape ?? []).map((size) => size ?? 4);
+  return { kind: "random", shape: shape.join(", "), seed: 1, text: "" };
+}
+
+/** Reads a shape such as `4, 28, 28`. Throws FeedError. */
+export function parseShape(text: string): number[] {
+  const parts = text.split(/[\s,×x]+/).filter(Boolean);
+  const sizes = parts.map(Number);
+  if (sizes.some((size) => !Number.isInteger(size) || size < 0)) {
+    throw new FeedError(`“${text}” is not a shape: write sizes separated by commas, for example 4, 28, 28.`);
+  }
+  if (sizes.reduce((product, size) => product * size, 1) > 4_000_000) {
+    throw new FeedError("The page sends at most 4 million numbers per tensor; use a client for more.");
+  }
+  return sizes;
+}
+
+/** Returns a function that gives the same numbers in [0, 1) for the same seed (mulberry32). */
+export function random(seed: number): () => number {
+  let state = seed >>> 0;
+  return () => {
+    state = (state + 0x6d2b79f5) >>> 0;
+    let mixed = Math.imul(state ^ (state >>> 15), state | 1);
+    mixed ^= mixed + Math.imul(mixed ^ (mixed >>> 7), mixed | 61);
+    return ((mixed ^ (mixed >>> 14)) >>> 0) / 4294967296;
+  };
+}
+
+/** Returns random values: standard normal for floats, 0 or 1 for bool, 0 to 9 for integers. */
+export function randomValues(shape: number[], dtype: string, seed: number): Nested {
+  const next = random(seed);
+  const one = () => {
+    if (dtype === "bool") return next() < 0.5;
+    if (/^u?int/.test(dtype)) return Math.floor(next() * 10);
+    // Box and Muller: two uniform numbers give a normal one.
+    return Number((Math.sqrt(-2 * Math.log(1 - next())) * Math.cos(2 * Math.PI * next())).toFixed(4));
+  };
+  return fill(shape, one);
+}
+
+/** Returns nested lists of a shape, filled in row-major order. */
+export function fill(shape: number[], next: () => Nested): Nested {
+  const [size, ...rest] = shape;
+  if (size === undefined) return next();
+  return Array.from({ length: size }, () => fill(rest, next));
+}
+
+/**
+ * Returns the pixels of an image as a tensor [height, width, channels] with values from 0 to 1, in the given shape.
+ *
+ * @param rgba Bytes of height × width pixels with four channels.
+ */
+export function imageValues(rgba: Uint8ClampedArray, shape: number[]): Nested {
+  const { batch, height, width, channels } = imageSize(shape);
+  const at = (row: number, column: number) => 4 * (row * width + column);
+  const pixel = (index: number): number[] => {
+    const [red, green, blue] = [rgba[index]! / 255, rgba[index + 1]! / 255, rgba[index + 2]! / 255];
+    // Rec. 601, as TensorFlow's rgb_to_grayscale.
+    return channels === 1 ? [0.2989 * red + 0.587 * green + 0.114 * blue] : [red, green, blue];
+  };
+  const rounded = (values: number[]) => values.map((value) => Number(value.toFixed(4)));
+  const isFlat = shape.length < 3 || (shape.length === 3 && batch > 0 && shape[2] !== 1 && shape[2] !== 3);
+  const image = Array.from({ length: height }, (_, row) =>
+    Array.from({ length: width }, (_, column) => {
+      const values = rounded(pixel(at(row, column)));
+      return isFlat ? values[0]! : values;
+    }),
+  );
+  return shape.length === 4 || (isFlat && shape.length === 3) ? Array.from({ length: batch }, () => image) : image;
+}
+
+/** Returns how an image fills a shape: [batch, height, width, channels], [height, width, channels] or [height, width]. */
+export function imageSize(shape: number[]): { batch: number; height: number; width: number; channels: number } {
+  const channels = shape.at(-1);
+  if (shape.length === 4 && (channels === 1 || channels === 3)) {
+    return { batch: shape[0]!, height: shape[1]!, width: shape[2]!, channels };
+  }
+  if (shape.length === 3 && (channels === 1 || channels === 3)) {
+    return { batch: 1, height: shape[0]!, width: shape[1]!, channels };
+  }
+  if (shape.length === 3) return { batch: shape[0]!, height: shape[1]!, width: shape[2]!, channels: 1 };
+  if (shape.length === 2) return { batch: 1, height: shape[0]!, width: shape[1]!, channels: 1 };
+  throw new FeedError(
+    "An image needs a shape [batch, height, width, channels] with 1 or 3 channels, or [height, width].",
+  );
+}
+
+/** Returns the value to send for a placeholder. Throws FeedError. */
+export function feedValue(spec: TensorSpec, feed: Feed): Nested {
+  if (feed.kind === "values") {
+    try {
+      return JSON.parse(feed.text) as Nested;
+    } catch {
+      throw new FeedError(
+        `The value of ${spec.name} is not JSON: write a number or nested lists, for example [[1, 2], [3, 4]].`,
+      );
+    }
+  }
+  const shape = parseShape(feed.shape);
+  if (feed.kind === "random") return randomValues(shape, spec.dtype ?? "float32", feed.seed);
+  if (!feed.image) throw new FeedError(`Choose an image for ${spec.name}.`);
+  const { width, height } = imageSize(shape);
+  const canvas = new OffscreenCanvas(width, height);
+  const context = canvas.getContext("2d", { willReadFrequently: true })!;
+  context.drawImage(feed.image, 0, 0, width, height);
+  return imageValues(context.getImageData(0, 0, width, height).data, shape);
+}

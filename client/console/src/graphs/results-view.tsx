@@ -1,0 +1,164 @@
+import { useEffect, useRef } from "preact/hooks";
+import { difference, histogram, imageShape, type Numbers, numberText, pixels, summary, type Value } from "./results";
+
+/** The answer of one column, by kind and name of tensor. */
+export interface ColumnResult {
+  title: string;
+  values: Map<string, Value>;
+  error?: string;
+}
+
+const BINS = 24;
+const SHOWN = 60;
+
+/** Shows outputs and gradients of one or several columns side by side, with their differences from the first. */
+export function Results({ results }: { results: ColumnResult[] }) {
+  const keys = [...new Set(results.flatMap(({ values }) => [...values.keys()]))];
+  return (
+    <div class="stack">
+      {results.map(({ title, error }) => error && <p class="field-error">{`${title}: ${error}`}</p>)}
+      {keys.map((key) => {
+        const values = results.map((result) => result.values.get(key) ?? { missing: "not computed" });
+        const known = values
+          .filter((value): value is Numbers => "values" in value)
+          .map(({ values }) => summary(values));
+        const range = {
+          least: Math.min(...known.map(({ least }) => least)),
+          most: Math.max(...known.map(({ most }) => most)),
+        };
+        return (
+          <section class="card stack" aria-label={key}>
+            <h3>{key}</h3>
+            <div class="graph-results">
+              {values.map((value, index) => (
+                <Cell
+                  title={results[index]!.title}
+                  value={value}
+                  first={index ? values[0]! : undefined}
+                  range={range}
+                />
+              ))}
+            </div>
+          </section>
+        );
+      })}
+    </div>
+  );
+}
+
+interface CellProps {
+  title: string;
+  value: Value;
+  /** The first column, if this is another one. */
+  first: Value | undefined;
+  range: { least: number; most: number };
+}
+
+function Cell({ title, value, first, range }: CellProps) {
+  if ("missing" in value) {
+    return (
+      <div class="graph-result">
+        <b>{title}</b>
+        <p class="muted">{value.missing}</p>
+      </div>
+    );
+  }
+  const facts = summary(value.values);
+  const most = Math.max(Math.abs(range.least), Math.abs(range.most));
+  const apart = first && "values" in first ? difference(first, value) : undefined;
+  return (
+    <div class="graph-result">
+      <b>{title}</b>
+      <span class="muted small">
+        {value.dtype} [{value.shape.join(", ")}]
+      </span>
+      <dl class="graph-figures">
+        <dt>norm</dt>
+        <dd>{numberText(facts.norm)}</dd>
+        <dt>mean</dt>
+        <dd>{numberText(facts.mean)}</dd>
+        <dt>min, max</dt>
+        <dd>
+          {numberText(facts.least)}, {numberText(facts.most)}
+        </dd>
+        <dt>zeros</dt>
+        <dd>{facts.count ? `${Math.round((100 * facts.zeros) / facts.count)} %` : "–"}</dd>
+        {facts.notFinite > 0 && (
+          <>
+            <dt class="field-error">not finite</dt>
+            <dd class="field-error">{facts.notFinite}</dd>
+          </>
+        )}
+        {apart && (
+          <>
+            <dt>largest difference</dt>
+            <dd>{numberText(apart.most)}</dd>
+            <dt>cosine</dt>
+            <dd>{Number.isNaN(apart.cosine) ? "–" : numberText(apart.cosine)}</dd>
+          </>
+        )}
+      </dl>
+      {imageShape(value.shape) ? <Image value={value} most={most} title={title} /> : null}
+      {facts.count > 3 && <Histogram values={value.values} range={range} />}
+      <details>
+        <summary>Numbers</summary>
+        <pre class="graph-numbers">{numbersText(value)}</pre>
+      </details>
+    </div>
+  );
+}
+
+function numbersText({ values, shape }: Numbers): string {
+  const row = shape.at(-1) ?? 1;
+  const shown = Array.from(values.slice(0, SHOWN), numberText);
+  const width = Math.max(...shown.map((text) => text.length));
+  const lines: string[] = [];
+  const perLine = Math.max(1, Math.min(row, 8));
+  for (let at = 0; at < shown.length; at += perLine) {
+    lines.push(
+      shown
+        .slice(at, at + perLine)
+        .map((text) => text.padStart(width))
+        .join(" "),
+    );
+  }
+  return lines.join("\n") + (values.length > SHOWN ? `\n… ${values.length - SHOWN} more` : "");
+}
+
+/** Bars of counts, with the same horizontal range in all columns. */
+function Histogram({ values, range }: { values: Float64Array; range: CellProps["range"] }) {
+  if (!Number.isFinite(range.least)) return null;
+  const counts = histogram(values, range.least, range.most, BINS);
+  const highest = Math.max(...counts, 1);
+  const label = `Histogram from ${numberText(range.least)} to ${numberText(range.most)}, largest count ${highest}`;
+  return (
+    <figure class="graph-histogram">
+      <svg viewBox={`0 0 ${BINS * 10} 60`} preserveAspectRatio="none" role="img" aria-label={label}>
+        {counts.map((count, bin) => (
+          <rect x={bin * 10 + 1} y={60 - (58 * count) / highest} width="8" height={(58 * count) / highest} />
+        ))}
+      </svg>
+      <figcaption>
+        <span>{numberText(range.least)}</span>
+        <span>{numberText(range.most)}</span>
+      </figcaption>
+    </figure>
+  );
+}
+
+function Image({ value, most, title }: { value: Numbers; most: number; title: string }) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const { width, height, count } = imageShape(value.shape)!;
+  useEffect(() => {
+    const image = new ImageData(pixels(value, most), width, height);
+    canvas.current?.getContext("2d")!.putImageData(image, 0, 0);
+  }, [value, most]);
+  return (
+    <figure class="graph-image">
+      <canvas ref={canvas} width={width} height={height} role="img" aria-label={`Image of ${title}`} />
+      <figcaption class="muted small">
+        {count > 1 && `first of ${count}; `}blue −{numberText(most)}, white 0, orange {numberText(most)}
+      </figcaption>
+    </figure>
+  );
+}
