@@ -103,6 +103,7 @@ figure = gr.viz.saliency(
     np.concatenate([test_images[first]] * 2),
     np.concatenate([gradient[first], relevance[first]])[..., None],
     titles=[f"{name}: {method}" for method in ("gradient", "LRP") for name in NAMES],
+    label="gradient or relevance",
     beside=False,
 )
 figure.suptitle("Which pixels speak for (red) and against (blue) the class")

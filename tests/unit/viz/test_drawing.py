@@ -203,10 +203,11 @@ def test_saliency_draws_heat_on_a_symmetric_scale_cut_at_a_percentile() -> None:
 def test_unsigned_saliency_starts_at_zero_and_fits_into_given_axes() -> None:
     image, gradient = RNG.integers(0, 256, (1, 6, 5)).astype(np.uint8), RNG.normal(size=(1, 6, 5))
     ax = axes()
-    figure = viz.saliency(image, gradient, signed=False, channels="first", percentile=100, titles="digit", ax=ax)
+    options: Any = {"signed": False, "channels": "first", "percentile": 100, "titles": "digit", "label": "relevance"}
+    figure = viz.saliency(image, gradient, **options, ax=ax)
     assert figure is ax.get_figure() and ax.get_title() == "digit"
     assert ax.images[1].get_clim() == pytest.approx((0, np.abs(gradient).max()))
-    assert figure.axes[1].get_ylabel() == "size of the gradient"
+    assert figure.axes[1].get_ylabel() == "size of the relevance"
 
 
 def test_a_gradient_of_zeros_or_nan_is_drawn() -> None:

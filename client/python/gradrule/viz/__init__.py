@@ -45,6 +45,7 @@ def saliency(
     channels: Channels = "last",
     percentile: float = 99.0,
     titles: Sequence[str] | str = (),
+    label: str = "gradient",
     beside: bool = True,
     columns: int = 4,
     ax: Axes | None = None,
@@ -63,6 +64,7 @@ def saliency(
         percentile: Percentile of the sizes of the gradients of an image at which its colours end, above 0, at most
             100: a few extreme pixels do not make all others pale.
         titles: One title for each image, or one for all.
+        label: What the numbers are, for the colour bar: `gradient`, `relevance`.
         beside: Show each image also without heat map, left of it.
         columns: Number of images in a row.
         ax: Axes to draw the heat map of one image into.
@@ -83,6 +85,7 @@ def saliency(
         channels=channels,
         percentile=percentile,
         titles=titles,
+        label=label,
         beside=beside,
         columns=columns,
         ax=ax,

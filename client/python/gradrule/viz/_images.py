@@ -51,6 +51,7 @@ def draw_saliency(
     channels: Channels = "last",
     percentile: float = 99.0,
     titles: Sequence[str] | str = (),
+    label: str = "gradient",
     beside: bool = True,
     columns: int = 4,
     ax: Axes | None = None,
@@ -70,7 +71,7 @@ def draw_saliency(
     if ax is not None:
         if len(images) != 1:
             raise InvalidParamError(f"ax takes one image, not {len(images)}; without ax a new figure shows all")
-        _draw_over(ax, images[0], maps[0], signed, percentile, names[0])
+        _draw_over(ax, images[0], maps[0], signed, percentile, names[0], label)
         return figures.figure_of(ax)
     if columns < 1:
         raise InvalidParamError(f"columns is at least 1, not {columns}")
@@ -86,7 +87,7 @@ def draw_saliency(
         if beside:
             _draw_image(cells[0], one)
             cells[0].set_title(name)
-        _draw_over(cells[-1], one, heat, signed, percentile, "gradient" if beside else name)
+        _draw_over(cells[-1], one, heat, signed, percentile, label if beside else name, label)
     for empty in grid.ravel()[len(images) * panels :]:
         empty.set_axis_off()
     return figure
@@ -100,7 +101,7 @@ def limit_of(heat: Array, percentile: float) -> float:
     return float(np.percentile(sizes, percentile)) or float(sizes.max()) or 1.0
 
 
-def _draw_over(ax: Axes, image: Array, heat: Array, signed: bool, percentile: float, title: str) -> None:
+def _draw_over(ax: Axes, image: Array, heat: Array, signed: bool, percentile: float, title: str, label: str) -> None:
     """Draws a heat map over the image in grey; small values let the image show through."""
     limit = limit_of(heat, percentile)
     scale = draw_heat(ax, image, heat, signed, limit)
@@ -108,7 +109,7 @@ def _draw_over(ax: Axes, image: Array, heat: Array, signed: bool, percentile: fl
     is_clipped = bool((np.abs(heat[np.isfinite(heat)]) > limit).any())
     extend = ("both" if signed else "max") if is_clipped else "neither"
     bar = figures.figure_of(ax).colorbar(scale, ax=ax, fraction=0.046, pad=0.03, extend=extend)
-    what = "gradient by the pixel" if signed else "size of the gradient"
+    what = f"{label} by the pixel" if signed else f"size of the {label}"
     bar.set_label(f"{what}{f'{chr(10)}(cut at {percentile:g} %)' if is_clipped else ''}", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     bar.ax.ticklabel_format(axis="y", scilimits=(-2, 3))
