@@ -36,7 +36,7 @@ TABLES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("status",), ("engine", "ready", "cache", "tenant")),
 ]
 NO_TABLE = {
-    ("demo",), ("health",), ("programs", "delete"), ("registry",), ("rules", "delete"), ("rules", "gallery"),
+    ("demo",), ("gateway",), ("health",), ("programs", "delete"), ("registry",), ("rules", "delete"), ("rules", "gallery"),
     ("serve",), ("token",),
 }  # fmt: skip
 
