@@ -75,9 +75,12 @@ def logp(client: Any) -> Any:
 def test_a_value_and_its_gradient_take_one_request(logp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
     evaluate = type(logp.program).evaluate
-    monkeypatch.setattr(
-        type(logp.program), "evaluate", lambda *args, **named: (requests.append(0), evaluate(*args, **named))[1]
-    )
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        requests.append(named)
+        return evaluate(*arguments, **named)
+
+    monkeypatch.setattr(type(logp.program), "evaluate", counted)
     mean, data = pt.dscalar("mean"), np.array([0.5, -1.0, 2.0])
     value = logp(mean, data) / 2
     at, (value_at, slope_at) = 0.3, (-0.25 * np.sum((data - 0.3) ** 2), 0.5 * np.sum(data - 0.3))

@@ -197,8 +197,6 @@ class _EvaluateAndPullBack(_RemoteOp):
             storage[0] = np.asarray(value)
 
 
-@register_specialize
-@node_rewriter([_PullBack])
 def _merge_requests(fgraph: FunctionGraph, node: Apply) -> dict[Variable, Variable] | None:
     """Replaces the ys and their gradients at the same point, as samplers need them, by one op."""
     op = node.op
@@ -213,6 +211,9 @@ def _merge_requests(fgraph: FunctionGraph, node: Apply) -> dict[Variable, Variab
         return None
     merged = _EvaluateAndPullBack(op._function, op._names).make_node(*node.inputs)
     return dict(zip([*found.outputs, *node.outputs], merged.outputs, strict=True))
+
+
+register_specialize(node_rewriter([_PullBack])(_merge_requests))
 
 
 class _PullBackAgain(_RemoteOp):
