@@ -1,7 +1,7 @@
 """Serves the console's page of graphs: reads an uploaded graph, and draws an explained one.
 
 These routes are no RPCs and not part of the API. What they return about a graph is computed as in the client. The
-server checks the caller's credentials before the gateway reads a graph.
+server checks the caller's credentials before the gateway receives an uploaded graph.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from gradrule_gateway.upstream import Metadata, Upstream
 _PART_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
 _MAX_NAMES = 20_000
+_EMPTY_DIGEST = hashlib.sha256().hexdigest()
 _NOT_OUTPUTS = {"NoOp", "Const", "Assert"}
 _ROUTES: dict[str, Route] = {route.rpc: route for route in ROUTES}
 COMPILE = _ROUTES["ProgramService/CompileProgram"]
@@ -46,10 +47,9 @@ async def read_uploaded(upstream: Upstream, converters: Converters, request: Req
     """
     if request.headers.get("content-type", "") != "application/octet-stream":
         raise Problem("UNSUPPORTED", "expected Content-Type: application/octet-stream", status=415)
+    # The server checks the caller's credentials and rights here, before the gateway keeps bytes of the body.
+    await _is_missing(upstream, _EMPTY_DIGEST, metadata)
     body = await request.body()
-    digest = hashlib.sha256(body).hexdigest()
-    # The server checks the caller's credentials and rights here, before the graph is read.
-    await _is_missing(upstream, digest, metadata)
     serialized, facts = await converters.run(describe, body)
     digest = hashlib.sha256(serialized).hexdigest()
     if await _is_missing(upstream, digest, metadata):

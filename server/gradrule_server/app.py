@@ -94,7 +94,11 @@ async def serve(settings: Settings) -> None:
             status=operations.status if settings.admin else None,
         )
         warm_up = assembly.create_warm_up(settings, pool, tenants)
-        await operations.start(assembly.create_sources(settings, loaded, tenants, admission))
+        await operations.start(
+            assembly.create_sources(settings, loaded, tenants, admission),
+            # The HTTP gateway drains before the gRPC server does, and no call should start meanwhile.
+            is_ready=lambda: grpc_server.is_ready and not stopping.is_set(),
+        )
         port = await grpc_server.start(f"{settings.host}:{settings.port}", certificates)
         shared_memory.start()
         accepting = asyncio.ensure_future(grpc_server.run_accept_loop())

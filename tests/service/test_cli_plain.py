@@ -36,8 +36,8 @@ TABLES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("status",), ("engine", "ready", "cache", "tenant")),
 ]
 NO_TABLE = {
-    ("demo",), ("gateway",), ("health",), ("programs", "delete"), ("registry",), ("rules", "delete"), ("rules", "gallery"),
-    ("serve",), ("token",),
+    ("demo",), ("gateway",), ("health",), ("programs", "delete"), ("registry",), ("rules", "delete"),
+    ("rules", "gallery"), ("serve",), ("token",),
 }  # fmt: skip
 
 

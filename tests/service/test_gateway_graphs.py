@@ -11,7 +11,8 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1.graph_pb2 import Graph
-from tests.service.gateways import Answer, RunningGateway, running_gateway
+from tests.service.gateways import Answer, RunningGateway, read, running_gateway
+from tests.service.guarded import Guarded
 from tests.service.servers import RunningServer
 
 
@@ -105,3 +106,22 @@ def test_a_broken_picture_request_is_refused(gateway: RunningGateway) -> None:
         answer = gateway.post("/console/picture", body)
         assert answer.status == 400
         assert not field or answer.json["violations"][0]["field"] == field
+
+
+def test_credentials_are_checked_before_a_graph_is_received(guarded: Guarded) -> None:
+    with running_gateway(guarded.running.target, "--tls-ca", str(guarded.authority.file)) as gateway:
+        connection = gateway.connect()
+        # The body never arrives: an answer means that the gateway did not wait for it.
+        connection.putrequest("POST", "/console/graph")
+        connection.putheader("Content-Type", "application/octet-stream")
+        connection.putheader("Content-Length", "1000000")
+        connection.endheaders()
+        answer = read(connection.getresponse())
+        connection.close()
+        assert (answer.status, answer.json["reason"]) == (401, "UNAUTHENTICATED")
+        assert answer.headers["connection"] == "close"
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Authorization": f"Bearer {guarded.new_token('grapher')}",
+        }
+        assert gateway.send("POST", "/console/graph", network(), headers).status == 200

@@ -292,8 +292,13 @@ class Logging(SettingsGroup):
     audit_log: str = Field(
         "", description="File that the audit log is appended to; - is standard output. Without it: the server's log."
     )
-    metrics_port: int = Field(0, ge=0, le=65535, description="Port of Prometheus metrics (path /metrics); 0 disables.")
-    metrics_host: str = Field("127.0.0.1", min_length=1, description="Address to serve metrics on.")
+    metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus metrics (/metrics) and health checks (/livez, /readyz) over HTTP; 0 disables.",
+    )
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="Address to serve metrics and health checks on.")
     otel_endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = Field(
         "", description="OpenTelemetry collector that receives traces over gRPC, such as http://host:4317."
     )

@@ -12,6 +12,15 @@ export interface FeedEditorProps {
   onChange: (feeds: Record<string, Feed>) => void;
 }
 
+/** Reads an image file; one that the browser cannot read gives an error to show. */
+async function readImage(file: File): Promise<Pick<Feed, "image" | "imageError">> {
+  try {
+    return { image: await createImageBitmap(file), imageError: undefined };
+  } catch {
+    return { image: undefined, imageError: `${file.name} is not an image that this browser reads.` };
+  }
+}
+
 /** Edits the values of placeholders: random numbers, typed values, or an image. */
 export function FeedEditor({ inputs, feeds, onChange }: FeedEditorProps) {
   return (
@@ -64,6 +73,11 @@ export function FeedEditor({ inputs, feeds, onChange }: FeedEditorProps) {
                 />
               </label>
             )}
+            {feed.kind === "image" && feed.imageError && (
+              <p class="field-error" role="alert">
+                {feed.imageError}
+              </p>
+            )}
             {feed.kind === "image" && (
               <label class="graph-inline">
                 <input
@@ -73,7 +87,7 @@ export function FeedEditor({ inputs, feeds, onChange }: FeedEditorProps) {
                   aria-label={`Image for ${spec.name}`}
                   onChange={(event) => {
                     const file = event.currentTarget.files?.[0];
-                    if (file) void createImageBitmap(file).then((image) => change({ image, imageName: file.name }));
+                    if (file) void readImage(file).then(change);
                   }}
                 />
               </label>

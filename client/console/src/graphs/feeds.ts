@@ -10,8 +10,9 @@ export interface Feed {
   seed: number;
   /** JSON of a number or nested lists. */
   text: string;
-  image?: ImageBitmap;
-  imageName?: string;
+  image?: ImageBitmap | undefined;
+  /** Why the chosen file is no image. */
+  imageError?: string | undefined;
 }
 
 /** A value that cannot be sent; the message says why. */
@@ -47,14 +48,19 @@ export function random(seed: number): () => number {
   };
 }
 
-/** Returns random values: standard normal for floats, 0 or 1 for bool, 0 to 9 for integers. */
+/**
+ * Returns random values: standard normal for floats, pairs of those for complex numbers, true or false for bool, 0 to 9
+ * for integers. Throws FeedError for text.
+ */
 export function randomValues(shape: number[], dtype: string, seed: number): Nested {
   const next = random(seed);
+  // Box and Muller: two uniform numbers give a normal one.
+  const normal = () => Number((Math.sqrt(-2 * Math.log(1 - next())) * Math.cos(2 * Math.PI * next())).toFixed(4));
   const one = () => {
+    if (dtype === "string") throw new FeedError("Random values are numbers: type the texts.");
     if (dtype === "bool") return next() < 0.5;
     if (/^u?int/.test(dtype)) return Math.floor(next() * 10);
-    // Box and Muller: two uniform numbers give a normal one.
-    return Number((Math.sqrt(-2 * Math.log(1 - next())) * Math.cos(2 * Math.PI * next())).toFixed(4));
+    return dtype.startsWith("complex") ? [normal(), normal()] : normal();
   };
   return fill(shape, one);
 }
@@ -67,20 +73,23 @@ export function fill(shape: number[], next: () => Nested): Nested {
 }
 
 /**
- * Returns the pixels of an image as a tensor [height, width, channels] with values from 0 to 1, in the given shape.
+ * Returns the pixels of an image in the given shape: from 0 to 1 for floats, from 0 to 255 for integers.
  *
  * @param rgba Bytes of height × width pixels with four channels.
  */
-export function imageValues(rgba: Uint8ClampedArray, shape: number[]): Nested {
+export function imageValues(rgba: Uint8ClampedArray, shape: number[], dtype: string): Nested {
   const { batch, height, width, channels } = imageSize(shape);
+  const isInteger = /^u?int(16|32|64)$|^uint8$/.test(dtype);
+  if (!isInteger && !/^b?float/.test(dtype)) throw new FeedError(`An image cannot be a value of ${dtype}.`);
   const at = (row: number, column: number) => 4 * (row * width + column);
   const pixel = (index: number): number[] => {
-    const [red, green, blue] = [rgba[index]! / 255, rgba[index + 1]! / 255, rgba[index + 2]! / 255];
+    const [red, green, blue] = [rgba[index]!, rgba[index + 1]!, rgba[index + 2]!];
     // Rec. 601, as TensorFlow's rgb_to_grayscale.
     return channels === 1 ? [0.2989 * red + 0.587 * green + 0.114 * blue] : [red, green, blue];
   };
-  const rounded = (values: number[]) => values.map((value) => Number(value.toFixed(4)));
-  const isFlat = shape.length < 3 || (shape.length === 3 && batch > 0 && shape[2] !== 1 && shape[2] !== 3);
+  const rounded = (values: number[]) =>
+    values.map((value) => (isInteger ? Math.round(value) : Number((value / 255).toFixed(4))));
+  const isFlat = shape.length === 2 || (shape.length === 3 && shape[2] !== 1 && shape[2] !== 3);
   const image = Array.from({ length: height }, (_, row) =>
     Array.from({ length: width }, (_, column) => {
       const values = rounded(pixel(at(row, column)));
@@ -121,8 +130,9 @@ export function feedValue(spec: TensorSpec, feed: Feed): Nested {
   if (feed.kind === "random") return randomValues(shape, spec.dtype ?? "float32", feed.seed);
   if (!feed.image) throw new FeedError(`Choose an image for ${spec.name}.`);
   const { width, height } = imageSize(shape);
+  if (!width || !height) throw new FeedError(`The image for ${spec.name} has no pixels in the shape ${feed.shape}.`);
   const canvas = new OffscreenCanvas(width, height);
   const context = canvas.getContext("2d", { willReadFrequently: true })!;
   context.drawImage(feed.image, 0, 0, width, height);
-  return imageValues(context.getImageData(0, 0, width, height).data, shape);
+  return imageValues(context.getImageData(0, 0, width, height).data, shape, spec.dtype ?? "float32");
 }

@@ -1,5 +1,18 @@
 import { useEffect, useRef } from "preact/hooks";
-import { difference, histogram, imageShape, type Numbers, numberText, pixels, summary, type Value } from "./results";
+import {
+  commonRange,
+  difference,
+  histogram,
+  imageShape,
+  isColour,
+  type Numbers,
+  numberText,
+  pixels,
+  type Range,
+  shareText,
+  summary,
+  type Value,
+} from "./results";
 
 /** The answer of one column, by kind and name of tensor. */
 export interface ColumnResult {
@@ -19,13 +32,7 @@ export function Results({ results }: { results: ColumnResult[] }) {
       {results.map(({ title, error }) => error && <p class="field-error">{`${title}: ${error}`}</p>)}
       {keys.map((key) => {
         const values = results.map((result) => result.values.get(key) ?? { missing: "not computed" });
-        const known = values
-          .filter((value): value is Numbers => "values" in value)
-          .map(({ values }) => summary(values));
-        const range = {
-          least: Math.min(...known.map(({ least }) => least)),
-          most: Math.max(...known.map(({ most }) => most)),
-        };
+        const range = commonRange(values.filter((value): value is Numbers => "values" in value));
         return (
           <section class="card stack" aria-label={key}>
             <h3>{key}</h3>
@@ -51,7 +58,7 @@ interface CellProps {
   value: Value;
   /** The first column, if this is another one. */
   first: Value | undefined;
-  range: { least: number; most: number };
+  range: Range;
 }
 
 function Cell({ title, value, first, range }: CellProps) {
@@ -64,7 +71,6 @@ function Cell({ title, value, first, range }: CellProps) {
     );
   }
   const facts = summary(value.values);
-  const most = Math.max(Math.abs(range.least), Math.abs(range.most));
   const apart = first && "values" in first ? difference(first, value) : undefined;
   return (
     <div class="graph-result">
@@ -82,7 +88,7 @@ function Cell({ title, value, first, range }: CellProps) {
           {numberText(facts.least)}, {numberText(facts.most)}
         </dd>
         <dt>zeros</dt>
-        <dd>{facts.count ? `${Math.round((100 * facts.zeros) / facts.count)} %` : "–"}</dd>
+        <dd>{shareText(facts.zeros, facts.count)}</dd>
         {facts.notFinite > 0 && (
           <>
             <dt class="field-error">not finite</dt>
@@ -98,7 +104,7 @@ function Cell({ title, value, first, range }: CellProps) {
           </>
         )}
       </dl>
-      {imageShape(value.shape) ? <Image value={value} most={most} title={title} /> : null}
+      {imageShape(value.shape) ? <Image value={value} range={range} title={title} /> : null}
       {facts.count > 3 && <Histogram values={value.values} range={range} />}
       <details>
         <summary>Numbers</summary>
@@ -126,7 +132,7 @@ function numbersText({ values, shape }: Numbers): string {
 }
 
 /** Bars of counts, with the same horizontal range in all columns. */
-function Histogram({ values, range }: { values: Float64Array; range: CellProps["range"] }) {
+function Histogram({ values, range }: { values: Float64Array; range: Range }) {
   if (!Number.isFinite(range.least)) return null;
   const counts = histogram(values, range.least, range.most, BINS);
   const highest = Math.max(...counts, 1);
@@ -146,18 +152,22 @@ function Histogram({ values, range }: { values: Float64Array; range: CellProps["
   );
 }
 
-function Image({ value, most, title }: { value: Numbers; most: number; title: string }) {
+function Image({ value, range, title }: { value: Numbers; range: Range; title: string }) {
   const canvas = useRef<HTMLCanvasElement>(null);
-  const { width, height, count } = imageShape(value.shape)!;
+  const { width, height, count, channels } = imageShape(value.shape)!;
+  const end = numberText(Math.max(Math.abs(range.least), Math.abs(range.most)));
+  const scale = isColour(value.shape, range) ? "colours from 0 to 1" : `blue −${end}, white 0, orange ${end}`;
   useEffect(() => {
-    const image = new ImageData(pixels(value, most), width, height);
+    const image = new ImageData(pixels(value, range), width, height);
     canvas.current?.getContext("2d")!.putImageData(image, 0, 0);
-  }, [value, most]);
+  }, [value, range.least, range.most]);
   return (
     <figure class="graph-image">
       <canvas ref={canvas} width={width} height={height} role="img" aria-label={`Image of ${title}`} />
       <figcaption class="muted small">
-        {count > 1 && `first of ${count}; `}blue −{numberText(most)}, white 0, orange {numberText(most)}
+        {count > 1 && `first of ${count}; `}
+        {channels === 3 && !isColour(value.shape, range) && "mean of 3 channels; "}
+        {scale}
       </figcaption>
     </figure>
   );

@@ -10,7 +10,7 @@ export interface Numbers {
 /** What is known of one tensor in one column: its numbers, or the reason why there are none. */
 export type Value = Numbers | { missing: string };
 
-/** Returns the numbers of a tensor or gradient. Complex numbers become their absolute values. */
+/** Returns the numbers of a tensor or gradient. Complex numbers become their absolute values, and the dtype says so. */
 export function toValue(gradient: Gradient | undefined): Value {
   if (!gradient) return { missing: "not in the answer" };
   if ("unconnected" in gradient) return { missing: "no gradient: not connected" };
@@ -32,7 +32,7 @@ function tensorNumbers(tensor: Tensor): Numbers {
     } else for (const inner of nested as Nested[]) walk(inner, depth + 1);
   };
   walk(tensor.values, 0);
-  return { dtype: tensor.dtype, shape: tensor.shape, values };
+  return { dtype: isComplex ? `${tensor.dtype}, absolute values` : tensor.dtype, shape: tensor.shape, values };
 }
 
 function sparseNumbers({
@@ -51,7 +51,7 @@ function sparseNumbers({
   tensorNumbers(indices).values.forEach((row, slice) => {
     for (let at = 0; at < width; at += 1) dense[row * width + at]! += slices.values[slice * width + at]!;
   });
-  return { dtype: values.dtype, shape, values: dense };
+  return { dtype: slices.dtype, shape, values: dense };
 }
 
 export interface Summary {
@@ -82,6 +82,27 @@ export function summary(values: Float64Array): Summary {
   return { count: values.length, ...found, notFinite: values.length - finite };
 }
 
+/** Returns the least and the greatest of all finite numbers; NaN if there are none. */
+export function commonRange(all: Numbers[]): Range {
+  const known = all.map(({ values }) => summary(values)).filter(({ least }) => Number.isFinite(least));
+  if (!known.length) return { least: NaN, most: NaN };
+  return { least: Math.min(...known.map(({ least }) => least)), most: Math.max(...known.map(({ most }) => most)) };
+}
+
+export interface Range {
+  least: number;
+  most: number;
+}
+
+/** Formats a share of numbers; only none is 0 % and only all are 100 %. */
+export function shareText(part: number, all: number): string {
+  if (!all) return "–";
+  const percent = Math.round((100 * part) / all);
+  if (percent === 0 && part) return "< 1 %";
+  if (percent === 100 && part < all) return "> 99 %";
+  return `${percent} %`;
+}
+
 /** Returns counts of the finite numbers in equal intervals from `least` to `most`. */
 export function histogram(values: Float64Array, least: number, most: number, bins: number): number[] {
   const counts = new Array<number>(bins).fill(0);
@@ -99,8 +120,9 @@ export interface Difference {
   cosine: number;
 }
 
-/** Compares two tensors of equal shape; undefined if the shapes differ. */
+/** Compares two tensors of equal shape; undefined if the shapes differ or the signs are lost (complex numbers). */
 export function difference(one: Numbers, other: Numbers): Difference | undefined {
+  if (one.dtype.startsWith("complex") || other.dtype.startsWith("complex")) return undefined;
   if (one.values.length !== other.values.length || one.shape.join() !== other.shape.join()) return undefined;
   let [most, product, first, second] = [0, 0, 0, 0];
   one.values.forEach((value, index) => {
@@ -112,7 +134,7 @@ export function difference(one: Numbers, other: Numbers): Difference | undefined
     first += value * value;
     second += to * to;
   });
-  return { most, cosine: product / Math.sqrt(first * second) };
+  return { most, cosine: product / (Math.sqrt(first) * Math.sqrt(second)) };
 }
 
 /** Returns height, width and channels if a tensor can be shown as images; undefined if not. */
@@ -127,19 +149,28 @@ export function imageShape(
   return height >= 8 && width >= 8 && count ? { count, height, width, channels: channels || 1 } : undefined;
 }
 
+/** Tells whether a tensor is shown in its own colours: three channels, and all numbers of the range from 0 to 1. */
+export function isColour(shape: number[], { least, most }: Range): boolean {
+  return imageShape(shape)?.channels === 3 && least >= 0 && most <= 1;
+}
+
 /**
  * Returns the pixels of the first image of a tensor, four bytes each.
  *
- * With three channels and values from 0 to 1: colours. Else, values from −most to most go from blue over white to orange.
+ * Colours if `isColour`. Else, means over the channels: from the largest absolute value of the range, negative, to the
+ * same, positive, they go from blue over white to orange.
+ *
+ * @param range Of all images that are shown side by side.
  */
-export function pixels({ values, shape }: Numbers, most: number): Uint8ClampedArray<ArrayBuffer> {
+export function pixels({ values, shape }: Numbers, range: Range): Uint8ClampedArray<ArrayBuffer> {
+  const inColour = isColour(shape, range);
+  const most = Math.max(Math.abs(range.least), Math.abs(range.most));
   const { height, width, channels } = imageShape(shape)!;
   const bytes = new Uint8ClampedArray(4 * height * width);
   for (let at = 0; at < height * width; at += 1) {
     const own = Array.from({ length: channels }, (_, channel) => values[at * channels + channel]!);
-    const isColour = channels === 3 && own.every((value) => value >= 0 && value <= 1) && most <= 1;
     const mean = own.reduce((sum, value) => sum + value, 0) / channels;
-    bytes.set(isColour ? own.map((value) => 255 * value) : diverging(most ? mean / most : 0), 4 * at);
+    bytes.set(inColour ? own.map((value) => 255 * value) : diverging(most ? mean / most : 0), 4 * at);
     bytes[4 * at + 3] = 255;
   }
   return bytes;
@@ -162,5 +193,5 @@ export function numberText(value: number): string {
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "−inf";
   const size = Math.abs(value);
   const text = size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
 }

@@ -43,17 +43,19 @@ export function parseParams(text: string): Record<string, number> {
   return found;
 }
 
-/** Returns the rows that are complete; rows without a value or a rule are still being typed. */
+/** Returns the rows that are complete, without space around them; rows without a value or a rule are still being typed. */
 export function completeRows(rows: OverrideRow[]): OverrideRow[] {
-  return rows.filter(({ value, rule }) => value.trim() && rule.trim());
+  return rows
+    .map((row) => ({ ...row, value: row.value.trim(), rule: row.rule.trim() }))
+    .filter(({ value, rule }) => value && rule);
 }
 
 /** Returns ProgramSpec in the gateway's JSON. Throws an Error for params that cannot be read. */
 export function programSpec(sha256: string, form: SpecForm): Record<string, unknown> {
   const ys = names(form.ys);
   const overrides = completeRows(form.overrides).map(({ kind, value, rule, params }) => ({
-    selector: { [kind]: value.trim() },
-    rule: rule.trim(),
+    selector: { [kind]: value },
+    rule,
     params: parseParams(params),
   }));
   return {
@@ -87,7 +89,7 @@ export function columns(form: SpecForm, rules: string[], plain: boolean): Column
   const first = rows[0];
   const title = first ? [...new Set(rows.map(({ rule }) => rule))].join(", ") : "no overrides";
   const found: Column[] = [{ title, form }];
-  for (const rule of first ? rules : []) {
+  for (const rule of first ? new Set(rules) : []) {
     if (!rule || rule === first!.rule) continue;
     // A param of one rule is not one of another.
     const changed = rows.map((row) => (row.rule === first!.rule ? { ...row, rule, params: "" } : row));
