@@ -27,3 +27,10 @@ def test_the_demo_installs_what_it_needs() -> None:
     assert demo.keys().isdisjoint(
         {"hypothesis", "mypy", "opentelemetry-sdk", "pytest", "ruff", "scikit-learn", "scipy"}
     )
+
+
+def test_tests_of_several_servers_run_the_versions_of_developers() -> None:
+    others = {name: version for name, version in versions("dev").items() if versions("cluster")[name] != version}
+    # See tools/lock.py.
+    assert others.keys() == {"python-dateutil"}
+    assert {"psycopg-binary", "s3fs", "ray", "moto"} <= versions("cluster").keys()
