@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -356,24 +357,32 @@ def test_programs_stored_before_the_object_store_was_used_keep_their_blobs(serve
     assert ada.missing([needed]) == []
 
 
-def test_killed_upload_is_invisible_and_is_cleaned_up(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    ada = servers.open("ada")
+_KILLED = """
+import os, sys
+from pathlib import Path
+from gradrule_server.registry.object_store import FolderObjects
+from gradrule_server.registry.store import Store
+from tests.stores import open_blobs
+from tests.unit.registry.test_blobs import put
 
-    class Killed(BaseException):
-        pass
+def kill(self, key, path):
+    partial = Path(sys.argv[1], "objects", key).with_name(".upload-" + Path(key).name)
+    partial.parent.mkdir(exist_ok=True)
+    partial.write_bytes(b"wei")
+    os.kill(os.getpid(), 9)
 
-    def kill(self: FolderObjects, key: str, path: Path) -> None:
-        (servers.path / "objects" / "default").mkdir(exist_ok=True)
-        (servers.path / "objects" / key).with_name(f".upload-{Path(key).name}").write_bytes(WEIGHTS[:3])
-        os.kill(os.getpid(), 9)
+blobs = open_blobs(Store(Path(sys.argv[1], "registry")), Path(sys.argv[1], "ada"), sys.argv[2])
+FolderObjects.put = kill
+put(blobs, b"weights")
+"""
 
-    with monkeypatch.context() as patch:
-        patched(patch, "put", kill)
-        process = os.fork()
-        if not process:
-            put(ada, WEIGHTS)
-            os._exit(1)
-        assert os.waitpid(process, 0)[1] == 9
+
+def test_killed_upload_is_invisible_and_is_cleaned_up(servers: Servers) -> None:
+    servers.store.close()
+    command = [sys.executable, "-c", _KILLED, str(servers.path), servers.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    servers.store = Store(servers.path / "registry")
     grace = servers.open("grace")
     name = name_of(WEIGHTS)
     assert (grace.missing([name]), len(servers.objects), grace.held_count) == ([name], 1, 1)
