@@ -28,8 +28,8 @@ FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 MANIFESTS = [path for path in FILES if path.is_relative_to(DEPLOY / "kubernetes") and path.suffix == ".yaml"]
 
 OF_CLIENTS = {"GRADRULE_TLS_CA", "GRADRULE_TOKEN"}
-PENDING = {"GRADRULE_REGISTRY", "GRADRULE_BLOBS"}
-"""Settings of the shared registry, which follow."""
+PENDING = {"GRADRULE_REGISTRY"}
+"""The setting of the shared registry, which follows."""
 OF_COMMANDS = {
     # docker, kubectl
     "--build", "--build-arg", "--from-file", "--gpus", "--interval", "--secret", "--start-period", "--timeout",
