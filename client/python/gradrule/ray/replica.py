@@ -15,6 +15,7 @@ import grpc
 from gradrule._rpc import channels
 from gradrule._rpc.local_server import LocalServer
 from gradrule.common import wire_format
+from gradrule.errors import InvalidParamError
 from gradrule.ray import rpcs
 from gradrule.ray.autoscaling import REQUESTS
 from gradrule.ray.rpcs import RPCS, Ending, Rpc
@@ -38,6 +39,11 @@ _SETTINGS = {
     "max_shared_bytes": 0,
     # All calls of a replica use one connection.
     "max_connection_streams": 100_000,
+}
+_REFUSED = {
+    "tls_cert": "the gRPC proxies of Ray Serve do not encrypt; put a proxy that does in front of them",
+    "tls_client_ca": "the gRPC proxies of Ray Serve do not encrypt, so use tokens; put a proxy that encrypts in front",
+    "http_port": "Ray Serve does not forward it; start `gradrule gateway` beside the application",
 }
 
 
@@ -68,9 +74,12 @@ class Replica:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
+        for name, reason in _REFUSED.items():
+            if settings.get(name) or os.environ.get(f"GRADRULE_{name.upper()}"):
+                raise InvalidParamError(f"a server in Ray Serve cannot have the setting {name}: {reason}")
         chosen = {**settings, **_SETTINGS}
-        if not (settings.get("registry") or os.environ.get("GRADRULE_REGISTRY")):
-            # The registry is in the data folder, so it must outlive the replica, and only one replica can use it.
+        if not (settings.get("registry") or os.environ.get("GRADRULE_REGISTRY") or os.environ.get("RAYDEV")):
+            # The data folder has the registry, so it must outlive the replica, and only one server can use it.
             chosen.setdefault("data_dir", _default_data_dir())
         self._requests = 0
         self._is_stopping = False
@@ -109,7 +118,7 @@ class Replica:
 
     async def forward_stream(self, rpc: Rpc, request: Any, context: Any) -> AsyncIterator[bytes | Ending]:
         """Forwards a call with a stream of responses. Yields them, and then how the call ended."""
-        counter = _StreamCounter(rpc, self._add_requests)
+        counter = StreamCounter(rpc, self._add_requests)
         make: Any
         if rpc.has_request_stream:
             request, make = counter.counted(request), self._channel.stream_stream
@@ -153,7 +162,7 @@ class _Answer:
         return self._value
 
 
-class _StreamCounter:
+class StreamCounter:
     """Counts the requests of a stream that have no answer yet.
 
     A session counts as one request while it is open, since it holds memory of an engine. Streams of health checks and

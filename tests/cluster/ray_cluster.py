@@ -1,0 +1,219 @@
+"""Starts Ray clusters of two nodes on this machine, with gradrule deployed by Ray Serve, and calls them under load."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.config import gRPCOptions
+
+import gradrule as gr
+from gradrule.ray.application import app
+from tests.processes import children
+from tests.waiting import wait_until
+
+APP = "gradrule"
+_OBJECT_STORE_BYTES = 80 << 20
+_READY_S = 120.0
+_SERVER = b"gradrule_server"
+
+
+class RayCluster:
+    """A head node and a second node, each with a gRPC proxy. CPUs are numbers for Ray; it reserves none."""
+
+    def __init__(self) -> None:
+        # Ray makes sockets there, whose paths must be short.
+        self._folder = tempfile.mkdtemp(prefix="ray-")
+        self._ports = _free_ports(4)
+        self._environment = {
+            "RAY_SERVE_WORKER_PROXY_GRPC_PORT": str(self._ports[1]),
+            "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(self._ports[3]),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        }
+        self._cluster: Any = None
+        self._nodes: list[Any] = []
+
+    @property
+    def target(self) -> str:
+        """Both proxies; clients use them in turn."""
+        return f"ipv4:127.0.0.1:{self._ports[0]},127.0.0.1:{self._ports[1]}"
+
+    def start(self) -> None:
+        """Starts Ray and Ray Serve."""
+        self._saved = {name: os.environ.get(name) for name in self._environment}
+        os.environ.update(self._environment)
+        self._cluster = Cluster()
+        self._cluster.add_node(
+            num_cpus=2, object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False, temp_dir=self._folder
+        )
+        self.add_node()
+        ray.init(address=self._cluster.address, namespace="serve", log_to_driver=False, logging_level="error")
+        serve.start(
+            proxy_location="EveryNode",
+            http_options={"port": self._ports[2], "host": "127.0.0.1"},
+            grpc_options=gRPCOptions(port=self._ports[0], grpc_servicer_functions=["gradrule.ray.add_services"]),
+        )
+
+    def stop(self) -> None:
+        """Ends Ray and all its processes."""
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown()
+        for name, value in self._saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add_node(self) -> None:
+        """Adds a node."""
+        self._nodes.append(self._cluster.add_node(num_cpus=4, object_store_memory=_OBJECT_STORE_BYTES))
+
+    def kill_node(self) -> None:
+        """Kills all processes of the node that was added last."""
+        self._cluster.remove_node(self._nodes.pop(), allow_graceful=False)
+
+    def deploy(self, settings: Mapping[str, Any], **options: Any) -> None:
+        """Deploys the application, or changes its options, and waits until it is ready.
+
+        Args:
+            settings: As of `gradrule.ray.app`.
+            options: Of the deployment, such as `num_replicas`.
+        """
+        # The object of the deployment, whose options YAML files change in the same way.
+        built = app(dict(settings))
+        built._bound_deployment = built._bound_deployment.options(**options)
+        serve.run(built, name=APP)
+
+    def replicas(self) -> dict[str, Any]:
+        """Returns the actors of the replicas that take calls, by name."""
+        named = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+        found = {}
+        for name in named:
+            if name.startswith(f"SERVE_REPLICA::{APP}#"):
+                with contextlib.suppress(ValueError):
+                    found[name] = ray.get_actor(name, namespace="serve")
+        return found
+
+    def running_replicas(self) -> int:
+        """Returns the number of replicas that are ready."""
+        (deployment,) = serve.status().applications[APP].deployments.values()
+        return int(deployment.replica_states.get("RUNNING", 0))
+
+    def wait_for_replicas(self, count: int, timeout_s: float = _READY_S) -> None:
+        """Waits until exactly so many replicas run."""
+        wait_until(lambda: self.running_replicas() == count or None, f"{count} replicas", timeout_s)
+
+    def server_pid(self, replica: Any) -> int:
+        """Returns the process id of the server of a replica."""
+        pids = [ray.get(replica.is_allocated.remote())[0]]
+        for pid in pids:
+            for child in children(pid):
+                with contextlib.suppress(OSError), open(f"/proc/{child}/cmdline", "rb") as file:
+                    arguments = file.read().split(b"\0")
+                    if _SERVER in arguments and b"-S" not in arguments:
+                        return child
+                pids.append(child)
+        raise AssertionError("the replica has no server")
+
+
+class Load:
+    """Calls a server from several threads until it is stopped, and checks each answer.
+
+    Each thread has a client of its own; every second client sends each call alone, the others use streams.
+
+    Args:
+        target: Of the server.
+        clients: Number of threads.
+        pause_s: Pause between two calls of a client.
+    """
+
+    def __init__(self, target: str, clients: int, pause_s: float = 0.0) -> None:
+        self.answers = 0
+        self.failures: list[Exception] = []
+        self._pause_s = pause_s
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._target = target
+        self._threads = [threading.Thread(target=self._call, args=(number,), daemon=True) for number in range(clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for_answers(self, count: int) -> None:
+        """Waits for so many further answers."""
+        before = self.answers
+        wait_until(lambda: self.failures or self.answers >= before + count or None, f"{count} answers", 60.0)
+
+    def _call(self, number: int) -> None:
+        graph = sign_graph()
+        generator = np.random.default_rng(number)
+        clip = np.float32(1 + number)
+        with gr.connect(self._target, stream=number % 2 == 0) as client:
+            while not self._stop.wait(self._pause_s):
+                x = generator.uniform(-5, 5, 16).astype(np.float32)
+                try:
+                    result = client.evaluate(
+                        graph,
+                        feeds={"x": x},
+                        fetches=["y"],
+                        ys=["y"],
+                        xs=["x"],
+                        overrides={"Sign": ("ste_sign", {"clip": float(clip)})},
+                    )
+                    # The formula of the straight-through estimator, in NumPy.
+                    np.testing.assert_array_equal(result.gradients["x"], (np.abs(x) <= clip).astype(np.float32))
+                    np.testing.assert_array_equal(result.outputs["y"], np.sign(x))
+                except Exception as failure:
+                    with self._lock:
+                        self.failures.append(failure)
+                else:
+                    with self._lock:
+                        self.answers += 1
+
+
+def sign_graph() -> gr.Graph:
+    """Returns y = sign(x)."""
+    graph = gr.Graph()
+    graph.op("Sign", graph.placeholder("x", "float32", [None]), name="y")
+    return graph
+
+
+@contextlib.contextmanager
+def running_ray() -> Iterator[RayCluster]:
+    """Starts a cluster of two nodes, and ends it."""
+    cluster = RayCluster()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as sockets:
+        bound = [sockets.enter_context(socket.socket()) for _ in range(count)]
+        for one in bound:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in bound]
