@@ -1,19 +1,10 @@
-"""Provides a PostgreSQL server, and an empty database for each test."""
+"""Provides an empty PostgreSQL database for each test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.cluster.postgres import PostgresServer, running_postgres
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    """Returns a running PostgreSQL server. A test that stops it must start it again."""
-    with running_postgres() as server:
-        yield server
+from tests.cluster.postgres import PostgresServer
 
 
 @pytest.fixture
