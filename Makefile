@@ -11,6 +11,7 @@ TOOLS := .venv-tools
 PEERS := .venv-peers
 BENCH_PEERS := .venv-bench
 BRIDGES := .venv-bridges
+CLUSTER := .venv-cluster
 NODE_CLIENT := client/node
 CONSOLE := client/console
 PIP_FLAGS := --quiet --disable-pip-version-check --require-hashes
@@ -33,7 +34,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers test-console test-bridges cluster-test postgres lint format proto client proto-baseline tables op-policy docs node console bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## list all commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -48,7 +49,7 @@ test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these and
 	$(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## run these, a sample of the battery, the tests of the benchmarks, and large models
-	$(PYTEST) tests --ignore=tests/bridges $(ARGS)
+	$(PYTEST) tests --ignore=tests/bridges --ignore=tests/cluster $(ARGS)
 
 test-general: $(VENV)/.installed ## run the tests of calls with every fast path off (docs/guide/operating.md); ARGS selects other files
 	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)
@@ -68,6 +69,9 @@ test-console: $(VENV)/.installed $(CONSOLE)/node_modules/.installed ## test the 
 
 test-bridges: $(BRIDGES)/.installed ## test the modules for PyTorch, JAX, SciPy, PyTensor and TensorFlow
 	PYTHONDONTWRITEBYTECODE= $(BRIDGES)/bin/python -m pytest tests/bridges $(ARGS)
+
+cluster-test: $(CLUSTER)/.installed postgres ## test several servers with PostgreSQL, an object store and Ray
+	PYTHONDONTWRITEBYTECODE= $(CLUSTER)/bin/python -m pytest tests/cluster $(ARGS)
 
 lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed $(CONSOLE)/node_modules/.installed ## check style, types, import rules, protos and generated code
 	$(VENV)/bin/ruff check
@@ -117,6 +121,10 @@ http-tools: ## install what tests of HTTP examples need and this machine lacks: 
 	Rscript -e 'library(httr2); library(jsonlite)' >/dev/null 2>&1 || missing="$$missing r-base-core r-cran-httr2 r-cran-jsonlite"; \
 	test -z "$${missing// /}" || { run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends $$missing; }
 
+postgres: ## install PostgreSQL where this machine lacks it
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || \
+	{ run=; test "$$(id -u)" = 0 || run=sudo; $$run apt-get update -qq && $$run apt-get install -qq --yes --no-install-recommends postgresql; }
+
 bench: $(VENV)/.installed $(BENCH_PEERS)/.installed ## measure against echo servers, TensorFlow and other services; ARGS="--rows tiny,profile" selects rows; writes JSON to out/
 	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
 
@@ -145,7 +153,7 @@ lock: $(TOOLS)/.installed ## generate requirements/*.txt (run it with Python 3.1
 	$(TOOLS)/bin/python tools/lock.py
 
 clean: ## delete everything that make created
-	rm -rf $(VENV) $(TOOLS) $(PEERS) $(BENCH_PEERS) $(BRIDGES) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist $(CONSOLE)/node_modules $(CONSOLE)/test-results
+	rm -rf $(VENV) $(TOOLS) $(PEERS) $(BENCH_PEERS) $(BRIDGES) $(CLUSTER) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist $(CONSOLE)/node_modules $(CONSOLE)/test-results
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -not -path './.git/*' -prune -exec rm -rf {} +
@@ -173,6 +181,10 @@ $(VENV)/.installed: requirements/dev.txt pyproject.toml
 # The CPU build of torch is on PyTorch's own index; PIP_EXTRA_INDEX_URL may have to name it.
 $(BRIDGES)/.installed: requirements/bridges.txt pyproject.toml
 	$(call install_gradrule,$(BRIDGES),requirements/bridges.txt --no-deps)
+	@touch $@
+
+$(CLUSTER)/.installed: requirements/cluster.txt pyproject.toml
+	$(call install_gradrule,$(CLUSTER),requirements/cluster.txt)
 	@touch $@
 
 $(TOOLS)/.installed: requirements/tools.txt

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -27,12 +28,12 @@ FLAGS = [
 LEFT_OUT_WITH_PEERS = ("torchvision", "torchaudio", "tensorboard")
 
 
-def flatten(extra: str) -> list[str]:
-    """The requirements of an extra and of the project itself, with the extras it names unfolded."""
+def flatten(*names: str) -> list[str]:
+    """The requirements of extras and of the project itself, with the extras that these name unfolded."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     found: set[str] = set(project["dependencies"])
-    waiting = [extra]
+    waiting = list(names)
     while waiting:
         for requirement in extras[waiting.pop()]:
             inner = re.fullmatch(rf"{project['name']}\[([\w,-]+)\]", requirement)
@@ -50,14 +51,30 @@ def build_tools() -> list[str]:
 
 
 def pip_compile(
-    name: str, requirements: list[str], constraint: str | None = None, left_out: tuple[str, ...] = ()
+    name: str,
+    requirements: list[str],
+    constraint: str | None = None,
+    left_out: tuple[str, ...] = (),
+    other_versions: tuple[str, ...] = (),
 ) -> None:
-    """Write requirements/NAME.txt; versions follow the file CONSTRAINT where one is named."""
+    """Write requirements/NAME.txt; versions follow the file CONSTRAINT where one is named, except OTHER_VERSIONS."""
     arguments = [sys.executable, "-m", "piptools", "compile", *FLAGS, "--output-file", f"requirements/{name}.txt", "-"]
+    if other_versions:
+        # Without annotations, because they would name the temporary file.
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            pins = re.findall(r"^([\w.-]+)==(\S+)", (LOCKS / f"{constraint}.txt").read_text(), re.MULTILINE)
+            file.writelines(f"{package}=={version}\n" for package, version in pins if package not in other_versions)
+            file.flush()
+            _run([*arguments, "--constraint", file.name, "--no-annotate", "--allow-unsafe"], requirements)
+        return
     if constraint is not None:
         arguments += ["--constraint", f"requirements/{constraint}.txt"]
     # Packages that pip-tools calls unsafe, setuptools for one, are locked unless others are called so.
     arguments += [f"--unsafe-package={package}" for package in left_out] or ["--allow-unsafe"]
+    _run(arguments, requirements)
+
+
+def _run(arguments: list[str], requirements: list[str]) -> None:
     environment = {**os.environ, "CUSTOM_COMPILE_COMMAND": "make lock"}
     subprocess.run(arguments, input="\n".join(requirements), text=True, check=True, cwd=ROOT, env=environment)
 
@@ -72,6 +89,9 @@ def main() -> None:
     pip_compile("gpu-check", sorted({*flatten("gpu"), *flatten("test")}), constraint="dev")
     bridges = [*flatten("dev"), *(LOCKS / "bridges.in").read_text().splitlines()]
     pip_compile("bridges", bridges, constraint="dev", left_out=LEFT_OUT_WITH_PEERS)
+    cluster = [*flatten("dev", "postgres", "s3", "ray"), *(LOCKS / "cluster.in").read_text().splitlines()]
+    # s3fs needs python-dateutil 2.
+    pip_compile("cluster", cluster, constraint="dev", other_versions=("python-dateutil",))
     pip_compile("bench-peers", (LOCKS / "bench-peers.in").read_text().splitlines())
     pip_compile("peers", (LOCKS / "peers.in").read_text().splitlines(), left_out=LEFT_OUT_WITH_PEERS)
 

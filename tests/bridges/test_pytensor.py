@@ -72,6 +72,27 @@ def logp(client: Any) -> Any:
     return gradrule.pytensor.remote(client.compile(g, fetches=["logp"], ys=["logp"], xs=["mean"]))
 
 
+def test_a_value_and_its_gradient_take_one_request(logp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = []
+    evaluate = type(logp.program).evaluate
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        requests.append(named)
+        return evaluate(*arguments, **named)
+
+    monkeypatch.setattr(type(logp.program), "evaluate", counted)
+    mean, data = pt.dscalar("mean"), np.array([0.5, -1.0, 2.0])
+    value = logp(mean, data) / 2
+    at, (value_at, slope_at) = 0.3, (-0.25 * np.sum((data - 0.3) ** 2), 0.5 * np.sum(data - 0.3))
+    found = pytensor.function([mean], [value, pytensor.grad(value, mean)])(at)
+    assert len(requests) == 1
+    np.testing.assert_allclose(found, [value_at, slope_at], rtol=1e-12)
+    # An upstream gradient that depends on the value needs the value first.
+    squared = pytensor.function([mean], [value**2, pytensor.grad(value**2, mean)])(at)
+    assert len(requests) == 3
+    np.testing.assert_allclose(squared, [value_at**2, 2 * value_at * slope_at], rtol=1e-12)
+
+
 def test_nuts_samples_the_posterior(logp: Any) -> None:
     """Samples the mean of normal data with a flat prior: the posterior is normal, with a known mean and deviation."""
     drawn = np.random.default_rng(3).normal(2.0, 1.0, size=50)

@@ -27,3 +27,13 @@ def test_the_demo_installs_what_it_needs() -> None:
     assert demo.keys().isdisjoint(
         {"hypothesis", "mypy", "opentelemetry-sdk", "pytest", "ruff", "scikit-learn", "scipy"}
     )
+
+
+def test_tests_of_several_servers_run_the_versions_of_developers() -> None:
+    locked = versions("cluster")
+    # See tools/lock.py; python-dateutil 4 needs tzdata.
+    assert {name for name, version in versions("dev").items() if locked.get(name) != version} == {
+        "python-dateutil",
+        "tzdata",
+    }
+    assert {"psycopg-binary", "s3fs", "ray", "moto"} <= locked.keys()

@@ -1,4 +1,4 @@
-"""Each folder of tests belongs to one tier: `make check`, `make test`, `make test-all` or `make test-bridges`."""
+"""Each folder of tests belongs to one tier, which one target of the Makefile runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ LONG = {"battery", "benchmarks", "generated", "models", "peers"}
 """What `make test-all` adds to `make test`."""
 FRAMEWORKS = {"bridges"}
 """What `make test-bridges` runs, in an environment with the frameworks."""
+CLUSTER = {"cluster"}
+"""What `make cluster-test` runs, with PostgreSQL and in an environment with the extras for several servers."""
 
 
 def paths_of(target: str) -> set[str]:
@@ -26,8 +28,9 @@ def paths_of(target: str) -> set[str]:
 
 def test_each_folder_with_tests_is_in_one_tier() -> None:
     found = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
-    assert found == CHECK | DEFAULT | LONG | FRAMEWORKS
-    assert len(found) == len(CHECK) + len(DEFAULT) + len(LONG) + len(FRAMEWORKS)
+    tiers = (CHECK, DEFAULT, LONG, FRAMEWORKS, CLUSTER)
+    assert found == set().union(*tiers)
+    assert len(found) == sum(map(len, tiers))
 
 
 def test_the_tiers_are_what_make_and_pytest_run() -> None:

@@ -188,11 +188,11 @@ export class Channel {
   ): Promise<EvaluateResponse> {
     const { signal } = options;
     const message = create(EvaluateRequestSchema, request);
-    const mayCompile = message.target.case === "spec";
-    const deadline = this.deadlineOf(options, mayCompile);
+    // The server may have to compile a program again, too.
+    const deadline = this.deadlineOf(options, true);
     if (this.closed) throw createError("UNAVAILABLE", "The client is closed.");
     if (signal?.aborted) throw createError("CANCELLED", "The signal is aborted.");
-    if (mayCompile && options.timeout === undefined) message.runTimeout = durationFromMs(this.timeout * 1000);
+    if (this.compileTimeout && options.timeout === undefined) message.runTimeout = durationFromMs(this.timeout * 1000);
     const bytes = toBinary(EvaluateRequestSchema, message);
     if (this.routing.mustChunk(bytes.length)) return this.evaluateInChunks(bytes, deadline, signal);
     if (this.routing.mayStream(bytes.length, this.stream)) {

@@ -13,6 +13,7 @@ import type { ServerUnaryCall, sendUnaryData } from "@grpc/grpc-js";
 import * as rpc from "../src/gen/google/rpc/error_details_pb.js";
 import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
 import { GetRuleResponseSchema } from "../src/gen/gradrule/v1/rule_pb.js";
+import { GetProgramResponseSchema } from "../src/gen/gradrule/v1/program_pb.js";
 import { EvaluateRequestSchema, EvaluateResponseSchema } from "../src/gen/gradrule/v1/evaluate_pb.js";
 import { Graph, GradruleError, REASONS, connect, errors } from "../src/index.js";
 import type { Client, ConnectOptions } from "../src/index.js";
@@ -25,12 +26,11 @@ async function against(
   handler: Handler,
   use: (client: Client) => Promise<void>,
   options: ConnectOptions = {},
-  path = "/gradrule.v1.RuleService/GetRule",
+  paths = ["/gradrule.v1.RuleService/GetRule"],
 ) {
   const server = new Server();
   const asIs = (bytes: Buffer): Buffer => bytes;
   const method = {
-    path,
     requestStream: false,
     responseStream: false,
     requestSerialize: asIs,
@@ -38,7 +38,10 @@ async function against(
     responseSerialize: asIs,
     responseDeserialize: asIs,
   } as const;
-  server.addService({ GetRule: method }, { GetRule: handler });
+  server.addService(
+    Object.fromEntries(paths.map((path) => [path, { ...method, path }])),
+    Object.fromEntries(paths.map((path) => [path, handler])),
+  );
   const port = await new Promise<number>((resolve, reject) => {
     server.bindAsync("127.0.0.1:0", ServerCredentials.createInsecure(), (failure, bound) =>
       failure ? reject(failure) : resolve(bound),
@@ -247,7 +250,10 @@ test("only compiling may use the time for compiling", async () => {
   graph.placeholder("x", "float32", [2]);
   const options = { feeds: { x: [1, 2] }, fetches: ["x"] };
   const limits: number[][] = [];
+  const get = "/gradrule.v1.ProgramService/GetProgram";
+  const program = create(GetProgramResponseSchema, { program: { name: "programs/p" } });
   const answer: Handler = (call, respond) => {
+    if (call.getPath() === get) return respond(null, Buffer.from(toBinary(GetProgramResponseSchema, program)));
     const { runTimeout } = fromBinary(EvaluateRequestSchema, call.request);
     limits.push([Math.ceil((Number(call.getDeadline()) - Date.now()) / 1000), Number(runTimeout?.seconds ?? 0)]);
     respond(null, Buffer.from(toBinary(EvaluateResponseSchema, create(EvaluateResponseSchema))));
@@ -257,13 +263,16 @@ test("only compiling may use the time for compiling", async () => {
     async (client) => {
       await client.evaluate(graph, options);
       await client.evaluate(graph, { ...options, timeout: 500 });
+      await (await client.program("p")).evaluate({});
     },
     { timeout: 40, compileTimeout: 400 },
-    "/gradrule.v1.GradientService/Evaluate",
+    ["/gradrule.v1.GradientService/Evaluate", get],
   );
+  assert.equal(limits.length, 3);
   for (const [index, [total, run]] of [
     [440, 40],
     [500, 0],
+    [440, 40],
   ].entries()) {
     assert.ok(Math.abs(limits[index]![0]! - total!) <= 20, `${limits[index]}`);
     assert.equal(limits[index]![1], run);

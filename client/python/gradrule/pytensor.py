@@ -25,8 +25,11 @@ try:
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("gradrule.pytensor needs PyTensor: pip install 'gradrule[pytensor]'") from missing
 from pytensor.gradient import DisconnectedType, grad_undefined
-from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.op import Op
+from pytensor.graph.rewriting.basic import node_rewriter
+from pytensor.tensor.rewriting.basic import register_specialize
 
 from gradrule._bridges.program_function import ProgramFunction, RemoteCallable, has_gradients
 from gradrule._messages.call_arguments import CallParams
@@ -177,6 +180,40 @@ class _PullBack(_RemoteOp):
             for index, (spec, product) in enumerate(zip(self._function.specs, pushed, strict=True))
         ]
         return [*self._spread(again, inputs), *by_y]
+
+
+class _EvaluateAndPullBack(_RemoteOp):
+    """Computes the ys and then the gradients of `_PullBack`, of the same inputs, with one request."""
+
+    def make_node(self, *inputs: Any) -> Apply:
+        ys = _Evaluate(self._function, self._names).make_node(*inputs[: len(self._names)])
+        gradients = _PullBack(self._function, self._names).make_node(*inputs)
+        return Apply(self, list(inputs), [variable.type() for variable in [*ys.outputs, *gradients.outputs]])
+
+    def perform(self, node: Apply, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        feeds, upstream = self._feeds(inputs), self._upstream(inputs[len(self._names) :])
+        ys, gradients = self._function.run_and_pull_back(feeds, upstream)
+        for storage, value in zip(outputs, [*ys, *self._of_xs(gradients)], strict=True):
+            storage[0] = np.asarray(value)
+
+
+def _merge_requests(fgraph: FunctionGraph, node: Apply) -> dict[Variable, Variable] | None:
+    """Replaces the ys and their gradients at the same point, as samplers need them, by one op."""
+    op = node.op
+    inputs, upstream = node.inputs[: len(op._names)], node.inputs[len(op._names) :]
+    # Upstream gradients that are computed could depend on the ys.
+    if not all(isinstance(value, Constant) for value in upstream):
+        return None
+    evaluate = _Evaluate(op._function, op._names)
+    users = (user for variable in inputs for user, _ in fgraph.clients[variable] if isinstance(user, Apply))
+    found = next((user for user in users if user.op == evaluate and user.inputs == inputs), None)
+    if found is None:
+        return None
+    merged = _EvaluateAndPullBack(op._function, op._names).make_node(*node.inputs)
+    return dict(zip([*found.outputs, *node.outputs], merged.outputs, strict=True))
+
+
+register_specialize(node_rewriter([_PullBack])(_merge_requests))
 
 
 class _PullBackAgain(_RemoteOp):

@@ -182,6 +182,10 @@ class Health:
             self._statuses[service] = status
             self._notify()
 
+    def is_serving(self, service: str) -> bool:
+        """Returns whether the status of a service is SERVING."""
+        return self._statuses.get(service) == SERVING
+
     def end(self) -> None:
         """Changes all statuses to NOT_SERVING permanently, reports that to all watchers and ends their calls."""
         self._is_ending = True

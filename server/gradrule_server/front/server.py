@@ -276,6 +276,11 @@ class GrpcServer:
         """Changes the health status of `GradientService`."""
         self._health.set(GRADIENT_SERVICE, SERVING if ready else NOT_SERVING)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the health status of `GradientService` is SERVING."""
+        return self._health.is_serving(GRADIENT_SERVICE)
+
     async def drain(self, seconds: float) -> None:
         """Reports NOT_SERVING, waits at most `seconds` for running calls, and stops."""
         self._is_draining = True

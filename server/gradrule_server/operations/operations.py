@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ from gradrule_server.operations.request_record import Observer, Sink
 from gradrule_server.operations.status import Sources, server_status, take_snapshot
 
 if TYPE_CHECKING:
-    from gradrule_server.operations.metrics import Metrics, MetricsPage
+    from gradrule_server.operations.metrics import Metrics
+    from gradrule_server.operations.monitoring_port import MonitoringPort
     from gradrule_server.operations.tracing import Tracing
 
 _REPORT_DROPPED_S = 10.0
@@ -34,8 +36,8 @@ class OperationsSettings:
 
     Attributes:
         version: The server's version, for status and traces.
-        metrics_host: Address of the metrics.
-        metrics_port: Port of the metrics; 0: no metrics.
+        metrics_host: Address of metrics and health checks.
+        metrics_port: Port of metrics and health checks; 0: none.
         otel_endpoint: Collector of traces; empty: no traces.
         audit_log: File of the audit log; empty: audit lines go to the server's log.
     """
@@ -58,7 +60,7 @@ class Operations:
         self._access = AccessLog()
         self._audit = AuditLog()
         self._metrics: Metrics | None = None
-        self._page: MetricsPage | None = None
+        self._port: MonitoringPort | None = None
         self._tracing: Tracing | None = None
         self._reporting: asyncio.Task[None] | None = None
         audit.configure(settings.audit_log)
@@ -88,8 +90,16 @@ class Operations:
         assert self._sources is not None, "the server has not started yet"
         return server_status(self._sources, time.monotonic() - self._started_at)
 
-    async def start(self, sources: Sources) -> None:
-        """Starts to write logs in the background and to serve metrics. Raises `OSError` if the address is in use."""
+    async def start(self, sources: Sources, is_ready: Callable[[], bool]) -> None:
+        """Starts to write logs in the background, and to serve metrics and health checks.
+
+        Args:
+            sources: Where metrics and status are read.
+            is_ready: Returns whether the server accepts calls.
+
+        Raises:
+            OSError: If the address is in use.
+        """
         self._sources = sources
         self._lines.start()
         self._audit_lines.start()
@@ -97,10 +107,10 @@ class Operations:
             self._keep_reporting_dropped(), "operations", _log.error, "dropped lines of logs are no longer reported"
         )
         if self._metrics is not None:
-            from gradrule_server.operations.metrics import MetricsPage
+            from gradrule_server.operations.monitoring_port import MonitoringPort
 
-            self._page = MetricsPage(self._metrics.registry, self._refresh_metrics)
-            await self._page.start(self._settings.metrics_host, self._settings.metrics_port)
+            self._port = MonitoringPort(self._metrics.registry, self._refresh_metrics, is_ready)
+            await self._port.start(self._settings.metrics_host, self._settings.metrics_port)
 
     async def stop(self) -> None:
         """Reports dropped lines, exports remaining spans and stops; waits a few seconds at most for blocked logs."""
@@ -108,8 +118,8 @@ class Operations:
             self._reporting.cancel()
             # A failure of the task was logged when it ended.
             await asyncio.gather(self._reporting, return_exceptions=True)
-        if self._page is not None:
-            await self._page.stop()
+        if self._port is not None:
+            await self._port.stop()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         if await self._drain():

@@ -231,6 +231,16 @@ class Storage(SettingsGroup):
         default_factory=lambda: default_data_dir(os.environ),
         description="Directory of stored rules, programs and blobs; created if missing.",
     )
+    blobs: str = Field(
+        "",
+        description="Object store of blobs that servers share: s3://bucket/prefix or file:///folder. Without it: "
+        "the data directory.",
+    )
+    blob_cache_bytes: ByteSize = Field(
+        ByteSize(8192 * _MIB),
+        gt=0,
+        description="Maximum disk space of the copies of blobs that a server with --blobs keeps in its data directory.",
+    )
 
 
 @_with_fields(
@@ -282,8 +292,13 @@ class Logging(SettingsGroup):
     audit_log: str = Field(
         "", description="File that the audit log is appended to; - is standard output. Without it: the server's log."
     )
-    metrics_port: int = Field(0, ge=0, le=65535, description="Port of Prometheus metrics (path /metrics); 0 disables.")
-    metrics_host: str = Field("127.0.0.1", min_length=1, description="Address to serve metrics on.")
+    metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus metrics (/metrics) and health checks (/livez, /readyz) over HTTP; 0 disables.",
+    )
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="Address to serve metrics and health checks on.")
     otel_endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = Field(
         "", description="OpenTelemetry collector that receives traces over gRPC, such as http://host:4317."
     )

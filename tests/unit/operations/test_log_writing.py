@@ -200,7 +200,7 @@ def test_stopping_server_writes_all_lines_and_reports_dropped_ones(tmp_path: Pat
 
     async def serve() -> None:
         operations = Operations(OperationsSettings("1", audit_log=str(tmp_path / "audit.jsonl")))
-        await operations.start(sources())
+        await operations.start(sources(), lambda: True)
         try:
             flood(logging.getLogger(), sent)
             pipe.read()
@@ -223,7 +223,7 @@ def test_stopping_server_does_not_wait_for_a_blocked_log(tmp_path: Path) -> None
 
     async def serve() -> float:
         operations = Operations(OperationsSettings("1"))
-        await operations.start(sources())
+        await operations.start(sources(), lambda: True)
         flood(logging.getLogger(), 1000)
         began = time.monotonic()
         await operations.stop()

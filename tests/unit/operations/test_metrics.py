@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import socket
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from gradrule_server.limits import TENANT_RESOURCES
 from gradrule_server.operations import metrics as metrics_module
-from gradrule_server.operations.metrics import EventLoopCounter, EventLoopHistogram, Metrics, MetricsPage, TenantLabels
+from gradrule_server.operations.metrics import EventLoopCounter, EventLoopHistogram, Metrics, TenantLabels
 from gradrule_server.operations.request_record import EngineRun, RequestRecord
 from gradrule_server.operations.status import Quarantined, take_snapshot
 from tests.unit.operations.records import make, refusal
@@ -121,77 +117,6 @@ def test_a_row_of_the_table_of_resources_is_all_that_a_tenant_gauge_needs(monkey
     assert [metrics.registry.get_sample_value(f"gradrule_{row.gauge}", {"tenant": "default"}) for row in rows] == [
         1.0
     ] * len(rows)
-
-
-@pytest.fixture
-async def page() -> AsyncIterator[tuple[Metrics, int]]:
-    """Metrics and the port that they are served on."""
-    metrics = Metrics()
-    served = MetricsPage(metrics.registry, lambda: metrics.set_state(take_snapshot(sources()), audit_dropped=0))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    await served.start("127.0.0.1", port)
-    yield metrics, port
-    await served.stop()
-
-
-async def ask(port: int, request: bytes) -> tuple[str, str, str]:
-    """Status line, head and body of an answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    answer = (await asyncio.wait_for(reader.read(), 10)).decode()
-    writer.close()
-    head, _, body = answer.partition("\r\n\r\n")
-    status, _, rest = head.partition("\r\n")
-    return status, rest, body
-
-
-async def test_metrics_are_served_as_text(page: tuple[Metrics, int]) -> None:
-    make(page[0], rpc="A/B")
-    status, head, body = await ask(page[1], b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: text/plain\r\n\r\n")
-    assert status == "HTTP/1.1 200 OK"
-    assert f"Content-Length: {len(body)}" in head
-    families = {family.name for family in text_string_to_metric_families(body)}
-    assert {"gradrule_requests", "gradrule_engine_up", "process_resident_memory_bytes"} <= families
-
-
-async def test_metrics_are_served_as_openmetrics(page: tuple[Metrics, int]) -> None:
-    accept = b"Accept: application/openmetrics-text; version=1.0.0\r\n"
-    status, head, body = await ask(page[1], b"GET /metrics HTTP/1.1\r\n" + accept + b"\r\n")
-    assert status.endswith("200 OK")
-    assert "openmetrics" in head
-    assert body.endswith("# EOF\n")
-
-
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found"),
-        (b"GET /metricsx HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found"),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
-        (b"\xff\xfe\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
-        (b"x" * 100_000, ""),
-    ],
-)
-async def test_other_http_requests_are_refused(page: tuple[Metrics, int], request_: bytes, status: str) -> None:
-    try:
-        answered = (await ask(page[1], request_))[0]
-    except ConnectionError:
-        answered = ""
-    assert answered == status
-    assert (await ask(page[1], b"GET /metrics HTTP/1.0\r\n\r\n"))[0].endswith("200 OK")
-
-
-async def test_number_of_connections_is_limited(page: tuple[Metrics, int]) -> None:
-    silent = [await asyncio.open_connection("127.0.0.1", page[1]) for _ in range(40)]
-    await asyncio.sleep(0.05)
-    reader, _ = silent[-1]
-    assert await asyncio.wait_for(reader.read(), 5) == b""
-    for _, writer in silent:
-        writer.close()
-    await asyncio.sleep(0.05)
-    assert (await ask(page[1], b"GET /metrics HTTP/1.0\r\n\r\n"))[0].endswith("200 OK")
 
 
 BOUNDS = (0.5, 1.0, 2.5)

@@ -28,7 +28,7 @@ async def test_failed_background_task_is_logged_and_does_not_prevent_stopping(
     monkeypatch.setattr(operations, "_REPORT_DROPPED_S", 0.0)
     monkeypatch.setattr(watching, "_report_dropped", fail)
     try:
-        await watching.start(sources())
+        await watching.start(sources(), lambda: True)
         await died.wait()
         watching._audit.log_quarantine("0f1e: SIGABRT")
         await watching.stop()

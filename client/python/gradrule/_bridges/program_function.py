@@ -165,11 +165,18 @@ class ProgramFunction:
         result = self.program.evaluate(feeds, params=self._params, timeout=self._timeout)
         return self._ys_of(result.outputs), self._dense(result.gradients, feeds)
 
-    def pull_back(self, feeds: Values, grad_ys: Sequence[Any]) -> Arrays:
-        """Returns the gradient by each x. grad_ys: one upstream gradient for each y; None for ys that are integers."""
+    def run_and_pull_back(self, feeds: Values, grad_ys: Sequence[Any]) -> tuple[Arrays, Arrays]:
+        """Returns the ys and the gradient by each x.
+
+        grad_ys: One upstream gradient for each y; None for ys that are integers.
+        """
         upstream = self._upstream(grad_ys)
         result = self.program.evaluate(feeds, grad_ys=upstream, params=self._params, timeout=self._timeout)
-        return self._dense(result.gradients, feeds)
+        return self._ys_of(result.outputs), self._dense(result.gradients, feeds)
+
+    def pull_back(self, feeds: Values, grad_ys: Sequence[Any]) -> Arrays:
+        """As `run_and_pull_back`, but returns only the gradients."""
+        return self.run_and_pull_back(feeds, grad_ys)[1]
 
     def pull_back_many(self, feeds: Sequence[Values], grad_ys: Sequence[Sequence[Any]]) -> list[Arrays]:
         """Returns the gradients of several calls, which the server may run together."""

@@ -1,0 +1,149 @@
+"""The health checks of `--metrics-port`, as Kubernetes calls them: over HTTP, without TLS and without a credential."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import gradrule as gr
+from tests.processes import engines
+from tests.service import loop_graphs
+from tests.service.certificates import Authority
+from tests.service.guarded import token_command
+from tests.service.servers import STOP_TIMEOUT_S, serve_command, server_environment
+from tests.waiting import wait_until
+
+
+@dataclass
+class Probed:
+    """Holds a server with TLS and tokens, and asks its health checks."""
+
+    process: subprocess.Popen[bytes]
+    target: str
+    metrics_port: int
+    authority: Authority
+    token: str
+
+    def ask(self, path: str, timeout_s: float = 10.0) -> int | None:
+        """Returns the status of an answer; None if there is none, as for a failed probe."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=timeout_s) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refusal:
+            return refusal.code
+        except OSError:
+            return None
+
+    def running_requests(self) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return sum(
+            sample.value
+            for family in families
+            if family.name == "gradrule_engine_running_requests"
+            for sample in family.samples
+        )
+
+    def wait_for(self, path: str, status: int) -> None:
+        wait_until(lambda: self.ask(path) == status or None, f"status {status} of {path}", 90)
+
+    def connect(self) -> gr.Client:
+        return gr.connect(self.target, credentials=gr.tls(self.authority.file), token=self.token)
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
+    """A server that is starting."""
+    folder = tmp_path_factory.mktemp("probed")
+    authority = Authority(folder, "authority")
+    files = authority.server("server")
+    token = token_command("new", "--tenant", "ada", "--file", str(folder / "tokens")).strip()
+    port, metrics_port = free_ports()
+    flags = {
+        "port": port,
+        "metrics-port": metrics_port,
+        "data-dir": folder / "registry",
+        "tls-cert": files.certificate,
+        "tls-key": files.key,
+        "tokens": folder / "tokens",
+        "spares": 0,
+        "drain-s": 5,
+    }
+    command = serve_command(*(f"--{name}={value}" for name, value in flags.items()))
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=server_environment()) as process,
+    ):
+        try:
+            yield Probed(process, f"localhost:{port}", metrics_port, authority, token)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            finally:
+                process.kill()
+
+
+def test_a_starting_server_is_live_and_then_ready(probed: Probed) -> None:
+    seen: list[int | None] = []
+
+    def probe() -> bool | None:
+        status = probed.ask("/readyz")
+        if seen[-1:] != [status]:
+            seen.append(status)
+        if status == 503:
+            assert probed.ask("/livez") == 200
+        return True if status == 200 else None
+
+    wait_until(probe, "a ready server", 90)
+    # No answer, until the port is open; then no engine; then an engine.
+    assert seen[-2:] == [503, 200]
+    assert set(seen[:-2]) <= {None}
+
+
+def test_a_server_without_an_engine_is_live_but_not_ready(probed: Probed) -> None:
+    probed.wait_for("/readyz", 200)
+    (engine,) = engines(probed.process.pid)
+    os.kill(engine, signal.SIGKILL)
+    probed.wait_for("/readyz", 503)
+    assert probed.ask("/livez") == 200
+    probed.wait_for("/readyz", 200)
+
+
+def test_a_front_end_that_does_nothing_is_not_live(probed: Probed) -> None:
+    probed.wait_for("/livez", 200)
+    os.kill(probed.process.pid, signal.SIGSTOP)
+    try:
+        assert probed.ask("/livez", timeout_s=0.5) is None
+    finally:
+        os.kill(probed.process.pid, signal.SIGCONT)
+    assert probed.ask("/livez") == 200
+
+
+def test_a_draining_server_is_live_but_not_ready(probed: Probed) -> None:
+    """Must be the last test: it ends the server."""
+    probed.wait_for("/readyz", 200)
+    with probed.connect() as client, ThreadPoolExecutor() as threads:
+        running = threads.submit(client.evaluate, loop_graphs.endless(), {"x": loop_graphs.ENDLESS}, fetches=["y"])
+        wait_until(lambda: probed.running_requests() or None, "a running request")
+        probed.process.terminate()
+        probed.wait_for("/readyz", 503)
+        assert probed.ask("/livez") == 200
+        assert not running.done()
+        assert running.exception(STOP_TIMEOUT_S) is not None
+    assert probed.process.wait(STOP_TIMEOUT_S) == 0
