@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import ssl
 import tomllib
+import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPSConnection
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +17,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import gradrule as gr
 from gradrule_server.settings import Settings, kubernetes_service_variables
 from tests.cluster import manifests
 from tests.cluster.manifests import DEPLOY, ROOT, Manifest, container, find, kinds, pod
-
-pytestmark = pytest.mark.skipif(
-    manifests.command() is None,
-    reason="needs kubectl 1.21 or kustomize 3.7 on the PATH; Debian 12 has none that is new enough",
-)
+from tests.service.certificates import Authority
+from tests.service.guarded import token_command
+from tests.service.servers import running_server
 
 OLDEST = "1.30"
 """The oldest release of Kubernetes that deploy/README.md promises."""
@@ -32,8 +35,8 @@ FOREIGN = {
     "ServiceMonitor": ("monitoring.coreos.com/v1", {"selector", "endpoints"}),
     "PrometheusRule": ("monitoring.coreos.com/v1", {"groups"}),
 }
-PENDING = {"GRADRULE_REGISTRY", "GRADRULE_BLOBS"}
-"""Settings of the shared registry, which follow."""
+PENDING = {"GRADRULE_REGISTRY"}
+"""The setting of the shared registry, which follows."""
 SECRETS = {
     "gradrule-registry": {"url": "postgresql://gradrule:secret@db:5432/gradrule", "ca.crt": ""},
     "gradrule-blobs": {
@@ -93,6 +96,17 @@ def settings(documents: Sequence[Manifest], dockerfile: str = "Dockerfile") -> S
     assert "command" not in container(documents)
     variables = environment(documents)
     return Settings.load(command[1:], {name: value for name, value in variables.items() if name not in PENDING})
+
+
+def test_resources_are_valid_without_kubectl() -> None:
+    found = 0
+    for file in sorted(manifests.KUBERNETES.rglob("kustomization.yaml")):
+        resources = [file.parent / name for name in yaml.safe_load(file.read_text()).get("resources", ())]
+        for resource in resources:
+            if resource.is_file():
+                check_schemas(list(yaml.safe_load_all(resource.read_text())))
+                found += 1
+    assert found == 10
 
 
 @pytest.mark.parametrize("name", manifests.OVERLAYS)
@@ -252,6 +266,7 @@ def test_replicas_share_nothing_on_a_node(rendered: list[Manifest], combination:
         volume["name"]: volume["emptyDir"]["sizeLimit"] for volume in pod(rendered)["volumes"] if "emptyDir" in volume
     }
     assert sizes.keys() == {"data", "tmp"}
+    assert settings(rendered).blob_cache_bytes * 1.25 < gibibytes(sizes["data"]) << 30
     # The kubelet evicts a pod that exceeds its ephemeral storage, so the caches must fit.
     limit = container(rendered)["resources"]["limits"]["ephemeral-storage"]
     assert sum(map(gibibytes, sizes.values())) < gibibytes(limit)
@@ -305,3 +320,40 @@ def test_the_readmes_kustomization_renders(tmp_path: Path) -> None:
     assert container(documents)["image"] == f"{image['newName']}:{image['newTag']}"
     assert {each["metadata"]["namespace"] for each in documents} == {given["namespace"]}
     assert settings(documents, "Dockerfile.gpu")
+
+
+def test_a_server_runs_with_the_environment_of_its_pod(tmp_path: Path) -> None:
+    """The kubelet's probe, a client in the cluster, and one that uses a name which is not allowed."""
+    documents = manifests.combined(("tls", "http"))
+    authority = Authority(tmp_path, "authority")
+    files = authority.server("server")
+    token = token_command("new", "--tenant", "ada", "--file", str(tmp_path / "tokens")).strip()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        metrics_port = str(free.getsockname()[1])
+    own = {
+        "/run/gradrule/tls/tls.crt": str(files.certificate),
+        "/run/gradrule/tls/tls.key": str(files.key),
+        "/run/gradrule/tokens/tokens": str(tmp_path / "tokens"),
+        "9470": metrics_port,
+        "8480": "0",
+    }
+    variables = {name: own.get(value, value) for name, value in environment(documents).items()}
+    with running_server(tmp_path / "server", ("--host", "0.0.0.0"), variables) as server:
+        probe = container(documents)["readinessProbe"]["httpGet"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}{probe['path']}", timeout=10) as answer:
+            assert answer.status == 200
+        target = server.target.replace("0.0.0.0", "localhost")
+        with gr.connect(target, credentials=gr.tls(authority.file), token=token) as client:
+            graph = gr.Graph()
+            graph.op("Neg", graph.placeholder("x", "float32", []), name="y")
+            assert client.evaluate(graph, {"x": 2.0}, fetches=["y"]).outputs["y"] == -2
+        text = next((tmp_path / "server").glob("*.stdout")).read_text()
+        (port,) = re.findall(r"HTTP at https://\S+:(\d+)$", text, re.MULTILINE)
+        context = ssl.create_default_context(cafile=str(authority.file))
+        statuses = []
+        for host in ("gradrule-http.gradients.svc", "elsewhere.example"):
+            connection = HTTPSConnection("localhost", int(port), context=context)
+            connection.request("GET", "/v1/health", headers={"Host": host})
+            statuses.append(connection.getresponse().status)
+            connection.close()
+        assert statuses == [200, 403]
