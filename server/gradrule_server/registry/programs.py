@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -37,30 +38,41 @@ class StoredProgram:
 
 
 class PinnedBlobs:
-    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads."""
+    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads.
+
+    Of shared blobs, the index records which ones programs need: their files are only copies.
+    """
 
     def __init__(self, store: Store, blobs: BlobStore) -> None:
         self._store = store
         self._all_blobs = blobs
         self._pinned: dict[tuple[str, str], list[str]] = {}
-        self._pin_stored(store.program_specs())
+        needs = self._needs(store.program_specs())
+        if blobs.is_shared:
+            blobs.record_needs(needs)
+        else:
+            self._pin_unchecked(needs)
 
     def apply(self, tenant: str, program_ids: Collection[str]) -> None:
         """Pins what programs need that another server has created, and unpins what deleted ones needed."""
-        self._replace([(tenant, name) for name in program_ids], self._store.program_specs(tenant, program_ids))
+        if not self._all_blobs.is_shared:
+            self._replace([(tenant, name) for name in program_ids], self._store.program_specs(tenant, program_ids))
 
     def reload(self) -> None:
         """Reads all programs again."""
-        self._replace(list(self._pinned), self._store.program_specs())
+        if not self._all_blobs.is_shared:
+            self._replace(list(self._pinned), self._store.program_specs())
 
     def _replace(self, keys: Iterable[tuple[str, str]], specs: Iterable[tuple[str, str, bytes]]) -> None:
         old = [(key[0], self._pinned.pop(key)) for key in keys if key in self._pinned]
         # Pin first, so that no blob that is still needed is removed meanwhile.
-        self._pin_stored(specs)
+        self._pin_unchecked(self._needs(specs))
         for tenant, names in old:
             self._all_blobs.for_tenant(tenant).unpin(names)
 
-    def _pin_stored(self, specs: Iterable[tuple[str, str, bytes]]) -> None:
+    def _needs(self, specs: Iterable[tuple[str, str, bytes]]) -> list[tuple[str, str, list[str]]]:
+        """Returns tenant, id and blobs of the programs that need blobs."""
+        needs = []
         for tenant, program_id, spec in specs:
             try:
                 wanted = variable_blobs(read_spec(tenant, program_id, spec))
@@ -68,9 +80,14 @@ class PinnedBlobs:
                 _log_unreadable(tenant, program_id, cause)
                 continue
             if wanted:
-                # Do not fail for missing blobs: calls of the program report them.
-                self._all_blobs.for_tenant(tenant).pin_unchecked(wanted)
-                self._pinned[tenant, program_id] = wanted
+                needs.append((tenant, program_id, wanted))
+        return needs
+
+    def _pin_unchecked(self, needs: Iterable[tuple[str, str, list[str]]]) -> None:
+        for tenant, program_id, wanted in needs:
+            # Do not fail for missing blobs: calls of the program report them.
+            self._all_blobs.for_tenant(tenant).pin_unchecked(wanted)
+            self._pinned[tenant, program_id] = wanted
 
     def pin(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
         """Pins the blobs of a program before it is stored. Raises BLOB_NOT_FOUND."""
@@ -173,9 +190,7 @@ class ProgramRegistry:
         def add() -> StoredProgram:
             return self._add(row, content, blobs, StoredProgram(row.id, identity, kept), is_graph_added=is_graph_added)
 
-        # Verify the blobs now, because other servers cannot write during `add`.
-        with self._blobs.pinned(blobs):
-            return self._store.exclusively(add, first=add_graph)
+        return self._store.exclusively(add, first=add_graph)
 
     def _add(
         self,
@@ -199,9 +214,11 @@ class ProgramRegistry:
                     content,
                     self._tenant,
                     before=lambda size: taken.enter_context(self._bytes_quota.reserved(size)),
+                    within=lambda connection: self._blobs.record_need(connection, self._tenant, row.id, blobs),
                     is_graph_added=is_graph_added,
                 )
-                undo.pop_all()
+                if not self._blobs.is_shared:
+                    undo.pop_all()
             self._identities[row.id] = row.identity
         return stored
 
@@ -230,6 +247,11 @@ class ProgramRegistry:
             for program_id, identity in self._store.program_identities(self._tenant, program_ids).items()
             if isinstance(program_id, str) and _ID.fullmatch(program_id)
         }
+
+    def acquired_blobs(self, spec: program_pb2.ProgramSpec) -> AbstractAsyncContextManager[None]:
+        """Returns a context within which the blobs of a spec can be read, as `create` does. Raises BLOB_NOT_FOUND."""
+        graph = [spec.graph.blob_sha256] if spec.graph.blob_sha256 else []
+        return self._blobs.acquired([*graph, *variable_blobs(spec)])
 
     def get(self, name: str) -> StoredProgram:
         """Returns a program by its id, with or without `programs/`. Raises PROGRAM_NOT_FOUND."""

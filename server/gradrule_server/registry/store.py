@@ -91,6 +91,11 @@ class Store:
         """Whether other servers may change the rows."""
         return self._database.is_shared
 
+    @property
+    def database(self) -> Database:
+        """The database, for the index of shared blobs."""
+        return self._database
+
     def close(self) -> None:
         """Closes the database."""
         self._database.close()
@@ -249,6 +254,7 @@ class Store:
         tenant: str = DEFAULT_TENANT,
         *,
         before: Callable[[int], None] = lambda _: None,
+        within: Callable[[Connection], None] = lambda _: None,
         is_graph_added: bool = False,
     ) -> None:
         """Adds a program, whose id must be unused, and its graph if the tenant does not have it.
@@ -258,6 +264,7 @@ class Store:
             content: Its source.
             tenant: The tenant.
             before: Called with the number of added bytes; if it raises, nothing is added.
+            within: Called in the transaction after the program was added; if it raises, nothing is added.
             is_graph_added: Whether `add_graph` has added the graph in this transaction.
         """
         digest = hashlib.sha256(content.graph).hexdigest()
@@ -274,6 +281,7 @@ class Store:
                     | {"tenant": tenant, "graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
                 )
             )
+            within(connection)
             self._database.record(connection, Change("program", tenant, row.id, 1, size))
 
     def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> int:
