@@ -24,8 +24,6 @@ from gradrule_server.link.operating_system import keep_freed_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
-from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.data_folder import BLOBS
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -39,6 +37,7 @@ _STOP_S = 15.0
 
 # Interval at which changes of the token file are noticed.
 _CHECK_EVERY_S = 0.25
+_MAINTAIN_BLOBS_EVERY_S = 10.0
 
 
 async def serve(settings: Settings) -> None:
@@ -74,9 +73,9 @@ async def serve(settings: Settings) -> None:
         allow_connections(settings.max_connections)
         watch = assembly.create_connection_watch(settings)
         grpc_server = GrpcServer(assembly.connection_settings(settings), watch)
-        blobs = BlobStore(
-            settings.data_dir / BLOBS, settings.server_limit("blob_bytes"), settings.server_limit("blobs")
-        )
+        blobs = assembly.create_blob_store(settings, store)
+        if blobs.is_shared:
+            stops.enter_context(PeriodicChecks(_MAINTAIN_BLOBS_EVERY_S, blobs.maintain))
         pool = assembly.create_engine_pool(settings, blobs, grpc_server.set_ready)
         loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.graph_limits(settings, loaded)

@@ -17,6 +17,8 @@ RESERVE = "gradrule.reserve"
 _LOCK_FILE = "gradrule.lock"
 BLOBS = "blobs"
 """Name of the folder of blobs within the data folder."""
+BLOB_CACHE = "blob-cache"
+"""Name of the folder with copies of blobs that are in an object store, within the data folder."""
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of system calls on a full disk."""

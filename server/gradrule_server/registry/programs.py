@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -37,20 +38,27 @@ class StoredProgram:
 
 
 class PinnedBlobs:
-    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads."""
+    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads.
+
+    Of shared blobs, the index records which ones programs need: their files are only copies.
+    """
 
     def __init__(self, store: Store, blobs: BlobStore) -> None:
         self._pinned: dict[tuple[str, str], list[str]] = {}
+        needs = []
         for tenant, program_id, spec in store.program_specs():
             try:
                 wanted = variable_blobs(read_spec(tenant, program_id, spec))
             except UnreadableRowError as cause:
                 _log_unreadable(tenant, program_id, cause)
                 continue
-            if wanted:
+            if wanted and blobs.is_shared:
+                needs.append((tenant, program_id, wanted))
+            elif wanted:
                 # Do not fail for missing blobs: calls of the program report them.
                 blobs.for_tenant(tenant).pin_unchecked(wanted)
                 self._pinned[tenant, program_id] = wanted
+        blobs.record_needs(needs)
 
     def pin(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
         """Pins the blobs of a program before it is stored. Raises BLOB_NOT_FOUND."""
@@ -150,17 +158,25 @@ class ProgramRegistry:
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
             content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
             with self._quota.reserved(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
-                self._pins.pin(self._blobs, self._tenant, program_id, variable_blobs(spec))
+                needed = variable_blobs(spec)
+                self._pins.pin(self._blobs, self._tenant, program_id, needed)
                 undo.callback(self._pins.unpin, self._blobs, self._tenant, program_id)
                 self._store.add_program(
                     row,
                     content,
                     self._tenant,
                     before=lambda size: taken.enter_context(self._bytes_quota.reserved(size)),
+                    within=lambda connection: self._blobs.record_need(connection, self._tenant, program_id, needed),
                 )
-                undo.pop_all()
+                if not self._blobs.is_shared:
+                    undo.pop_all()
             self._identities[program_id] = identity
         return StoredProgram(program_id, identity, kept)
+
+    def acquired_blobs(self, spec: program_pb2.ProgramSpec) -> AbstractAsyncContextManager[None]:
+        """Returns a context within which the blobs of a spec can be read, as `create` does. Raises BLOB_NOT_FOUND."""
+        graph = [spec.graph.blob_sha256] if spec.graph.blob_sha256 else []
+        return self._blobs.acquired([*graph, *variable_blobs(spec)])
 
     def get(self, name: str) -> StoredProgram:
         """Returns a program by its id, with or without `programs/`. Raises PROGRAM_NOT_FOUND."""

@@ -79,6 +79,11 @@ class Store:
         self._database = Database(folder, is_new=is_new)
         self.path = self._database.path
 
+    @property
+    def database(self) -> Database:
+        """The database, for the index of shared blobs."""
+        return self._database
+
     def close(self) -> None:
         """Closes the database and unlocks the folder."""
         self._database.close()
@@ -195,6 +200,7 @@ class Store:
         tenant: str = DEFAULT_TENANT,
         *,
         before: Callable[[int], None] = lambda _: None,
+        within: Callable[[Connection], None] = lambda _: None,
     ) -> None:
         """Adds a program, whose id must be unused, and its graph if the tenant does not have it.
 
@@ -203,6 +209,7 @@ class Store:
             content: Its source.
             tenant: The tenant.
             before: Called with the number of added bytes; if it raises, nothing is added.
+            within: Called in the transaction after the program was added; if it raises, nothing is added.
         """
         digest = hashlib.sha256(content.graph).hexdigest()
         same_graph = select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
@@ -217,6 +224,7 @@ class Store:
                     | {"tenant": tenant, "graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
                 )
             )
+            within(connection)
 
     def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> int:
         """Removes a program, and its graph if no other program of the tenant has it; returns the freed bytes."""
