@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,8 @@ def render_text(kustomization: str, folder: Path) -> list[Manifest]:
 
 def _render(folder: Path) -> list[Manifest]:
     found = command()
-    assert found is not None, "kubectl is missing"
+    if found is None:
+        pytest.skip("needs kubectl 1.21 or kustomize 3.7 on the PATH; Debian 12 has none that is new enough")
     done = subprocess.run([*found, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # kustomize warns about deprecated fields.

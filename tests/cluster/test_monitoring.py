@@ -48,9 +48,9 @@ def queries() -> Iterator[tuple[str, str]]:
     scaled = yaml.safe_load((components / "keda/scaledobject.yaml").read_text())
     for trigger in scaled["spec"]["triggers"]:
         yield f"keda: {trigger['name']}", trigger["metadata"]["query"]
-    (block,) = re.findall(r"```promql\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    for line in block.splitlines():
-        yield f"guide: {line}", line.partition("#")[0]
+    text = GUIDE.read_text()
+    for query in re.findall(r"`(sum\(.*?\))`", text):
+        yield f"guide: {query}", query
 
 
 QUERIES = dict(queries())

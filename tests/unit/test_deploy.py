@@ -37,6 +37,8 @@ OF_COMMANDS = {
     "--admin", "--file", "--insecure-token", "--target", "--tenant", "--tls-ca", "--token",
 }  # fmt: skip
 
+QUERIES = ("keda/scaledobject.yaml", "monitoring/rules.yaml")
+
 COMPOSITIONS = {
     "alone": ("compose.yaml",),
     "tls": ("compose.yaml", "compose.tls.yaml"),
@@ -70,6 +72,16 @@ def test_no_component_weakens_the_base() -> None:
     for file in MANIFESTS:
         words = dangerous if file.parent.name == "base" else (*dangerous, *of_the_base)
         assert not [word for word in words if word in file.read_text()], file
+
+
+@pytest.mark.parametrize("name", ["grafana/gradrule.json", *(f"kubernetes/components/{name}" for name in QUERIES)])
+def test_queries_name_documented_metrics(name: str) -> None:
+    """tests/cluster/test_monitoring.py parses the queries and asks a server."""
+    documented = set(re.findall(r"^\| `(gradrule_\w+)` \|", GUIDE.read_text(), re.MULTILINE))
+    histograms = {f"{metric}{suffix}" for metric in documented for suffix in ("_bucket", "_sum", "_count")}
+    named = set(re.findall(r"\b(gradrule_\w+)\{", (DEPLOY / name).read_text()))
+    assert named
+    assert named <= documented | histograms
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
