@@ -6,26 +6,32 @@ import contextlib
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+import yaml
 from ray import serve
-from ray.cluster_utils import Cluster
 from ray.serve.config import gRPCOptions
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 import gradrule as gr
-from gradrule.ray.application import app
 from tests.processes import children
 from tests.waiting import wait_until
 
 APP = "gradrule"
-_OBJECT_STORE_BYTES = 80 << 20
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGURATION = ROOT / "deploy/ray/serve.yaml"
 _READY_S = 120.0
 _SERVER = b"gradrule_server"
+_QUICK = {"health_check_period_s": 1, "graceful_shutdown_timeout_s": 10, "graceful_shutdown_wait_loop_s": 0.2}
 
 
 class RayCluster:
@@ -39,10 +45,9 @@ class RayCluster:
             "RAY_SERVE_WORKER_PROXY_GRPC_PORT": str(self._ports[1]),
             "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(self._ports[3]),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         }
-        self._cluster: Any = None
-        self._nodes: list[Any] = []
+        self._nodes: subprocess.Popen[str] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115: `stop` closes it
 
     @property
     def target(self) -> str:
@@ -51,14 +56,18 @@ class RayCluster:
 
     def start(self) -> None:
         """Starts Ray and Ray Serve."""
-        self._saved = {name: os.environ.get(name) for name in self._environment}
-        os.environ.update(self._environment)
-        self._cluster = Cluster()
-        self._cluster.add_node(
-            num_cpus=2, object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False, temp_dir=self._folder
+        self._nodes = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.ray_nodes", self._folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **self._environment},
+            cwd=ROOT,
         )
+        address = self._answer()
         self.add_node()
-        ray.init(address=self._cluster.address, namespace="serve", log_to_driver=False, logging_level="error")
+        ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
         serve.start(
             proxy_location="EveryNode",
             http_options={"port": self._ports[2], "host": "127.0.0.1"},
@@ -70,34 +79,54 @@ class RayCluster:
         if ray.is_initialized():
             serve.shutdown()
             ray.shutdown()
-        if self._cluster is not None:
-            self._cluster.shutdown()
-        for name, value in self._saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if self._nodes is not None:
+            # It ends the nodes when its input ends.
+            self._nodes.communicate(timeout=_READY_S)
+        self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add_node(self) -> None:
         """Adds a node."""
-        self._nodes.append(self._cluster.add_node(num_cpus=4, object_store_memory=_OBJECT_STORE_BYTES))
+        self._command("add")
 
     def kill_node(self) -> None:
         """Kills all processes of the node that was added last."""
-        self._cluster.remove_node(self._nodes.pop(), allow_graceful=False)
+        self._command("kill")
+
+    def _command(self, command: str) -> None:
+        assert self._nodes is not None
+        assert self._nodes.stdin is not None
+        self._nodes.stdin.write(f"{command}\n")
+        self._nodes.stdin.flush()
+        assert self._answer() == "done"
+
+    def _answer(self) -> str:
+        assert self._nodes is not None
+        assert self._nodes.stdout is not None
+        line = self._nodes.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise AssertionError(f"the nodes did not start:\n{self._log.read().decode()[-4000:]}")
+        return line.strip()
 
     def deploy(self, settings: Mapping[str, Any], **options: Any) -> None:
-        """Deploys the application, or changes its options, and waits until it is ready.
+        """Deploys the application of deploy/ray/serve.yaml, or changes its options, and waits until it is ready.
 
         Args:
-            settings: As of `gradrule.ray.app`.
-            options: Of the deployment, such as `num_replicas`.
+            settings: Arguments of the application instead of those of the file.
+            options: Of the deployment, such as `num_replicas`, instead of those of the file.
         """
-        # The object of the deployment, whose options YAML files change in the same way.
-        built = app(dict(settings))
-        built._bound_deployment = built._bound_deployment.options(**options)
-        serve.run(built, name=APP)
+        config = yaml.safe_load(CONFIGURATION.read_text())
+        config["grpc_options"]["port"] = self._ports[0]
+        config["http_options"]["port"] = self._ports[2]
+        (application,) = config["applications"]
+        (deployment,) = application["deployments"]
+        application["args"] = dict(settings)
+        application["deployments"] = [
+            {"name": deployment["name"], "ray_actor_options": {"num_cpus": 1}, **_QUICK, **options}
+        ]
+        client = _get_global_client()
+        client.deploy_apps(ServeDeploySchema.model_validate(config), _blocking=True)
 
     def replicas(self) -> dict[str, Any]:
         """Returns the actors of the replicas that take calls, by name."""

@@ -66,8 +66,8 @@ def test_a_program_that_is_called_often_gets_further_replicas() -> None:
         loads[chosen[-1]] += 1
     assert chosen[:4] == [order[0], order[0], order[1], order[1]]
     assert set(chosen) == set(loads)
-    # All are tried, the least busy first, even if none is below the bound.
-    assert preferred("program", [("a", "a", 90), ("b", "b", 80)], 2)[0] == "b"
+    # Busy replicas are tried too, but last.
+    assert preferred("program", [("a", "a", 9), ("b", "b", 8), ("c", "c", 0)], 2) == ["c", "b", "a"]
 
 
 def test_replicas_follow_running_and_waiting_requests() -> None:
