@@ -95,9 +95,7 @@ async def serve(settings: Settings) -> None:
         )
         warm_up = assembly.create_warm_up(settings, pool, tenants)
         await operations.start(
-            assembly.create_sources(settings, loaded, tenants, admission),
-            # The HTTP gateway drains before the gRPC server does, and no call should start meanwhile.
-            is_ready=lambda: grpc_server.is_ready and not stopping.is_set(),
+            assembly.create_sources(settings, loaded, tenants, admission), is_ready=lambda: grpc_server.is_ready
         )
         port = await grpc_server.start(f"{settings.host}:{settings.port}", certificates)
         shared_memory.start()
@@ -121,6 +119,8 @@ async def serve(settings: Settings) -> None:
                 print(f"gradrule: HTTP at {await gateway.start()}", flush=True)
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)
             await stopping.wait()
+        # The HTTP gateway drains before the gRPC server does; load balancers should send no calls meanwhile.
+        grpc_server.end_health()
         if accepting.done() and (failure := accepting.exception()) is not None:
             _log.error("gRPC accepts no more calls (%s); the server exits with %d", failure, EXIT_FAILED)
             _exit_after(_STOP_S)
