@@ -146,6 +146,8 @@ def test_a_starting_server_is_live_and_then_ready(probed: Probed) -> None:
     # No answer, until the port is open; then no engine; then an engine.
     assert seen[-2:] == [503, 200]
     assert set(seen[:-2]) <= {None}
+    # The HTTP gateway, which starts last, is there too.
+    socket.create_connection(("127.0.0.1", probed.http_port)).close()
 
 
 def test_a_server_without_an_engine_is_live_but_not_ready(probed: Probed) -> None:
