@@ -53,7 +53,7 @@ async def serve(settings: Settings) -> None:
     """
     keep_freed_memory()
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
+    started, stopping = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
 
@@ -104,8 +104,8 @@ async def serve(settings: Settings) -> None:
         warm_up = assembly.create_warm_up(settings, pool, tenants)
         await operations.start(
             assembly.create_sources(settings, loaded, tenants, admission),
-            # The HTTP gateway drains before the gRPC server does, and no call should start meanwhile.
-            is_ready=lambda: grpc_server.is_ready and not stopping.is_set(),
+            # The HTTP gateway starts after the first engine.
+            is_ready=lambda: grpc_server.is_ready and started.is_set(),
         )
         port = await grpc_server.start(f"{settings.host}:{settings.port}", certificates)
         shared_memory.start()
@@ -127,8 +127,11 @@ async def serve(settings: Settings) -> None:
                 # Pushed last, so that it stops first: its requests are calls of this server.
                 stops.push_async_callback(gateway.stop)
                 print(f"gradrule: HTTP at {await gateway.start()}", flush=True)
+            started.set()
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)
             await stopping.wait()
+        # The HTTP gateway drains before the gRPC server does; load balancers should send no calls meanwhile.
+        grpc_server.end_health()
         if accepting.done() and (failure := accepting.exception()) is not None:
             _log.error("gRPC accepts no more calls (%s); the server exits with %d", failure, EXIT_FAILED)
             _exit_after(_STOP_S)
