@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -40,14 +41,14 @@ class RayCluster:
     def __init__(self) -> None:
         # Ray makes sockets there, whose paths must be short.
         self._folder = tempfile.mkdtemp(prefix="ray-")
-        self._ports = _free_ports(4)
+        self._ports = free_ports(4)
         self._environment = {
             "RAY_SERVE_WORKER_PROXY_GRPC_PORT": str(self._ports[1]),
             "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(self._ports[3]),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         self._nodes: subprocess.Popen[str] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115: `stop` closes it
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # `stop` closes it
 
     @property
     def target(self) -> str:
@@ -65,9 +66,9 @@ class RayCluster:
             env={**os.environ, **self._environment},
             cwd=ROOT,
         )
-        address = self._answer()
+        self._address = self._answer()
         self.add_node()
-        ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
+        ray.init(address=self._address, namespace="serve", log_to_driver=False, logging_level="error")
         serve.start(
             proxy_location="EveryNode",
             http_options={"port": self._ports[2], "host": "127.0.0.1"},
@@ -108,6 +109,22 @@ class RayCluster:
             self._log.seek(0)
             raise AssertionError(f"the nodes did not start:\n{self._log.read().decode()[-4000:]}")
         return line.strip()
+
+    def end_serve(self) -> None:
+        """Ends Ray Serve, but not Ray."""
+        serve.shutdown()
+
+    @contextlib.contextmanager
+    def running(self, module: str, *arguments: str) -> Iterator[None]:
+        """Runs a module that connects to this cluster, and ends it as Ctrl-C does."""
+        command = [sys.executable, "-m", module, *arguments]
+        environment = {**os.environ, **self._environment, "RAY_ADDRESS": self._address}
+        process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment, cwd=ROOT)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60.0)
 
     def deploy(self, settings: Mapping[str, Any], **options: Any) -> None:
         """Deploys the application of deploy/ray/serve.yaml, or changes its options, and waits until it is ready.
@@ -240,7 +257,8 @@ def running_ray() -> Iterator[RayCluster]:
         cluster.stop()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Returns ports of the loopback interface that nothing listens on."""
     with contextlib.ExitStack() as sockets:
         bound = [sockets.enter_context(socket.socket()) for _ in range(count)]
         for one in bound:

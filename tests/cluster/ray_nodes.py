@@ -16,6 +16,7 @@ with warnings.catch_warnings(action="ignore"):
     from ray.cluster_utils import Cluster
 
 _OBJECT_STORE_BYTES = 80 << 20
+_TRIES = 3
 
 
 def main(folder: str) -> None:
@@ -27,14 +28,22 @@ def main(folder: str) -> None:
     nodes: list[Any] = []
     with contextlib.ExitStack() as stops:
         stops.callback(cluster.shutdown)
-        cluster.add_node(num_cpus=2, object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False, temp_dir=folder)
+        add_node(cluster, num_cpus=2, include_dashboard=False, temp_dir=folder)
         print(cluster.address, file=answers)
         for line in sys.stdin:
             if line.strip() == "add":
-                nodes.append(cluster.add_node(num_cpus=4, object_store_memory=_OBJECT_STORE_BYTES))
+                nodes.append(add_node(cluster, num_cpus=4))
             else:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
             print("done", file=answers)
+
+
+def add_node(cluster: Any, **options: Any) -> Any:
+    """Starts a node. Tries again, since Ray gives a node 30 seconds to start, which a busy machine may need."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(Exception):
+            return cluster.add_node(object_store_memory=_OBJECT_STORE_BYTES, **options)
+    return cluster.add_node(object_store_memory=_OBJECT_STORE_BYTES, **options)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ import pytest
 
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2, evaluate_pb2_grpc
+from tests.cluster.postgres import PostgresServer
+from tests.e2e.pages import GUIDE, read_example
 from tests.service import loop_graphs, raw
 from tests.waiting import wait_until
 
 with warnings.catch_warnings(action="ignore"):
     ray = pytest.importorskip("ray")
-    from tests.cluster.ray_cluster import Load, RayCluster, running_ray, sign_graph
+    from tests.cluster.ray_cluster import Load, RayCluster, free_ports, running_ray, sign_graph
 
 # Ray leaves files and sockets open when it is shut down.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-SERVER = {"spares": 0}
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,9 @@ def cluster() -> Iterator[RayCluster]:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {**SERVER, "data_dir": str(tmp_path_factory.mktemp("data"))}
-
-
-@pytest.fixture(scope="module")
-def shared_settings() -> dict[str, Any]:
-    """Returns the settings of several replicas."""
-    return {**SERVER}
+def settings(postgres: PostgresServer) -> dict[str, Any]:
+    """Returns the settings of servers that share a registry."""
+    return {"spares": 0, "registry": postgres.create_database()}
 
 
 @pytest.fixture(scope="module")
@@ -171,27 +166,36 @@ def test_cancelled_calls_end_on_the_server(deployed: RayCluster, ray_client: Any
 
 
 def test_killed_replicas_and_servers_are_replaced_without_a_failed_call(
-    cluster: RayCluster, shared_settings: dict[str, Any]
+    cluster: RayCluster, settings: dict[str, Any]
 ) -> None:
-    cluster.deploy(shared_settings, num_replicas=2)
+    cluster.deploy(settings, num_replicas=2)
     before = cluster.replicas()
     victim, other = before.values()
-    with Load(cluster.target, clients=4) as load:
-        load.wait_for_answers(20)
-        ray.kill(victim)
-        load.wait_for_answers(20)
-        cluster.wait_for_replicas(2)
-        os.kill(cluster.server_pid(other), signal.SIGKILL)
-        load.wait_for_answers(20)
-        wait_until(lambda: not before.keys() & cluster.replicas().keys() or None, "end of the replica")
-        cluster.wait_for_replicas(2)
-        load.wait_for_answers(20)
+    graph = gr.Graph()
+    graph.op("Square", graph.variable("w", [4.0]), name="loss")
+    with gr.connect(cluster.target) as client, Load(cluster.target, clients=4) as load:
+        client.create_rule("TripleGrad", "3 * dy")
+        with client.session(graph) as session:
+            session.step({}, loss="loss", optimizer=gr.optimizers.SGD(0.25))
+            load.wait_for_answers(20)
+            ray.kill(victim)
+            load.wait_for_answers(20)
+            cluster.wait_for_replicas(2)
+            os.kill(cluster.server_pid(other), signal.SIGKILL)
+            load.wait_for_answers(20)
+            wait_until(lambda: not before.keys() & cluster.replicas().keys() or None, "end of the replica", 60.0)
+            cluster.wait_for_replicas(2)
+            with pytest.raises(gr.errors.SessionLostError):
+                session.read(["w"])
+        for _ in range(8):
+            tripled = client.evaluate(sign_graph(), **ARGUMENTS, overrides={"Sign": "TripleGrad"})
+            assert tripled.gradients["x"].tolist() == [3.0, 3.0, 3.0]
     assert not load.failures
 
 
-def test_replicas_follow_the_load_without_a_failed_call(cluster: RayCluster, shared_settings: dict[str, Any]) -> None:
+def test_replicas_follow_the_load_without_a_failed_call(cluster: RayCluster, settings: dict[str, Any]) -> None:
     cluster.deploy(
-        shared_settings,
+        settings,
         num_replicas="auto",
         autoscaling_config={
             "min_replicas": 1,
@@ -215,8 +219,8 @@ def test_replicas_follow_the_load_without_a_failed_call(cluster: RayCluster, sha
     assert not calls.failures
 
 
-def test_killed_node_is_survived_without_a_failed_call(cluster: RayCluster, shared_settings: dict[str, Any]) -> None:
-    cluster.deploy(shared_settings, num_replicas=2, max_replicas_per_node=1)
+def test_killed_node_is_survived_without_a_failed_call(cluster: RayCluster, settings: dict[str, Any]) -> None:
+    cluster.deploy(settings, num_replicas=2, max_replicas_per_node=1)
     with Load(cluster.target, clients=4) as load:
         load.wait_for_answers(20)
         cluster.kill_node()
@@ -225,3 +229,14 @@ def test_killed_node_is_survived_without_a_failed_call(cluster: RayCluster, shar
         cluster.wait_for_replicas(2)
         load.wait_for_answers(20)
     assert not load.failures
+
+
+def test_serve_run_starts_ray_serve_with_a_grpc_port(cluster: RayCluster, settings: dict[str, Any]) -> None:
+    cluster.end_serve()
+    command = read_example(GUIDE / "ray.md", "run").split()
+    assert command[:3] == ["serve", "run", "gradrule.ray:app"]
+    port = free_ports(1)[0]
+    arguments = [f"registry={settings['registry']}", "spares=0", "admin=false", f"port={port}"]
+    with cluster.running("ray.serve.scripts", *command[1:3], *arguments), gr.connect(f"localhost:{port}") as client:
+        client.wait_ready(timeout=100.0)
+        assert evaluates(client)[:2] == ([-1.0, 1.0, 1.0], [0.0, 1.0, 0.0])

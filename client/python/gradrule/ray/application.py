@@ -13,21 +13,29 @@ from gradrule.ray.replica import Replica
 from gradrule.ray.routing import ProgramRouter
 
 _SERVICES = "gradrule.ray.add_services"
+# `serve run` passes all arguments as texts.
+_BOOLEANS: dict[Any, bool] = {"true": True, "false": False}
 
 
 def app(settings: dict[str, Any]) -> serve.Application:
     """Builds the application: one deployment, `gradrule`, whose replicas run one server each.
 
-    Where Ray Serve does not run yet (`serve run gradrule.ray:app`, or a script), starts it with a gRPC port,
-    8470. A configuration file names the port itself, see deploy/ray/serve.yaml.
+    Starts Ray Serve with a gRPC port if this process has not connected to Ray yet, as with
+    `serve run gradrule.ray:app`. A configuration file sets the port itself, see deploy/ray/serve.yaml.
 
     Args:
         settings: Settings of `gradrule serve`, with `_` for `-`, for example `registry` and `blobs`; `args` in a
-            configuration file. Without a registry that servers share, there can be only one replica.
+            configuration file. `port`: the gRPC port, if this starts Ray Serve; 8470 by default. Without a registry
+            that servers share, there can be only one replica.
     """
+    settings = {name: _BOOLEANS.get(value, value) for name, value in settings.items()}
+    port = int(settings.pop("port", DEFAULT_PORT))
     if not ray.is_initialized():
         ray.init(namespace="serve")
-        serve.start(grpc_options=gRPCOptions(port=DEFAULT_PORT, grpc_servicer_functions=[_SERVICES]))
+        serve.start(
+            proxy_location="EveryNode",
+            grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[_SERVICES]),
+        )
     deployment = serve.deployment(
         Replica,
         name="gradrule",

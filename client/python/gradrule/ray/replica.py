@@ -78,7 +78,7 @@ class Replica:
             if settings.get(name) or os.environ.get(f"GRADRULE_{name.upper()}"):
                 raise InvalidParamError(f"a server in Ray Serve cannot have the setting {name}: {reason}")
         chosen = {**settings, **_SETTINGS}
-        if not (settings.get("registry") or os.environ.get("GRADRULE_REGISTRY") or os.environ.get("RAYDEV")):
+        if not (settings.get("registry") or os.environ.get("GRADRULE_REGISTRY")):
             # The data folder has the registry, so it must outlive the replica, and only one server can use it.
             chosen.setdefault("data_dir", _default_data_dir())
         self._requests = 0
