@@ -68,7 +68,7 @@ async def serve(settings: Settings) -> None:
     async with contextlib.AsyncExitStack() as stops:
         store = Store(settings.data_dir)
         stops.callback(store.close)
-        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check_files, reload))
+        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check, reload))
         stops.push_async_callback(operations.stop)
         allow_connections(settings.max_connections)
         watch = assembly.create_connection_watch(settings)
