@@ -74,6 +74,36 @@ def test_no_component_weakens_the_base() -> None:
         assert not [word for word in words if word in file.read_text()], file
 
 
+def test_the_guide_creates_the_secrets_of_the_overlay() -> None:
+    code = (GUIDE.parent / "clusters.md").read_text().replace("\\\n", " ")
+    created = {
+        line.split(" create secret ")[1].split()[1]: set(re.findall(r"--from-(?:literal|file)=([\w-]+)", line))
+        for line in code.splitlines()
+        if " create secret " in line
+    }
+    created["gradrule-tls"] = {"tls.crt", "tls.key"}
+    components = DEPLOY / "kubernetes/components"
+    needed: dict[str, set[str]] = {}
+    known: dict[str, set[str]] = {}
+    (server,) = yaml.safe_load((components / "ha/deployment.yaml").read_text())["spec"]["template"]["spec"][
+        "containers"
+    ]
+    for variable in server["env"]:
+        if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
+            known.setdefault(reference["name"], set()).add(reference["key"])
+            if not reference.get("optional"):
+                needed.setdefault(reference["name"], set()).add(reference["key"])
+    for volume in yaml.safe_load((components / "tls/deployment.yaml").read_text())["spec"]["template"]["spec"][
+        "volumes"
+    ]:
+        # `test_settings_are_accepted_and_match_the_pod` checks the paths.
+        needed[volume["secret"]["secretName"]] = set()
+    assert needed.keys() == created.keys()
+    for name, keys in needed.items():
+        assert keys <= created[name]
+        assert created[name] <= known.get(name, created[name])
+
+
 @pytest.mark.parametrize("name", ["grafana/gradrule.json", *(f"kubernetes/components/{name}" for name in QUERIES)])
 def test_queries_name_documented_metrics(name: str) -> None:
     """tests/cluster/test_monitoring.py parses the queries and asks a server."""
