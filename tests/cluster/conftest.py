@@ -1,4 +1,4 @@
-"""Provides a PostgreSQL server and an S3 server, and an empty database and bucket for each test."""
+"""Provides an S3 server, and an empty PostgreSQL database and bucket for each test."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.postgres import PostgresServer, running_postgres
+from tests.cluster.postgres import PostgresServer
 from tests.cluster.s3 import S3Server, running_s3
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    """Returns a running PostgreSQL server. A test that stops it must start it again."""
-    with running_postgres() as server:
-        yield server
 
 
 @pytest.fixture

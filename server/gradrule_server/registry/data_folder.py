@@ -157,11 +157,13 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Releases the locks, so that other processes can use the folder."""
+        """Releases the locks, so that other processes can use the folder; does nothing the second time."""
         if self._file >= 0:
             os.ftruncate(self._file, 0)
             os.close(self._file)
-        os.close(self._handle)
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._file = self._handle = -1
 
     def _lock_folder(self) -> None:
         try:
