@@ -275,15 +275,6 @@ def test_configuration_file(tmp_path: Path) -> None:
     assert "tenant-rules = 500  # server.toml: tenant-rules" in printed.splitlines()
 
 
-def test_alerts_name_metrics_that_exist() -> None:
-    text = (GUIDE / "operating.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```promql\n(.*?)```", text, re.DOTALL)
-    assert len(block.splitlines()) == 4
-    for line in block.splitlines():
-        (name,) = re.findall(r"gradrule_\w+", line)
-        assert f"| `{name}` |" in text
-
-
 def test_credentials(guarded: Guarded) -> None:
     code = read_example(GUIDE / "operating.md", "credentials")
     for written, real in (

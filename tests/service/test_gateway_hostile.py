@@ -158,19 +158,6 @@ def test_an_upload_that_does_not_arrive_is_given_up(gateway: RunningGateway) -> 
     assert text.startswith(b"HTTP/1.1 408 ")
 
 
-def test_too_many_requests_are_refused_with_a_time_to_wait(gateway: RunningGateway) -> None:
-    with contextlib.ExitStack() as stack:
-        for _ in range(3):
-            waiting = stack.enter_context(socket.create_connection(gateway.address, timeout=20))
-            waiting.sendall(HEAD)
-        answer = wait_until(
-            lambda: found if (found := gateway.get("/healthz")).status == 503 else None, "the limit on requests"
-        )
-    assert (answer.json["reason"], answer.json["retryAfterSeconds"]) == ("OVERLOADED", 1.0)
-    assert answer.headers["retry-after"] == "1"
-    wait_until(lambda: gateway.get("/healthz").status == 200 or None, "free requests")
-
-
 def test_only_listed_origins_may_use_the_api_from_a_browser(gateway: RunningGateway) -> None:
     preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     listed = gateway.send("OPTIONS", "/v1/evaluate", None, {"Origin": "https://app.example.org", **preflight})

@@ -22,6 +22,8 @@ OTHER_VALUES: dict[str, Any] = {
     "port": 0,
     "device": "gpu:1",
     "data_dir": Path("/srv/rules"),
+    "blobs": "s3://weights/team",
+    "blob_cache_bytes": 8192,
     "http_port": 0,
     "http_allowed_hosts": "gradrule.example.org",
     "max_message_bytes": 2048,

@@ -233,10 +233,10 @@ class BlobServicer:
                         field="sha256",
                     )
                 await asyncio.to_thread(upload.write, message.data)
-            size = await asyncio.to_thread(upload.finish)
+            size = await call.tenant.blobs.in_thread(upload.finish)
         finally:
             # Where the caller has given up a thread may still write; `close` waits for it.
-            await asyncio.shield(asyncio.to_thread(upload.close))
+            await asyncio.shield(call.tenant.blobs.in_thread(upload.close))
         return blob_pb2.UploadBlobResponse(sha256=name, size_bytes=size)
 
 

@@ -13,7 +13,6 @@ import itertools
 import logging
 import math
 import struct
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -297,7 +296,6 @@ class _WorkerQuestions:
         self._explained = 0
         self.bytes_left = _MAX_TOTAL_BYTES
         """Bytes of questions that the worker may still send."""
-        self._lock = threading.Lock()
         self._pinned: set[str] = set()
         self._is_closed = False
         self._answering: set[asyncio.Task[None]] = set()
@@ -313,9 +311,10 @@ class _WorkerQuestions:
         task.add_done_callback(self._answering.discard)
 
     def close(self) -> None:
-        """Unpins the blobs, which stay until the task has ended."""
-        with self._lock:
-            self._is_closed = True
+        """Unpins the blobs, which stay until the task has ended; cancels answers that wait for blobs."""
+        self._is_closed = True
+        for task in self._answering:
+            task.cancel()
         for name in self._pinned:
             self._blobs.unpin([name])
 
@@ -340,10 +339,10 @@ class _WorkerQuestions:
                 unknown = await asyncio.to_thread(self._rules.unknown, question.unknown_rule)
                 return link_pb2.Answer(fault=fault_message(unknown))
             case "blob_sizes":
-                return link_pb2.Answer(sizes=await asyncio.to_thread(self._sizes, list(question.blob_sizes.names)))
+                names = list(question.blob_sizes.names)
+                return link_pb2.Answer(sizes=await asyncio.to_thread(self._blobs.sizes, names))
             case "blob":
-                # Pinning may verify the hash, which takes long.
-                await asyncio.to_thread(self._pin, question.blob)
+                await self._pin(question.blob)
                 return link_pb2.Answer()
             case "spec_digest" if self._is_known is not None and len(question.spec_digest) == _DIGEST_BYTES:
                 self.has_reported_known = self._is_known(question.spec_digest)
@@ -351,17 +350,12 @@ class _WorkerQuestions:
             case kind:
                 raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked an unexpected question: {kind}")
 
-    def _pin(self, name: str) -> None:
-        self._blobs.pin([name])
-        with self._lock:
-            if not self._is_closed and name not in self._pinned:
-                self._pinned.add(name)
-                return
-        self._blobs.unpin([name])
-
-    def _sizes(self, names: list[str]) -> list[int]:
-        missing = set(self._blobs.missing(names))
-        return [-1 if name in missing else self._blobs.size(name) for name in names]
+    async def _pin(self, name: str) -> None:
+        await self._blobs.acquire([name])
+        if self._is_closed or name in self._pinned:
+            self._blobs.unpin([name])
+        else:
+            self._pinned.add(name)
 
 
 def _message(requested_name: str, entry: RuleEntry, *, is_complete: bool) -> rule_pb2.Rule:

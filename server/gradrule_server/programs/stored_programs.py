@@ -37,17 +37,21 @@ class StoredPrograms:
         lookup = RegistryLookup(self._rules)
         program, parts = await self._compiler.compile_to_store(spec, _BASE, lookup, recovery)
 
+        # In a thread, since it may hold a large graph.
+        source = await asyncio.to_thread(program_pb2.ProgramSpec.FromString, parts.spec)
+
         def store() -> StoredProgram:
             return self._programs.create(
                 program_id or None,
-                program_pb2.ProgramSpec.FromString(parts.spec),
+                source,
                 lookup.snapshot(parts.rule_names),
                 program.compiled.message,
                 parts.override_values,
             )
 
         with self._deleted_names.watch() as deleted:
-            stored = await asyncio.to_thread(store)
+            async with self._programs.acquired_blobs(source):
+                stored = await asyncio.to_thread(store)
             if stored.program.name not in deleted:
                 self._cache.put(StoredKey(stored.program.name, _BASE), program)
         return stored.program

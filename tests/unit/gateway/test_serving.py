@@ -9,7 +9,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from gradrule_gateway import serving
+from gradrule_gateway import connections
+from gradrule_gateway.connections import Connection, Connections
 
 
 async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
@@ -20,12 +21,14 @@ async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns the port of a server that waits a twentieth of a second for headers."""
-    monkeypatch.setattr(serving, "_HEADER_S", 0.05)
+    monkeypatch.setattr(connections, "_HEADER_S", 0.05)
     config = uvicorn.Config(answer_ok, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
 
-    def protocol() -> serving._Protocol:
-        return serving._Protocol(config, ServerState(), {})
+    opened = Connections(max_open=8, idle_s=10)
+
+    def protocol() -> Connection:
+        return Connection(config, ServerState(), {}, connections=opened)
 
     server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
     yield server.sockets[0].getsockname()[1]

@@ -92,7 +92,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         metavar="BYTES",
         type=_size,
         default=512 << 20,
-        help="maximum total size of the bodies of concurrent requests [default: 512M]",
+        help="maximum total size of bodies, converted requests and answers at the same time [default: 512M]",
+    )
+    group.add_argument(
+        "--max-connections",
+        metavar="N",
+        type=_count,
+        default=1024,
+        help="maximum number of open connections; one address may have a quarter of them [1024]",
     )
     group.add_argument(
         "--idle-s",
@@ -131,6 +138,7 @@ def run(options: argparse.Namespace) -> int:
         max_body_bytes=options.max_body_bytes,
         max_requests=options.max_requests,
         max_bytes_in_flight=options.max_bytes_in_flight,
+        max_connections=options.max_connections,
         idle_s=options.idle_s,
     )
     return serving.run(
