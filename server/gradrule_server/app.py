@@ -24,6 +24,7 @@ from gradrule_server.link.operating_system import keep_freed_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
+from gradrule_server.registry.database import open_database
 from gradrule_server.registry.rule_entries import ReadOnlyRules
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -37,6 +38,8 @@ _STOP_S = 15.0
 
 # Interval at which changes of the token file are noticed.
 _CHECK_EVERY_S = 0.25
+# Interval at which changes of other servers are applied; docs/guide/clusters.md states 2 s.
+_APPLY_CHANGES_EVERY_S = 0.5
 _MAINTAIN_BLOBS_EVERY_S = 10.0
 
 
@@ -66,9 +69,14 @@ async def serve(settings: Settings) -> None:
     operations = Operations(assembly.operations_settings(settings))
     # The exit stack stops every part even if starting or stopping another part fails.
     async with contextlib.AsyncExitStack() as stops:
-        store = Store(settings.data_dir)
+        store = Store(open_database(settings.registry, settings.data_dir))
         stops.callback(store.close)
-        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check, reload))
+        if store.is_shared:
+            # On a thread of its own: a database that is away must not delay the check of credentials.
+            stops.enter_context(PeriodicChecks(_APPLY_CHANGES_EVERY_S, store.check))
+            stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, reload))
+        else:
+            stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check, reload))
         stops.push_async_callback(operations.stop)
         allow_connections(settings.max_connections)
         watch = assembly.create_connection_watch(settings)

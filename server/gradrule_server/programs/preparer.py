@@ -65,6 +65,12 @@ class RegistryLookup:
     def __init__(self, registry: RuleRegistry) -> None:
         self._registry = registry
         self._found: dict[str, RuleEntry | None] = {}
+        self._is_fresh: bool | None = None if registry.is_shared else True
+
+    async def refresh(self) -> None:
+        """Applies once what other servers have written before this task; rules in memory stay usable if that fails."""
+        if self._is_fresh is None:
+            self._is_fresh = await asyncio.to_thread(self._registry.refresh)
 
     def find(self, names: Iterable[str]) -> list[rule_pb2.Rule]:
         """Returns the rules of these names, without names that no rule has; each rule's alias is the requested name.
@@ -83,8 +89,8 @@ class RegistryLookup:
         return found
 
     def unknown(self, name: str) -> GradruleError:
-        """Returns UNKNOWN_RULE for a name, with similar names."""
-        return self._registry.unknown(name)
+        """Returns UNKNOWN_RULE for a name, with similar names; UNAVAILABLE if another server may have the rule."""
+        return self._registry.unknown(name, is_fresh=self._is_fresh is True)
 
     def snapshot(self, names: Iterable[str]) -> bytes:
         """Returns those of the named rules that `find` has found, as bytes that are stored with a program."""
@@ -333,6 +339,7 @@ class _WorkerQuestions:
     async def _find_answer(self, question: link_pb2.Question) -> link_pb2.Answer:
         match question.WhichOneof("question"):
             case "rules" if self._rules is not None:
+                await self._rules.refresh()
                 return link_pb2.Answer(rules=self._rules.find(question.rules.names))
             case "unknown_rule" if self._rules is not None and self._explained < _MAX_EXPLAINED_NAMES:
                 self._explained += 1

@@ -92,8 +92,12 @@ class StoredPrograms:
     async def _delete(self, name: str) -> None:
         full = _full_name(name)
         await asyncio.to_thread(self._programs.delete, full)
-        self._deleted_names.add(full)
-        self._cache.remove_stored(full)
+        self.forget(full)
+
+    def forget(self, name: str) -> None:
+        """Drops a program from the cache that this or another server has deleted or replaced. `name`: full name."""
+        self._deleted_names.add(name)
+        self._cache.remove_stored(name)
 
     def _content(self, stored: StoredProgram) -> tuple[bytes, bytes]:
         spec, snapshot = self._programs.content(stored)

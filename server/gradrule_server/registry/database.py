@@ -14,10 +14,9 @@ from typing import ClassVar, Literal, Protocol, TypeVar
 
 from sqlalchemy import Connection
 
-T = TypeVar("T")
+from gradrule_server.registry.data_folder import StoreError
 
-POSTGRES_SCHEMES = ("postgresql://", "postgres://")
-"""How the URL of a PostgreSQL database starts."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +132,30 @@ def open_database(url: str, folder: Path, *, is_new: bool = False) -> Database:
         StoreError: The folder or the database cannot be used.
     """
     # Load only the driver that is used.
-    if url.startswith(POSTGRES_SCHEMES):
-        from gradrule_server.registry.postgres_database import PostgresDatabase
-
-        return PostgresDatabase(url, folder)
+    if url:
+        return open_postgres(url, folder)
     from gradrule_server.registry.sqlite_database import SqliteDatabase
 
     return SqliteDatabase(folder, is_new=is_new)
+
+
+def open_postgres(url: str, folder: Path | None = None, *, wait_s: float = 30.0) -> Database:
+    """Opens a PostgreSQL database.
+
+    Args:
+        url: Its URL.
+        folder: The folder of a server's caches, which this server alone uses; None: there is none.
+        wait_s: How long to wait for a database that is not there yet, seconds.
+
+    Raises:
+        StoreError: The database or the folder cannot be used, or the driver is not installed.
+    """
+    try:
+        from gradrule_server.registry.postgres_database import PostgresDatabase
+    except ModuleNotFoundError as cause:
+        if cause.name != "psycopg":
+            raise
+        raise StoreError(
+            "a registry in PostgreSQL needs the package psycopg: pip install 'gradrule[server,postgres]'"
+        ) from None
+    return PostgresDatabase(url, folder, wait_s=wait_s)

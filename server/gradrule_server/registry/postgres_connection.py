@@ -1,17 +1,17 @@
-"""Connects to PostgreSQL: with bounded waits, without prepared statements, and without a password in any message."""
+"""Connects to PostgreSQL with bounded waits."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import Format
 from sqlalchemy import Connection, Engine, create_engine, text
+
+from gradrule_server.registry.database_url import check_url
 
 CONNECT_S = 3
 """Longest time until a host has accepted a connection, seconds."""
@@ -54,42 +54,6 @@ class _BinaryCursor(psycopg.Cursor[Any]):
     def __init__(self, connection: Any, **options: Any) -> None:
         super().__init__(connection, **options)
         self.format = Format.BINARY
-
-
-def check_url(url: str) -> str:
-    """Returns the URL of a PostgreSQL database. Raises `ValueError`, whose text holds no part of the URL.
-
-    libpq splits a URL with a password that is not percent-encoded at the wrong places, and would show parts of it.
-    """
-    parts = urlsplit(url)
-    rest = f"{parts.path}?{parts.query}#{parts.fragment}"
-    if not url.startswith(("postgresql://", "postgres://")) or url.count("@") > 1 or "@" in rest or parts.fragment:
-        raise ValueError(
-            "expected postgresql://USER@HOST:PORT/DATABASE, in which special characters of a password are "
-            "percent-encoded (%40 for @)"
-        )
-    hosts = parts.netloc.rpartition("@")[2]
-    if not re.fullmatch(r"(([\w.-]*|\[[0-9A-Fa-f:.%]+\]|%2[Ff][\w.%-]*)(:[0-9]{0,5})?)(,[^,@]*)*", hosts):
-        raise ValueError("its host or port is not valid: expected postgresql://USER@HOST:PORT/DATABASE")
-    return url
-
-
-def describe_url(url: str) -> str:
-    """Returns a URL without its password and options, for messages."""
-    parts = urlsplit(url)
-    user, _, hosts = parts.netloc.rpartition("@")
-    user = user.partition(":")[0]
-    return f"postgresql://{user}{'@' if user else ''}{hosts}{parts.path}"
-
-
-def hide_password(message: str, url: str) -> str:
-    """Returns a message with the URL's password replaced by `***`, as a guard against drivers that would show it."""
-    parts = urlsplit(url)
-    secrets = {parts.password or ""} | {value for name, value in parse_qsl(parts.query) if "password" in name}
-    for secret in secrets | set(map(unquote, secrets)):
-        if secret:
-            message = message.replace(secret, "***")
-    return message
 
 
 def create_postgres_engine(url: str) -> Engine:

@@ -28,13 +28,8 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.registry.change_log import ChangeLog, SupersededError
 from gradrule_server.registry.data_folder import DATABASE_FILE, FolderInUseError, FolderLock, StoreError
 from gradrule_server.registry.database import Change, Database, Follower, T
-from gradrule_server.registry.postgres_connection import (
-    STATEMENT_S,
-    create_postgres_engine,
-    describe_url,
-    hide_password,
-    time_for,
-)
+from gradrule_server.registry.database_url import describe_url, hide_password
+from gradrule_server.registry.postgres_connection import STATEMENT_S, create_postgres_engine, time_for
 from gradrule_server.registry.schema import SCHEMA_VERSION, change_metadata, meta, metadata, migrate
 
 _log = logging.getLogger(__name__)
@@ -43,7 +38,6 @@ _log = logging.getLogger(__name__)
 _LOCK_KEY = 0x6772616472756C65
 _RETRY_S = 0.4
 _ATTEMPTS = 4
-_START_WAIT_S = 30.0
 _START_POLL_S = 0.5
 
 # States of PostgreSQL (SQLSTATE) of errors that another attempt may not meet: serialisation failure, deadlock.
@@ -75,7 +69,7 @@ class PostgresDatabase(Database):
 
     is_shared = True
 
-    def __init__(self, url: str, folder: Path | None = None, *, wait_s: float = _START_WAIT_S) -> None:
+    def __init__(self, url: str, folder: Path | None = None, *, wait_s: float = 0.0) -> None:
         self.description = describe_url(url)
         self._url = url
         self._warning = RepeatedWarning(_log)
@@ -134,6 +128,7 @@ class PostgresDatabase(Database):
     def write(self) -> Iterator[Connection]:
         state = self._thread
         if state.connection is not None:
+            assert not state.is_reading, "`consistently` only reads"
             yield state.connection
             if not state.is_first:
                 assert not state.has_written, "only one write belongs to a turn, because the lock ends with it"
@@ -182,6 +177,7 @@ class PostgresDatabase(Database):
             self._reader.connect() as connection,
             self._thread.entered(connection),
         ):
+            self._thread.is_reading = True
             self._log.catch_up(connection)
             return work()
 
@@ -332,13 +328,14 @@ class _ThreadState(threading.local):
 
     connection: Connection | None = None
     is_first = False
+    is_reading = False
     has_written = False
     is_guarded = False
 
     @contextmanager
     def entered(self, connection: Connection) -> Iterator[None]:
         """Makes a transaction the one that `read` and `write` of this thread use."""
-        self.connection, self.is_first, self.has_written = connection, False, False
+        self.connection, self.is_first, self.is_reading, self.has_written = connection, False, False, False
         try:
             yield
         finally:

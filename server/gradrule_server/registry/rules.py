@@ -213,10 +213,14 @@ class RuleRegistry:
         return self._names.find(name.removeprefix(RULE_PREFIX))
 
     def get(self, name: str) -> RuleEntry:
-        """Returns the rule of a name or alias, with or without `rules/`. Raises UNKNOWN_RULE."""
+        """Returns the rule of a name or alias, with or without `rules/`. Raises UNKNOWN_RULE.
+
+        Applies what other servers have written first, and raises UNAVAILABLE if that fails and no rule is found.
+        """
+        is_fresh = self.refresh()
         found = self.find(name)
         if found is None:
-            raise self.unknown(name)
+            raise self.unknown(name, is_fresh=is_fresh)
         return found
 
     def delete(self, name: str) -> None:
@@ -268,9 +272,19 @@ class RuleRegistry:
         self._names = names
         self._revision += 1
 
-    def unknown(self, name: str) -> GradruleError:
-        """Returns UNKNOWN_RULE for a name, with similar names."""
+    def unknown(self, name: str, *, is_fresh: bool = True) -> GradruleError:
+        """Returns UNKNOWN_RULE for a name, with similar names.
+
+        Returns UNAVAILABLE unless `is_fresh`: another server may have created a rule of this name.
+        """
         bare = name.removeprefix(RULE_PREFIX)
+        if not is_fresh and RULE_NAME.fullmatch(bare) is not None:
+            return error(
+                errors_pb2.ERROR_REASON_UNAVAILABLE,
+                f"this server does not know the rule {bare!r}, and cannot reach the database to look it up; try again",
+                field="name",
+                retry_after_s=1.0,
+            )
         unreadable = self._unreadable.get(bare)
         if unreadable is not None:
             return error(

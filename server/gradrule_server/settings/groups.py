@@ -231,6 +231,12 @@ class Storage(SettingsGroup):
         default_factory=lambda: default_data_dir(os.environ),
         description="Directory of stored rules, programs and blobs; created if missing.",
     )
+    registry: str = Field(
+        "",
+        repr=False,
+        description="PostgreSQL database of rules and programs that servers share: postgresql://user@host/database. "
+        "Without it: SQLite in the data directory.",
+    )
     blobs: str = Field(
         "",
         description="Object store of blobs that servers share: s3://bucket/prefix or file:///folder. Without it: "

@@ -271,8 +271,8 @@ def test_unreadable_row_affects_only_its_program(
     if column != "content":
         assert registry.content(registry.get("other"))[0] == spec()
     # Compiling it once more heals it, and no count is wrong then.
-    quota.add_initial_usage(len(registry))
-    bytes_quota.add_initial_usage(store.kept_bytes())
+    quota.set_used(len(registry))
+    bytes_quota.set_used(store.kept_bytes())
     made = create(registry, "p")
     assert registry.content(registry.get("p")) == (spec(), SNAPSHOT)
     assert create(registry, "p") == made

@@ -421,8 +421,8 @@ def test_unreadable_row_affects_only_its_rule(store: Store, tmp_path: Path, capl
     assert [line for line in caplog.messages if "'later'" in line] == caplog.messages
     assert f"{len(junk)} stored rules of tenant 'default' cannot be read" in caplog.text
     assert [entry.name for entry in registry.list(USER, 0, "")[0]] == ["Q"]
-    quota.add_initial_usage(len(registry))
-    bytes_quota.add_initial_usage(store.kept_bytes())
+    quota.set_used(len(registry))
+    bytes_quota.set_used(store.kept_bytes())
     assert quota.used == len(junk) + 1
     with pytest.raises(GradruleError, match=r"'wire' cannot be read: .*; create it again, or delete it") as refusal:
         registry.get("rules/wire")

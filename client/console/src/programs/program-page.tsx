@@ -31,7 +31,7 @@ export function ProgramPage({ id }: { id: string }) {
         </div>
         {program && (
           <div class="row">
-            <a class="button button-primary" href={`#/graphs?${new URLSearchParams({ program: program.name })}`}>
+            <a class="button button-primary" href={`#/graphs?${new URLSearchParams({ program: id })}`}>
               Run
             </a>
             <DeleteButton

@@ -1,5 +1,6 @@
 import { sampleForward, type Breaks } from "./breaks";
 import { PointSampler, sampleGradient, type Target } from "./sampling";
+import { forwardText } from "./setups";
 
 /** Comparison of a rule's gradient with finite differences of the forward function. */
 export interface Check {
@@ -32,7 +33,7 @@ const TOLERANCE = 1e-5;
  * @throws Error if the op does not support float64.
  */
 export async function checkGradient(target: Target, breaks: Breaks, signal: AbortSignal): Promise<Check | undefined> {
-  const { opType, isStep, forward, low, high } = target.setup;
+  const { opType, isStep, low, high } = target.setup;
   if (!opType && !isStep) return undefined;
   const x = Array.from(
     { length: POINTS },
@@ -56,7 +57,7 @@ export async function checkGradient(target: Target, breaks: Breaks, signal: Abor
       : [],
   ]);
   const found: Check = {
-    of: forward,
+    of: forwardText(target.setup),
     low,
     high,
     compared: 0,

@@ -12,6 +12,8 @@ export interface PlaygroundState {
   expression: string;
   opType: string;
   params: PlaygroundParam[];
+  /** Values of further inputs that somebody chose, `x1` first. */
+  others: number[];
   /** Range of the curve; undefined: the op's. */
   range?: { low: number; high: number } | undefined;
 }
@@ -20,6 +22,7 @@ const FIRST: PlaygroundState = {
   expression: "where(abs(x) <= width, dy, 0)",
   opType: "Sign",
   params: [{ name: "width", value: 1 }],
+  others: [],
 };
 
 /** Reads the state of an address. */
@@ -32,15 +35,17 @@ export function readState(query: URLSearchParams): PlaygroundState {
     expression,
     opType: query.get("op") ?? "",
     params: params.map(([key, value]) => ({ name: key.slice(2), value: Number(value) })),
+    others: query.getAll("x").map(Number),
     range: low === null || high === null ? undefined : { low: Number(low), high: Number(high) },
   };
 }
 
 /** Returns the address of a state. */
-export function stateLink({ expression, opType, params, range }: PlaygroundState): string {
+export function stateLink({ expression, opType, params, others, range }: PlaygroundState): string {
   const query = new URLSearchParams({ e: expression });
   if (opType) query.set("op", opType);
   for (const { name, value } of params) query.append(`p.${name}`, String(value));
+  for (const value of others) query.append("x", String(value));
   if (range) {
     query.set("from", String(range.low));
     query.set("to", String(range.high));
@@ -59,6 +64,7 @@ export function playgroundLink(rule: Rule): string {
       name: param.name,
       value: defaultOf(param) ?? EXAMPLE_PARAMS.get(param.name) ?? 1,
     })),
+    others: [],
   });
 }
 

@@ -8,7 +8,7 @@ import { NumberField } from "./number-field";
 import { definitionOf, readState, stateLink, type PlaygroundState } from "./playground-state";
 import { snippetsOfDefinition } from "./rule-text";
 import type { Target } from "./sampling";
-import { NoSetupError, setupOfOp, SETUPS, STEP, usesOnlyDy } from "./setups";
+import { NoSetupError, setupOfOp, SETUPS, STEP, usesOnlyDy, type Setup } from "./setups";
 import { CheckCard, CurveCard, SpecialCard, useStudy } from "./study";
 
 const OPS = [...SETUPS.keys()].filter((name) => name !== "@activation" && name !== STEP);
@@ -22,12 +22,16 @@ export function Playground({ route }: { route: Route }) {
     change({ params: state.params.map((param, at) => (at === index ? { ...param, ...part } : param)) });
 
   const definition = useMemo(() => definitionOf(state), [link]);
-  const target = useMemo(() => targetOf(state), [link]);
+  const setup = useMemo(() => setupOf(state), [link]);
+  const target = useMemo(() => targetOf(state, setup), [link]);
   const study = useStudy(target, undefined, link);
-  const range = state.range ?? rangeOfOp(state.opType);
+  const { low, high, others } = setup instanceof NoSetupError ? { low: -3, high: 3, others: [] } : setup;
   const inputError = target instanceof Error ? target.message : undefined;
   const expressionError = errorOf(study.error);
   const missing = expressionError?.message.match(/^unknown name '([A-Za-z_]\w*)'/)?.[1];
+  const isOther = state.opType !== "" && !SETUPS.has(state.opType);
+  const changeOther = (index: number, value: number) =>
+    change({ others: others.map((other, at) => (at === index ? value : other)) });
   const snippets = snippetsOfDefinition(definition, state.opType);
   return (
     <>
@@ -57,7 +61,7 @@ export function Playground({ route }: { route: Route }) {
               <select
                 class="select"
                 value={state.opType}
-                onChange={(event) => change({ opType: event.currentTarget.value, range: undefined })}
+                onChange={(event) => change({ opType: event.currentTarget.value, others: [], range: undefined })}
               >
                 <option value="">None</option>
                 <option value={STEP}>Step: x &gt; 0</option>
@@ -69,16 +73,29 @@ export function Playground({ route }: { route: Route }) {
             </label>
             <NumberField
               label="x from"
-              value={range.low}
+              value={low}
               isWrong={target instanceof RangeError}
-              onChange={(low) => change({ range: { ...range, low } })}
+              onChange={(next) => change({ range: { low: next, high } })}
             />
             <NumberField
               label="to"
-              value={range.high}
+              value={high}
               isWrong={target instanceof RangeError}
-              onChange={(high) => change({ range: { ...range, high } })}
+              onChange={(next) => change({ range: { low, high: next } })}
             />
+            {others.map((value, index) => (
+              <NumberField
+                key={index}
+                label={`x${index + 1}`}
+                value={value}
+                onChange={(next) => changeOther(index, next)}
+              />
+            ))}
+            {isOther && (
+              <button class="button button-small" type="button" onClick={() => change({ others: [...others, 1] })}>
+                Add input x{others.length + 1}
+              </button>
+            )}
             <p class="field-error playground-problem" role="status">
               {inputError}
             </p>
@@ -158,24 +175,22 @@ export function Playground({ route }: { route: Route }) {
 }
 
 /** Returns what to run; an error if there is no such op or range; undefined without an expression. */
-function targetOf(state: PlaygroundState): Target | Error | undefined {
+function targetOf(state: PlaygroundState, setup: Setup | NoSetupError): Target | Error | undefined {
   if (!state.expression.trim()) return undefined;
-  const { low, high } = state.range ?? rangeOfOp(state.opType);
-  if (!Number.isFinite(low) || !Number.isFinite(high) || low >= high)
+  if (setup instanceof NoSetupError) return new Error(`Choose another op: ${setup.message}.`);
+  if (!Number.isFinite(setup.low) || !Number.isFinite(setup.high) || setup.low >= setup.high)
     return new RangeError("The range must go from a number to a larger one.");
-  try {
-    const setup = { ...setupOfOp(state.opType), low, high };
-    setup.overDy = (!state.opType || state.opType === "Identity") && usesOnlyDy(state.expression);
-    return { source: { definition: definitionOf(state) }, setup, params: {} };
-  } catch (error) {
-    if (!(error instanceof NoSetupError)) throw error;
-    return new Error(`Choose another op: ${error.message}.`);
-  }
+  return { source: { definition: definitionOf(state) }, setup, params: {} };
 }
 
-function rangeOfOp(opType: string): { low: number; high: number } {
-  const { low, high } = SETUPS.get(opType) ?? { low: -3, high: 3 };
-  return { low, high };
+function setupOf({ expression, opType, others, range }: PlaygroundState): Setup | NoSetupError {
+  try {
+    const overDy = (!opType || opType === "Identity") && usesOnlyDy(expression);
+    return { ...setupOfOp(opType, expression, others), ...range, overDy };
+  } catch (error) {
+    if (error instanceof NoSetupError) return error;
+    throw error;
+  }
 }
 
 /** Returns the error of the expression itself; undefined for errors of the connection, the op or the params. */

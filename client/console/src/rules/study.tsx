@@ -6,6 +6,7 @@ import { ErrorBox, Loading, problemOf } from "../ui/states";
 import { isElementwise, sampleBreaks, type Breaks } from "./breaks";
 import { checkGradient, sampleSpecial, type Check, type SpecialValue } from "./check";
 import { PointSampler, sampleCurve, type Curve, type Target } from "./sampling";
+import { forwardText } from "./setups";
 
 /** What the server computed for a rule: its curve, its values at special numbers, and the check of its gradient. */
 export interface Study {
@@ -125,7 +126,7 @@ export function CurveCard({ state, showError = true }: { state: StudyState; show
 }
 
 function linesOf({ curve, target }: Study): PlotLine[] {
-  const forward = target.setup.forward;
+  const forward = forwardText(target.setup);
   const lines: PlotLine[] = [];
   if (curve.y) lines.push({ label: forward || "the op", values: curve.y, colour: "--line-strong", width: 1.5 });
   lines.push({
@@ -137,7 +138,7 @@ function linesOf({ curve, target }: Study): PlotLine[] {
   // Over the rule, so that both are seen where they are equal.
   if (curve.own)
     lines.push({
-      label: `gradient of ${forwardName(forward)}`,
+      label: `gradient of ${target.setup.opType ?? forward}`,
       values: curve.own,
       colour: "--curve-2",
       width: 2,
@@ -146,11 +147,6 @@ function linesOf({ curve, target }: Study): PlotLine[] {
   if (curve.opposite)
     lines.push({ label: "rule, dy = −1", values: curve.opposite, colour: "--curve-4", width: 1.5, dash: [2, 3] });
   return lines;
-}
-
-/** Shortens `Sign(x)` to `Sign`. */
-function forwardName(forward: string): string {
-  return forward.replace(/\(x\)$/, "") || "the op";
 }
 
 /** Table of the values at kinks, at -1, 0, 1, and at numbers that are not finite. */
@@ -170,7 +166,7 @@ export function SpecialCard({ state }: { state: StudyState }) {
               </th>
               {hasOp && (
                 <th scope="col" class="number">
-                  {state.study?.target.setup.forward}
+                  {state.study && forwardText(state.study.target.setup)}
                 </th>
               )}
               {hasOp && (
